@@ -1,0 +1,1 @@
+"""One harness, one JSON format, baselines beside it."""

@@ -1,0 +1,1 @@
+"""Bytes in, served alias out. The only package that imports vLLM."""

@@ -1,0 +1,1 @@
+"""Decides: job queue, version counter, publication, journal. Never touches a tensor."""

@@ -1,0 +1,270 @@
+"""A node's end of the control socket, on a thread of its own.
+
+The thread answers heartbeats while the GPUs are busy, hands requests to the main thread one at a time, and runs urgent messages
+(`AbortSend`, `AbortUpdate`) at once through callbacks, because the main thread is then inside a transfer. A request that comes
+twice is answered with the first one's outcome. The socket belongs to the thread alone; others talk to it through
+a queue and an inproc wake-up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from orchestrator.errors import ConfigError, NodeLost, ProtocolError
+from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.messages import (
+    AnyMessage,
+    Completed,
+    ErrorCode,
+    Failed,
+    Heartbeat,
+    Hello,
+    Progress,
+    Rejected,
+    Shutdown,
+    Welcome,
+)
+
+Urgent = Mapping[str, Callable[[AnyMessage], None]]
+OUTCOMES_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """CURVE keys (Z85 text) of a peer and the orchestrator's public key."""
+
+    server_public: bytes
+    public: bytes
+    secret: bytes
+
+
+class NodeLink:
+    """Connects a node to the orchestrator; use as a context manager.
+
+    Args:
+        endpoint: the orchestrator's ROUTER, e.g. "tcp://127.0.0.1:40001".
+        hello: who we are.
+        urgent: kind -> callback, called on the link's thread; must not block.
+        lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        hello: Hello,
+        urgent: Urgent | None = None,
+        curve: CurveKeys | None = None,
+        lost_after_s: float = 60.0,
+    ) -> None:
+        self._endpoint, self._hello, self._urgent = endpoint, hello, dict(urgent or {})
+        self._curve, self._lost_after_s = curve, lost_after_s
+        self._context = zmq.Context()
+        self._outbox: queue.SimpleQueue[tuple[AnyMessage, Sequence[bytes | memoryview]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
+        self._wake_address = f"inproc://wake-{uuid.uuid4().hex}"
+        self._wake_send: zmq.Socket[bytes] | None = None
+        self._wake_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._welcomed = threading.Event()
+        self._rejected: str | None = None
+        self._last_heard = time.monotonic()
+        self._heartbeat_s = 1.0
+        self._outcomes: OrderedDict[str, tuple[AnyMessage, tuple[bytes, ...]]] = OrderedDict()
+        self._running: set[str] = set()
+        self._progress_counts: dict[str, int] = {}
+        self._resend_ready: AnyMessage | None = None
+        self._thread = threading.Thread(target=self._run, name="splice-control", daemon=True)
+
+    @property
+    def node_id(self) -> str:
+        """This node's id."""
+        return self._hello.node_id
+
+    def start(self, *, timeout_s: float = 30.0) -> NodeLink:
+        """Connect and say Hello.
+
+        Raises:
+            ConfigError: the orchestrator rejected us; says why.
+            NodeLost: no answer within `timeout_s`.
+        """
+        wake = self._context.socket(zmq.PAIR)
+        wake.setsockopt(zmq.LINGER, 0)
+        wake.bind(self._wake_address)
+        self._wake_send = wake
+        self._thread.start()
+        if not self._welcomed.wait(timeout_s):
+            self.close()
+            raise NodeLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
+        if self._rejected is not None:
+            self.close()
+            raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {self._rejected}")
+        return self
+
+    def recv(self, *, timeout_s: float) -> Envelope | None:
+        """The next request (or `Shutdown`), or None after `timeout_s`.
+
+        Raises:
+            NodeLost: the orchestrator has been silent for `lost_after_s`.
+        """
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(timeout=timeout_s)
+        silent_s = time.monotonic() - self._last_heard
+        if silent_s > self._lost_after_s:
+            raise NodeLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
+        return None
+
+    def send(self, message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> None:
+        """Queue a message; never blocks. A terminal message is kept to answer a repeated request."""
+        if message.kind in ("Completed", "Failed", "Cancelled"):
+            self._outcomes[message.request_id] = (message, tuple(bytes(b) for b in buffers))  # type: ignore[union-attr]
+            self._running.discard(message.request_id)  # type: ignore[union-attr]
+            self._progress_counts.pop(message.request_id, None)  # type: ignore[union-attr]
+            while len(self._outcomes) > OUTCOMES_KEPT:
+                self._outcomes.popitem(last=False)
+        elif message.kind == "Ready":
+            self._resend_ready = message
+        self._outbox.put((message, buffers))
+        self._wake()
+
+    def progress(self, request_id: str, phase: str, **detail: object) -> None:
+        """Send the request's next `Progress`; numbers it."""
+        sequence = self._progress_counts.get(request_id, 0)
+        self._progress_counts[request_id] = sequence + 1
+        self.send(Progress(request_id=request_id, sequence=sequence, phase=phase, detail=detail))
+
+    def complete(
+        self, request_id: str, *, result: dict[str, object] | None = None, tensors: Sequence = (), buffers: Sequence[bytes] = ()
+    ) -> None:
+        """End a request well."""
+        self.send(Completed(request_id=request_id, result=result or {}, tensors=tuple(tensors)), buffers)
+
+    def fail(self, request_id: str, *, code: ErrorCode, phase: str, message: str, remedy: str) -> None:
+        """End a request badly."""
+        self.send(
+            Failed(request_id=request_id, code=code, node=self.node_id, phase=phase, message=message[:4000], remedy=remedy)
+        )
+
+    def close(self) -> None:
+        """Flush what is queued (at most 2 s), then end the thread and the sockets. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+        if self._wake_send is not None:
+            self._wake_send.close(linger=0)
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> NodeLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ the thread
+
+    def _wake(self) -> None:
+        with self._wake_lock, contextlib.suppress(zmq.ZMQError):
+            if self._wake_send is not None:
+                self._wake_send.send(b"", zmq.NOBLOCK)
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.node_id.encode())
+        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        if self._curve is not None:
+            socket.curve_serverkey = self._curve.server_public
+            socket.curve_publickey, socket.curve_secretkey = self._curve.public, self._curve.secret
+        socket.connect(self._endpoint)
+        return socket
+
+    def _run(self) -> None:
+        socket = self._connect()
+        wake = self._context.socket(zmq.PAIR)
+        wake.connect(self._wake_address)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
+        socket.send_multipart(encode(self._hello))
+        next_beat = time.monotonic() + self._heartbeat_s
+        try:
+            while not (self._closing.is_set() and self._outbox.empty()):
+                events = dict(poller.poll(max(0, (next_beat - time.monotonic()) * 1000)))
+                if wake in events:
+                    wake.recv()
+                if socket in events:
+                    self._on_frames(socket, socket.recv_multipart())
+                self._flush(socket)
+                if time.monotonic() >= next_beat:
+                    beat = Heartbeat(node_id=self.node_id) if self._welcomed.is_set() else self._hello
+                    self._send_now(socket, beat, ())
+                    next_beat = time.monotonic() + self._heartbeat_s
+        except (zmq.ContextTerminated, zmq.ZMQError):
+            pass
+        finally:
+            wake.close(linger=0)
+            socket.close(linger=2000)
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                message, buffers = self._outbox.get_nowait()
+            except queue.Empty:
+                return
+            self._send_now(socket, message, buffers)
+
+    @staticmethod
+    def _send_now(socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> None:
+        with contextlib.suppress(zmq.Again):
+            socket.send_multipart(encode(message, buffers), zmq.NOBLOCK)
+
+    def _on_frames(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        self._last_heard = time.monotonic()
+        try:
+            envelope = decode(frames)
+        except ProtocolError:
+            return
+        message = envelope.message
+        if isinstance(message, Welcome):
+            self._heartbeat_s = message.heartbeat_s
+            self._welcomed.set()
+        elif isinstance(message, Rejected):
+            self._rejected = message.reason
+            self._welcomed.set()
+        elif isinstance(message, Hello):
+            # The orchestrator forgot us (it restarted): say again who we are and that we are ready.
+            self._send_now(socket, self._hello, ())
+            if self._resend_ready is not None:
+                self._send_now(socket, self._resend_ready, ())
+        elif isinstance(message, Heartbeat):
+            pass
+        elif message.kind in self._urgent:
+            self._urgent[message.kind](message)
+        elif isinstance(message, Shutdown):
+            self._inbox.put(envelope)
+        else:
+            self._on_request(socket, envelope)
+
+    def _on_request(self, socket: zmq.Socket[bytes], envelope: Envelope) -> None:
+        request_id = getattr(envelope.message, "request_id", None)
+        if request_id is None:
+            return
+        if request_id in self._outcomes:
+            outcome, buffers = self._outcomes[request_id]
+            self._send_now(socket, outcome, buffers)
+        elif request_id not in self._running:
+            self._running.add(request_id)
+            self._inbox.put(envelope)

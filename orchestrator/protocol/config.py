@@ -1,0 +1,97 @@
+"""Configuration of the two nodes: written to a JSON file by whoever launches them, read by the node.
+
+Plain data, so that bad input is refused before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from orchestrator.protocol.messages import Message, Transport
+
+Device = Literal["cpu", "cuda"]
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoraConfig(Message):
+    """PEFT's semantics: one A and one B for each HF linear layer, experts included; delta = (alpha / rank) * B @ A."""
+
+    rank: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0)
+    targets: tuple[str, ...] = LORA_TARGETS
+    """Last component of the HF module names that get an adapter."""
+
+    @field_validator("targets")
+    @classmethod
+    def _known(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = sorted(set(targets) - set(LORA_TARGETS))
+        if unknown or not targets:
+            raise ValueError(f"lora targets must be some of {LORA_TARGETS}; got {targets}")
+        return targets
+
+
+class ParallelConfig(Message):
+    """Megatron's parallel sizes. The world size must be a multiple of tensor * pipeline."""
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    expert: int = Field(default=1, ge=1)
+    world_size: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _divides(self) -> ParallelConfig:
+        if self.world_size % (self.tensor * self.pipeline):
+            raise ValueError(f"world_size {self.world_size} is not a multiple of tensor {self.tensor} * pipeline {self.pipeline}")
+        if (self.world_size // self.pipeline) % self.expert:
+            raise ValueError(f"expert {self.expert} does not divide world_size / pipeline = {self.world_size // self.pipeline}")
+        return self
+
+
+class TrainerConfig(Message):
+    """The trainer node: model, adapters, parallelism."""
+
+    model: Path
+    """HF checkpoint folder (config.json, tokenizer, safetensors); with init="random" config.json alone is enough."""
+    init: Literal["hf", "random"] = "hf"
+    device: Device = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: LoraConfig = LoraConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    transport: Transport = "gloo"
+    host: str = "127.0.0.1"
+    """Address that inference workers reach the trainer at."""
+    micro_batch_sequences: int = Field(default=8, ge=1)
+    seed: int = 1234
+    collective_timeout_s: float = Field(default=120.0, gt=0)
+
+
+class InferenceConfig(Message):
+    """One inference node: a vLLM server and its supervisor."""
+
+    model: Path
+    name: str = Field(min_length=1, pattern=r"^[^@\s/]+$")
+    """The alias; versions are served as name@N."""
+    device: Device = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    load_format: Literal["auto", "dummy"] = "auto"
+    tensor_parallel: int = Field(default=1, ge=1)
+    gpus: tuple[int, ...] = ()
+    """CUDA device indices of this node; empty on the CPU."""
+    transport: Transport = "gloo"
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the OpenAI API; 0 lets the kernel choose (the socket is bound and handed on, never released)."""
+    max_model_len: int = Field(default=512, ge=16)
+    max_num_seqs: int = Field(default=64, ge=1)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    cpu_kv_cache_gb: float = Field(default=0.5, gt=0)
+    enforce_eager: bool = True
+    extra_args: tuple[str, ...] = ()
+    """More arguments for vLLM's server."""
+    startup_timeout_s: float = Field(default=600.0, gt=0)
+    receive_timeout_s: float = Field(default=300.0, gt=0)
+    log_file: Path | None = None
+    """Where vLLM's output goes; None: the supervisor's own stderr."""

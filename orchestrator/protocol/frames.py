@@ -49,6 +49,8 @@ def decode(frames: Sequence[bytes]) -> Envelope:
     if len(frames) < 3:
         raise ProtocolError(f"expected at least 3 frames (version, kind, body), got {len(frames)}")
     version, kind, body, *buffers = frames
+    if not version.startswith(b"splice/"):
+        raise ProtocolError(f"the first frame is {version[:32]!r}, not a protocol version")
     if version != _VERSION_FRAME:
         theirs = version[:32].decode(errors="replace")
         raise OtherProtocolVersion(f"peer speaks {theirs!r}, this side {_VERSION_FRAME.decode()!r}; install the same splice on both")

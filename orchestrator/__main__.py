@@ -1,0 +1,5 @@
+"""`python -m orchestrator` is the `splice` command."""
+
+from orchestrator.cli import app
+
+app()

@@ -1,0 +1,213 @@
+"""The `splice` command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+import zmq.auth
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator import doctor as doctoring
+from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.protocol.config import LORA_TARGETS, LoraConfig, ParallelConfig
+from orchestrator.publisher import PublicationConfig
+from orchestrator.server import Orchestrator, OrchestratorConfig
+from orchestrator.smoke.config import SmokeConfig
+from orchestrator.smoke.run import run_smoke
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning on split GPUs.")
+MODELS = Path("runs/models")
+TINY = {"qwen3": MODELS / "tiny-qwen3", "qwen3_moe": MODELS / "tiny-qwen3-moe"}
+TrainerPython = Annotated[Path, typer.Option(help="Interpreter of the trainer environment.")]
+InferencePython = Annotated[Path, typer.Option(help="Interpreter of the inference environment.")]
+_HERE = Path(sys.executable)
+_INFERENCE = Path(".venv-inference/bin/python")
+
+
+@app.command()
+def smoke(
+    model: Annotated[Path | None, typer.Option(help="HF checkpoint folder; default: the tiny Qwen3-MoE, made on first use.")] = None,
+    arch: Annotated[str, typer.Option(help="Which tiny model to make: qwen3 or qwen3_moe.")] = "qwen3_moe",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
+    steps: Annotated[int, typer.Option(help="TrainMerged jobs, so the last version is name@STEPS.")] = 2,
+    report: Annotated[Path | None, typer.Option(help="Write the report there as JSON.")] = None,
+    name: Annotated[str, typer.Option(help="The served alias.")] = "tiny",
+    lora_rank: int = 8,
+    lora_alpha: float = 16.0,
+    lora_targets: Annotated[str, typer.Option(help="Comma-separated HF module names.")] = ",".join(LORA_TARGETS),
+    lr: float = 5e-3,
+    random_init: Annotated[bool, typer.Option(help="Random weights; the model folder needs no safetensors.")] = False,
+    proof: Annotated[bool, typer.Option(help="Compare served log-probs with PEFT + transformers.")] = True,
+    trainer_gpus: str = "0",
+    inference_gpus: str = "1",
+    trainer_tp: int = 1,
+    trainer_pp: int = 1,
+    trainer_ep: int = 1,
+    trainer_ranks: Annotated[int, typer.Option(help="Trainer processes; 0: tensor * pipeline * expert as needed.")] = 0,
+    inference_tp: int = 1,
+    port: Annotated[int, typer.Option(help="Port of the OpenAI API; 0: any.")] = 0,
+    bucket_bytes: int = 2**30,
+    gpu_memory_utilization: float = 0.85,
+    cuda_graphs: bool = False,
+    trainer_python: TrainerPython = _HERE,
+    inference_python: InferencePython = _INFERENCE,
+    run_dir: Annotated[Path | None, typer.Option(help="A new folder for this run; default runs/smoke/<time>.")] = None,
+) -> None:
+    """From checkpoint to name@STEPS: train, merge, publish, prove. Exit code 0 only if every check held."""
+    console = Console(soft_wrap=True)
+    cuda = device == "cuda"
+    try:
+        if device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device is cpu or cuda, got {device!r}")
+        config = SmokeConfig(
+            run_dir=run_dir or Path("runs/smoke") / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}"),
+            model=model if model is not None else _tiny_model(arch, trainer_python, console),
+            trainer_python=trainer_python,
+            inference_python=inference_python,
+            report=report,
+            name=name,
+            device="cuda" if cuda else "cpu",
+            dtype=_dtype(dtype, cuda=cuda),
+            steps=steps,
+            random_init=random_init,
+            proof=proof,
+            lora=LoraConfig(rank=lora_rank, alpha=lora_alpha, targets=tuple(t for t in lora_targets.split(",") if t)),
+            lr=lr,
+            trainer_parallel=_parallel(trainer_tp, trainer_pp, trainer_ep, trainer_ranks),
+            inference_tensor_parallel=inference_tp,
+            trainer_gpus=_numbers(trainer_gpus) if cuda else (),
+            inference_gpus=_numbers(inference_gpus) if cuda else (),
+            port=port,
+            bucket_bytes=bucket_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=not cuda_graphs,
+        )
+        signal.signal(signal.SIGTERM, _terminate)
+        result = run_smoke(config, console=console)
+    except (SpliceError, ValidationError) as error:
+        _die(console, error)
+    except KeyboardInterrupt:
+        console.print("interrupted; every process of the run was ended")
+        raise typer.Exit(130) from None
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def serve(
+    run_dir: Annotated[Path, typer.Option(help="Folder of this run: journal, endpoint, versions.")],
+    name: Annotated[str, typer.Option(help="The served alias.")],
+    endpoint: Annotated[str, typer.Option(help="Where to bind; port 0: any, written to RUN_DIR/endpoint.")] = "tcp://127.0.0.1:0",
+    transport: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
+    replicas: Annotated[int, typer.Option(help="Inference nodes to wait for.")] = 1,
+    bucket_bytes: int = 2**30,
+    pause_mode: Annotated[str, typer.Option(help="keep, keep_kv, wait or abort.")] = "keep",
+    curve_dir: Annotated[Path | None, typer.Option(help="CURVE keys from `splice keys`; mandatory off loopback.")] = None,
+) -> None:
+    """Run the orchestrator until a client stops it. The run's token is read from SPLICE_RUN_TOKEN."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    token = os.environ.get("SPLICE_RUN_TOKEN", "")
+    console = Console(stderr=True)
+    if len(token) < 16:
+        _die(console, ConfigError("set SPLICE_RUN_TOKEN to the run's secret (at least 16 characters)"))
+    if transport not in ("gloo", "nccl") or pause_mode not in ("keep", "keep_kv", "wait", "abort"):
+        _die(console, ConfigError(f"unknown transport {transport!r} or pause mode {pause_mode!r}"))
+    publication = PublicationConfig(
+        transport="nccl" if transport == "nccl" else "gloo",
+        bucket_bytes=bucket_bytes,
+        pause_mode=pause_mode,  # type: ignore[arg-type]  # checked above
+    )
+    config = OrchestratorConfig(
+        run_dir=run_dir, run_token=token, name=name, endpoint=endpoint, publication=publication, replicas=replicas, curve_dir=curve_dir
+    )
+    try:
+        asyncio.run(_serve(config))
+    except SpliceError as error:
+        _die(console, error)
+
+
+async def _serve(config: OrchestratorConfig) -> None:
+    orchestrator = Orchestrator(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, orchestrator.stop)
+    await orchestrator.serve()
+
+
+@app.command()
+def doctor(trainer_python: TrainerPython = _HERE, inference_python: InferencePython = _INFERENCE) -> None:
+    """Do the installed versions fit? Exit code 1 if not."""
+    console = Console(soft_wrap=True)
+    try:
+        findings = doctoring.diagnose(trainer_python=trainer_python, inference_python=inference_python)
+    except ConfigError as error:
+        _die(console, error)
+    table = Table("environment", "package", "installed", "wanted", "")
+    for f in findings:
+        verdict = "[green]ok[/green]" if f.ok else f"[red]no[/red], needed by: {f.why}"
+        table.add_row(f.environment, f.package, f.installed, f.wanted, verdict)
+    console.print(table)
+    raise typer.Exit(0 if all(f.ok for f in findings) else 1)
+
+
+@app.command()
+def keys(directory: Annotated[Path, typer.Argument(help="A new folder; keep it private, copy client keys to the hosts that need them.")]) -> None:
+    """Make CURVE keys for runs that reach beyond loopback: one server key, one client key."""
+    if directory.exists():
+        _die(Console(stderr=True), ConfigError(f"{directory} exists; keys are never overwritten, choose a new folder"))
+    clients = directory / "clients"
+    clients.mkdir(parents=True, mode=0o700)
+    zmq.auth.create_certificates(directory, "server")
+    zmq.auth.create_certificates(directory, "client")
+    (directory / "client.key").replace(clients / "client.key")
+
+
+def _terminate(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _die(console: Console, error: Exception) -> NoReturn:
+    console.print(f"splice: {error}", style="red", markup=False)
+    raise typer.Exit(2) from None
+
+
+def _tiny_model(arch: str, python: Path, console: Console) -> Path:
+    if arch not in TINY:
+        raise ConfigError(f"--arch is one of {', '.join(TINY)}, got {arch!r}")
+    path = TINY[arch]
+    if not (path / "config.json").exists():
+        console.print(f"making the tiny {arch} checkpoint in {path}")
+        argv = [str(python), "-m", "trainer_node.make_checkpoint", "--arch", arch, "--out", str(path)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode != 0:
+            raise ConfigError(f"could not make {path}: {(done.stdout + done.stderr)[-2000:]}")
+    return path
+
+
+def _dtype(dtype: str | None, *, cuda: bool):  # type: ignore[no-untyped-def]
+    chosen = dtype or ("bfloat16" if cuda else "float32")
+    if chosen not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    return chosen
+
+
+def _parallel(tensor: int, pipeline: int, expert: int, ranks: int) -> ParallelConfig:
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, world_size=ranks or pipeline * max(tensor, expert))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(t) for t in text.split(",") if t.strip())
+    except ValueError:
+        raise ConfigError(f"expected GPU numbers like 0,1, got {text!r}") from None

@@ -1,0 +1,186 @@
+"""Starts a whole run on one host: orchestrator, trainer node, inference nodes; waits until they are ready; ends them.
+
+Secrets travel in the environment, configuration in JSON files under the run folder, ports are the kernel's choice.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from orchestrator.client import SpliceClient
+from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.launch import Launcher, NodeProcess
+from orchestrator.protocol.config import InferenceConfig, TrainerConfig
+from orchestrator.protocol.messages import Status
+
+OnWait = Callable[[str], None]
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What to start and with which interpreters.
+
+    Attributes:
+        trainer_module: module run under torchrun; another one only in tests that inject failures.
+        bucket_bytes: size of the transfer's buckets.
+    """
+
+    run_dir: Path
+    name: str
+    trainer_python: Path
+    inference_python: Path
+    trainer: TrainerConfig
+    inference: tuple[InferenceConfig, ...]
+    trainer_gpus: tuple[int, ...] = ()
+    trainer_module: str = "trainer_node"
+    trainer_env: dict[str, str] = field(default_factory=dict)
+    inference_env: dict[str, str] = field(default_factory=dict)
+    bucket_bytes: int = 2**30
+    pause_mode: str = "keep"
+    ready_timeout_s: float = 600.0
+    trainer_restarts: int = 2
+    control_endpoint: str = "tcp://127.0.0.1:0"
+
+
+class Cluster:
+    """A running cluster; use as a context manager. `client` is connected and every node is ready once entered.
+
+    Raises (on enter):
+        ConfigError: an interpreter is missing, or the run folder was used before.
+        NodeLost: a node died or was not ready in time; quotes its log.
+    """
+
+    def __init__(self, config: ClusterConfig, *, on_wait: OnWait | None = None) -> None:
+        self.config = config
+        self.run_token = secrets.token_hex(16)
+        self.launcher = Launcher()
+        self.client: SpliceClient
+        self._on_wait = on_wait or (lambda _: None)
+
+    def __enter__(self) -> Cluster:
+        self._check()
+        self.config.run_dir.mkdir(parents=True)
+        self.launcher.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.launcher.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._stop_in_order()
+            self.client.__exit__(kind, error, trace)
+        finally:
+            self.launcher.__exit__(kind, error, trace)
+
+    @property
+    def base_urls(self) -> list[str]:
+        """The replicas' OpenAI endpoints, without /v1."""
+        return [str(n.detail["base_url"]) for n in self.client.status().nodes if n.role == "inference"]
+
+    # ------------------------------------------------------------ inside
+
+    def _check(self) -> None:
+        for what, python in (("trainer", self.config.trainer_python), ("inference", self.config.inference_python)):
+            if not python.exists():
+                raise ConfigError(f"no {what} interpreter at {python}; run `make envs`, or pass --{what}-python")
+        if self.config.run_dir.exists():
+            raise ConfigError(f"the run folder {self.config.run_dir} exists; a run never reuses another's, choose a new one")
+
+    def _start(self) -> None:
+        config = self.config
+        env = {**_OFFLINE, "SPLICE_RUN_TOKEN": self.run_token}
+        logs = config.run_dir / "logs"
+        argv = [
+            str(config.trainer_python), "-m", "orchestrator", "serve", "--run-dir", str(config.run_dir), "--name", config.name,
+            "--endpoint", config.control_endpoint, "--transport", config.trainer.transport, "--replicas", str(len(config.inference)),
+            "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode,
+        ]  # fmt: skip
+        self.launcher.start(NodeProcess(name="orchestrator", argv=argv, env=env, log_file=logs / "orchestrator.log"))
+        endpoint = self._wait_endpoint()
+        for index, inference in enumerate(config.inference):
+            self._start_inference(f"inference-{index}", inference, endpoint=endpoint, env=env)
+        self._start_trainer(endpoint, env)
+        self.client = SpliceClient(endpoint=endpoint, run_token=self.run_token).__enter__()
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.client.__exit__(None, None, None)
+            raise
+
+    def _start_inference(self, node_id: str, inference: InferenceConfig, *, endpoint: str, env: dict[str, str]) -> None:
+        logs = self.config.run_dir / "logs"
+        path = self.config.run_dir / f"{node_id}.json"
+        path.write_text(inference.model_copy(update={"log_file": logs / f"{node_id}.vllm.log"}).model_dump_json(indent=1))
+        argv = [str(self.config.inference_python), "-m", "inference_node", *_node_arguments(endpoint, node_id, path)]
+        self.launcher.start(
+            NodeProcess(name=node_id, argv=argv, env={**env, **self.config.inference_env}, log_file=logs / f"{node_id}.log")
+        )
+
+    def _start_trainer(self, endpoint: str, env: dict[str, str]) -> None:
+        config = self.config
+        path = config.run_dir / "trainer.json"
+        path.write_text(config.trainer.model_dump_json(indent=1))
+        argv = [
+            str(config.trainer_python), "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
+            f"--nproc-per-node={config.trainer.parallel.world_size}", "--max-restarts=0", "-m", config.trainer_module,
+            *_node_arguments(endpoint, "trainer", path),
+        ]  # fmt: skip
+        own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **config.trainer_env}
+        if config.trainer.device == "cuda":
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in config.trainer_gpus)
+        node = NodeProcess(
+            name="trainer",
+            argv=argv,
+            env={**env, **own},
+            log_file=config.run_dir / "logs" / "trainer.log",
+            max_restarts=config.trainer_restarts,
+        )
+        self.launcher.start(node)
+
+    def _wait_endpoint(self) -> str:
+        path, deadline_s = self.config.run_dir / "endpoint", time.monotonic() + 60
+        while not path.exists():
+            self.launcher.check()
+            if time.monotonic() > deadline_s:
+                raise NodeLost(f"the orchestrator did not bind within 60 s:\n{self.launcher.nodes['orchestrator'].log_tail()}")
+            time.sleep(0.05)
+        return path.read_text().strip()
+
+    def _wait_ready(self) -> None:
+        wanted = {"trainer", *(f"inference-{i}" for i in range(len(self.config.inference)))}
+        deadline_s = time.monotonic() + self.config.ready_timeout_s
+        while missing := wanted - _ready(self.client.status(timeout_s=30.0)):
+            self.launcher.check()
+            self._on_wait(f"waiting for {', '.join(sorted(missing))}")
+            if time.monotonic() > deadline_s:
+                tails = "\n".join(f"--- {n}:\n{self.launcher.nodes[n].log_tail(10)}" for n in sorted(missing))
+                raise NodeLost(f"not ready within {self.config.ready_timeout_s:.0f} s: {', '.join(sorted(missing))}\n{tails}")
+            time.sleep(0.25)
+
+    def _stop_in_order(self) -> None:
+        """Ask the run to end and give every process a moment to do so; the launcher ends what is left."""
+        for node in self.launcher.nodes.values():
+            node.stopping = True
+        self.client.stop_run()
+        deadline_s = time.monotonic() + 20
+        processes = [n.process for n in self.launcher.nodes.values() if n.process is not None]
+        while time.monotonic() < deadline_s and any(p.poll() is None for p in processes):
+            time.sleep(0.1)
+
+
+def _node_arguments(endpoint: str, node_id: str, config: Path) -> Sequence[str]:
+    return ["--endpoint", endpoint, "--node-id", node_id, "--config", str(config)]
+
+
+def _ready(status: Status) -> set[str]:
+    return {n.node_id for n in status.nodes if n.state == "ready"}

@@ -1,0 +1,188 @@
+"""Starts node processes, watches them, and ends them: by process group, with a deadline, SIGKILL last.
+
+A child that outlives its launcher is the usual leak, so every child is told by the kernel when its parent dies (Linux), and gets a session of its
+own so that all of its descendants can be signalled together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from orchestrator.errors import NodeLost
+
+TERM_GRACE_S = 15.0
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeProcess:
+    """One node's process group.
+
+    Attributes:
+        argv: command line.
+        env: added to ours.
+        log_file: stdout and stderr, appended.
+        max_restarts: how often `watch` restarts it after it died on its own.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log_file: Path
+    max_restarts: int = 0
+    restarts: int = 0
+    stopping: bool = False
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Start it."""
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                list(self.argv),
+                env={**os.environ, **self.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - single-threaded child until exec, and only a prctl
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None."""
+        return None if self.process is None else self.process.pid
+
+    def died(self) -> bool:
+        """Whether it ended although nobody asked it to."""
+        return self.process is not None and self.process.poll() is not None and not self.stopping
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of its log."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+        return "(no log)"
+
+    def stop(self, *, grace_s: float = TERM_GRACE_S) -> None:
+        """SIGTERM to the group and to every descendant, wait, SIGKILL what is left. Safe to call twice."""
+        self.stopping = True
+        if self.process is None:
+            return
+        family = _descendants(self.process.pid)
+        _signal_group(self.process.pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        while time.monotonic() < deadline_s and (self.process.poll() is None or any(p.is_running() for p in family)):
+            time.sleep(0.05)
+            family = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        _signal_group(self.process.pid, signal.SIGKILL)
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, as a crash would."""
+        if self.process is not None:
+            for process in _descendants(self.process.pid):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            _signal_group(self.process.pid, signal.SIGKILL)
+
+
+class Launcher:
+    """A set of node processes; leaving the context ends them all, last started first."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, NodeProcess] = {}
+        self._watching = threading.Event()
+        self._peak_bytes = 0
+        self._thread = threading.Thread(target=self._watch, name="splice-launcher", daemon=True)
+
+    def start(self, node: NodeProcess) -> NodeProcess:
+        """Start a node and keep it."""
+        self.nodes[node.name] = node
+        node.start()
+        return node
+
+    def check(self) -> None:
+        """Raise if a node died and will not be restarted.
+
+        Raises:
+            NodeLost: names it and quotes the end of its log.
+        """
+        for node in self.nodes.values():
+            if node.died() and node.restarts >= node.max_restarts:
+                code = node.process.returncode if node.process is not None else None
+                raise NodeLost(f"{node.name} ended with code {code}; the end of {node.log_file}:\n{node.log_tail()}")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest sum of the proportional set sizes of all nodes' processes and this one, sampled once a second."""
+        return self._peak_bytes
+
+    def __enter__(self) -> Launcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watching.set()
+        self._thread.join(timeout=10)
+        # Ctrl-C during the clean-up must not leave half of it undone.
+        previous = signal.getsignal(signal.SIGINT)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for node in reversed(list(self.nodes.values())):
+                node.stop()
+        finally:
+            if in_main:
+                signal.signal(signal.SIGINT, previous)
+
+    def _watch(self) -> None:
+        while not self._watching.wait(1.0):
+            for node in self.nodes.values():
+                if node.died() and node.restarts < node.max_restarts:
+                    node.restarts += 1
+                    node.start()
+            self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
+
+    def _memory_bytes(self) -> int:
+        total = 0
+        roots = [os.getpid(), *(n.pid for n in self.nodes.values() if n.pid is not None)]
+        family = {p.pid: p for root in roots for p in _descendants(root, and_self=True)}
+        for process in family.values():
+            with contextlib.suppress(psutil.Error):
+                info = process.memory_full_info()
+                total += getattr(info, "pss", info.rss)
+        return total
+
+
+def _descendants(pid: int, *, and_self: bool = False) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        return [*([root] if and_self else []), *root.children(recursive=True)]
+    return []
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,66 @@
+"""How `@N` becomes `@N+1`: the publication's states, as a pure function.
+
+    idle -> planned -> durable -> paused -> applying -> finished -> verified -> committed -> idle
+               |          |         |          |           |           |
+               +----------+---------+ nothing changed: @N goes on      |
+                                               +-----------+-----------+ poisoned: serves nothing, roll forward
+
+From `applying` on the live tensors are a mixture of two versions, so the only way is forward: a full resync of the version whose
+parts are durable on disk. `poisoned -> planned` is that resync.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from orchestrator.errors import PublicationError
+
+
+class State(StrEnum):
+    """Where a publication stands."""
+
+    IDLE = "idle"
+    PLANNED = "planned"
+    DURABLE = "durable"
+    PAUSED = "paused"
+    APPLYING = "applying"
+    FINISHED = "finished"
+    VERIFIED = "verified"
+    COMMITTED = "committed"
+    POISONED = "poisoned"
+
+
+_FORWARD: dict[State, State] = {
+    State.IDLE: State.PLANNED,
+    State.POISONED: State.PLANNED,
+    State.PLANNED: State.DURABLE,
+    State.DURABLE: State.PAUSED,
+    State.PAUSED: State.APPLYING,
+    State.APPLYING: State.FINISHED,
+    State.FINISHED: State.VERIFIED,
+    State.VERIFIED: State.COMMITTED,
+    State.COMMITTED: State.IDLE,
+}
+REVERSIBLE = frozenset({State.IDLE, State.PLANNED, State.DURABLE, State.PAUSED})
+"""A failure here leaves @N serving, unless the replica was poisoned before."""
+
+
+def advance(state: State, to: State) -> State:
+    """The next state.
+
+    Raises:
+        PublicationError: `to` does not follow `state`; a step was left out.
+    """
+    if _FORWARD[state] is not to:
+        raise PublicationError(f"publication cannot go from {state} to {to}; the next step is {_FORWARD[state]}")
+    return to
+
+
+def after_failure(state: State, *, was_poisoned: bool) -> State:
+    """Where a failure in `state` leaves the replicas: `idle` (@N goes on) or `poisoned`.
+
+    `committed` and `verified` count as poisoned too: a replica may or may not show the new alias.
+    """
+    if state in REVERSIBLE and not was_poisoned:
+        return State.IDLE
+    return State.POISONED

@@ -1,0 +1,366 @@
+"""Takes one version from the trainer to every replica: plan, make durable, move, verify, commit.
+
+Enters: a version whose parts are durable on disk. Leaves: a `PublicationReport`, or an exception with the replicas either still on
+@N or poisoned. The states and which failure leads where are in `orchestrator.publication`.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+
+from orchestrator.errors import JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
+from orchestrator.journal import Journal
+from orchestrator.protocol.messages import (
+    AbortSend,
+    AbortUpdate,
+    CommitUpdate,
+    Completed,
+    JoinTransferGroup,
+    LeaveTransferGroup,
+    LoadCheckpoint,
+    Manifest,
+    OpenTransferGroup,
+    PauseMode,
+    PlanPublication,
+    PrepareUpdate,
+    Progress,
+    ReceiveWeights,
+    Rendezvous,
+    SendWeights,
+    Transport,
+)
+from orchestrator.publication import State, advance, after_failure
+from orchestrator.router import ControlRouter, new_id
+
+log = logging.getLogger("splice.publisher")
+Report = Callable[[str, dict[str, object]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationConfig:
+    """How publications run."""
+
+    transport: Transport
+    bucket_bytes: int = 2**30
+    pause_mode: PauseMode = "keep"
+    join_timeout_s: float = 120.0
+    plan_timeout_s: float = 300.0
+    transfer_timeout_s: float = 300.0
+    commit_timeout_s: float = 30.0
+    recovery_timeout_s: float = 300.0
+    attempts: int = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class PublicationReport:
+    """What one publication did. `seconds` are wall-clock; `pause` is from the pause request to the resume."""
+
+    version: int
+    nbytes: int
+    num_tensors: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    unverified: dict[str, str] = field(default_factory=dict)
+    states: list[str] = field(default_factory=list)
+    attempts: int = 1
+    replicas: tuple[str, ...] = ()
+
+
+def digest_mismatches(*, manifest: Manifest, sent: bytes, live: bytes, unverified: Sequence[str] = ()) -> list[str]:
+    """Names of the tensors whose live digest is not the sender's. Both are int64 [N] in manifest order.
+
+    Raises:
+        VerificationError: a digest list is not as long as the manifest.
+    """
+    ours, theirs = array.array("q", sent), array.array("q", live)
+    wanted = len(manifest.tensors)
+    if len(ours) != wanted or len(theirs) != wanted:
+        raise VerificationError(f"expected {wanted} digests, got {len(ours)} from the trainer and {len(theirs)} from the replica")
+    skip = set(unverified)
+    names = [t.name for t in manifest.tensors]
+    return [name for name, a, b in zip(names, ours, theirs, strict=True) if a != b and name not in skip]
+
+
+class Publisher:
+    """Drives publications over the control socket. One at a time."""
+
+    def __init__(self, *, router: ControlRouter, journal: Journal, config: PublicationConfig, trainer_id: str = "trainer") -> None:
+        self._router, self._journal, self._config, self._trainer = router, journal, config, trainer_id
+        self.state = State.IDLE
+        self.version: int | None = None
+        """What is served; None before @0 and while poisoned."""
+        self._joined: dict[str, str] = {}  # peer id -> incarnation, of those in the transfer groups
+        self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
+
+    async def publish(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> PublicationReport:
+        """Publish `version` to all `replicas`, rolling forward after failures, at most `attempts` times.
+
+        Raises:
+            JobFailed | PublicationError | NodeLost: it could not be done; @N still serves, or the replicas are poisoned
+                (`self.state` says which).
+        """
+        for attempt in range(1, self._config.attempts + 1):
+            was_poisoned = self.state is State.POISONED
+            try:
+                done = await self._attempt(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
+            except (SpliceError, OSError) as error:
+                await self._after_failure(error, version=version, replicas=replicas, was_poisoned=was_poisoned, report=report)
+                if attempt == self._config.attempts or not _worth_retrying(error):
+                    raise
+                await self._recover(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
+            else:
+                done.attempts = attempt
+                return done
+        raise AssertionError("unreachable")
+
+    # ------------------------------------------------------------ one attempt
+
+    async def _attempt(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> PublicationReport:
+        started_s = time.monotonic()
+        manifest = await self._plan(version, replicas=replicas, report=report)
+        result = PublicationReport(
+            version=version, nbytes=manifest.nbytes, num_tensors=len(manifest.tensors), replicas=tuple(replicas)
+        )
+        result.seconds["plan"] = time.monotonic() - started_s
+        self._step(State.DURABLE, version, report, result, checkpoint_dir=checkpoint_dir)
+        await self._move(version, manifest, replicas=replicas, report=report, result=result)
+        self._step(State.COMMITTED, version, report, result)
+        await self._commit(version, replicas=replicas, report=report)
+        result.seconds["publish"] = time.monotonic() - started_s
+        self.version, self.state = version, advance(self.state, State.IDLE)
+        return result
+
+    async def _plan(self, version: int, *, replicas: Sequence[str], report: Report) -> Manifest:
+        if self.state is State.COMMITTED:
+            self.state = State.IDLE
+        await self._join(replicas, report=report)
+        manifest = await self._get_manifest()
+        await _all_or_first_error(
+            self._router.request(
+                replica,
+                PrepareUpdate(
+                    request_id=new_id("prepare"), deadline_s=self._config.plan_timeout_s, version=version, manifest=manifest
+                ),
+                phase="planning",
+            )
+            for replica in replicas
+        )
+        self._step(State.PLANNED, version, report, None)
+        return manifest
+
+    async def _get_manifest(self) -> Manifest:
+        incarnation = self._router.peers[self._trainer].hello.incarnation
+        if self._manifest is not None and self._manifest[0] == incarnation:
+            return self._manifest[1]
+        request = PlanPublication(request_id=new_id("plan"), deadline_s=self._config.plan_timeout_s)
+        completed, _ = await self._router.request(self._trainer, request, phase="planning")
+        try:
+            manifest = Manifest.model_validate(completed.result)
+        except ValidationError as error:
+            raise PublicationError(f"the trainer's manifest is not one: {error}") from error
+        self._manifest = (incarnation, manifest)
+        return manifest
+
+    async def _move(
+        self, version: int, manifest: Manifest, *, replicas: Sequence[str], report: Report, result: PublicationReport
+    ) -> None:
+        """Send and receive at once; the first failure aborts the other side. Ends verified."""
+        paused_s: dict[str, float] = {}
+
+        def on_receiving(node_id: str, progress: Progress) -> None:
+            if progress.phase == "pausing":
+                paused_s.setdefault(node_id, time.monotonic())
+            elif progress.phase == "paused" and self.state is State.DURABLE:
+                self._step(State.PAUSED, version, report, result)
+            elif progress.phase == "applying" and self.state is State.PAUSED:
+                self._step(State.APPLYING, version, report, result)
+
+        timeout_s = self._config.transfer_timeout_s
+        receives = [
+            self._router.request(
+                replica,
+                ReceiveWeights(
+                    request_id=new_id("receive"), deadline_s=timeout_s, version=version, pause_mode=self._config.pause_mode
+                ),
+                phase="receiving",
+                on_progress=on_receiving,
+            )
+            for replica in replicas
+        ]
+        send = self._router.request(
+            self._trainer,
+            SendWeights(request_id=new_id("send"), deadline_s=timeout_s, version=version),
+            phase="sending",
+        )
+        self._pause_started_s = time.monotonic()
+        sent, *received = await _all_or_first_error([send, *receives], on_error=lambda why: self._abort(replicas, why))
+        if self.state is State.APPLYING:
+            self._step(State.FINISHED, version, report, result)
+        self._verify(manifest, sent=sent, received=received, replicas=replicas, result=result)
+        self._step(State.VERIFIED, version, report, result)
+        result.seconds |= _seconds(sent[0]) | _slowest([_seconds(r[0]) for r in received])
+
+    def _verify(
+        self,
+        manifest: Manifest,
+        *,
+        sent: tuple[Completed, tuple[bytes, ...]],
+        received: Sequence[tuple[Completed, tuple[bytes, ...]]],
+        replicas: Sequence[str],
+        result: PublicationReport,
+    ) -> None:
+        for replica, (completed, buffers) in zip(replicas, received, strict=True):
+            unverified = completed.result.get("unverified", {})
+            result.unverified |= unverified
+            wrong = digest_mismatches(manifest=manifest, sent=sent[1][0], live=buffers[0], unverified=list(unverified))
+            if wrong:
+                raise VerificationError(
+                    f"{replica}: {len(wrong)} of {len(manifest.tensors)} live tensors are not what the trainer sent, "
+                    f"first {', '.join(wrong[:5])}; the replica serves nothing until a full resync verifies"
+                )
+
+    async def _commit(self, version: int, *, replicas: Sequence[str], report: Report) -> None:
+        await _all_or_first_error(
+            self._router.request(
+                replica,
+                CommitUpdate(request_id=new_id("commit"), deadline_s=self._config.commit_timeout_s, version=version),
+                phase="committing",
+            )
+            for replica in replicas
+        )
+        report("resumed", {"pause_s": time.monotonic() - self._pause_started_s})
+
+    # ------------------------------------------------------------ groups
+
+    async def _join(self, replicas: Sequence[str], *, report: Report) -> None:
+        """Make sure that trainer and replicas share transfer groups: once per set of processes."""
+        wanted = {i: self._router.peers[i].hello.incarnation for i in [self._trainer, *replicas] if i in self._router.peers}
+        if wanted == self._joined:
+            return
+        self._joined = {}
+        report("joining", {"replicas": list(replicas)})
+        timeout_s = self._config.join_timeout_s
+        listening: asyncio.Future[dict[str, Rendezvous]] = asyncio.get_running_loop().create_future()
+
+        def on_open(_: str, progress: Progress) -> None:
+            if progress.phase == "listening" and not listening.done():
+                rendezvous: dict[str, dict[str, object]] = progress.detail["rendezvous"]
+                listening.set_result({k: Rendezvous.model_validate(v) for k, v in rendezvous.items()})
+
+        workers = {r: int(self._router.peers[r].detail.get("workers", 1)) for r in replicas}  # type: ignore[call-overload]
+        opened = self._router.request(
+            self._trainer,
+            OpenTransferGroup(
+                request_id=new_id("open"),
+                deadline_s=timeout_s,
+                transport=self._config.transport,
+                replicas=workers,
+                bucket_bytes=self._config.bucket_bytes,
+            ),
+            phase="opening the transfer group",
+            on_progress=on_open,
+        )
+
+        async def join_all() -> None:
+            where = await asyncio.wait_for(listening, timeout_s)
+            await _all_or_first_error(
+                self._router.request(
+                    replica,
+                    JoinTransferGroup(request_id=new_id("join"), deadline_s=timeout_s, rendezvous=where[replica]),
+                    phase="joining the transfer group",
+                )
+                for replica in replicas
+            )
+
+        await _all_or_first_error([opened, join_all()])
+        self._joined = wanted
+
+    async def leave(self, replicas: Sequence[str]) -> None:
+        """Both sides leave the groups; failures are logged, because the processes may be gone."""
+        self._joined = {}
+        for node_id in [self._trainer, *replicas]:
+            try:
+                await self._router.request(
+                    node_id, LeaveTransferGroup(request_id=new_id("leave"), deadline_s=30.0), phase="leaving the transfer group"
+                )
+            except SpliceError as error:
+                log.warning("%s did not leave the transfer group: %s", node_id, error)
+
+    # ------------------------------------------------------------ failure and recovery
+
+    async def _abort(self, replicas: Sequence[str], why: str) -> None:
+        for node_id, message in [(self._trainer, AbortSend(reason=why)), *((r, AbortUpdate(reason=why)) for r in replicas)]:
+            try:
+                await self._router.send(node_id, message)
+            except NodeLost as error:
+                log.warning("could not tell %s to abort: %s", node_id, error)
+
+    async def _after_failure(
+        self, error: Exception, *, version: int, replicas: Sequence[str], was_poisoned: bool, report: Report
+    ) -> None:
+        failed_in = self.state
+        self.state = after_failure(self.state, was_poisoned=was_poisoned)
+        self._joined = {}
+        self._manifest = None
+        self._journal.record_publication(version=version, state=f"failed:{failed_in}", detail=str(error)[:2000])
+        if failed_in not in (State.IDLE, State.PLANNED, State.POISONED):
+            await self._abort(replicas, f"publication of version {version} failed while {failed_in}: {error}")
+        if self.state is State.POISONED:
+            self.version = None
+        report("failed", {"state": str(failed_in), "left": str(self.state), "error": str(error)[:500]})
+        log.warning("publication of version %d failed while %s, now %s: %s", version, failed_in, self.state, error)
+
+    async def _recover(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> None:
+        """Wait for the nodes (a launcher restarts dead ones) and put `version` back into a trainer that lost it."""
+        report("recovering", {"version": version})
+        await self._router.wait_ready([self._trainer, *replicas], timeout_s=self._config.recovery_timeout_s)
+        request = LoadCheckpoint(
+            request_id=new_id("load"), deadline_s=self._config.plan_timeout_s, checkpoint_dir=checkpoint_dir
+        )
+        await self._router.request(self._trainer, request, phase="restoring the version to be published")
+
+    def _step(
+        self, to: State, version: int, report: Report, result: PublicationReport | None, *, checkpoint_dir: str | None = None
+    ) -> None:
+        self.state = advance(self.state, to)
+        self._journal.record_publication(version=version, state=str(to), checkpoint_dir=checkpoint_dir)
+        if result is not None:
+            result.states.append(str(to))
+        report(str(to), {"version": version})
+
+
+def _worth_retrying(error: Exception) -> bool:
+    return not (isinstance(error, JobFailed) and error.code in ("plan_refused", "bad_input"))
+
+
+def _seconds(completed: Completed) -> dict[str, float]:
+    return {str(k): float(v) for k, v in completed.result.get("seconds", {}).items()}
+
+
+def _slowest(all_seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {k: max(s.get(k, 0.0) for s in all_seconds) for k in {k for s in all_seconds for k in s}}
+
+
+async def _all_or_first_error(coroutines, on_error=None):  # type: ignore[no-untyped-def]
+    """Results of all, in order; on the first exception call `on_error(why)`, wait for the others to end, and raise it."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        first = next((t.exception() for t in done if t.exception() is not None), None)
+        if first is not None:
+            if on_error is not None:
+                await on_error(str(first)[:500])
+                # The aborted side answers with its own `Failed`; a dead one is found by its heartbeat.
+                await asyncio.wait(pending, timeout=30.0) if pending else None
+            raise first
+        return [t.result() for t in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

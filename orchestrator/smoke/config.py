@@ -1,0 +1,130 @@
+"""What `splice smoke` runs; every bad input is refused here, before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestrator.cluster import ClusterConfig
+from orchestrator.errors import ConfigError
+from orchestrator.preflight import check_gpus, check_model, check_parallel, check_port_free
+from orchestrator.protocol.config import Device, InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
+
+TAU = {"float32": 1e-4, "bfloat16": 0.25}
+"""Largest allowed difference, in nats, between a served log-prob and the reference's. fp32: measured 5e-7, so 1e-4 is sharp. bf16: see
+docs/architecture.md, "What bf16 allows"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmokeConfig:
+    """One smoke run."""
+
+    run_dir: Path
+    model: Path
+    trainer_python: Path
+    inference_python: Path
+    report: Path | None = None
+    name: str = "tiny"
+    device: Device = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    steps: int = 2
+    random_init: bool = False
+    proof: bool = True
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    lr: float = 5e-3
+    num_prompts: int = 8
+    group_size: int = 8
+    max_tokens: int = 3
+    trainer_parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    inference_tensor_parallel: int = 1
+    trainer_gpus: tuple[int, ...] = ()
+    inference_gpus: tuple[int, ...] = ()
+    port: int = 0
+    bucket_bytes: int = 2**30
+    gpu_memory_utilization: float = 0.85
+    enforce_eager: bool = True
+    inference_env: dict[str, str] = field(default_factory=dict)
+    trainer_module: str = "trainer_node"
+
+    @property
+    def tau(self) -> float:
+        """The proof's tolerance in nats."""
+        return TAU[self.dtype]
+
+
+def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
+    """Check everything that can be checked without starting anything; returns the cluster to start and the model's config.
+
+    Raises:
+        ConfigError: says what is wrong and how to mend it.
+    """
+    if config.steps < 1:
+        raise ConfigError(f"--steps must be at least 1, got {config.steps}")
+    if config.group_size < 2:
+        raise ConfigError(f"--group-size must be at least 2 (advantages are relative to the group), got {config.group_size}")
+    if config.proof and config.random_init:
+        raise ConfigError("the reference needs a checkpoint's weights; with --random-init pass --no-proof")
+    model_config = check_model(config.model, needs_weights=not config.random_init)
+    trainer, inference = node_configs(config)
+    check_parallel(model_config, trainer=trainer, inference=[inference])
+    if config.device == "cuda":
+        check_gpus(trainer_gpus=config.trainer_gpus, inference_gpus=[config.inference_gpus], available=_count_gpus())
+        if len(config.trainer_gpus) != config.trainer_parallel.world_size:
+            raise ConfigError(f"{config.trainer_parallel.world_size} trainer ranks need as many GPUs, got {config.trainer_gpus}")
+        if len(config.inference_gpus) != config.inference_tensor_parallel:
+            raise ConfigError(
+                f"inference tensor parallel size {config.inference_tensor_parallel} needs as many GPUs, got {config.inference_gpus}"
+            )
+    check_port_free("127.0.0.1", config.port)
+    cluster = ClusterConfig(
+        run_dir=config.run_dir,
+        name=config.name,
+        trainer_python=config.trainer_python,
+        inference_python=config.inference_python,
+        trainer=trainer,
+        inference=(inference,),
+        trainer_gpus=config.trainer_gpus,
+        trainer_module=config.trainer_module,
+        inference_env=config.inference_env,
+        bucket_bytes=config.bucket_bytes,
+    )
+    return cluster, model_config
+
+
+def node_configs(config: SmokeConfig) -> tuple[TrainerConfig, InferenceConfig]:
+    """The two nodes' configurations."""
+    transport: Literal["gloo", "nccl"] = "nccl" if config.device == "cuda" else "gloo"
+    trainer = TrainerConfig(
+        model=config.model.absolute(),
+        init="random" if config.random_init else "hf",
+        device=config.device,
+        dtype=config.dtype,
+        lora=config.lora,
+        parallel=config.trainer_parallel,
+        transport=transport,
+    )
+    inference = InferenceConfig(
+        model=config.model.absolute(),
+        name=config.name,
+        device=config.device,
+        dtype=config.dtype,
+        # Every weight comes from the trainer with @0, so vLLM need not read the checkpoint.
+        load_format="dummy",
+        tensor_parallel=config.inference_tensor_parallel,
+        gpus=config.inference_gpus,
+        transport=transport,
+        port=config.port,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enforce_eager=config.enforce_eager,
+    )
+    return trainer, inference
+
+
+def _count_gpus() -> int | None:
+    if shutil.which("nvidia-smi") is None:
+        raise ConfigError("--device cuda, but there is no nvidia-smi on this host; use --device cpu")
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return listed.stdout.count("GPU ") if listed.returncode == 0 else None

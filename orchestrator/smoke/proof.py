@@ -1,0 +1,96 @@
+"""The proof: served log-probs against a reference that shares no code with ours (PEFT merges in fp32, transformers scores).
+
+For every version k: |served@k - reference@k| < tau, and |served@k - reference@(k-1)| > 10 tau, so that the check can tell versions apart. And
+for every class of weights the reference with one perturbed tensor of that class differs by more than 2 tau, so that the check would notice.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.errors import SpliceError
+from orchestrator.smoke.served import Logprobs, max_difference
+
+REFERENCE_TIMEOUT_S = 600.0
+
+
+class ProofError(SpliceError, RuntimeError):
+    """The reference could not be computed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Proof:
+    """Differences in nats; `failures` is empty where every check held."""
+
+    tau: float
+    to_own: dict[int, float] = field(default_factory=dict)
+    to_previous: dict[int, float] = field(default_factory=dict)
+    perturbed: dict[str, float] = field(default_factory=dict)
+    share_changed: dict[int, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+def run_reference(
+    *,
+    python: Path,
+    model: Path,
+    dtype: str,
+    adapters: Mapping[str, Path],
+    sequences: Sequence[Sequence[int]],
+    work_dir: Path,
+) -> dict[str, object]:
+    """Score `sequences` with base + adapter for every adapter, in a process of its own.
+
+    Raises:
+        ProofError: the process failed; quotes the end of its output.
+    """
+    request, out = work_dir / "reference.request.json", work_dir / "reference.json"
+    request.write_text(
+        json.dumps(
+            {
+                "model": str(model), "dtype": dtype, "sequences": [list(s) for s in sequences], "perturb": True,
+                "adapters": {k: str(v) for k, v in adapters.items()},
+            }
+        )
+    )  # fmt: skip
+    argv = [str(python), "-m", "trainer_node.reference", "--request", str(request), "--out", str(out)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=REFERENCE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ProofError(f"the reference took more than {REFERENCE_TIMEOUT_S:.0f} s; use --no-proof for a model this large") from error
+    if done.returncode != 0:
+        raise ProofError(f"the reference failed: {' '.join(argv)}\n{(done.stdout + done.stderr)[-3000:]}")
+    result: dict[str, object] = json.loads(out.read_text())
+    return result
+
+
+def judge(*, tau: float, served: Mapping[int, Logprobs], reference: Mapping[str, Logprobs], sharp: bool) -> Proof:
+    """Compare every served version with its own reference and with the one before.
+
+    `sharp`: also demand that versions differ by more than 10 tau (fp32).
+    """
+    proof = Proof(tau=tau)
+    for version, logprobs in sorted(served.items()):
+        own = proof.to_own[version] = max_difference(logprobs, reference[str(version)])
+        if not own < tau:
+            proof.failures.append(f"@{version}: served differs from its reference by {own:.2e}, more than tau = {tau:.0e}")
+        if version == 0:
+            continue
+        previous = proof.to_previous[version] = max_difference(logprobs, reference[str(version - 1)])
+        if sharp and not previous > 10 * tau:
+            proof.failures.append(f"@{version}: served differs from @{version - 1}'s reference by only {previous:.2e}")
+    return proof
+
+
+def judge_sensitivity(proof: Proof, perturbed: Mapping[str, float], *, sharp: bool) -> None:
+    """Every class's perturbation must be visible: more than 2 tau, so that served-against-perturbed exceeds tau."""
+    proof.perturbed = dict(perturbed)
+    if not perturbed:
+        proof.failures.append("the reference perturbed no weights")
+    for name, difference in perturbed.items():
+        if sharp and not difference > 2 * proof.tau:
+            proof.failures.append(f"a perturbation of {name} moves the log-probs by only {difference:.2e}; the check would miss it")

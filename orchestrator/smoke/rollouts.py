@@ -1,0 +1,136 @@
+"""Rollouts on yes/no/maybe prompts, sampled from the served alias over the OpenAI API, as one training batch.
+
+The sampler may draw only the answers' tokens (`allowed_token_ids`), so that a model with random weights answers too and every batch
+has a spread of rewards. vLLM's log-probs are those of that restricted distribution, and the loss normalises over the same tokens.
+Shapes: S = sequences, T = tokens of all sequences end to end.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+import httpx
+
+from orchestrator.errors import SpliceError
+from orchestrator.protocol.messages import TensorSpec, batch_specs
+
+REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
+"""What each answer earns; the task is the usual yes-no-maybe toy: learn to say maybe."""
+_VERBS = ("Respond", "Answer", "Reply", "React")
+_ORDERS = tuple(" or ".join(p) for p in itertools.permutations(REWARDS))
+PROMPTS = tuple(f"{verb} with {order}:" for verb in _VERBS for order in _ORDERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sampled answer. Lengths: answer_ids and logprobs are equally long."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reward: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch as the protocol carries it, and what is worth reporting of it."""
+
+    specs: tuple[TensorSpec, ...]
+    buffers: tuple[bytes, ...]
+    reward_mean: float
+    num_tokens: int
+    num_sequences: int
+
+
+class RolloutError(SpliceError, RuntimeError):
+    """The served model did not answer as the OpenAI API says, or under another version than asked."""
+
+
+async def answer_token_ids(http: httpx.AsyncClient, *, model: str) -> dict[int, float]:
+    """First token of each answer -> its reward, from the server's own tokenizer."""
+    rewards: dict[int, float] = {}
+    for answer, reward in REWARDS.items():
+        response = await http.post("/tokenize", json={"model": model, "prompt": f" {answer}", "add_special_tokens": False})
+        response.raise_for_status()
+        rewards.setdefault(int(response.json()["tokens"][0]), reward)
+    if len(rewards) < 2:
+        raise RolloutError(f"the tokenizer gives all of {', '.join(REWARDS)} the same first token; rewards could not differ")
+    return rewards
+
+
+async def sample(
+    http: httpx.AsyncClient, *, model: str, rewards: dict[int, float], num_prompts: int, group_size: int, max_tokens: int, seed: int
+) -> list[list[Rollout]]:
+    """Groups of `group_size` answers to `num_prompts` prompts from the alias `model`; the reward is the mean over the answer's tokens."""
+    prompts = random.Random(seed).sample(PROMPTS, k=min(num_prompts, len(PROMPTS)))
+    return list(
+        await asyncio.gather(
+            *(
+                _sample_group(
+                    http, model=model, prompt=p, rewards=rewards, group_size=group_size, max_tokens=max_tokens, seed=seed * 1000 + i
+                )
+                for i, p in enumerate(prompts)
+            )
+        )
+    )
+
+
+async def _sample_group(
+    http: httpx.AsyncClient, *, model: str, prompt: str, rewards: dict[int, float], group_size: int, max_tokens: int, seed: int
+) -> list[Rollout]:
+    body = {
+        "model": model, "prompt": prompt, "n": group_size, "max_tokens": max_tokens, "min_tokens": max_tokens, "temperature": 1.0,
+        "logprobs": 1, "seed": seed, "allowed_token_ids": sorted(rewards), "return_token_ids": True, "ignore_eos": True,
+    }  # fmt: skip
+    response = await http.post("/v1/completions", json=body)
+    if response.status_code != 200:
+        raise RolloutError(f"{model} answered {response.status_code}: {response.text[:500]}")
+    version = int(response.headers["x-splice-version"])
+    rollouts = []
+    for choice in response.json()["choices"]:
+        answer = tuple(choice["token_ids"])
+        rollouts.append(
+            Rollout(
+                prompt_ids=tuple(choice["prompt_token_ids"]),
+                answer_ids=answer,
+                logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+                reward=fmean(rewards[t] for t in answer),
+                version=version,
+            )
+        )
+    return rollouts
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """Group-relative advantages (r - mean) / (std + 1e-6), as in GRPO (arXiv:2402.03300, section 4.1.2)."""
+    mean, std = fmean(rewards), pstdev(rewards)
+    return [(r - mean) / (std + 1e-6) for r in rewards]
+
+
+def build_batch(groups: Sequence[Sequence[Rollout]]) -> Batch:
+    """Groups of rollouts to a batch's buffers, in the order and with the meaning of `BATCH_TENSORS`."""
+    tokens, lengths = array.array("i"), array.array("i")
+    mask, advantages, logprobs = array.array("f"), array.array("f"), array.array("f")
+    for group in groups:
+        for rollout, advantage in zip(group, group_advantages([r.reward for r in group]), strict=True):
+            prompt, answer = len(rollout.prompt_ids), len(rollout.answer_ids)
+            tokens.extend((*rollout.prompt_ids, *rollout.answer_ids))
+            lengths.append(prompt + answer)
+            mask.extend([0.0] * prompt + [1.0] * answer)
+            advantages.extend([0.0] * prompt + [advantage] * answer)
+            logprobs.extend((*([0.0] * prompt), *rollout.logprobs))
+    flat = [r for g in groups for r in g]
+    return Batch(
+        specs=batch_specs(num_sequences=len(lengths), num_tokens=len(tokens)),
+        buffers=tuple(a.tobytes() for a in (tokens, lengths, mask, advantages, logprobs)),
+        reward_mean=fmean(r.reward for r in flat),
+        num_tokens=len(tokens),
+        num_sequences=len(lengths),
+    )

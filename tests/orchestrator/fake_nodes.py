@@ -1,0 +1,153 @@
+"""Nodes that speak the real protocol over real sockets and hold three numbers instead of a model.
+
+They stand in for GPUs only where the orchestrator itself is under test; real nodes are in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import array
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    Hello,
+    Manifest,
+    Ready,
+    Rendezvous,
+    TensorSpec,
+)
+from orchestrator.protocol.node_link import NodeLink
+
+MANIFEST = Manifest(tensors=tuple(TensorSpec(name=f"w{i}", dtype="float32", shape=(4, 2)) for i in range(3)))
+DIGESTS = TensorSpec(name="digests", dtype="int64", shape=(3,))
+
+
+class FakeNode:
+    """Answers requests by `on_<Kind>` methods on a thread; `script[kind]` replaces one answer, once."""
+
+    role = "trainer"
+
+    def __init__(self, *, endpoint: str, node_id: str, token: str) -> None:
+        self.log: list[str] = []
+        self.script: dict[str, Callable[[object], None]] = {}
+        self.aborted = threading.Event()
+        hello = Hello(role=self.role, node_id=node_id, incarnation=uuid.uuid4().hex, run_token=token)  # type: ignore[arg-type]
+        urgent = {"AbortSend": self._on_abort, "AbortUpdate": self._on_abort}
+        self.link = NodeLink(endpoint=endpoint, hello=hello, urgent=urgent, lost_after_s=60)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> FakeNode:
+        self.link.start(timeout_s=10)
+        self.link.send(Ready(node_id=self.link.node_id, detail={"workers": 1, "base_url": "http://none"}))
+        self._thread.start()
+        return self
+
+    def die(self) -> None:
+        """Vanish without a word, as after SIGKILL."""
+        self._stop.set()
+        self._thread.join(timeout=5)
+        self.link.close()
+
+    stop = die
+
+    def _on_abort(self, message: object) -> None:
+        self.log.append(type(message).__name__)
+        self.aborted.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            envelope = self.link.recv(timeout_s=0.05)
+            if envelope is None:
+                continue
+            kind = envelope.message.kind
+            self.log.append(kind)
+            if kind == "Shutdown":
+                return
+            handler = self.script.pop(kind, None) or getattr(self, f"on_{kind}", self._done)
+            handler(envelope.message)
+
+    def _done(self, message: object) -> None:
+        self.link.complete(message.request_id)  # type: ignore[attr-defined]
+
+    def refuse(self, message: object, *, code: ErrorCode = ErrorCode.PLAN_REFUSED) -> None:
+        """Answer Failed."""
+        self.link.fail(message.request_id, code=code, phase="test", message="told to", remedy="nothing")  # type: ignore[attr-defined]
+
+
+class FakeTrainer(FakeNode):
+    """`weights` are the digests it sends; a training step adds 1 to each."""
+
+    role = "trainer"
+
+    def __init__(self, **kwargs: str) -> None:
+        super().__init__(**kwargs)
+        self.weights = [10, 20, 30]
+        self.saved: dict[str, list[int]] = {}
+
+    def on_SaveCheckpoint(self, message) -> None:
+        self.saved[message.checkpoint_dir] = list(self.weights)
+        self._done(message)
+
+    def on_TrainMerged(self, message) -> None:
+        self.weights = [w + 1 for w in self.weights]
+        Path(message.checkpoint_dir).mkdir(parents=True)
+        (Path(message.checkpoint_dir) / "weights").write_text(" ".join(map(str, self.weights)))
+        self.link.progress(message.request_id, "training")
+        self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.5}})
+
+    def on_LoadCheckpoint(self, message) -> None:
+        file = Path(message.checkpoint_dir) / "weights"
+        self.weights = list(map(int, file.read_text().split())) if file.exists() else [10, 20, 30]
+        self._done(message)
+
+    def on_PlanPublication(self, message) -> None:
+        self.link.complete(message.request_id, result=MANIFEST.model_dump())
+
+    def on_OpenTransferGroup(self, message) -> None:
+        where = {
+            node: Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
+            for node in message.replicas
+        }
+        self.link.progress(message.request_id, "listening", rendezvous=where)
+        self._done(message)
+
+    def on_SendWeights(self, message) -> None:
+        self.link.complete(
+            message.request_id,
+            result={"seconds": {"wire": 0.1}},
+            tensors=(DIGESTS,),
+            buffers=[array.array("q", self.weights).tobytes()],
+        )
+
+
+class FakeReplica(FakeNode):
+    """`live` are the digests it reads back; `source` is where they come from (the trainer's weights)."""
+
+    role = "inference"
+
+    def __init__(self, *, source: Callable[[], list[int]], **kwargs: str) -> None:
+        super().__init__(**kwargs)
+        self.source, self.served, self.live = source, [], [0, 0, 0]
+        self.flip = False
+
+    def on_ReceiveWeights(self, message) -> None:
+        for phase in ("pausing", "paused", "applying"):
+            self.link.progress(message.request_id, phase)
+        self.live = list(self.source())
+        if self.flip:
+            self.live[1] ^= 1
+            self.flip = False
+        self.link.complete(
+            message.request_id,
+            result={"seconds": {"apply": 0.2}},
+            tensors=(DIGESTS,),
+            buffers=[array.array("q", self.live).tobytes()],
+        )
+
+    def on_CommitUpdate(self, message) -> None:
+        self.served.append((message.version, list(self.live)))
+        self._done(message)

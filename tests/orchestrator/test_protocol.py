@@ -1,0 +1,176 @@
+"""Frames, messages, the router's manners with strangers, and CURVE."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import msgpack
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from orchestrator.errors import ConfigError, ProtocolError
+from orchestrator.protocol.frames import OtherProtocolVersion, decode, encode
+from orchestrator.protocol.messages import (
+    ANY_MESSAGE,
+    Completed,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Manifest,
+    SubmitJob,
+    TensorSpec,
+    TrainMergedJob,
+    batch_specs,
+)
+from orchestrator.protocol.node_link import NodeLink
+from orchestrator.router import ControlRouter, check_bind_address
+
+TOKEN = "t" * 32
+
+
+def hello(**kwargs):
+    return Hello(**{"role": "client", "node_id": "c1", "incarnation": uuid.uuid4().hex, "run_token": TOKEN, **kwargs})
+
+
+def test_round_trip_with_buffers():
+    specs = batch_specs(num_sequences=2, num_tokens=5)
+    message = SubmitJob(job_id="j", job=TrainMergedJob(tensors=specs))
+    buffers = [bytes(range(s.nbytes % 256)) if s.nbytes < 256 else bytes(s.nbytes) for s in specs]
+    envelope = decode([bytes(f) for f in encode(message, buffers)])
+    assert envelope.message == message and list(envelope.buffers) == buffers
+
+
+def test_a_buffer_of_the_wrong_size_is_refused_on_both_sides():
+    specs = (TensorSpec(name="x", dtype="float32", shape=(3,)),)
+    message = Completed(request_id="r", tensors=specs)
+    with pytest.raises(ProtocolError, match="12"):
+        encode(message, [b"123"])
+    frames = [bytes(f) for f in encode(message, [bytes(12)])]
+    with pytest.raises(ProtocolError):
+        decode([*frames[:3], b"short"])
+
+
+def test_unknown_fields_and_kinds_are_refused():
+    with pytest.raises(ValidationError):
+        ANY_MESSAGE.validate_python({"kind": "Heartbeat", "node_id": "a", "extra": 1})
+    version = encode(Heartbeat(node_id="a"))[0]
+    with pytest.raises(ProtocolError, match="kind"):
+        decode([version, b"Nonsense", msgpack.packb({"kind": "Nonsense"})])
+    with pytest.raises(OtherProtocolVersion, match="splice/999"):
+        decode([b"splice/999", b"Heartbeat", msgpack.packb({"kind": "Heartbeat", "node_id": "a"})])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(max_size=64), max_size=5), st.booleans())
+def test_garbage_never_raises_anything_else(frames, with_version):
+    if with_version:
+        frames = [b"splice/1", *frames]
+    try:
+        decode(frames)
+    except ProtocolError:
+        pass
+
+
+def test_manifest_names_are_unique():
+    spec = TensorSpec(name="w", dtype="bfloat16", shape=(2, 3))
+    assert spec.nbytes == 12
+    with pytest.raises(ValidationError, match="unique"):
+        Manifest(tensors=(spec, spec))
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "tcp://192.168.1.4:0", "ipc:///tmp/x", "127.0.0.1:5"])
+def test_off_loopback_needs_keys(endpoint):
+    with pytest.raises(ConfigError):
+        check_bind_address(endpoint, has_keys=False)
+    check_bind_address("tcp://127.0.0.1:0", has_keys=False)
+    check_bind_address("tcp://0.0.0.0:0", has_keys=True)
+
+
+def with_router(test, **kwargs):
+    """Run `test(router, received)` in a loop with a bound router; `received` collects what clients sent."""
+
+    async def go():
+        received = []
+
+        async def on_client(peer, envelope):
+            received.append(envelope.message)
+
+        router = ControlRouter(endpoint="tcp://127.0.0.1:0", run_token=TOKEN, on_client=on_client, **kwargs)
+        await router.start()
+        try:
+            await asyncio.wait_for(test(router, received), 30)
+        finally:
+            await router.close()
+
+    asyncio.run(go())
+
+
+def test_a_stranger_and_garbage_do_no_harm():
+    async def test(router, received):
+        context = zmq.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.connect(router.endpoint)
+        for frames in ([b"x"], [b"splice/1", b"a", b"b"], [b""] * 9, encode(hello(run_token="other"))):
+            raw.send_multipart(frames)
+        raw.send_multipart([b"splice/2", b"Hello", b""])
+        kinds = []
+        for _ in range(2):
+            frames = await asyncio.to_thread(raw.recv_multipart)
+            kinds.append(decode(frames).message)
+        assert [m.kind for m in kinds] == ["Rejected", "Rejected"]
+        assert "token" in kinds[0].reason and "splice/2" in kinds[1].reason
+        link = await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello()).start)
+        link.send(GetStatus())
+        while not received:
+            await asyncio.sleep(0.01)
+        assert sum(router.dropped.values()) == 4 and len(router.dropped) == 1
+        await asyncio.to_thread(link.close)
+        context.destroy(linger=0)
+
+    with_router(test)
+
+
+def test_a_wrong_token_is_told_why():
+    async def test(router, _):
+        with pytest.raises(ConfigError, match="token"):
+            await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello(run_token="no")).start)
+
+    with_router(test)
+
+
+def test_a_port_in_use_is_said_plainly():
+    async def test(router, _):
+        async def nobody(peer, envelope): ...
+
+        second = ControlRouter(endpoint=router.endpoint, run_token=TOKEN, on_client=nobody)
+        with pytest.raises(ConfigError, match="another port"):
+            await second.start()
+
+    with_router(test)
+
+
+def test_curve_lets_in_only_those_with_a_key(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from orchestrator.cli import app
+
+    keys = tmp_path / "keys"
+    assert CliRunner().invoke(app, ["keys", str(keys)]).exit_code == 0
+    assert CliRunner().invoke(app, ["keys", str(keys)]).exit_code == 2  # never overwritten
+
+    async def test(router, received):
+        plain = NodeLink(endpoint=router.endpoint, hello=hello(node_id="plain"))
+        from orchestrator.errors import NodeLost
+
+        with pytest.raises(NodeLost):
+            await asyncio.to_thread(plain.start, timeout_s=1.5)
+        monkeypatch.setenv("SPLICE_CURVE_DIR", str(keys))
+        link = await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello(node_id="keyed")).start)
+        await asyncio.to_thread(link.close)
+        assert set(router.peers) == {"keyed"}
+
+    with_router(test, curve_dir=keys)

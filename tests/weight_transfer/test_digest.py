@@ -1,0 +1,163 @@
+"""The digest adds up over partitions and sees every change of a bit, a place or a sign of zero."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weight_transfer import digest
+from weight_transfer.digest import digest_many, region_digest, tensor_digest
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float8_e4m3fn]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.Size(shape).numel()) * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def by_definition(t: torch.Tensor) -> int:
+    """The digest in plain Python integers."""
+    mask = (1 << 64) - 1
+    total = 0
+    for i, value in enumerate(t.contiguous().view(digest._int_dtype(t.dtype)).reshape(-1).tolist()):
+        bits = value & ((1 << (8 * t.element_size())) - 1)
+        x = (bits * digest.SPREAD & mask) ^ ((i + 1) * digest.GOLDEN & mask)
+        x = (x ^ (x >> 30)) * digest.MUL_1 & mask
+        x = (x ^ (x >> 27)) * digest.MUL_2 & mask
+        total += x ^ (x >> 31)
+    return digest._signed(total & mask)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return digest._row_major_strides(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 9), (3, 4, 5), (0, 4)], ids=str)
+def test_is_what_the_definition_says(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    t = random_bits(shape, dtype)
+    before = t.clone()
+    got = tensor_digest(t)
+    assert got.dtype == torch.int64 and got.dim() == 0
+    assert int(got) == by_definition(t)
+    same_bits = t.reshape(-1).view(torch.uint8).equal(before.reshape(-1).view(torch.uint8))
+    assert same_bits, "the digest must not touch the tensor"
+
+
+def test_known_number() -> None:
+    """Both ends of a wire may run different releases: the numbers are part of the protocol."""
+    assert int(tensor_digest(torch.arange(10, dtype=torch.float32))) == -4927695213749056428
+
+
+
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    cut_points=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=3, max_size=3),
+    chunk=st.sampled_from([1, 2, 3, 7, 1 << 20]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+)
+@settings(max_examples=60, deadline=None)
+def test_regions_of_a_partition_add_up(
+    shape: list[int], cut_points: list[list[int]], chunk: int, dtype: torch.dtype
+) -> None:
+    """Any grid of boxes, and any chunk size."""
+    t = random_bits(tuple(shape), dtype, seed=sum(shape))
+    strides = row_major(tuple(shape))
+    edges = [sorted({0, size, *(c for c in cuts if c < size)}) for size, cuts in zip(shape, cut_points, strict=False)]
+    total = torch.zeros((), dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest, "CHUNK_ELEMENTS", chunk)
+        for box in itertools.product(*(list(itertools.pairwise(e)) for e in edges)):
+            region = t[tuple(slice(a, b) for a, b in box)]
+            first = sum(a * s for (a, _), s in zip(box, strides, strict=True))
+            total += region_digest(region, first_index=first, index_strides=strides)
+        assert int(tensor_digest(t)) == int(total)
+    assert int(total) == int(tensor_digest(t))
+
+
+def test_qkv_slices_in_a_fused_kernel_tensor_add_up() -> None:
+    """What the receiver does: q, k and v lie as row ranges of one tensor, two shards of it on two workers."""
+    q, k = random_bits((8, 6), torch.bfloat16, 1), random_bits((4, 6), torch.bfloat16, 2)
+    shards = [torch.cat([q[s * 4 : s * 4 + 4], k[s * 2 : s * 2 + 2]]) for s in range(2)]
+    total_q = sum(region_digest(sh[:4], first_index=s * 24, index_strides=(6, 1)) for s, sh in enumerate(shards))
+    total_k = sum(region_digest(sh[4:], first_index=s * 12, index_strides=(6, 1)) for s, sh in enumerate(shards))
+    assert int(total_q) == int(tensor_digest(q)) and int(total_k) == int(tensor_digest(k))
+    swapped = sum(region_digest(sh[:4], first_index=(1 - s) * 24, index_strides=(6, 1)) for s, sh in enumerate(shards))
+    assert int(swapped) != int(tensor_digest(q))
+
+
+def test_strided_and_transposed_regions() -> None:
+    t = random_bits((12, 10), torch.float32)
+    assert int(tensor_digest(t.t().contiguous().t())) == int(tensor_digest(t))
+    even, odd = t[::2], t[1::2]
+    parts = region_digest(even, first_index=0, index_strides=(20, 1)) + region_digest(odd, first_index=10, index_strides=(20, 1))
+    assert int(parts) == int(tensor_digest(t))
+    stored_transposed = t.t().contiguous()
+    assert int(region_digest(stored_transposed, first_index=0, index_strides=(1, 10))) == int(tensor_digest(t))
+    assert int(region_digest(stored_transposed, first_index=0, index_strides=(12, 1))) != int(tensor_digest(t))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64], ids=str)
+def test_every_single_bit_counts(dtype: torch.dtype) -> None:
+    t = random_bits((6, 5), dtype)
+    raw = t.reshape(-1).view(torch.uint8)
+    seen = {int(tensor_digest(t))}
+    for byte in range(raw.numel()):
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            seen.add(int(tensor_digest(t)))
+            raw[byte] ^= 1 << bit
+    assert len(seen) == 1 + 8 * raw.numel()
+
+
+def test_a_swap_of_two_elements_counts() -> None:
+    t = torch.arange(40, dtype=torch.float32).to(torch.bfloat16)
+    whole = int(tensor_digest(t))
+    for a, b in itertools.combinations(range(40), 2):
+        swapped = t.clone()
+        swapped[a], swapped[b] = t[b], t[a]
+        assert int(tensor_digest(swapped)) != whole
+
+
+def test_zeros_have_signs_and_places() -> None:
+    zeros, minus = torch.zeros(5), torch.tensor([0.0, 0.0, -0.0, 0.0, 0.0])
+    assert zeros.equal(minus) and int(tensor_digest(zeros)) != int(tensor_digest(minus))
+    assert int(tensor_digest(torch.zeros(5))) != int(tensor_digest(torch.zeros(6)))
+    assert int(tensor_digest(torch.zeros(5))) != 0
+
+
+def test_nan_payloads_count() -> None:
+    quiet = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32)
+    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert int(tensor_digest(quiet)) != int(tensor_digest(other))
+
+
+@pytest.mark.parametrize("numel", [digest.CHUNK_ELEMENTS - 1, digest.CHUNK_ELEMENTS, digest.CHUNK_ELEMENTS + 1, 2 * digest.CHUNK_ELEMENTS + 3])
+def test_chunk_boundaries(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = random_bits((numel,), torch.uint8)
+    chunked = int(tensor_digest(t))
+    monkeypatch.setattr(digest, "CHUNK_ELEMENTS", 1 << 40)
+    assert int(tensor_digest(t)) == chunked
+
+
+def test_indices_beyond_32_bits() -> None:
+    t = random_bits((4, 3), torch.float32)
+    low, high = (int(region_digest(t, first_index=f, index_strides=(3, 1))) for f in (5, 5 + 2**32))
+    assert low != high
+
+
+def test_many_is_one_by_one() -> None:
+    tensors = [random_bits((n, 3), DTYPES[n % len(DTYPES)], n) for n in range(12)] + [random_bits((4, 6), torch.float32).t()]
+    assert digest_many(tensors).tolist() == [int(tensor_digest(t)) for t in tensors]
+    assert digest_many([]).shape == (0,)
+
+
+def test_wrong_number_of_strides_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 index strides"):
+        region_digest(torch.zeros(2, 2), first_index=0, index_strides=(1,))

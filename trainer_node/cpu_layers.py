@@ -1,0 +1,94 @@
+"""CPU stand-ins for TransformerEngine's layers (see `cpu_shims`, which alone uses them).
+
+The classes bear TransformerEngine's names because Megatron-Bridge picks a parameter's parallelism by its module's class name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import nn
+from torch.nn import functional as F
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm, then a column-parallel linear; `layer_norm_weight` is a parameter of it.
+
+    With `return_layernorm_output` set, forward returns `((out, norm_out), bias)`, as TransformerEngine's does.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        if config.normalization != "RMSNorm":
+            raise NotImplementedError(f"the CPU layers know RMSNorm only, not {config.normalization}")
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.return_layernorm_output = False
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Normalise [s, b, h] and project it."""
+        normed = F.rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
+        out, bias = super().forward(normed, *args, **kwargs)
+        return ((out, normed), bias) if self.return_layernorm_output else (out, bias)
+
+
+class _GroupedLinear(nn.Module):
+    """One weight per local expert, named weight0, weight1, ...; tokens come sorted by expert."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if bias or pg_collection.expt_tp.size() != 1:
+            raise NotImplementedError("the CPU experts have neither bias nor expert tensor parallelism")
+        self.config, self.num_gemms = config, num_gemms
+        for i in range(num_gemms):
+            weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            if config.perform_initialization:
+                init_method(weight)
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+        """[t, in] -> [t, out]; `m_splits[i]` rows belong to expert i."""
+        pieces = [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(torch.split(x, m_splits))]
+        return torch.cat(pieces), None
+
+
+class TEColumnParallelGroupedLinear(_GroupedLinear):
+    """Experts' gate and up projections, fused as [gate; up]."""
+
+
+class TERowParallelGroupedLinear(_GroupedLinear):
+    """Experts' down projections."""
+
+
+class CausalSdpa(nn.Module):
+    """Causal grouped-query attention by torch's own kernel; no dropout."""
+
+    def __init__(self, *, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        if config.attention_dropout:
+            raise NotImplementedError("the CPU attention has no dropout; set attention_dropout to 0")
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **_: Any
+    ) -> torch.Tensor:
+        """[s, b, heads, d] -> [s, b, heads * d]; the mask argument is ignored, attention is always causal."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)

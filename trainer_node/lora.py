@@ -1,0 +1,452 @@
+"""Adapters with PEFT's semantics on Megatron's fused, sharded linears.
+
+One A and one B for each HF linear: q, k and v inside a fused `linear_qkv`, gate and up inside a fused `linear_fc1`, and each
+expert's own. They shard as the base does: a column-parallel linear's A is whole on every tensor-parallel rank and its B split by
+rows; a row-parallel linear's A is split by columns and its B whole; experts are never split over tensor ranks, only over
+expert-parallel ones. Which HF linear sits where is what Bridge's mapping says (`QKVMapping`, `GatedMLPMapping`, `AutoMapping`).
+
+The adapters hang on forward hooks and live outside Megatron's module tree, so Bridge sees an unchanged model.
+Parameters are fp32; the product runs in the activations' dtype.
+
+Shapes: O = out features, I = in features, R = rank, E = local experts, P = HF linears in one fused linear; s = sequence, b = batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping, QKVMapping
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import LoraConfig
+from trainer_node.merge import LoraDelta, decoder_name
+
+Matrix = Literal["A", "B"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """This rank's piece of one HF linear's A or B."""
+
+    name: str
+    """HF module name, e.g. model.layers.0.self_attn.q_proj."""
+    matrix: Matrix
+    tensor: torch.Tensor
+    """A view of the parameter."""
+    dim: int | None
+    """Dimension split over tensor-parallel ranks; None: whole on each."""
+    expert: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterParam:
+    """A trainable parameter and how its copies and pieces lie over the ranks."""
+
+    param: nn.Parameter
+    split: bool
+    """Pieces on tensor-parallel ranks (True) or copies (False)."""
+    expert: bool
+
+
+def initial_A(name: str, *, rank: int, in_features: int, seed: int) -> torch.Tensor:
+    """PEFT's kaiming_uniform(a=sqrt(5)) for the whole A [R, I] on the CPU; depends on seed and name only, not on the topology."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    bound = 1 / math.sqrt(in_features)  # kaiming_uniform with a = sqrt(5): sqrt(6 / ((1 + 5) * fan_in))
+    return torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
+
+
+class DenseAdapter(nn.Module):
+    """Adapters of the HF linears in one dense Megatron linear.
+
+    Args:
+        parts: HF module name and full out features of each HF linear, in the fused order; a name is None where no adapter is wanted.
+        in_features: full in features.
+        qkv_heads: (query heads, head size) of one local query group, if the output interleaves q, k, v by group.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: Sequence[tuple[str | None, int]],
+        in_features: int,
+        row_parallel: bool,
+        qkv_heads: tuple[int, int] | None,
+        lora: LoraConfig,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        size, rank = self._group.size(), self._group.rank()
+        self.row_parallel, self.qkv_heads, self.scale = row_parallel, qkv_heads, lora.alpha / lora.rank
+        self.names = [name for name, _ in parts]
+        self.out_local = [out if row_parallel else out // size for _, out in parts]
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        for i, name in enumerate(self.names):
+            if name is None:
+                continue
+            lora_A_RI = initial_A(name, rank=lora.rank, in_features=in_features, seed=seed)
+            if row_parallel:
+                lora_A_RI = lora_A_RI.chunk(size, dim=1)[rank]
+            self.lora_A[str(i)] = nn.Parameter(lora_A_RI.contiguous().to(device))
+            self.lora_B[str(i)] = nn.Parameter(torch.zeros(self.out_local[i], lora.rank, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, I local] -> what to add to the linear's output, [s, b, sum of O local]."""
+        lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
+        h = F.linear(x, lora_A)
+        # Column: h is the same on all ranks but each rank's gradient of it is partial. Row: h itself is partial.
+        exchange = reduce_from_tensor_model_parallel_region if self.row_parallel else copy_to_tensor_model_parallel_region
+        h = exchange(h, group=self._group) * self.scale
+        hidden = iter(h.chunk(len(self.lora_A), dim=-1))
+        outs = [
+            h.new_zeros(*h.shape[:-1], out) if name is None else F.linear(next(hidden), self.lora_B[str(i)].to(x.dtype))
+            for i, (name, out) in enumerate(zip(self.names, self.out_local, strict=True))
+        ]
+        return outs[0] if len(outs) == 1 else self._fuse(outs)
+
+    def _fuse(self, outs: list[torch.Tensor]) -> torch.Tensor:
+        if self.qkv_heads is None:
+            return torch.cat(outs, dim=-1)
+        heads, size = self.qkv_heads
+        by_group = [t.unflatten(-1, (-1, width)) for t, width in zip(outs, (heads * size, size, size), strict=True)]
+        return torch.cat(by_group, dim=-1).flatten(-2)
+
+    def shards(self) -> Iterable[Shard]:
+        """This rank's pieces, by HF name."""
+        for i, name in enumerate(self.names):
+            if name is not None:
+                a, b = self.lora_A[str(i)].data, self.lora_B[str(i)].data
+                yield Shard(name=name, matrix="A", tensor=a, dim=1 if self.row_parallel else None, expert=False)
+                yield Shard(name=name, matrix="B", tensor=b, dim=None if self.row_parallel else 0, expert=False)
+
+    def adapter_params(self) -> Iterable[AdapterParam]:
+        """The parameters and their layout."""
+        for key in self.lora_A:
+            yield AdapterParam(param=self.lora_A[key], split=self.row_parallel, expert=False)
+            yield AdapterParam(param=self.lora_B[key], split=not self.row_parallel, expert=False)
+
+
+class ExpertAdapter(nn.Module):
+    """Adapters of all local experts' HF linears in one grouped Megatron linear, batched over the experts.
+
+    Args:
+        names: for each HF linear of the fused order, the HF module names of the local experts; None where no adapter is wanted.
+        out_features: of one HF linear.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Sequence[Sequence[str] | None],
+        in_features: int,
+        out_features: int,
+        lora: LoraConfig,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.names, self.out_features, self.scale = names, out_features, lora.alpha / lora.rank
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        for i, experts in enumerate(names):
+            if experts is None:
+                continue
+            all_A = [initial_A(n, rank=lora.rank, in_features=in_features, seed=seed) for n in experts]
+            self.lora_A[str(i)] = nn.Parameter(torch.stack(all_A).to(device))
+            self.lora_B[str(i)] = nn.Parameter(torch.zeros(len(experts), out_features, lora.rank, device=device))
+
+    def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
+        """[t, I] sorted by expert -> [t, P * O]; `m_splits[e]` rows belong to local expert e."""
+        lora_A = torch.cat([self.lora_A[k] for k in self.lora_A], dim=1).to(x.dtype)
+        groups = _Groups(m_splits, x)
+        h = groups.matmul(groups.pad(x), lora_A) * self.scale
+        hidden = iter(h.chunk(len(self.lora_A), dim=-1))
+        outs = [
+            groups.matmul(next(hidden).contiguous(), self.lora_B[str(i)].to(x.dtype))
+            if experts is not None
+            else h.new_zeros(h.shape[0], self.out_features)
+            for i, experts in enumerate(self.names)
+        ]
+        return groups.unpad(outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1))
+
+    def shards(self) -> Iterable[Shard]:
+        """This rank's experts, by HF name."""
+        for i, experts in enumerate(self.names):
+            for e, name in enumerate(experts or ()):
+                for matrix, params in (("A", self.lora_A), ("B", self.lora_B)):
+                    yield Shard(name=name, matrix=matrix, tensor=params[str(i)].data[e], dim=None, expert=True)  # type: ignore[arg-type]
+
+    def adapter_params(self) -> Iterable[AdapterParam]:
+        """The parameters and their layout."""
+        for param in self.parameters():
+            yield AdapterParam(param=param, split=False, expert=True)
+
+
+class _Groups:
+    """Products of consecutive groups of rows with one weight each.
+
+    On CUDA in bf16 torch's grouped kernel wants 16-byte steps everywhere: groups are padded to 8 rows and the rank to a multiple of 8.
+    Elsewhere a loop over the groups is as good.
+    """
+
+    STEP = 8
+
+    def __init__(self, m_splits: Sequence[int], x: torch.Tensor) -> None:
+        self._splits, self._num_rows = list(m_splits), x.shape[0]
+        self._fused = x.is_cuda and x.dtype is torch.bfloat16
+        if not self._fused:
+            return
+        splits = torch.tensor(self._splits)
+        padded = (splits + self.STEP - 1) // self.STEP * self.STEP
+        offsets = torch.cumsum(padded, 0)
+        shift = (offsets - padded) - (torch.cumsum(splits, 0) - splits)
+        self._rows = (torch.arange(self._num_rows) + shift.repeat_interleave(splits)).to(x.device, non_blocking=True)
+        self._offsets = offsets.to(torch.int32).to(x.device, non_blocking=True)
+        self._padded_rows = max(int(offsets[-1]), self.STEP)
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows to their padded places."""
+        if not self._fused:
+            return x
+        return x.new_zeros(self._padded_rows, x.shape[1]).index_copy(0, self._rows, x)
+
+    def unpad(self, x: torch.Tensor) -> torch.Tensor:
+        """Padded rows back to the dense order."""
+        return x.index_select(0, self._rows) if self._fused else x
+
+    def matmul(self, x: torch.Tensor, weight_EOI: torch.Tensor) -> torch.Tensor:
+        """Row t of group e times weight e: [t, I] -> [t, O]."""
+        if not self._fused:
+            return torch.cat([F.linear(part, w) for part, w in zip(torch.split(x, self._splits), weight_EOI, strict=True)])
+        out_features = weight_EOI.shape[1]
+        pad_in, pad_out = (-x.shape[1]) % self.STEP, (-out_features) % self.STEP
+        if pad_in or pad_out:
+            x, weight_EOI = F.pad(x, (0, pad_in)), F.pad(weight_EOI, (0, pad_in, 0, pad_out))
+        out = F.grouped_mm(x.contiguous(), weight_EOI.transpose(1, 2), offs=self._offsets)
+        return out[:, :out_features] if pad_out else out
+
+
+class AdapterSet:
+    """All adapters of this rank, hooked into its model.
+
+    Args:
+        tasks: Bridge's conversion tasks for the model.
+        config: Megatron's transformer config.
+    """
+
+    def __init__(self, *, tasks: Sequence[Any], config: Any, lora: LoraConfig, seed: int, device: torch.device) -> None:
+        self._lora, self._seed, self._device, self._config = lora, seed, device, config
+        self.adapters: list[DenseAdapter | ExpertAdapter] = []
+        self._hooks: list[Any] = []
+        by_module: dict[Any, list[Any]] = defaultdict(list)
+        for task in tasks:
+            if task is not None and task.megatron_module is not None and _is_linear(task):
+                by_module[task.megatron_module].append(task)
+        for module, module_tasks in by_module.items():
+            self._adapt(module, module_tasks)
+        self._gather_plan: list[list[tuple[str, Matrix, int | None, int, tuple[int, ...]]]] | None = None
+
+    def _wanted(self, hf_param: str) -> str | None:
+        name = hf_param.removesuffix(".weight")
+        return name if name.rpartition(".")[2] in self._lora.targets else None
+
+    def _adapt(self, module: nn.Module, tasks: Sequence[Any]) -> None:
+        names = [[self._wanted(n) for n in _hf_params(task)] for task in tasks]
+        if not any(name for row in names for name in row):
+            return
+        adapter: DenseAdapter | ExpertAdapter
+        if tasks[0].mapping.is_expert:
+            adapter = self._expert_adapter(tasks, names)
+        else:
+            adapter = self._dense_adapter(module, tasks[0], names[0])
+        if hasattr(module, "return_layernorm_output"):
+            # A fused norm-and-linear: the adapter's input is the norm's output.
+            module.return_layernorm_output = True  # type: ignore[assignment]
+        self.adapters.append(adapter)
+        self._hooks.append(module.register_forward_hook(_add_delta(adapter)))
+
+    def _dense_adapter(self, module: Any, task: Any, names: list[str | None]) -> DenseAdapter:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        row_parallel = _is_row_parallel(task, module)
+        out_local, in_local = task.param_weight.shape
+        config, heads = self._config, None
+        if isinstance(task.mapping, QKVMapping):
+            if getattr(config, "attention_output_gate", False) or config.num_query_groups % size:
+                raise ConfigError(
+                    f"tensor parallel size {size} must divide the {config.num_query_groups} key-value heads (and attention has no gate)"
+                )
+            heads = (config.num_attention_heads // config.num_query_groups, config.kv_channels)
+            kv = config.num_query_groups * config.kv_channels
+            outs = [config.num_attention_heads * config.kv_channels, kv, kv]
+        else:
+            outs = [out_local * (1 if row_parallel else size) // len(names)] * len(names)
+        return DenseAdapter(
+            parts=list(zip(names, outs, strict=True)),
+            in_features=in_local * (size if row_parallel else 1),
+            row_parallel=row_parallel,
+            qkv_heads=heads,
+            lora=self._lora,
+            seed=self._seed,
+            device=self._device,
+        )
+
+    def _expert_adapter(self, tasks: Sequence[Any], names: list[list[str | None]]) -> ExpertAdapter:
+        order = sorted(range(len(tasks)), key=lambda i: int(tasks[i].param_name.rpartition(".weight")[2]))
+        out, in_features = tasks[0].param_weight.shape
+        columns = [[names[i][part] for i in order] for part in range(len(names[0]))]
+        return ExpertAdapter(
+            names=[column if all(column) else None for column in columns],  # type: ignore[misc]
+            in_features=in_features,
+            out_features=out // len(columns),
+            lora=self._lora,
+            seed=self._seed,
+            device=self._device,
+        )
+
+    # ------------------------------------------------------------ parameters
+
+    def params(self) -> list[AdapterParam]:
+        """Every trainable parameter of this rank with its layout, in a stable order."""
+        return [p for adapter in self.adapters for p in adapter.adapter_params()]
+
+    def shards(self) -> list[Shard]:
+        """Every piece of this rank, by HF name."""
+        return [s for adapter in self.adapters for s in adapter.shards()]
+
+    def num_parameters(self) -> int:
+        """Trainable elements of the whole model, each counted once. A collective."""
+        total = torch.tensor(sum(s.tensor.numel() for s in self._owned()), dtype=torch.int64, device=self._device)
+        dist.all_reduce(total)
+        return int(total)
+
+    def _owned(self) -> list[Shard]:
+        """The pieces this rank answers for, so that every element is counted once over all ranks."""
+        if parallel_state.get_expert_data_parallel_rank() == 0:
+            experts = [s for s in self.shards() if s.expert]
+        else:
+            experts = []
+        if parallel_state.get_data_parallel_rank() != 0:
+            return experts
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        return [s for s in self.shards() if not s.expert and (s.dim is not None or first)] + experts
+
+    @torch.no_grad()
+    def load(self, full: Mapping[tuple[str, Matrix], torch.Tensor]) -> None:
+        """Fill every piece from full tensors (fp32, HF layout); the caller has checked that all are there."""
+        size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+        for shard in self.shards():
+            tensor = full[shard.name, shard.matrix]
+            piece = tensor if shard.dim is None else tensor.chunk(size, dim=shard.dim)[rank]
+            shard.tensor.copy_(piece)
+
+    # ------------------------------------------------------------ gathering
+
+    @torch.no_grad()
+    def gather(self) -> dict[str, LoraDelta]:
+        """Full HF-layout adapters (fp32) on rank 0, an empty dict elsewhere. A collective; one flat send per rank.
+
+        With one rank the tensors are views of the live parameters: use them before the next optimizer step.
+        """
+        owned = self._owned()
+        plan = self._plan(owned)
+        pieces: dict[tuple[str, Matrix], list[tuple[int, int | None, torch.Tensor]]] = defaultdict(list)
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        if dist.get_rank() == 0:
+            for shard in owned:
+                pieces[shard.name, shard.matrix].append((tp_rank, shard.dim, shard.tensor))
+            for source in range(1, dist.get_world_size()):
+                for name, matrix, dim, rank, tensor in self._receive(source, plan[source]):
+                    pieces[name, matrix].append((rank, dim, tensor))
+            return _assemble(pieces)
+        if owned:
+            dist.send(torch.cat([s.tensor.reshape(-1) for s in owned]), dst=0)
+        return {}
+
+    def _plan(self, owned: list[Shard]) -> list[list[tuple[str, Matrix, int | None, int, tuple[int, ...]]]]:
+        """What every rank will send; exchanged once."""
+        if self._gather_plan is None:
+            tp_rank = parallel_state.get_tensor_model_parallel_rank()
+            mine = [(s.name, s.matrix, s.dim, tp_rank, tuple(s.tensor.shape)) for s in owned]
+            plans: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(plans, mine)
+            self._gather_plan = plans
+        return self._gather_plan
+
+    def _receive(
+        self, source: int, plan: list[tuple[str, Matrix, int | None, int, tuple[int, ...]]]
+    ) -> Iterable[tuple[str, Matrix, int | None, int, torch.Tensor]]:
+        if not plan:
+            return
+        sizes = [math.prod(shape) for *_, shape in plan]
+        flat = torch.empty(sum(sizes), device=self._device)
+        dist.recv(flat, src=source)
+        for (name, matrix, dim, rank, shape), piece in zip(plan, flat.split(sizes), strict=True):
+            yield name, matrix, dim, rank, piece.view(shape)
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _assemble(pieces: Mapping[tuple[str, Matrix], list[tuple[int, int | None, torch.Tensor]]]) -> dict[str, LoraDelta]:
+    whole = {}
+    for key, parts in pieces.items():
+        parts = sorted(parts, key=lambda p: p[0])
+        dim = parts[0][1]
+        whole[key] = parts[0][2] if dim is None else torch.cat([t for *_, t in parts], dim=dim)
+    names = dict.fromkeys(name for name, _ in whole)
+    return {n: LoraDelta(lora_A_RI=whole[n, "A"], lora_B_OR=whole[n, "B"]) for n in names}
+
+
+def _is_linear(task: Any) -> bool:
+    """A weight matrix of a decoder layer; by name, not by shape."""
+    name = decoder_name(task.global_param_name)
+    return name is not None and name.rpartition(".")[2].startswith("weight") and task.param_weight.dim() == 2
+
+
+def _hf_params(task: Any) -> list[str]:
+    """HF tensor names inside a Megatron weight, in the fused order that the mapping declares."""
+    mapping, names = task.mapping, task.mapping.hf_param
+    if isinstance(mapping, QKVMapping):
+        return [names["q"], names["k"], names["v"]]
+    if isinstance(mapping, GatedMLPMapping):
+        return [names["gate"], names["up"]]
+    return [names] if isinstance(names, str) else []
+
+
+def _is_row_parallel(task: Any, module: nn.Module) -> bool:
+    if isinstance(task.mapping, QKVMapping | GatedMLPMapping):
+        return False
+    kind = task.mapping._detect_parallelism_type(module)
+    if kind == "replicated":
+        raise ConfigError(f"{task.global_param_name} is replicated over tensor ranks; it cannot carry a sharded adapter")
+    return bool(kind == "row")
+
+
+def _add_delta(adapter: nn.Module) -> Any:
+    """A forward hook that adds the adapter's delta to what Megatron's and TransformerEngine's linears return."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[torch.Tensor, Any]:
+        out, bias = output
+        x, *rest = args
+        if isinstance(out, tuple):  # (out, norm output)
+            out, x = out
+        return out + adapter(x, *rest), bias
+
+    return hook

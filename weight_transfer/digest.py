@@ -1,0 +1,191 @@
+"""Digests that add up: the digest of a tensor is the sum of the digests of any partition of it.
+
+    digest(T) = sum_i mix(bits(T[i]), i)  mod 2^64          i = row-major index in the HF tensor
+
+So the trainer digests `q_proj` whole, the inference workers digest the slices of it that lie in their fused, sharded kernel tensors,
+and the sums must be equal. `mix(., i)` is a bijection of the bits, so a single changed element always changes the digest;
+anything else that changes goes unseen with a chance of 2^-64. Elements are taken by their bits: -0.0 is not 0.0, and NaN payloads count.
+
+    >>> w_OI = torch.randn(8, 4)
+    >>> top, bottom = w_OI[:4], w_OI[4:]
+    >>> parts = region_digest(top, first_index=0, index_strides=(4, 1)) + region_digest(bottom, first_index=16, index_strides=(4, 1))
+    >>> bool(parts == tensor_digest(w_OI))
+    True
+
+uint64 arithmetic is done in int64, which wraps around the same way. On CUDA a Triton kernel gives exactly the numbers of the torch
+path; no call waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements that the torch path holds as int64 at a time (about 3 * 8 MiB of scratch)."""
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# splitmix64: the state's increment, then the finaliser's two multipliers. SPREAD (odd) lifts 8..32-bit elements into 64 bits.
+GOLDEN = 0x9E3779B97F4A7C15
+MUL_1 = 0xBF58476D1CE4E5B9
+MUL_2 = 0x94D049BB133111EB
+SPREAD = 0xD6E8FEB86659FD93
+
+_INT_VIEW: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tensor_digest(t: torch.Tensor) -> torch.Tensor:
+    """Digest of a whole HF tensor, any shape, strides and dtype; an int64 0-dim tensor on `t`'s device."""
+    if t.is_contiguous():
+        return region_digest(t.reshape(-1), first_index=0, index_strides=(1,))
+    return region_digest(t, first_index=0, index_strides=_row_major_strides(t.shape))
+
+
+def region_digest(region: torch.Tensor, *, first_index: int, index_strides: Sequence[int]) -> torch.Tensor:
+    """Digest of a part of an HF tensor; an int64 0-dim tensor on the region's device.
+
+    Args:
+        region: any rank, strides and dtype.
+        first_index: row-major index in the HF tensor of the region's element (0, ..., 0).
+        index_strides: one per dimension; element j is element first_index + sum_d j_d * index_strides[d] of the HF tensor.
+
+    Raises:
+        ValueError: `index_strides` does not have one entry per dimension.
+    """
+    if len(index_strides) != region.dim():
+        raise ValueError(f"region of shape {tuple(region.shape)} needs {region.dim()} index strides, got {tuple(index_strides)}")
+    bits = region.detach().view(_int_dtype(region.dtype))
+    strides = tuple(int(s) for s in index_strides)
+    if bits.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=region.device)
+    if bits.is_cuda and _kernels() is not None:
+        flat = _as_2d(bits, strides)
+        if flat is not None:
+            return _triton_digest(*flat, first_index=first_index)
+    return _sum_of_mixes(bits, first_index, strides)
+
+
+def digest_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Digests of N whole tensors, all on one device: int64 [N] there. On CUDA one kernel launch per element size."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    device = tensors[0].device
+    if any(t.device != device for t in tensors):
+        raise ValueError(f"digest_many wants tensors of one device, got {sorted({str(t.device) for t in tensors})}")
+    kernels = _kernels() if device.type == "cuda" else None
+    if kernels is None:
+        return torch.stack([tensor_digest(t) for t in tensors])
+    # .contiguous() copies the few strided ones; `whole` keeps the copies alive until the kernels are queued.
+    whole = [t.detach().contiguous() for t in tensors]
+    out_N = torch.zeros(len(whole), dtype=torch.int64, device=device)
+    by_size: dict[int, list[int]] = {}
+    for n, t in enumerate(whole):
+        if t.numel():
+            by_size.setdefault(t.element_size(), []).append(n)
+    for size, rows in by_size.items():
+        table_R3 = torch.tensor([[whole[n].data_ptr(), whole[n].numel(), n] for n in rows], dtype=torch.int64)
+        kernels.launch_many(table_R3=table_R3, element_bytes=size, out_N=out_N)
+    return out_N
+
+
+def _int_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        raise ValueError(f"no digest for dtype {dtype}")
+    return _INT_VIEW[dtype.itemsize]
+
+
+def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+# ------------------------------------------------------------ torch path
+
+
+def _sum_of_mixes(bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]) -> torch.Tensor:
+    """Sum of mixes over an integer tensor of any rank, in chunks: cuts the longest dimension until a piece is small enough."""
+    if bits.numel() <= CHUNK_ELEMENTS:
+        return _chunk_digest(bits, first_index, index_strides)
+    dim = max(range(bits.dim()), key=lambda d: bits.shape[d])
+    pieces = min(bits.shape[dim], -(-bits.numel() // CHUNK_ELEMENTS))
+    step = -(-bits.shape[dim] // pieces)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.shape[dim], step):
+        piece = bits.narrow(dim, start, min(step, bits.shape[dim] - start))
+        total += _sum_of_mixes(piece, first_index + start * index_strides[dim], index_strides)
+    return total
+
+
+def _chunk_digest(bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]) -> torch.Tensor:
+    z = torch.full((1,) * bits.dim(), _signed(((first_index + 1) * GOLDEN) % (1 << 64)), dtype=torch.int64, device=bits.device)
+    for d, stride in enumerate(index_strides):
+        steps = torch.arange(bits.shape[d], dtype=torch.int64, device=bits.device)
+        steps *= _signed((stride * GOLDEN) % (1 << 64))
+        z = z + steps.view([-1 if e == d else 1 for e in range(bits.dim())])
+    x = bits.to(torch.int64, copy=True)  # a copy also where it is int64 already: the rest works in place
+    if bits.element_size() < 8:
+        x &= (1 << (8 * bits.element_size())) - 1  # int16/int32 views are sign-extended
+    x *= _signed(SPREAD)
+    x ^= z
+    _xor_shift(x, 30)
+    x *= _signed(MUL_1)
+    _xor_shift(x, 27)
+    x *= _signed(MUL_2)
+    _xor_shift(x, 31)
+    return x.sum(dtype=torch.int64)
+
+
+def _xor_shift(x: torch.Tensor, shift: int) -> None:
+    """x ^= x >> shift in place, the shift a logical one (torch's on int64 is arithmetic)."""
+    x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
+
+
+# ------------------------------------------------------------ CUDA
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels, or None where Triton is not installed (the torch path gives the same numbers)."""
+    try:
+        import triton  # noqa: F401  - only to see whether it is there
+    except ImportError:
+        return None
+    from weight_transfer import digest_kernels
+
+    return digest_kernels
+
+
+def _as_2d(bits: torch.Tensor, index_strides: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]] | None:
+    """The same elements with dimensions merged to two, or None if they do not merge."""
+    dims: list[tuple[int, int, int]] = []  # (size, memory stride, index stride), outermost first
+    for size, memory, index in zip(bits.shape, bits.stride(), index_strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * memory and dims[-1][2] == size * index:
+            dims[-1] = (dims[-1][0] * size, memory, index)
+        else:
+            dims.append((size, memory, index))
+    if len(dims) > 2:
+        return None
+    while len(dims) < 2:
+        dims.insert(0, (1, 0, 0))
+    (rows, row_memory, row_index), (columns, column_memory, column_index) = dims
+    return bits.as_strided((rows, columns), (row_memory, column_memory)), (row_index, column_index)
+
+
+def _triton_digest(bits_RC: torch.Tensor, index_strides: tuple[int, int], *, first_index: int) -> torch.Tensor:
+    kernels = _kernels()
+    assert kernels is not None
+    out = torch.zeros(1, dtype=torch.int64, device=bits_RC.device)
+    kernels.launch_region(bits_RC=bits_RC, first_index=first_index, index_strides=index_strides, out=out)
+    return out[0]

@@ -1,0 +1,137 @@
+"""Triton kernels of `digest`: the same numbers as its torch path, at the memory's speed. Imported only where Triton is installed.
+
+Each program mixes one block of elements, sums it and adds the sum to the tensor's digest with one 64-bit atomic; integer addition
+commutes, so the result does not depend on the order. Axes: R = rows of a region, C = its columns; N = tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from weight_transfer import digest
+
+GOLDEN: Any = tl.constexpr(digest.GOLDEN)
+SPREAD: Any = tl.constexpr(digest.SPREAD)
+MUL_1: Any = tl.constexpr(digest.MUL_1)
+MUL_2: Any = tl.constexpr(digest.MUL_2)
+BLOCK = 4096
+
+
+@triton.jit
+def _mix(bits: Any, index: Any) -> Any:
+    x = (bits * SPREAD) ^ ((index.to(tl.uint64, bitcast=True) + 1) * GOLDEN)
+    x = (x ^ (x >> 30)) * MUL_1
+    x = (x ^ (x >> 27)) * MUL_2
+    return (x ^ (x >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _unsigned(x: Any, ELEMENT_BYTES: tl.constexpr) -> Any:
+    """Zero-extend to 64 bits."""
+    if ELEMENT_BYTES == 1:
+        return x.to(tl.uint8, bitcast=True).to(tl.uint64)
+    elif ELEMENT_BYTES == 2:
+        return x.to(tl.uint16, bitcast=True).to(tl.uint64)
+    elif ELEMENT_BYTES == 4:
+        return x.to(tl.uint32, bitcast=True).to(tl.uint64)
+    else:
+        return x.to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _region_kernel(
+    bits_ptr: Any,
+    out_ptr: Any,
+    rows: Any,
+    columns: Any,
+    row_memory: Any,
+    column_memory: Any,
+    row_index: Any,
+    column_index: Any,
+    first_index: Any,
+    tiles_across: Any,
+    ELEMENT_BYTES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0).to(tl.int64)
+    r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
+    c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
+    inside = (r < rows) & (c < columns)
+    bits = tl.load(bits_ptr + r * row_memory + c * column_memory, mask=inside, other=0)
+    mixed = _mix(_unsigned(bits, ELEMENT_BYTES), first_index + r * row_index + c * column_index)
+    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
+    tl.atomic_add(out_ptr, tl.sum(tl.sum(mixed, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def _many_kernel(table_ptr: Any, block_table_ptr: Any, out_ptr: Any, ELEMENT_BYTES: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(block_table_ptr + 2 * program)
+    block = tl.load(block_table_ptr + 2 * program + 1)
+    address = tl.load(table_ptr + 3 * row)
+    numel = tl.load(table_ptr + 3 * row + 1)
+    out = tl.load(table_ptr + 3 * row + 2)
+    i = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    inside = i < numel
+    if ELEMENT_BYTES == 1:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint8)) + i, mask=inside, other=0).to(tl.uint64)
+    elif ELEMENT_BYTES == 2:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + i, mask=inside, other=0).to(tl.uint64)
+    elif ELEMENT_BYTES == 4:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint32)) + i, mask=inside, other=0).to(tl.uint64)
+    else:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint64)) + i, mask=inside, other=0)
+    mixed = _mix(bits, i)
+    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
+    tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
+
+
+def launch_region(*, bits_RC: torch.Tensor, first_index: int, index_strides: tuple[int, int], out: torch.Tensor) -> None:
+    """Add the digest of an integer [R, C] region to out[0] (int64, zeroed by the caller); queued on the current stream."""
+    rows, columns = bits_RC.shape
+    block_c = min(BLOCK, triton.next_power_of_2(columns))
+    block_r = BLOCK // block_c
+    tiles_across = triton.cdiv(columns, block_c)
+    with torch.cuda.device_of(bits_RC):
+        _region_kernel[(triton.cdiv(rows, block_r) * tiles_across,)](
+            bits_RC,
+            out,
+            rows,
+            columns,
+            *bits_RC.stride(),
+            *index_strides,
+            first_index,
+            tiles_across,
+            ELEMENT_BYTES=bits_RC.element_size(),
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+        )
+
+
+def launch_many(*, table_R3: torch.Tensor, element_bytes: int, out_N: torch.Tensor) -> None:
+    """Add the digest of each row's tensor to out_N; queued on the current stream.
+
+    table_R3 (CPU, int64): address, number of elements and position in out_N of R tensors of one element size.
+    """
+    blocks_R = (table_R3[:, 1] + BLOCK - 1) // BLOCK
+    rows_B = torch.repeat_interleave(torch.arange(len(blocks_R)), blocks_R)
+    first_R = torch.cumsum(blocks_R, 0) - blocks_R
+    block_table_B2 = torch.stack([rows_B, torch.arange(len(rows_B)) - first_R[rows_B]], dim=1)
+    with torch.cuda.device_of(out_N):
+        _many_kernel[(len(rows_B),)](
+            _to_device(table_R3, out_N),
+            _to_device(block_table_B2, out_N),
+            out_N,
+            ELEMENT_BYTES=element_bytes,
+            BLOCK=BLOCK,
+        )
+
+
+def _to_device(table: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Copy without making the host wait for what the stream still has to do: from pinned memory."""
+    return table.contiguous().pin_memory().to(like.device, non_blocking=True) if like.is_cuda else table.contiguous()

@@ -1,0 +1,115 @@
+"""Who is on the wire: rank 0 is the trainer, ranks 1.. are the inference workers of one replica. One group per replica.
+
+A group carries uint8 buffers from rank 0 to all others and can be ended from any thread: after `abort` whoever waits is freed within
+some 50 ms and every later call raises `TransferAborted` with the reason. Every wait has a deadline. A group whose call raised
+anything is of no more use: abort and close it, open a new one.
+
+    listener = open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1 << 30, device=torch.device("cpu"))
+    ...                                            # send listener.rendezvous to the worker, which calls join_gloo(rendezvous, ...)
+    group = listener.join(deadline_s=30)
+    group.broadcast(buffer_B, deadline_s=60)
+    group.close()
+
+Axes: B = bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import Rendezvous, Transport
+
+
+class TransferGroup(Protocol):
+    """What the sender and the receiver need of a group."""
+
+    @property
+    def rank(self) -> int:
+        """0 is the sender."""
+
+    @property
+    def world_size(self) -> int:
+        """1 + receivers."""
+
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
+        """Carry a contiguous uint8 buffer from rank 0 into the others' buffers of the same size.
+
+        On CUDA this may only queue the transfer, behind what the current stream holds: the event returned lies behind it, and
+        the buffer must live until then. None: the transfer is over.
+
+        Raises:
+            TransferAborted: `abort` was called.
+            TransferTimeout: not done after `deadline_s`.
+            TransferError: the peer is gone.
+        """
+
+    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
+        """Wait until the broadcast behind `event` (None: all of them) is over. Raises as `broadcast` does."""
+
+    def abort(self, reason: str) -> None:
+        """End the group at once, from any thread; the first reason counts. Never blocks for more than a moment."""
+
+    def close(self) -> None:
+        """Free everything, whatever state the group is in. Safe to call twice."""
+
+
+class GroupListener(Protocol):
+    """The trainer's open door: the workers can join as soon as it exists."""
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """What the workers need to join."""
+
+    def join(self, deadline_s: float) -> TransferGroup:
+        """Wait for all workers; once. The listener is then spent, and on failure closed.
+
+        Raises:
+            TransferTimeout: not all of them came in time.
+            TransferAborted: `close` was called meanwhile.
+            TransferError: a worker broke off while joining.
+        """
+
+    def close(self) -> None:
+        """Stop listening; a `join` under way raises. Does nothing to a group that has joined. Safe to call twice, from any thread."""
+
+
+def open_listener(
+    *, transport: Transport, host: str, world_size: int, bucket_bytes: int, device: torch.device | str
+) -> GroupListener:
+    """Open the trainer's end of a group.
+
+    Args:
+        host: address that the workers reach this process at; gloo listens on it alone, on a port that the kernel chooses.
+        world_size: 1 + workers.
+        bucket_bytes: travels in the rendezvous, so that both ends cut the same buckets.
+        device: where the buffers lie; "cpu" for gloo, a CUDA device for nccl.
+
+    Raises:
+        ConfigError: the transport does not fit the device, or `host` is not an address of this machine.
+    """
+    device = torch.device(device)
+    if (transport == "nccl") != (device.type == "cuda"):
+        raise ConfigError(f"transport {transport!r} does not carry {device.type} buffers; use nccl on cuda and gloo on the cpu")
+    if transport == "gloo":
+        from weight_transfer.gloo_group import GlooListener
+
+        return GlooListener(host=host, world_size=world_size, bucket_bytes=bucket_bytes)
+    from weight_transfer.nccl_group import NcclListener
+
+    return NcclListener(host=host, world_size=world_size, bucket_bytes=bucket_bytes, device=device)
+
+
+def join_gloo(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> TransferGroup:
+    """Join the trainer's gloo group as worker `rank` (1 ..).
+
+    Raises:
+        ConfigError: the rendezvous is not gloo's, or the rank is not a worker's.
+        TransferTimeout: the group was not complete in time.
+        TransferError: the trainer is gone.
+    """
+    from weight_transfer.gloo_group import join
+
+    return join(rendezvous, rank=rank, deadline_s=deadline_s)

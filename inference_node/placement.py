@@ -90,6 +90,7 @@ def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
     """
     live = {(path, name): p for path, layer in model.named_modules() for name, p in _params(layer)}
     refused: dict[str, str] = {}
+    load_weights: Any = model.load_weights
     with reload.checkpoint_format(model), torch.no_grad():
         formats = _formats(model, live)
         while True:
@@ -97,9 +98,18 @@ def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
             feed = _Feed(spec for spec in manifest.tensors if spec.name not in refused)
             try:
                 with recorder, dialect.partial_load():
-                    model.load_weights(feed.sources(recorder))
+                    load_weights(feed.sources(recorder))
                 break
-            except (AssertionError, ValueError, KeyError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+            except (
+                AssertionError,
+                ValueError,
+                KeyError,
+                RuntimeError,
+                TypeError,
+                IndexError,
+                AttributeError,
+                NotImplementedError,
+            ) as error:
                 refused[feed.last] = f"{type(error).__name__}: {error}"[:300]
                 if len(refused) >= MAX_REFUSALS:
                     break
@@ -128,7 +138,8 @@ def _params(layer: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _formats(model: torch.nn.Module, live: dict[tuple[str, str], torch.nn.Parameter]) -> dict[tuple[str, str], ParamFormat]:
-    skip, first_owner = dialect.skip_load_tensors(), {}
+    skip = dialect.skip_load_tensors()
+    first_owner: dict[int, tuple[str, str]] = {}
     formats: dict[tuple[str, str], ParamFormat] = {}
     for path, layer in model.named_modules():
         for name, param in _params(layer):
@@ -197,7 +208,7 @@ class _Recorder(TorchDispatchMode):
         name, first_index, index_strides = origin
         region = Region(
             name=name, first_index=first_index, index_strides=index_strides, size=tuple(destination.shape), module=target[0],
-            param=target[1], offset=destination.storage_offset(), strides=tuple(destination.stride()),
+            param=target[1], offset=int(destination.storage_offset()), strides=tuple(destination.stride()),
         )  # fmt: skip
         if self._cover(target, destination):
             self.regions.append(region)
@@ -230,9 +241,9 @@ def _storage(tensor: torch.Tensor) -> int:
 def _origin(source: str | _Derived, view: torch.Tensor) -> tuple[str, int, tuple[int, ...]] | None:
     """(HF name, first index, index strides) of a view of a source; None where the view does not follow the copy's dimensions."""
     if isinstance(source, str):
-        return source, view.storage_offset(), tuple(view.stride())
+        return source, int(view.storage_offset()), tuple(view.stride())
     dims = sorted((d for d in range(len(source.size)) if source.size[d] > 1), key=lambda d: -source.strides[d])
-    start, rest = dict.fromkeys(dims, 0), view.storage_offset()
+    start, rest = dict.fromkeys(dims, 0), int(view.storage_offset())
     for d in dims:
         start[d], rest = divmod(rest, source.strides[d])
     strides: list[int] = []
@@ -240,10 +251,10 @@ def _origin(source: str | _Derived, view: torch.Tensor) -> tuple[str, int, tuple
         if size == 1 or stride == 0:
             strides.append(0)
             continue
-        d = next((d for d in dims if stride % source.strides[d] == 0), None)
-        if d is None or start[d] + (size - 1) * (stride // source.strides[d]) >= source.size[d]:
+        along = next((d for d in dims if stride % source.strides[d] == 0), None)
+        if along is None or start[along] + (size - 1) * (stride // source.strides[along]) >= source.size[along]:
             return None
-        strides.append(stride // source.strides[d] * source.index_strides[d])
+        strides.append(stride // source.strides[along] * source.index_strides[along])
     first = source.first_index + sum(start[d] * source.index_strides[d] for d in dims)
     return (source.name, first, tuple(strides)) if rest == 0 else None
 
@@ -305,7 +316,9 @@ def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
         taken = {part for w in workers for part in map(_hashable, w.loaded.get(spec.name, ()))}
         count = sum(_count(size) for _, size, _ in taken)
         if taken and count < spec.numel:
-            problems.append(f"only {count} of {spec.numel} elements of {spec.name} are taken; its shape {spec.shape} does not fit")
+            problems.append(
+                f"only {count} of {spec.numel} elements of {spec.name} are taken; its shape {spec.shape} does not fit"
+            )
     lossy = {name: why for w in workers for name, why in w.lossy.items()}
     if lossy:
         problems.append(f"dtypes differ: {_some([f'{n} {why}' for n, why in lossy.items()])}")

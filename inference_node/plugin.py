@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 
-ENGINE_NAME = "splice"
-SUPERVISED = "SPLICE_SUPERVISED"
+from inference_node.names import ENGINE_NAME, SUPERVISED
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -79,7 +79,7 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
             for tensor in layer._parameters.values():
                 # An earlier update left its collecting loader on the recorded parameter; outside an update it does nothing.
                 if tensor is not None and _is_collecting_loader(tensor):
-                    tensor.weight_loader = vllm_layerwise._get_original_loader(tensor)
+                    setattr(tensor, "weight_loader", vllm_layerwise._get_original_loader(tensor))  # noqa: B010 - mypy: a Parameter has none
         yield
     finally:
         for layer, info in swapped:
@@ -132,4 +132,5 @@ def repack_tied(model: torch.nn.Module) -> None:
             continue
         first = owners.setdefault(id(weight), layer)
         if first is not layer and hasattr(layer, "cpu_linear"):
-            layer.quant_method.process_weights_after_loading(layer)
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)

@@ -96,9 +96,7 @@ def _to_host(parts: Mapping[str, Sequence[tuple[Region, torch.Tensor]]]) -> dict
     flat = [total for found in parts.values() for _, total in found]
     values = iter(torch.stack(flat).tolist() if flat else ())
     return {
-        name: [
-            PartDigest(key=(r.first_index, r.size, r.index_strides), numel=r.numel, digest=next(values)) for r, _ in found
-        ]
+        name: [PartDigest(key=(r.first_index, r.size, r.index_strides), numel=r.numel, digest=next(values)) for r, _ in found]
         for name, found in parts.items()
     }
 
@@ -170,11 +168,13 @@ def zero_sign_correction(tensor: torch.Tensor, region: Region) -> int:
     Args:
         tensor: the HF tensor as received, contiguous.
     """
-    view = torch.as_strided(tensor, region.size, region.index_strides, region.first_index)
+    view = torch.as_strided(tensor, region.size, region.index_strides, tensor.storage_offset() + region.first_index)
     if not bool(((view == 0) & torch.signbit(view)).any()):
         return 0
-    where = {"first_index": region.first_index, "index_strides": region.index_strides}
-    return int(region_digest(view, **where)) - int(region_digest(view + 0.0, **where))
+    signed, unsigned = (
+        int(region_digest(v, first_index=region.first_index, index_strides=region.index_strides)) for v in (view, view + 0.0)
+    )
+    return signed - unsigned
 
 
 # ---------------------------------------------------------------- MoE: the packing, learnt and inverted
@@ -198,7 +198,9 @@ def _unpack_moe(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> torch.
     packing = _packing(layer, method, fmt)[fmt.param]
     live_EP = live.data.reshape(live.shape[0], -1)
     if live_EP.shape != (fmt.shape[0], packing.source_P.numel()):
-        raise Unreadable(f"{fmt.module}.{fmt.param}: live shape {tuple(live.shape)} is not what its packing makes of {fmt.shape}")
+        raise Unreadable(
+            f"{fmt.module}.{fmt.param}: live shape {tuple(live.shape)} is not what its packing makes of {fmt.shape}"
+        )
     if packing.is_identity:
         return live_EP.reshape(fmt.shape)
     kept_P = packing.source_P >= 0
@@ -209,7 +211,13 @@ def _unpack_moe(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> torch.
 
 def _packing(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> dict[str, _PackedMoe]:
     w13_shape, w2_shape = _moe_shapes(layer, fmt)
-    key = (type(method), id(type(getattr(getattr(method, "moe_kernel", None), "fused_experts", None))), w13_shape, w2_shape, fmt.dtype)
+    key = (
+        type(method),
+        id(type(getattr(getattr(method, "moe_kernel", None), "fused_experts", None))),
+        w13_shape,
+        w2_shape,
+        fmt.dtype,
+    )
     if key not in _PACKINGS:
         _PACKINGS[key] = _learn_packing(layer, method, w13_shape, w2_shape, getattr(torch, fmt.dtype))
     return _PACKINGS[key]
@@ -217,11 +225,13 @@ def _packing(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> dict[str,
 
 def _moe_shapes(layer: torch.nn.Module, fmt: ParamFormat) -> tuple[tuple[int, int], tuple[int, int]]:
     """([U, H], [H, I]) of one expert in checkpoint format, from either of the two."""
+    config: Any = layer.moe_config
+    halves = 2 if config.is_act_and_mul else 1
     if fmt.param == "w13_weight":
         up, hidden = fmt.shape[1:]
-        return (up, hidden), (hidden, up // 2 if layer.moe_config.is_act_and_mul else up)
+        return (up, hidden), (hidden, up // halves)
     hidden, inner = fmt.shape[1:]
-    return (inner * (2 if layer.moe_config.is_act_and_mul else 1), hidden), (hidden, inner)
+    return (inner * halves, hidden), (hidden, inner)
 
 
 def _learn_packing(
@@ -235,7 +245,10 @@ def _learn_packing(
     def pack(w13_EF: torch.Tensor, w2_EF: torch.Tensor) -> dict[str, torch.Tensor]:
         try:
             w13, w2 = dialect.convert_moe_weights(
-                method=method, layer=layer, w13_EUH=w13_EF.view(-1, *w13_shape).to(dtype), w2_EHI=w2_EF.view(-1, *w2_shape).to(dtype)
+                method=method,
+                layer=layer,
+                w13_EUH=w13_EF.view(-1, *w13_shape).to(dtype),
+                w2_EHI=w2_EF.view(-1, *w2_shape).to(dtype),
             )
         except (NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError) as error:
             raise Unreadable(f"the packing of {type(layer).__name__} could not be learnt: {error}") from error
@@ -276,7 +289,9 @@ def _check_packing(
     packed = pack(data["w13_weight"], data["w2_weight"])
     for n, packing in packings.items():
         kept = packing.source_P >= 0
-        same = packed[n].shape == (3, kept.numel()) and torch.equal(packed[n][:, kept].long(), data[n][:, packing.source_P[kept]])
+        same = packed[n].shape == (3, kept.numel()) and torch.equal(
+            packed[n][:, kept].long(), data[n][:, packing.source_P[kept]]
+        )
         if not same:
             raise Unreadable(f"the packing of {n} mixes experts or depends on their values")
 

@@ -64,6 +64,7 @@ def smoke(
     trainer_python: TrainerPython = _HERE,
     inference_python: InferencePython = _INFERENCE,
     run_dir: Annotated[Path | None, typer.Option(help="A new folder for this run; default runs/smoke/<time>.")] = None,
+    trainer_module: Annotated[str, typer.Option(hidden=True, help="For tests that inject failures.")] = "trainer_node",
 ) -> None:
     """From checkpoint to name@STEPS: train, merge, publish, prove. Exit code 0 only if every check held."""
     console = Console(soft_wrap=True)
@@ -93,6 +94,7 @@ def smoke(
             bucket_bytes=bucket_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=not cuda_graphs,
+            trainer_module=trainer_module,
         )
         signal.signal(signal.SIGTERM, _terminate)
         result = run_smoke(config, console=console)

@@ -12,6 +12,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 
 SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe")
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vLLM 0.32, `v1/attention/backends/cpu_attn.py`."""
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
@@ -85,6 +87,17 @@ def check_parallel(model_config: dict[str, Any], *, trainer: TrainerConfig, infe
         raise ConfigError(f"pipeline parallel size {parallel.pipeline} does not divide the model's {layers} layers")
     if parallel.expert > 1 and (experts == 0 or experts % parallel.expert):
         raise ConfigError(f"expert parallel size {parallel.expert} does not divide the model's {experts} experts")
+
+
+def check_cpu_attention(model_config: dict[str, Any]) -> None:
+    """vLLM's CPU attention has kernels for some head sizes only, and says so with the first request, by dying.
+
+    Raises:
+        ConfigError: names the head size.
+    """
+    head_dim = model_config.get("head_dim") or int(model_config["hidden_size"]) // int(model_config["num_attention_heads"])
+    if head_dim not in CPU_HEAD_SIZES:
+        raise ConfigError(f"vLLM cannot serve head size {head_dim} on the CPU; it has kernels for {', '.join(map(str, CPU_HEAD_SIZES))}")
 
 
 def check_gpus(*, trainer_gpus: Sequence[int], inference_gpus: Sequence[Sequence[int]], available: int | None) -> None:

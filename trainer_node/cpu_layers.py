@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -29,7 +29,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Normalise [s, b, h] and project it."""
-        normed = F.rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
+        normed = functional.rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
         out, bias = super().forward(normed, *args, **kwargs)
         return ((out, normed), bias) if self.return_layernorm_output else (out, bias)
 
@@ -61,7 +61,7 @@ class _GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
         """[t, in] -> [t, out]; `m_splits[i]` rows belong to expert i."""
-        pieces = [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(torch.split(x, m_splits))]
+        pieces = [functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(torch.split(x, m_splits))]
         return torch.cat(pieces), None
 
 
@@ -90,5 +90,5 @@ class CausalSdpa(nn.Module):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -6,6 +6,9 @@
 | `_cuda_calls_answer_the_cpu` | Megatron asks `torch.cuda` for the current device, streams and synchronisation | Megatron asks `torch.accelerator` |
 | `_schedule_allocates_on_the_cpu` | the pipeline schedules call `torch.zeros(device="cuda")` | the schedules take a device |
 | `_tensor_cuda_is_the_identity` | tied embeddings under PP call `weight.data.cuda()` | the same |
+| `_router_without_te` | `moe_utils` tests a name that it binds only when TransformerEngine is there | it binds None |
+| `_scatter_contiguous` | gloo's scatter reads the memory of a column slice as if it were dense, and loads wrong row-parallel weights; \
+on CUDA the copy to the device makes it dense | Bridge makes its splits contiguous |
 | `TELayerNormColumnParallelLinear`, grouped linears, `CausalSdpa` | stand-ins for TransformerEngine's layers, with its parameter names, \
 so that Bridge's mappings and our adapters need no second set of names; the local attention forks a CUDA RNG | TransformerEngine runs on a CPU |
 
@@ -49,6 +52,8 @@ def apply() -> None:
     _cuda_calls_answer_the_cpu()
     _schedule_allocates_on_the_cpu()
     _tensor_cuda_is_the_identity()
+    _router_without_te()
+    _scatter_contiguous()
     _applied = True
 
 
@@ -105,6 +110,24 @@ def _schedule_allocates_on_the_cpu() -> None:
 
 def _tensor_cuda_is_the_identity() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
+
+
+def _router_without_te() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+
+
+def _scatter_contiguous() -> None:
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+    original = MegatronParamMapping.scatter_to_tp_ranks
+
+    def scatter(self: Any, splits: Any, *args: Any, **kwargs: Any) -> Any:
+        dense = [s.contiguous() for s in splits] if splits else splits
+        return original(self, dense, *args, **kwargs)
+
+    MegatronParamMapping.scatter_to_tp_ranks = scatter
 
 
 def prepare_provider(provider: Any) -> None:

@@ -9,12 +9,14 @@ and it is checked against the manifest. The model is never staged whole.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from orchestrator.errors import ManifestError
+from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node.hf import VOCAB_TENSORS
 from trainer_node.merge import merge_tensor, plan_merge
@@ -27,8 +29,11 @@ class Exporter:
     def __init__(self, runtime: TrainerRuntime) -> None:
         self._runtime = runtime
         self._manifest: Manifest | None = None
-        self.seconds: dict[str, float] = {}
+        self._adapter_of: dict[str, str] = {}
+        self.merge_s = 0.0
+        """Seconds that the last `merged_tensors` spent merging (on CUDA: queueing the merge)."""
 
+    @torch.no_grad()
     def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The pristine base under HF names, vocabulary padding removed. A collective; tensors may be views of the model."""
         runtime = self._runtime
@@ -40,17 +45,36 @@ class Exporter:
             conversion_tasks=runtime.conversion_tasks,
             merge_adapter_weights=False,
         )
-        with torch.no_grad():
-            for name, tensor in pairs:
-                yield name, tensor[: runtime.vocab_size] if name in VOCAB_TENSORS else tensor
+        for name, tensor in pairs:
+            yield name, tensor[: runtime.vocab_size] if name in VOCAB_TENSORS else tensor
 
     def manifest(self) -> Manifest:
-        """What `merged_tensors` will yield. The first call is a collective (one export, nothing kept but names and shapes)."""
+        """What `merged_tensors` will yield. The first call is a collective (one export, nothing kept but names and shapes).
+
+        Raises:
+            MergePlanError: on every rank: an adapter has no target, or two.
+        """
         if self._manifest is None:
             specs = [_spec(name, tensor) for name, tensor in self.base_tensors()]
-            self._manifest = Manifest(tensors=tuple(specs))
+            manifest = Manifest(tensors=tuple(specs))
+            self._plan(manifest)
+            self._manifest = manifest
         return self._manifest
 
+    def _plan(self, manifest: Manifest) -> None:
+        """Plan the merge on rank 0; a refusal is every rank's, so that none waits in an export that the others do not enter."""
+        deltas, refusal = self._runtime.adapters.gather(), cast(list[str | None], [None])
+        if dist.get_rank() == 0:
+            try:
+                ops = plan_merge(deltas=deltas, targets={s.name: s for s in manifest.tensors})
+                self._adapter_of = {op.target: op.adapter for op in ops}
+            except MergePlanError as error:
+                refusal = [str(error)]
+        dist.broadcast_object_list(refusal, src=0, group=self._runtime.control_group)
+        if refusal[0] is not None:
+            raise MergePlanError(refusal[0])
+
+    @torch.no_grad()
     def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, merged tensor), in the manifest's order.
 
@@ -58,21 +82,21 @@ class Exporter:
         With no delta a tensor may be a view of the model: read it, do not write it.
 
         Raises:
-            MergePlanError: an adapter has no target, before the first tensor.
             ManifestError: the export differs from the manifest; names the tensor.
         """
         specs = self.manifest().tensors
         deltas = self._runtime.adapters.gather()
-        adapters = {op.target: deltas[op.adapter] for op in plan_merge(deltas=deltas, targets={s.name: s for s in specs})}
         is_root = dist.get_rank() == 0
-        count = 0
+        self.merge_s, count = 0.0, 0
         for name, tensor in self.base_tensors():
             if is_root:
                 if count >= len(specs) or _spec(name, tensor) != specs[count]:
                     planned = specs[count] if count < len(specs) else "the end"
                     raise ManifestError(f"tensor {count} is {_spec(name, tensor)} but the manifest says {planned}; plan again")
-                if name in adapters:
-                    tensor = merge_tensor(tensor, adapters[name], self._runtime.scale)
+                if name in self._adapter_of:
+                    started = time.monotonic()
+                    tensor = merge_tensor(tensor, deltas[self._adapter_of[name]], self._runtime.scale)
+                    self.merge_s += time.monotonic() - started
             count += 1
             yield name, tensor
         if is_root and count != len(specs):

@@ -101,7 +101,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     files = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            files.update({name: path for name in file.keys()})  # noqa: SIM118 (safe_open is no mapping)
+            files.update(dict.fromkeys(file.keys(), path))
     return files
 
 

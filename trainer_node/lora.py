@@ -22,14 +22,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping, QKVMapping
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
@@ -62,7 +61,7 @@ class AdapterParam:
     expert: bool
 
 
-def initial_A(name: str, *, rank: int, in_features: int, seed: int) -> torch.Tensor:
+def initial_lora_a(name: str, *, rank: int, in_features: int, seed: int) -> torch.Tensor:
     """PEFT's kaiming_uniform(a=sqrt(5)) for the whole A [R, I] on the CPU; depends on seed and name only, not on the topology."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -100,7 +99,7 @@ class DenseAdapter(nn.Module):
         for i, name in enumerate(self.names):
             if name is None:
                 continue
-            lora_A_RI = initial_A(name, rank=lora.rank, in_features=in_features, seed=seed)
+            lora_A_RI = initial_lora_a(name, rank=lora.rank, in_features=in_features, seed=seed)
             if row_parallel:
                 lora_A_RI = lora_A_RI.chunk(size, dim=1)[rank]
             self.lora_A[str(i)] = nn.Parameter(lora_A_RI.contiguous().to(device))
@@ -109,13 +108,15 @@ class DenseAdapter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, I local] -> what to add to the linear's output, [s, b, sum of O local]."""
         lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
-        h = F.linear(x, lora_A)
+        h = functional.linear(x, lora_A)
         # Column: h is the same on all ranks but each rank's gradient of it is partial. Row: h itself is partial.
         exchange = reduce_from_tensor_model_parallel_region if self.row_parallel else copy_to_tensor_model_parallel_region
         h = exchange(h, group=self._group) * self.scale
         hidden = iter(h.chunk(len(self.lora_A), dim=-1))
         outs = [
-            h.new_zeros(*h.shape[:-1], out) if name is None else F.linear(next(hidden), self.lora_B[str(i)].to(x.dtype))
+            h.new_zeros(*h.shape[:-1], out)
+            if name is None
+            else functional.linear(next(hidden), self.lora_B[str(i)].to(x.dtype))
             for i, (name, out) in enumerate(zip(self.names, self.out_local, strict=True))
         ]
         return outs[0] if len(outs) == 1 else self._fuse(outs)
@@ -166,7 +167,7 @@ class ExpertAdapter(nn.Module):
         for i, experts in enumerate(names):
             if experts is None:
                 continue
-            all_A = [initial_A(n, rank=lora.rank, in_features=in_features, seed=seed) for n in experts]
+            all_A = [initial_lora_a(n, rank=lora.rank, in_features=in_features, seed=seed) for n in experts]
             self.lora_A[str(i)] = nn.Parameter(torch.stack(all_A).to(device))
             self.lora_B[str(i)] = nn.Parameter(torch.zeros(len(experts), out_features, lora.rank, device=device))
 
@@ -232,12 +233,14 @@ class _Groups:
     def matmul(self, x: torch.Tensor, weight_EOI: torch.Tensor) -> torch.Tensor:
         """Row t of group e times weight e: [t, I] -> [t, O]."""
         if not self._fused:
-            return torch.cat([F.linear(part, w) for part, w in zip(torch.split(x, self._splits), weight_EOI, strict=True)])
+            return torch.cat(
+                [functional.linear(part, w) for part, w in zip(torch.split(x, self._splits), weight_EOI, strict=True)]
+            )
         out_features = weight_EOI.shape[1]
         pad_in, pad_out = (-x.shape[1]) % self.STEP, (-out_features) % self.STEP
         if pad_in or pad_out:
-            x, weight_EOI = F.pad(x, (0, pad_in)), F.pad(weight_EOI, (0, pad_in, 0, pad_out))
-        out = F.grouped_mm(x.contiguous(), weight_EOI.transpose(1, 2), offs=self._offsets)
+            x, weight_EOI = functional.pad(x, (0, pad_in)), functional.pad(weight_EOI, (0, pad_in, 0, pad_out))
+        out = functional.grouped_mm(x.contiguous(), weight_EOI.transpose(1, 2), offs=self._offsets)
         return out[:, :out_features] if pad_out else out
 
 
@@ -285,7 +288,7 @@ class AdapterSet:
         row_parallel = _is_row_parallel(task, module)
         out_local, in_local = task.param_weight.shape
         config, heads = self._config, None
-        if isinstance(task.mapping, QKVMapping):
+        if _fusion(task) == "qkv":
             if getattr(config, "attention_output_gate", False) or config.num_query_groups % size:
                 raise ConfigError(
                     f"tensor parallel size {size} must divide the {config.num_query_groups} key-value heads (and attention has no gate)"
@@ -336,10 +339,8 @@ class AdapterSet:
 
     def _owned(self) -> list[Shard]:
         """The pieces this rank answers for, so that every element is counted once over all ranks."""
-        if parallel_state.get_expert_data_parallel_rank() == 0:
-            experts = [s for s in self.shards() if s.expert]
-        else:
-            experts = []
+        answers = parallel_state.get_expert_data_parallel_rank() == 0
+        experts = [s for s in self.shards() if s.expert and answers]
         if parallel_state.get_data_parallel_rank() != 0:
             return experts
         first = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -422,16 +423,26 @@ def _is_linear(task: Any) -> bool:
 
 def _hf_params(task: Any) -> list[str]:
     """HF tensor names inside a Megatron weight, in the fused order that the mapping declares."""
-    mapping, names = task.mapping, task.mapping.hf_param
-    if isinstance(mapping, QKVMapping):
+    names, fusion = task.mapping.hf_param, _fusion(task)
+    if fusion == "qkv":
         return [names["q"], names["k"], names["v"]]
-    if isinstance(mapping, GatedMLPMapping):
+    if fusion == "gated":
         return [names["gate"], names["up"]]
     return [names] if isinstance(names, str) else []
 
 
+def _fusion(task: Any) -> Literal["qkv", "gated", "none"]:
+    """How the mapping lays HF linears out in one Megatron weight."""
+    # Late, because on a CPU Bridge can be imported only after `cpu_shims.apply`.
+    from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping, QKVMapping
+
+    if isinstance(task.mapping, QKVMapping):
+        return "qkv"
+    return "gated" if isinstance(task.mapping, GatedMLPMapping) else "none"
+
+
 def _is_row_parallel(task: Any, module: nn.Module) -> bool:
-    if isinstance(task.mapping, QKVMapping | GatedMLPMapping):
+    if _fusion(task) != "none":
         return False
     kind = task.mapping._detect_parallelism_type(module)
     if kind == "replicated":

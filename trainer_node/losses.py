@@ -49,7 +49,9 @@ def vocab_parallel_log_probs(
     """
     split = group is not None and group.size() > 1
     num_rows = logits_NV.shape[1]
-    logits = logits_NV.float().masked_fill(~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, logits_NV.device), -torch.inf)
+    logits = logits_NV.float().masked_fill(
+        ~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, logits_NV.device), -torch.inf
+    )
     with torch.no_grad():
         top_N = logits.max(dim=-1).values
         if split:

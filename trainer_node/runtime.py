@@ -444,7 +444,8 @@ def _init_distributed(config: TrainerConfig) -> torch.device:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,

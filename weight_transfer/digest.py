@@ -60,7 +60,9 @@ def region_digest(region: torch.Tensor, *, first_index: int, index_strides: Sequ
         ValueError: `index_strides` does not have one entry per dimension.
     """
     if len(index_strides) != region.dim():
-        raise ValueError(f"region of shape {tuple(region.shape)} needs {region.dim()} index strides, got {tuple(index_strides)}")
+        raise ValueError(
+            f"region of shape {tuple(region.shape)} needs {region.dim()} index strides, got {tuple(index_strides)}"
+        )
     bits = region.detach().view(_int_dtype(region.dtype))
     strides = tuple(int(s) for s in index_strides)
     if bits.numel() == 0:

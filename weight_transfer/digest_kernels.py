@@ -34,12 +34,11 @@ def _unsigned(x: Any, ELEMENT_BYTES: tl.constexpr) -> Any:
     """Zero-extend to 64 bits."""
     if ELEMENT_BYTES == 1:
         return x.to(tl.uint8, bitcast=True).to(tl.uint64)
-    elif ELEMENT_BYTES == 2:
+    if ELEMENT_BYTES == 2:
         return x.to(tl.uint16, bitcast=True).to(tl.uint64)
-    elif ELEMENT_BYTES == 4:
+    if ELEMENT_BYTES == 4:
         return x.to(tl.uint32, bitcast=True).to(tl.uint64)
-    else:
-        return x.to(tl.uint64, bitcast=True)
+    return x.to(tl.uint64, bitcast=True)
 
 
 @triton.jit

@@ -12,9 +12,11 @@ import contextlib
 import datetime
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from orchestrator.errors import ConfigError, TransferAborted, TransferError, Tra
 from orchestrator.protocol.messages import Rendezvous
 
 Address = tuple[str, int]
+c10d: Any = dist  # torch's stubs know only a part of it
+Store = Any  # c10d's TCPStore
 
 FIRST_POLL_S, LAST_POLL_S = 0.0001, 0.005
 STORE_TIMEOUT_S = 10.0
@@ -34,7 +38,7 @@ ABORT_SETTLE_S = 2.0
 class GlooGroup:
     """A `TransferGroup` over gloo; broadcasts on the CPU, blocking. Made by `GlooListener.join` and `join`."""
 
-    def __init__(self, *, store: dist.TCPStore, rank: int, world_size: int, host: str, deadline: float) -> None:
+    def __init__(self, *, store: Store, rank: int, world_size: int, host: str, deadline: float) -> None:
         """Connect to all others; every rank must be in its constructor, or about to be. Owns the store from here on.
 
         Args:
@@ -44,16 +48,16 @@ class GlooGroup:
         self._rank, self._world_size = rank, world_size
         self._reason: str | None = None
         self._abort_lock = threading.Lock()
-        self._store: dist.TCPStore | None = store
-        self._group: dist.ProcessGroupGloo | None = None
+        self._store: Store | None = store
+        self._group: dist.ProcessGroup | None = None
         self._work: dist.Work | None = None
         self._listens_at, self._peers_listen_at = frozenset[Address](), frozenset[Address]()
         with _translated(f"connecting rank {rank} of {world_size}"):
             device, self._listens_at = _make_device(host)
             self._peers_listen_at = _exchange_addresses(store, rank, world_size, self._listens_at, deadline)
-            options = dist.ProcessGroupGloo._Options()
+            options = c10d.ProcessGroupGloo._Options()
             options._devices, options._timeout = [device], _timedelta_until(deadline)
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
+            self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, world_size, options)
 
     @property
     def rank(self) -> int:
@@ -71,7 +75,7 @@ class GlooGroup:
         if buffer_B.dtype != torch.uint8 or buffer_B.device.type != "cpu" or not buffer_B.is_contiguous():
             raise ValueError(f"gloo carries contiguous uint8 CPU buffers, got {buffer_B.dtype} on {buffer_B.device}")
         self._raise_if_aborted()
-        options = dist.BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         # Gloo's own clock runs a little longer than ours, so that it is always we who say that the time is up.
         options.timeout = datetime.timedelta(seconds=deadline_s + 5.0)
@@ -135,9 +139,11 @@ class GlooListener:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(address[:2], family=family, backlog=256)
         except OSError as error:
-            raise ConfigError(f"cannot listen on host {host!r}: {error}; set the trainer's `host` to its own address") from error
+            raise ConfigError(
+                f"cannot listen on host {host!r}: {error}; set the trainer's `host` to its own address"
+            ) from error
         port = listening.getsockname()[1]
-        self._store: dist.TCPStore | None = dist.TCPStore(
+        self._store: Store | None = c10d.TCPStore(
             host,
             port,
             world_size=world_size,
@@ -146,9 +152,7 @@ class GlooListener:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-        self._rendezvous = Rendezvous(
-            transport="gloo", host=host, port=port, world_size=world_size, bucket_bytes=bucket_bytes
-        )
+        self._rendezvous = Rendezvous(transport="gloo", host=host, port=port, world_size=world_size, bucket_bytes=bucket_bytes)
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -181,7 +185,7 @@ def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> GlooGroup:
         raise ConfigError(f"worker ranks are 1 to {rendezvous.world_size - 1}, got {rank}")
     deadline = time.monotonic() + deadline_s
     with _translated(f"joining the trainer at {rendezvous.host}:{rendezvous.port} as rank {rank}"):
-        store = dist.TCPStore(
+        store = c10d.TCPStore(
             rendezvous.host,
             rendezvous.port,
             world_size=rendezvous.world_size,
@@ -198,7 +202,7 @@ def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> GlooGroup:
 # ------------------------------------------------------------ rendezvous
 
 
-def _wait_for_keys(store: dist.TCPStore, keys: list[str], deadline: float, closed: threading.Event | None) -> None:
+def _wait_for_keys(store: Store, keys: list[str], deadline: float, closed: threading.Event | None) -> None:
     while not store.check(keys):
         if closed is not None and closed.is_set():
             raise TransferAborted("transfer aborted: the listener was closed while it waited for the workers")
@@ -209,7 +213,7 @@ def _wait_for_keys(store: dist.TCPStore, keys: list[str], deadline: float, close
 
 
 def _exchange_addresses(
-    store: dist.TCPStore, rank: int, world_size: int, own: frozenset[Address], deadline: float
+    store: Store, rank: int, world_size: int, own: frozenset[Address], deadline: float
 ) -> frozenset[Address]:
     """Tell the others where this rank's gloo device listens, and learn where theirs do."""
     store.set(f"listens/{rank}", ";".join(f"{host} {port}" for host, port in own))
@@ -243,7 +247,7 @@ def _translated(doing: str) -> Iterator[None]:
         yield
     except (TransferError, ConfigError):
         raise
-    except (dist.DistStoreError, dist.DistNetworkError, dist.DistBackendError, RuntimeError) as error:
+    except (c10d.DistStoreError, c10d.DistNetworkError, c10d.DistBackendError, RuntimeError) as error:
         text = str(error).splitlines()[0][:300]
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TransferTimeout(f"{doing}: {text}") from error
@@ -260,7 +264,7 @@ def _make_device(host: str) -> tuple[object, frozenset[Address]]:
     """A gloo device that listens on `host`, and the address it listens at (gloo does not tell: the new listening socket is it)."""
     with _device_lock:
         before = _listening_sockets()
-        device = dist.ProcessGroupGloo.create_device(hostname=host)
+        device = c10d.ProcessGroupGloo.create_device(hostname=host)
         return device, frozenset(_listening_sockets() - before)
 
 
@@ -269,19 +273,31 @@ def _open_tcp_sockets() -> Iterator[socket.socket]:
     if not os.path.isdir("/proc/self/fd"):
         return
     for name in os.listdir("/proc/self/fd"):
-        try:
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
-            continue  # not a socket, or gone
+        duplicate = _duplicate_socket(int(name))
+        if duplicate is None:
+            continue
         with duplicate:
             if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type & socket.SOCK_STREAM:
                 yield duplicate
 
 
+def _duplicate_socket(descriptor: int) -> socket.socket | None:
+    """A duplicate of the descriptor if it is a socket; None if it is not, or is gone."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)  # another file took the number meanwhile
+        return None
+
+
 def _listening_sockets() -> set[Address]:
-    return {
-        s.getsockname()[:2] for s in _open_tcp_sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
+    return {s.getsockname()[:2] for s in _open_tcp_sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
 def _shut_down_connections(*, local: frozenset[Address], remote: frozenset[Address]) -> None:

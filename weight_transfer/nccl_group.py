@@ -67,7 +67,13 @@ class NcclSenderGroup:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             one = torch.zeros(1, dtype=torch.float32, device=self._device)
             self._call(
-                "allReduce", one.data_ptr(), one.data_ptr(), 1, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM, self._stream.cuda_stream
+                "allReduce",
+                one.data_ptr(),
+                one.data_ptr(),
+                1,
+                self._nccl.NCCL_FLOAT32,
+                self._nccl.NCCL_SUM,
+                self._stream.cuda_stream,
             )
             self.synchronize(self._recorded(), deadline_s=deadline_s)
 
@@ -77,9 +83,7 @@ class NcclSenderGroup:
             raise ValueError(f"expected a contiguous uint8 buffer on {self._device}, got {buffer_B.dtype} on {buffer_B.device}")
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._call(
-                "bcast", buffer_B.data_ptr(), buffer_B.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream
-            )
+            self._call("bcast", buffer_B.data_ptr(), buffer_B.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
             return self._recorded()
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:

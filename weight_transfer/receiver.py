@@ -63,7 +63,7 @@ class _Receive:
 
     def all(self, buckets: tuple[Bucket, ...], load: Load) -> ReceiveReport:
         ahead = self._device.type == "cuda"  # elsewhere a broadcast blocks and there is nothing to overlap
-        started = self._start(buckets[0])
+        started: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         for k, bucket in enumerate(buckets):
             buffer_B, event = started if started is not None else self._start(bucket)
             started = self._start(buckets[k + 1]) if ahead and k + 1 < len(buckets) else None

@@ -9,6 +9,7 @@ Axes: B = bytes, N = tensors of the manifest, T = tensors of a bucket.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -186,18 +187,13 @@ class _Send:
         return now
 
 
-class _named:
+@contextlib.contextmanager
+def _named(replica: str) -> Iterator[None]:
     """Puts the replica's name in front of a transfer error's text."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, TransferError):
-            raise type(error)(f"replica {self._name!r}: {error}") from error
+    try:
+        yield
+    except TransferError as error:
+        raise type(error)(f"replica {replica!r}: {error}") from error
 
 
 def _checked(item: tuple[str, torch.Tensor] | None, spec: TensorSpec, device: torch.device) -> torch.Tensor:

@@ -69,7 +69,7 @@ def curve_from_env() -> CurveKeys | None:
 
 
 class NodeLink:
-    """Connects a node to the orchestrator; use as a context manager.
+    """Connects a node to the orchestrator; use as a context manager, which starts it if `start` was not called.
 
     Args:
         endpoint: the orchestrator's ROUTER, e.g. "tcp://127.0.0.1:40001".
@@ -190,7 +190,7 @@ class NodeLink:
         self._context.destroy(linger=0)
 
     def __enter__(self) -> NodeLink:
-        return self
+        return self if self._wake_send is not None else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from orchestrator.cluster import ClusterConfig
 from orchestrator.errors import ConfigError
-from orchestrator.preflight import check_gpus, check_model, check_parallel, check_port_free
+from orchestrator.preflight import check_cpu_attention, check_gpus, check_model, check_parallel, check_port_free
 from orchestrator.protocol.config import Device, InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
 
 TAU = {"float32": 1e-4, "bfloat16": 0.25}
@@ -70,6 +70,8 @@ def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
     model_config = check_model(config.model, needs_weights=not config.random_init)
     trainer, inference = node_configs(config)
     check_parallel(model_config, trainer=trainer, inference=[inference])
+    if config.device == "cpu":
+        check_cpu_attention(model_config)
     if config.device == "cuda":
         check_gpus(trainer_gpus=config.trainer_gpus, inference_gpus=[config.inference_gpus], available=_count_gpus())
         if len(config.trainer_gpus) != config.trainer_parallel.world_size:

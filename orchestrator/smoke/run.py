@@ -81,8 +81,7 @@ class _Smoke:
     def _publish_first(self) -> None:
         name = self._config.name
         result = self._cluster.client.run(InitialSyncJob(), on_progress=lambda p: self._display.on_progress(f"{name}@0", p))
-        with_http = self._http(self._prepare_probes)
-        del with_http
+        self._http(self._prepare_probes)
         self._after_version(result, reward=None, rollout_s=0.0)
 
     async def _prepare_probes(self, http: httpx.AsyncClient) -> None:

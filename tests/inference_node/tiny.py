@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=16, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=10000.0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-MOE: dict[str, Any] = dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]
-)
+COMMON: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 
 def config(kind: str, **changes: Any) -> Any:
@@ -86,7 +91,8 @@ def manifest_of(tensors: dict[str, torch.Tensor]) -> Any:
 
     return Manifest(
         tensors=tuple(
-            TensorSpec(name=n, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for n, t in tensors.items()  # type: ignore[arg-type]
+            TensorSpec(name=n, dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape))
+            for n, t in tensors.items()  # type: ignore[arg-type]
         )
     )
 

@@ -16,6 +16,11 @@ from tests.trainer_node import tiny
 REPO = Path(__file__).resolve().parents[2]
 
 
+def child_env() -> dict[str, str]:
+    """Environment of the processes that tests start."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TOKENIZERS_PARALLELISM": "false"}
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Name -> checkpoint folder: dense_tied, dense_untied, moe."""
@@ -30,9 +35,14 @@ def torchrun():
     def run(num_ranks: int, module: str, *args: object, timeout_s: float = 120.0) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         command += ["-m", f"tests.trainer_node.{module}", *map(str, args)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
-            command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=REPO,
+            env=child_env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         try:
             output, _ = process.communicate(timeout=timeout_s)

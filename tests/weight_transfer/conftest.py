@@ -23,10 +23,22 @@ PEER = Path(__file__).with_name("peer.py")
 class Peer:
     """A running peer; its JSON lines arrive on a thread, so that no wait is without a deadline."""
 
-    def __init__(self, role: str, *, manifest_json: str, **options: Any) -> None:
+    def __init__(
+        self,
+        role: str,
+        *,
+        manifest_json: str,
+        command: list[str] | None = None,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         flags = [f"--{k.replace('_', '-')}={v}" if v is not True else f"--{k}" for k, v in options.items()]
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), role, *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command or [sys.executable, str(PEER), role, *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         assert self.process.stdin is not None
         self.process.stdin.write(manifest_json + "\n")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -69,7 +70,9 @@ def receive(arguments: argparse.Namespace) -> None:
                 deadline_s=arguments.deadline_s,
                 load=load,
             )
-            shapes_fit = all(got[s.name].shape == s.shape and got[s.name].dtype == torch_dtype(s.dtype) for s in manifest.tensors)
+            shapes_fit = all(
+                got[s.name].shape == s.shape and got[s.name].dtype == torch_dtype(s.dtype) for s in manifest.tensors
+            )
             say(
                 "received",
                 nbytes=report.nbytes,
@@ -92,11 +95,9 @@ def send(arguments: argparse.Namespace) -> None:
     group = listener.join(deadline_s=arguments.join_s)
     sender = WeightSender(groups={"replica": group}, manifest=manifest, bucket_bytes=arguments.bucket_bytes, device="cpu")
     try:
-        for n, spec in enumerate(manifest.tensors):
-            if n == 0:
-                say("sending")
+        say("sending")
 
-        def slowly():  # type: ignore[no-untyped-def]
+        def slowly() -> Iterator[tuple[str, torch.Tensor]]:
             for spec in manifest.tensors:
                 time.sleep(arguments.load_s)
                 yield spec.name, values(spec)

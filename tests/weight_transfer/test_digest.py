@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from weight_transfer import digest
 from weight_transfer.digest import digest_many, region_digest, tensor_digest
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.float8_e4m3fn,
+]
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -55,7 +64,6 @@ def test_known_number() -> None:
     assert int(tensor_digest(torch.arange(10, dtype=torch.float32))) == -4927695213749056428
 
 
-
 @given(
     shape=st.lists(st.integers(1, 7), min_size=1, max_size=3),
     cut_points=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=3, max_size=3),
@@ -63,9 +71,7 @@ def test_known_number() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
 )
 @settings(max_examples=60, deadline=None)
-def test_regions_of_a_partition_add_up(
-    shape: list[int], cut_points: list[list[int]], chunk: int, dtype: torch.dtype
-) -> None:
+def test_regions_of_a_partition_add_up(shape: list[int], cut_points: list[list[int]], chunk: int, dtype: torch.dtype) -> None:
     """Any grid of boxes, and any chunk size."""
     t = random_bits(tuple(shape), dtype, seed=sum(shape))
     strides = row_major(tuple(shape))
@@ -96,7 +102,9 @@ def test_strided_and_transposed_regions() -> None:
     t = random_bits((12, 10), torch.float32)
     assert int(tensor_digest(t.t().contiguous().t())) == int(tensor_digest(t))
     even, odd = t[::2], t[1::2]
-    parts = region_digest(even, first_index=0, index_strides=(20, 1)) + region_digest(odd, first_index=10, index_strides=(20, 1))
+    parts = region_digest(even, first_index=0, index_strides=(20, 1)) + region_digest(
+        odd, first_index=10, index_strides=(20, 1)
+    )
     assert int(parts) == int(tensor_digest(t))
     stored_transposed = t.t().contiguous()
     assert int(region_digest(stored_transposed, first_index=0, index_strides=(1, 10))) == int(tensor_digest(t))
@@ -138,7 +146,9 @@ def test_nan_payloads_count() -> None:
     assert int(tensor_digest(quiet)) != int(tensor_digest(other))
 
 
-@pytest.mark.parametrize("numel", [digest.CHUNK_ELEMENTS - 1, digest.CHUNK_ELEMENTS, digest.CHUNK_ELEMENTS + 1, 2 * digest.CHUNK_ELEMENTS + 3])
+@pytest.mark.parametrize(
+    "numel", [digest.CHUNK_ELEMENTS - 1, digest.CHUNK_ELEMENTS, digest.CHUNK_ELEMENTS + 1, 2 * digest.CHUNK_ELEMENTS + 3]
+)
 def test_chunk_boundaries(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     t = random_bits((numel,), torch.uint8)
     chunked = int(tensor_digest(t))

@@ -1,0 +1,67 @@
+# make smoke   from a fresh clone to a served tiny@2, on a CPU
+# make test    all CPU tests, each package in the environment it belongs to
+# make check   ruff, formatting, types
+# Nothing here needs a GPU.
+
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TRAINER := .venv-trainer
+INFERENCE := .venv-inference
+REPORT ?= runs/smoke/report.json
+SMOKE_ARGS ?=
+PYTEST_ARGS ?=
+LOCKS := requirements/torch-cpu.lock requirements/make_env.sh pyproject.toml
+
+# Models and datasets are local folders: nothing asks a hub.
+export HF_HUB_OFFLINE = 1
+export VLLM_NO_USAGE_STATS = 1
+
+.PHONY: help envs envs-both dev smoke test check lint-fix clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# //p' Makefile | head -4
+
+envs: ## the two environments; pip's work is mostly unpacking, so both at once
+	@$(MAKE) --no-print-directory -j2 envs-both
+
+envs-both: $(TRAINER)/.installed $(INFERENCE)/.installed
+
+$(TRAINER)/.installed: requirements/trainer.lock $(LOCKS)
+	@requirements/make_env.sh "$(PYTHON)" $(TRAINER) requirements/trainer.lock
+	@touch $@
+
+$(INFERENCE)/.installed: requirements/inference.lock $(LOCKS)
+	@requirements/make_env.sh "$(PYTHON)" $(INFERENCE) requirements/inference.lock
+	@touch $@
+
+dev: envs $(TRAINER)/.dev $(INFERENCE)/.dev
+
+%/.dev: requirements/dev.lock %/.installed
+	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
+	@touch $@
+
+smoke: envs
+	$(TRAINER)/bin/splice smoke --report $(REPORT) $(SMOKE_ARGS)
+
+# All three parts run even if one fails; the result is red if any is.
+test: dev
+	@status=0; \
+	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/orchestrator tests/weight_transfer tests/trainer_node $(PYTEST_ARGS) || status=1; \
+	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
+	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
+	exit $$status
+
+check: $(TRAINER)/.dev
+	$(TRAINER)/bin/ruff check .
+	$(TRAINER)/bin/ruff format --check .
+	$(TRAINER)/bin/mypy
+
+lint-fix: $(TRAINER)/.dev
+	$(TRAINER)/bin/ruff check --fix .
+	$(TRAINER)/bin/ruff format .
+
+clean:
+	rm -rf $(TRAINER) $(INFERENCE) runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+"""`python -m inference_node --endpoint tcp://... --node-id inference-0 --config FILE`; the run's token is in SPLICE_RUN_TOKEN."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from inference_node.names import RUN_TOKEN
+from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.protocol.config import InferenceConfig
+
+EXIT_CONFIG, EXIT_LOST = 2, 3
+
+
+def main() -> int:
+    """Run the node until it is told to end; the exit code says why it ended."""
+    parser = argparse.ArgumentParser(prog="inference_node", description="Supervise one vLLM server for a splice run")
+    parser.add_argument("--endpoint", required=True, help="the orchestrator's ROUTER, tcp://host:port")
+    parser.add_argument("--node-id", required=True)
+    parser.add_argument("--config", required=True, type=Path, help="JSON file of orchestrator.protocol.config.InferenceConfig")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    try:
+        _run(args.endpoint, args.node_id, args.config)
+    except ConfigError as error:
+        print(f"inference_node: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except (NodeLost, SpliceError) as error:
+        print(f"inference_node: {error}", file=sys.stderr)
+        return EXIT_LOST
+    return 0
+
+
+def _run(endpoint: str, node_id: str, config_file: Path) -> None:
+    from inference_node.supervisor import InferenceNode
+
+    token = os.environ.get(RUN_TOKEN)
+    if not token:
+        raise ConfigError(f"set {RUN_TOKEN} to the run's token")
+    try:
+        config = InferenceConfig.model_validate_json(config_file.read_text())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{config_file} is no inference configuration: {error}") from error
+    if not (config.model / "config.json").is_file():
+        raise ConfigError(f"model: {config.model} has no config.json; give a folder with an HF checkpoint")
+    InferenceNode(config, endpoint=endpoint, node_id=node_id, run_token=token).run()
+
+
+def _leave(number: int, _: object) -> None:
+    # Once: a second signal must not interrupt the clean-up, which has deadlines of its own.
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The alias's rules: which name is served, by what, and what a request under another name is told. Pure; no sockets, no vLLM.
+
+`name` is always the current version. `name@N` is served only while N is current. Before `@0`, and while the replica is poisoned,
+nothing is served. A request is *pinned* when it asked for `name@N`: it is answered by N or not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+RETRY_AFTER_S = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An OpenAI-style error."""
+
+    status: int
+    kind: str
+    message: str
+    retry_after_s: int | None = None
+    param: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        """What OpenAI clients parse."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+
+
+@dataclass(slots=True, kw_only=True)
+class Alias:
+    """State of one replica's alias. Changed by the control routes only, on the event loop's thread."""
+
+    name: str
+    version: int | None = None
+    poisoned: str | None = None
+    """Why the replica serves nothing, or None."""
+    moving_to: int | None = None
+    """The version an update under way leads to: from the moment it drains pinned requests until commit, resume or poison."""
+    history: list[int] = field(default_factory=list)
+
+    def versioned(self, version: int) -> str:
+        """`name@N`."""
+        return f"{self.name}@{version}"
+
+    @property
+    def current(self) -> str:
+        """`name@N` of the current version, or `name` before the first."""
+        return self.name if self.version is None else self.versioned(self.version)
+
+    def is_pinned(self, model: str | None) -> bool:
+        """Whether a request's model asks for one version."""
+        return model is not None and model.startswith(f"{self.name}@")
+
+    def refuse(self, model: str | None) -> Refusal | None:
+        """What a request for `model` (None: the alias) is told instead of being served; None: it is admitted."""
+        if model is not None and model != self.name and not self.is_pinned(model):
+            return self._unknown(model)
+        if self.poisoned is not None:
+            return Refusal(
+                status=503, kind="ServiceUnavailableError", retry_after_s=RETRY_AFTER_S,
+                message=f"{self.name} is not served here until a full resync: {self.poisoned}",
+            )  # fmt: skip
+        if self.version is None:
+            return Refusal(
+                status=503, kind="ServiceUnavailableError", retry_after_s=RETRY_AFTER_S,
+                message=f"{self.name} has no version yet: the first publication, {self.versioned(0)}, is not done",
+            )  # fmt: skip
+        if self.is_pinned(model) and model != self.current:
+            return self._unknown(model or "")
+        if self.is_pinned(model) and self.moving_to is not None:
+            return self.moving()
+        return None
+
+    def moving(self) -> Refusal:
+        """What a pinned request is told when its version is about to go."""
+        return Refusal(
+            status=409, kind="ConflictError", retry_after_s=1, param="model",
+            message=f"{self.current} is being replaced by {self.versioned(self.moving_to or 0)}; ask for {self.name}, or for the new version",
+        )  # fmt: skip
+
+    def _unknown(self, model: str) -> Refusal:
+        return Refusal(
+            status=404, kind="NotFoundError", param="model",
+            message=f"The model `{model}` does not exist here; the current version is `{self.current}` (alias `{self.name}`).",
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ transitions
+
+    def commit(self, version: int) -> None:
+        """The replica now serves `version`."""
+        self.version, self.poisoned, self.moving_to = version, None, None
+        self.history = [*self.history[-63:], version]
+
+    def poison(self, reason: str) -> None:
+        """The replica serves nothing."""
+        self.poisoned, self.moving_to = reason, None

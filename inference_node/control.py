@@ -1,0 +1,225 @@
+"""The supervisor's routes inside vLLM's API process: what each one does to the engine, the workers and the alias.
+
+    status   info   join   leave   plan   pause   start   receive   finish   digests   commit   resume   poison   reset
+
+They run in vLLM's process, so that pause and commit touch the engine client and the alias in one event loop: between "the last pinned
+request has landed" and "the engine stands still" no other request slips in under the old name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from inference_node import placement, verify
+from inference_node.alias import Alias, Refusal
+from inference_node.flights import Flight
+from orchestrator.errors import ManifestError, SpliceError, VerificationError
+from orchestrator.protocol.messages import ErrorCode, Manifest
+
+Answer = dict[str, Any]
+ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
+    "keep": ("keep", True),
+    "keep_kv": ("keep", False),
+    "wait": ("wait", True),
+    "abort": ("abort", True),
+}
+"""Our pause mode -> vLLM's mode, and whether its KV and prefix caches are dropped."""
+
+
+class ControlFailed(SpliceError):
+    """A control action failed; carries the protocol's code."""
+
+    def __init__(self, code: str, message: str, **detail: Any) -> None:
+        super().__init__(message)
+        self.code, self.detail = code, detail
+
+
+class Control:
+    """State of the update under way, and the actions on it. One action runs at a time, save `status`."""
+
+    def __init__(self, alias: Alias, flights: set[Flight]) -> None:
+        self._alias, self._flights = alias, flights
+        self._manifest: Manifest | None = None
+        self._lock = asyncio.Lock()
+        self.is_standing = False
+        """The engine stands still for an update."""
+
+    async def run(self, action: str, arguments: Answer, app: Any) -> tuple[int, Answer]:
+        """Run an action; (HTTP status, JSON)."""
+        if action == "status":
+            return 200, self.status()
+        method: Callable[..., Awaitable[Answer]] | None = (
+            getattr(self, f"_do_{action}", None) if action.isidentifier() else None
+        )
+        if method is None:
+            return 404, {"error": {"code": ErrorCode.PROTOCOL, "message": f"no control action {action!r}"}}
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        began = time.monotonic()
+        async with self._lock:
+            try:
+                answer = await method(app.state.engine_client, app, **arguments)
+            except ControlFailed as error:
+                return 409, {"error": {"code": error.code, "message": str(error)}, **error.detail}
+            except (ManifestError, VerificationError) as error:
+                code = ErrorCode.PLAN_REFUSED if isinstance(error, ManifestError) else ErrorCode.VERIFICATION_FAILED
+                return 409, {"error": {"code": code, "message": str(error)}}
+            except EngineDeadError as error:
+                return 500, {"error": {"code": ErrorCode.NODE_LOST, "message": f"vLLM's engine died: {error}"}}
+            except (TypeError, ValueError, KeyError, RuntimeError, TimeoutError) as error:
+                return 500, {"error": {"code": ErrorCode.INTERNAL, "message": f"{type(error).__name__}: {error}"}}
+        return 200, {**answer, "seconds": time.monotonic() - began}
+
+    def status(self) -> Answer:
+        """What is served and what is in flight."""
+        alias = self._alias
+        return {
+            "name": alias.name, "version": alias.version, "poisoned": alias.poisoned, "moving_to": alias.moving_to,
+            "in_flight": len(self._flights), "paused": self.is_standing,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------ workers
+
+    async def _workers(self, engine: Any, method: str, *args: Any) -> list[Answer]:
+        """Call a method of every worker; the first error ends it."""
+        answers: list[Answer] = await engine.collective_rpc(method, args=args)
+        for answer in answers:
+            if "error" in answer:
+                rest = {k: v for k, v in answer.items() if k != "error"}
+                raise ControlFailed(answer["error"]["code"], answer["error"]["message"], **rest)
+        return answers
+
+    async def _do_info(self, engine: Any, app: Any) -> Answer:
+        return {"workers": await self._workers(engine, "splice_info")}
+
+    async def _do_join(self, engine: Any, app: Any, *, rendezvous: str, deadline_s: float) -> Answer:
+        await self._workers(engine, "splice_join", rendezvous, deadline_s)
+        return {}
+
+    async def _do_leave(self, engine: Any, app: Any) -> Answer:
+        await self._workers(engine, "splice_leave")
+        return {}
+
+    async def _do_plan(self, engine: Any, app: Any, *, manifest: str) -> Answer:
+        """Check a manifest against all workers' placement. Keeps it for `digests`."""
+        parsed = Manifest.model_validate_json(manifest)
+        answers = await self._workers(engine, "splice_plan_check", manifest)
+        placement.judge(parsed, [placement.Findings(**a["findings"]) for a in answers])
+        self._manifest = parsed
+        return {}
+
+    async def _do_start(self, engine: Any, app: Any) -> Answer:
+        await self._workers(engine, "splice_start")
+        return {}
+
+    async def _do_receive(self, engine: Any, app: Any, *, update_id: str, deadline_s: float) -> Answer:
+        answers = await self._workers(engine, "splice_receive", update_id, deadline_s)
+        slowest = max(answers, key=lambda a: float(a["seconds"]))
+        return {"nbytes": slowest["nbytes"], "tensors": slowest["tensors"], "phases": slowest["phases"]}
+
+    async def _do_finish(self, engine: Any, app: Any) -> Answer:
+        await self._workers(engine, "splice_finish")
+        return {}
+
+    async def _do_digests(self, engine: Any, app: Any) -> Answer:
+        """Digests of the live tensors in manifest order, all workers together."""
+        if self._manifest is None:
+            raise ControlFailed(ErrorCode.NOT_READY, "no manifest is planned")
+        answers = await self._workers(engine, "splice_digests")
+        digests, unverified = verify.combine(self._manifest, [_worker_digests(a) for a in answers])
+        return {"digests": digests, "unverified": unverified}
+
+    async def _do_reset(self, engine: Any, app: Any) -> Answer:
+        answers = await self._workers(engine, "splice_reset")
+        return {"layers": max(int(a["layers"]) for a in answers)}
+
+    # ------------------------------------------------------------ pause and commit
+
+    async def _do_pause(self, engine: Any, app: Any, *, mode: str, version: int, drain_s: float, deadline_s: float) -> Answer:
+        """Let pinned requests land or end them, then stop the engine."""
+        engine_mode, clear_cache = ENGINE_PAUSE[mode]
+        self._alias.moving_to = version
+        try:
+            await self._drain_pinned(drain_s)
+            self._check_no_pinned()
+            await asyncio.wait_for(engine.pause_generation(mode=engine_mode, clear_cache=clear_cache), deadline_s)
+        except TimeoutError as error:
+            await self._do_resume(engine, app)
+            raise ControlFailed(
+                ErrorCode.TRANSFER_TIMEOUT, f"vLLM was not paused within {deadline_s:.0f} s (mode {mode})"
+            ) from error
+        self.is_standing = True
+        return {}
+
+    async def _drain_pinned(self, drain_s: float) -> None:
+        """Wait for pinned requests; those still there are told 409."""
+        pinned = [f for f in self._flights if f.pinned]
+        landing = [asyncio.ensure_future(f.landed.wait()) for f in pinned]
+        if landing:
+            _, late = await asyncio.wait(landing, timeout=drain_s)
+            for flight in pinned:
+                if not flight.landed.is_set():
+                    flight.end(self._alias.moving())
+            if late:
+                await asyncio.wait(late, timeout=drain_s + 5.0)
+            for waiting in landing:
+                waiting.cancel()
+
+    def _check_no_pinned(self) -> None:
+        if any(f.pinned and f.ended_with is None for f in self._flights):
+            raise ControlFailed(ErrorCode.INTERNAL, "a pinned request is still in flight after the drain")
+
+    async def _do_commit(self, engine: Any, app: Any, *, version: int) -> Answer:
+        """Alias and weight version to `version`, then resume: no answer under the new name comes from old weights."""
+        from inference_node import dialect
+
+        if not self.is_standing:
+            raise ControlFailed(ErrorCode.NOT_READY, "nothing was received that could be committed")
+        await dialect.set_weight_version(engine, version)
+        self._alias.commit(version)
+        for flight in self._flights:
+            flight.moved(version)
+        _rename(app, self._alias.current, self._alias.name)
+        await engine.resume_generation()
+        self.is_standing = False
+        return {"model": self._alias.current}
+
+    async def _do_resume(self, engine: Any, app: Any) -> Answer:
+        """Go on with the version that was."""
+        self._alias.moving_to = None
+        for flight in self._flights:
+            flight.paused = False
+        await engine.resume_generation()
+        self.is_standing = False
+        return {}
+
+    async def _do_poison(self, engine: Any, app: Any, *, reason: str) -> Answer:
+        """Serve nothing: in-flight requests are ended, new ones get 503, until a commit."""
+        self._alias.poison(reason)
+        _rename(app, self._alias.name)
+        refusal = self._alias.refuse(None)
+        assert refusal is not None
+        ended = list(self._flights)
+        for flight in ended:
+            flight.end(Refusal(status=503, kind=refusal.kind, message=refusal.message, retry_after_s=refusal.retry_after_s))
+        return {"ended": len(ended)}
+
+
+def _rename(app: Any, *names: str) -> None:
+    """Change the names that vLLM itself lists and answers under; the first is the `model` of its answers."""
+    from inference_node import dialect
+
+    paths = dialect.base_model_paths(app)
+    root = paths[0].model_path
+    paths[:] = [dialect.base_model_path(model_name=n, model_path=root) for n in names]
+
+
+def _worker_digests(answer: Answer) -> verify.WorkerDigests:
+    parts = {
+        name: [verify.PartDigest(key=(p[0], tuple(p[1]), tuple(p[2])), numel=p[3], digest=p[4]) for p in rows]
+        for name, rows in answer["parts"]
+    }
+    return verify.WorkerDigests(parts=parts, unverified=answer["unverified"])

@@ -1,0 +1,200 @@
+"""The weight-transfer engine "splice": vLLM's layerwise reload, fed by our receiver, guarded by a watchdog, and repeatable after a failure.
+
+One instance per worker, made by vLLM from `--weight-transfer-config '{"backend": "splice"}'`. An update runs
+
+    plan_check(manifest)            no pause: what of it does this worker take? Kept for the update.
+    start -> receive -> finish      vLLM's own three calls, with `start_weight_update` resetting what a failed update left behind
+    digests()                       of the live tensors, through the placement plan
+
+A failure in `receive_weights` or `finish_weight_update` resets the reload at once: kernel tensors are back in place, a mixture of
+versions until a full update succeeds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from inference_node import dialect, placement, reload, verify
+from inference_node.watchdog import Watchdog
+from orchestrator.errors import TransferError
+from orchestrator.protocol.messages import Manifest, Rendezvous
+from weight_transfer.groups import TransferGroup, join_gloo
+from weight_transfer.receiver import receive_weights
+
+RANK_OFFSET = 1
+"""The trainer is rank 0."""
+
+
+@dataclass
+class SpliceInitInfo(WeightTransferInitInfo):
+    """How to join the trainer's group; `rendezvous` is a `Rendezvous` as JSON."""
+
+    rendezvous: str
+    deadline_s: float
+
+
+@dataclass
+class SpliceUpdateInfo(WeightTransferUpdateInfo):
+    """One update of the manifest that was planned last."""
+
+    update_id: str
+    deadline_s: float
+
+
+@dataclass
+class _Applied:
+    """What the last receive did."""
+
+    nbytes: int = 0
+    tensors: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
+    """See the module."""
+
+    init_info_cls = SpliceInitInfo
+    update_info_cls = SpliceUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._watchdog: Watchdog | None = Watchdog.from_environment()
+        self._group: TransferGroup | None = None
+        self._bucket_bytes = 0
+        self._manifest: Manifest | None = None
+        self._plan: placement.PlacementPlan | None = None
+        self._corrected: dict[str, list[placement.Region]] = {}
+        self._corrections: dict[placement.Region, int] = {}
+        self.applied = _Applied()
+
+    # ------------------------------------------------------------ the group
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the transfer group."""
+        parallel = self.vllm_config.parallel_config
+        data_parallel_rank = getattr(parallel, "data_parallel_index", None)
+        if data_parallel_rank is None:
+            data_parallel_rank = parallel.data_parallel_rank
+        return int(RANK_OFFSET + data_parallel_rank * parallel.world_size + parallel.rank)
+
+    def init_transfer_engine(self, init_info: SpliceInitInfo) -> None:
+        """Leave the old group, join the new one.
+
+        Raises:
+            TransferTimeout, TransferError: the group did not come together; this worker is in none then.
+        """
+        self.leave()
+        if self._watchdog is None:
+            self._watchdog = Watchdog.from_environment()
+        rendezvous = Rendezvous.model_validate_json(init_info.rendezvous)
+        if rendezvous.transport == "gloo":
+            self._group = join_gloo(rendezvous, rank=self.rank, deadline_s=init_info.deadline_s)
+        else:
+            from inference_node.nccl_group import join_nccl
+
+            self._group = join_nccl(rendezvous, rank=self.rank, device=self.device, deadline_s=init_info.deadline_s)
+        self._bucket_bytes = rendezvous.bucket_bytes
+
+    def leave(self) -> None:
+        """Abort and free the group, if there is one."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def shutdown(self) -> None:
+        """Leave the group and end the watchdog. vLLM calls this when the worker ends."""
+        self.leave()
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.close()
+
+    # ------------------------------------------------------------ the plan
+
+    def plan_check(self, manifest: Manifest) -> placement.Findings:
+        """Record where the manifest's tensors land, once per manifest, and say what does not fit. Nothing changes."""
+        if self._plan is None or manifest != self._manifest:
+            self._plan = placement.record(self.model, manifest)
+            self._manifest = manifest
+            lossy = verify.loses_zero_sign(self.model, self._plan)
+            self._corrected = {}
+            for region in self._plan.regions:
+                if (region.module, region.param) in lossy:
+                    self._corrected.setdefault(region.name, []).append(region)
+        return placement.local_findings(self._plan, manifest)
+
+    # ------------------------------------------------------------ the update
+
+    def start_weight_update(self) -> None:
+        """Checkpoint format on meta, from whatever state a former update left."""
+        reload.start(self.model)
+        self.applied = _Applied()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base class, without its accelerator call where there is no accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: SpliceUpdateInfo) -> None:
+        """Receive the planned manifest and load it.
+
+        Raises:
+            TransferError and its kin: the wire, an abort, the deadline.
+            RuntimeError: no group, or no plan.
+        """
+        if self._group is None or self._manifest is None or self._watchdog is None:
+            raise TransferError("no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first")
+        began = time.monotonic()
+        try:
+            with (
+                self._watchdog.guard(update_id=update_info.update_id, group=self._group, deadline_s=update_info.deadline_s),
+                dialect.partial_load(),
+            ):
+                report = receive_weights(
+                    group=self._group, manifest=self._manifest, bucket_bytes=self._bucket_bytes, device=self.device,
+                    deadline_s=update_info.deadline_s, load=self._load,
+                )  # fmt: skip
+        except BaseException:
+            self.reset()
+            self.leave()
+            raise
+        self.applied.nbytes = report.nbytes
+        self.applied.seconds = {**report.seconds, "receive": time.monotonic() - began}
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.applied.tensors += len(tensors)
+        for name, tensor in tensors:
+            for region in self._corrected.get(name, ()):
+                self._corrections[region] = verify.zero_sign_correction(tensor, region)
+        self.model.load_weights(iter(tensors))
+
+    def finish_weight_update(self) -> None:
+        """Process what is left; kernel tensors are in place afterwards."""
+        try:
+            reload.finish(self.model, self.model_config)
+        except BaseException:
+            self.reset()
+            raise
+
+    def reset(self) -> int:
+        """Put the kernel tensors back and forget a half-done update; returns how many layers were in its middle."""
+        return reload.reset(self.model)
+
+    def digests(self) -> verify.WorkerDigests:
+        """Digests of this worker's live tensors."""
+        if self._plan is None:
+            raise RuntimeError("no plan; send PrepareUpdate first")
+        with torch.no_grad():
+            return verify.read_back(self.model, self._plan, self._corrections)
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.26 asks for a trainer half here; ours is `weight_transfer.sender`."""
+        raise NotImplementedError("the trainer sends with weight_transfer.sender.WeightSender")

@@ -1,0 +1,192 @@
+"""Requests in flight: which versions each one ran on, and how one is ended or its answer corrected.
+
+An answer's `model` and versions are vLLM's until a swap happens under it; from then on JSON bodies and SSE events are rewritten to say
+`model: name@N+1` and `versions: [N, N+1]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from inference_node.alias import Alias, Refusal
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+
+VERSION_HEADER = b"x-splice-version"
+VERSIONS_HEADER = b"x-splice-versions"
+MAX_EVENT_BYTES = 16 * 2**20
+END_GRACE_S = 2.0
+"""How long vLLM may take to end a request whose client we have told that it is over."""
+
+
+class Flight:
+    """One request between admission and its last byte.
+
+    Args:
+        paused: it was admitted while the engine stood still for an update, so it runs on the version to come.
+    """
+
+    def __init__(self, alias: Alias, *, pinned: bool, paused: bool) -> None:
+        self.alias, self.pinned, self.paused = alias, pinned, paused
+        self.admitted_version = alias.version
+        self.versions: list[int] = [] if alias.version is None else [alias.version]
+        self.ended_with: Refusal | None = None
+        self._end = asyncio.Event()
+        self.landed = asyncio.Event()
+
+    def moved(self, version: int) -> None:
+        """The replica went to `version` under this request."""
+        self.versions = [version] if self.paused else [*self.versions, version]
+        self.paused = False
+
+    def end(self, refusal: Refusal) -> None:
+        """Answer it with an error, now."""
+        if self.ended_with is None:
+            self.ended_with = refusal
+            self._end.set()
+
+    async def wait_end(self) -> None:
+        """Until `end`."""
+        await self._end.wait()
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether what vLLM says about the model is no longer true."""
+        return bool(self.versions) and self.versions != [self.admitted_version]
+
+    def correct(self, body: Any) -> Any:
+        """The body with the model and versions that are true now."""
+        if not isinstance(body, dict):
+            return body
+        model = self.alias.versioned(self.versions[-1])
+        for holder in (body, body.get("response")):
+            if isinstance(holder, dict) and "model" in holder:
+                holder["model"] = model
+        if len(self.versions) > 1 and "error" not in body:
+            body["versions"] = list(self.versions)
+        return body
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Version headers of a response that starts now."""
+        current = self.versions[-1] if self.versions else self.alias.version
+        headers = [version_header(current)]
+        if len(self.versions) > 1:
+            headers.append((VERSIONS_HEADER, ",".join(map(str, self.versions)).encode()))
+        return headers
+
+
+def version_header(version: int | None) -> tuple[bytes, bytes]:
+    """`x-splice-version: N`, "none" before @0."""
+    return VERSION_HEADER, b"none" if version is None else str(version).encode()
+
+
+class Answer:
+    """What vLLM sends for one flight, corrected and passed on. JSON is held until complete; streams go through event by event."""
+
+    def __init__(self, flight: Flight, send: Send) -> None:
+        self._flight, self._send = flight, send
+        self._start: Message | None = None
+        self._kind = ""
+        self._pending = bytearray()
+        self.started = self.finished = False
+
+    async def send(self, message: Message) -> None:
+        """vLLM's `send`."""
+        if self.finished:
+            return
+        if message["type"] == "http.response.start":
+            await self._on_start(message)
+        elif message["type"] == "http.response.body":
+            await self._on_body(message.get("body", b""), bool(message.get("more_body", False)))
+        else:
+            await self._send(message)
+
+    async def _on_start(self, message: Message) -> None:
+        content_type = dict(message.get("headers", ())).get(b"content-type", b"")
+        self._kind = "json" if b"application/json" in content_type else "sse" if b"text/event-stream" in content_type else "raw"
+        self._start = dict(message)
+        if self._kind != "json":
+            await self._send_start()
+
+    async def _send_start(self, length: int | None = None) -> None:
+        assert self._start is not None
+        drop = {VERSION_HEADER, VERSIONS_HEADER} | (set() if length is None else {b"content-length"})
+        headers = [(k, v) for k, v in self._start.get("headers", ()) if k.lower() not in drop]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        self.started = True
+        await self._send({**self._start, "headers": [*headers, *self._flight.headers()]})
+
+    async def _on_body(self, chunk: bytes, more: bool) -> None:
+        if self._kind == "json":
+            self._pending += chunk
+            if not more:
+                await self._send_json()
+            return
+        if self._kind == "sse" and (self._flight.is_rewritten or self._pending):
+            chunk = self._rewrite_events(chunk, more)
+        self.finished = not more
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+    async def _send_json(self) -> None:
+        body = bytes(self._pending)
+        if self._flight.is_rewritten:
+            try:
+                body = json.dumps(self._flight.correct(json.loads(body)), ensure_ascii=False).encode()
+            except ValueError:
+                pass
+        await self._send_start(len(body))
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _rewrite_events(self, chunk: bytes, more: bool) -> bytes:
+        """Complete events of what has come, corrected; the rest waits for its end."""
+        self._pending += chunk
+        cut = len(self._pending) if not more or len(self._pending) > MAX_EVENT_BYTES else self._pending.rfind(b"\n\n") + 2
+        if cut < 2:
+            return b""
+        ready = bytes(self._pending[:cut])
+        del self._pending[:cut]
+        return b"\n".join(self._rewrite_line(line) for line in ready.split(b"\n"))
+
+    def _rewrite_line(self, line: bytes) -> bytes:
+        if not line.startswith(b"data: {"):
+            return line
+        try:
+            return b"data: " + json.dumps(self._flight.correct(json.loads(line[6:])), ensure_ascii=False).encode()
+        except ValueError:
+            return line
+
+    async def fail(self, refusal: Refusal) -> None:
+        """End the response with an error: its own status where none was sent, otherwise an SSE event, otherwise just the end."""
+        if self.finished:
+            return
+        self.finished = True
+        if not self.started:
+            await send_refusal(self._send, refusal, version=self._flight.alias.version)
+            return
+        body = b""
+        if self._kind == "sse":
+            body = b"data: " + json.dumps(refusal.body()).encode() + b"\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_json(
+    send: Send, status: int, body: Any, *, version: int | None, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    """A whole JSON response."""
+    raw = json.dumps(body).encode()
+    base = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode()), version_header(version)]
+    await send({"type": "http.response.start", "status": status, "headers": [*base, *headers]})
+    await send({"type": "http.response.body", "body": raw, "more_body": False})
+
+
+async def send_refusal(send: Send, refusal: Refusal, *, version: int | None) -> None:
+    """A refusal as a whole response."""
+    retry = () if refusal.retry_after_s is None else ((b"retry-after", str(refusal.retry_after_s).encode()),)
+    await send_json(send, refusal.status, refusal.body(), version=version, headers=retry)

@@ -1,0 +1,161 @@
+"""The NCCL transport's worker end: vLLM's own PyNcclCommunicator, with a unique id that came in a message instead of a store.
+
+PyNcclCommunicator wants a process group to fetch the unique id from; `_SharedId` is one that already knows it, which works alike in
+vLLM 0.26 and 0.32. The communicator issues its one-element warm-up all-reduce itself; the trainer issues the same.
+
+Hazards: ncclCommInitRank and the warm-up cannot be interrupted, so they run in a daemon thread with a deadline; if the communicator
+exists by then it is aborted. NCCL kernels of a dead peer never end, so `synchronize` polls its event and `abort` frees the kernels.
+Axes: B = bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import torch
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+from vllm.distributed.utils import StatelessProcessGroup
+
+from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.protocol.messages import Rendezvous
+
+UNIQUE_ID_BYTES = 128
+FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
+ABORT_WAIT_S = 2.0
+
+
+class _SharedId(StatelessProcessGroup):
+    """Answers the one question PyNcclCommunicator asks a group: what the unique id is."""
+
+    def __init__(self, *, unique_id: bytes, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self._unique_id = rank, world_size, unique_id
+
+    def broadcast_obj(self, obj: Any, src: int) -> Any:
+        """The unique id, whatever was offered."""
+        shared = ncclUniqueId()
+        for n, byte in enumerate(self._unique_id):
+            shared.internal[n] = byte if byte < 128 else byte - 256
+        return shared
+
+
+class NcclWorkerGroup:
+    """A `weight_transfer.groups.TransferGroup` of an inference worker."""
+
+    def __init__(self, *, communicator: PyNcclCommunicator, device: torch.device) -> None:
+        """Owns the communicator from here on."""
+        self._communicator, self._device = communicator, device
+        self._stream = torch.cuda.Stream(device)
+        self._reason: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def rank(self) -> int:
+        """1 .. world_size - 1."""
+        return int(self._communicator.rank)
+
+    @property
+    def world_size(self) -> int:
+        """1 + workers."""
+        return int(self._communicator.world_size)
+
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
+        """Queue the receipt of a buffer; the event lies behind it. See `TransferGroup.broadcast`."""
+        self._raise_if_aborted()
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            try:
+                self._communicator.broadcast(buffer_B, src=0, stream=self._stream)
+            except RuntimeError as error:
+                self._raise_if_aborted()
+                raise TransferError(f"NCCL broadcast: {error}; the trainer is gone or a GPU failed") from error
+            return self._recorded()
+
+    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
+        """Wait for `event` (None: for all that was queued), watching `abort` and the deadline."""
+        deadline = time.monotonic() + deadline_s
+        event = event if event is not None else self._recorded()
+        poll_s = FIRST_POLL_S
+        while not event.query():
+            self._raise_if_aborted()
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"NCCL was not done after {deadline_s:.1f} s; the trainer is stuck or gone")
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, LAST_POLL_S)
+        self._raise_if_aborted()
+
+    def abort(self, reason: str) -> None:
+        """End the communicator and its kernels, from any thread; the first reason counts."""
+        with self._lock:
+            first, self._reason = self._reason is None, self._reason or reason
+        if first:
+            _abort(self._communicator, self._device)
+
+    def close(self) -> None:
+        """Abort, not destroy: ncclCommDestroy waits for peers that may be gone. Safe to call twice."""
+        self.abort("the transfer group is closed")
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _raise_if_aborted(self) -> None:
+        if self._reason is not None:
+            raise TransferAborted(f"transfer aborted: {self._reason}")
+
+
+def _abort(communicator: PyNcclCommunicator, device: torch.device) -> None:
+    """ncclCommAbort, in a thread: it can wait for CUDA graphs that hold the communicator."""
+    if getattr(communicator, "comm", None) is None or getattr(communicator, "disabled", True):
+        return
+    communicator.disabled, communicator.available = True, False
+
+    def run() -> None:
+        with torch.cuda.device(device), contextlib.suppress(RuntimeError):
+            communicator.nccl.ncclCommAbort(communicator.comm)
+
+    thread = threading.Thread(target=run, name="splice-nccl-abort", daemon=True)
+    thread.start()
+    thread.join(timeout=ABORT_WAIT_S)
+
+
+def join_nccl(rendezvous: Rendezvous, *, rank: int, device: torch.device, deadline_s: float) -> NcclWorkerGroup:
+    """Join the trainer's NCCL group as worker `rank` (1 ..).
+
+    Raises:
+        ConfigError: the rendezvous is not NCCL's, or the worker has no CUDA device.
+        TransferTimeout: the group was not complete in time. The thread inside NCCL is left behind and ends with the process.
+        TransferError: NCCL refused.
+    """
+    unique_id = rendezvous.nccl_unique_id
+    if unique_id is None or len(unique_id) != UNIQUE_ID_BYTES or device.type != "cuda":
+        raise ConfigError(f"transport nccl needs a unique id of {UNIQUE_ID_BYTES} bytes and a CUDA device; got {device}")
+    device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    group = _SharedId(unique_id=unique_id, rank=rank, world_size=rendezvous.world_size)
+    communicator = PyNcclCommunicator.__new__(PyNcclCommunicator)
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                PyNcclCommunicator.__init__(communicator, group, device=device)
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="splice-nccl-init", daemon=True)
+    thread.start()
+    thread.join(timeout=deadline_s)
+    if thread.is_alive():
+        _abort(communicator, device)
+        raise TransferTimeout(
+            f"rank {rank} of {rendezvous.world_size} waited {deadline_s:.0f} s for the NCCL group; is the trainer gone?"
+        )
+    if failure:
+        raise TransferError(f"joining the NCCL group failed: {failure[0]}") from failure[0]
+    if not communicator.available:
+        raise ConfigError("vLLM found no NCCL library in this environment")
+    return NcclWorkerGroup(communicator=communicator, device=device)

@@ -1,0 +1,362 @@
+"""The inference node: takes control messages, drives one vLLM server through them, and keeps that server alive.
+
+    JoinTransferGroup  -> every worker joins the trainer's group
+    PrepareUpdate      -> the manifest against every worker's placement plan; nothing pauses
+    ReceiveWeights     -> pause, start, [Progress "applying"], receive, finish, digests of the live tensors; still paused
+    CommitUpdate       -> alias, weight version, resume
+    AbortUpdate        -> at once, through the workers' watchdogs
+
+A failure before any tensor was loaded puts everything back and @N goes on; after it the replica is poisoned: it answers 503 until
+an update is received whole, verified and committed. A vLLM that dies is started again, with no version, and says `Ready` anew.
+
+Requests run on the main thread, one at a time; `AbortUpdate` runs on the link's thread, because the main one is then inside a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import queue
+import struct
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_node import dialect
+from inference_node.vllm_process import CallFailed, VllmProcess, bind
+from inference_node.watchdog import AbortSender
+from orchestrator.errors import NodeLost, TransferAborted
+from orchestrator.protocol.config import InferenceConfig
+from orchestrator.protocol.messages import (
+    AbortUpdate,
+    AnyMessage,
+    CommitUpdate,
+    ErrorCode,
+    Hello,
+    JoinTransferGroup,
+    LeaveTransferGroup,
+    Manifest,
+    PrepareUpdate,
+    Ready,
+    ReceiveWeights,
+    Shutdown,
+    TensorSpec,
+)
+from orchestrator.protocol.node_link import NodeLink
+
+log = logging.getLogger("splice.inference")
+
+IDLE_POLL_S = 0.2
+CALL_GRACE_S = 10.0
+"""Longer than the worker's own deadline, so that the worker's watchdog speaks first."""
+DRAIN_S = 2.0
+"""How long requests pinned to the old version may take to finish before they are ended."""
+QUICK_S = 60.0
+ORPHAN_S = 600.0
+"""Without a word from an orchestrator for this long, the node ends; until then vLLM goes on serving."""
+MAX_RESTARTS = 5
+
+
+class _Ended(Exception):
+    """Shutdown came."""
+
+
+@dataclass(slots=True)
+class _Update:
+    """The update under way, and how far it is."""
+
+    request_id: str
+    version: int
+    phase: str = "pausing"
+    applying: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class InferenceNode:
+    """See the module. `run` until `Shutdown`; everything started is ended on every path.
+
+    Raises from `run`:
+        ConfigError, NodeLost: the node could not start, or lost its orchestrator for good.
+    """
+
+    def __init__(self, config: InferenceConfig, *, endpoint: str, node_id: str, run_token: str) -> None:
+        self._config, self._node_id = config, node_id
+        self._manifest: Manifest | None = None
+        self._update: _Update | None = None
+        self._received: int | None = None
+        """Version received and verified here, waiting for its commit."""
+        self._served: int | None = None
+        self._poisoned: str | None = None
+        self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._restarts = 0
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            self._listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
+            self._abort_sender = stack.enter_context(contextlib.closing(AbortSender()))
+            self._vllm = VllmProcess(config, listener=self._listener, watchdog_endpoint=self._abort_sender.endpoint)
+            stack.callback(self._vllm.close)
+            hello = self._hello(run_token)
+            self._link = NodeLink(endpoint=endpoint, hello=hello, urgent={"AbortUpdate": self._on_abort})
+            stack.callback(self._link.close)
+            self._stack = stack.pop_all()
+
+    def _hello(self, run_token: str) -> Hello:
+        packages = {"vllm": dialect.installed_version(), "vllm_dialect": dialect.name()}
+        for package in ("torch", "transformers"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                packages[package] = importlib.metadata.version(package)
+        return Hello(
+            role="inference", node_id=self._node_id, incarnation=uuid.uuid4().hex, run_token=run_token, packages=packages,
+            gpus=tuple(f"cuda:{n}" for n in self._config.gpus), pid=os.getpid(),
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Serve control messages until `Shutdown`, or until the orchestrator has been gone for `ORPHAN_S`."""
+        with self._stack:
+            try:
+                self._link.start()
+                self._start_vllm(restarted=False)
+                self._loop()
+            except _Ended:
+                log.info("shutdown")
+
+    def _loop(self) -> None:
+        last_word = time.monotonic()
+        while True:
+            self._take_idle_aborts()
+            self._keep_alive()
+            try:
+                envelope = self._link.recv(timeout_s=IDLE_POLL_S)
+                last_word = time.monotonic() if envelope is not None else last_word
+            except NodeLost:
+                if time.monotonic() - last_word > ORPHAN_S:
+                    raise
+                time.sleep(IDLE_POLL_S)
+                continue
+            if envelope is not None:
+                self._dispatch(envelope.message)
+
+    # ------------------------------------------------------------ vLLM's life
+
+    def _start_vllm(self, *, restarted: bool) -> None:
+        """Start vLLM and say `Ready`. Requests that come meanwhile are answered `not_ready`."""
+        self._vllm.start()
+        self._vllm.wait_healthy(deadline_s=self._config.startup_timeout_s, on_tick=self._refuse_requests)
+        workers = self._vllm.call("info", timeout_s=QUICK_S)["workers"]
+        detail = {
+            "base_url": self._vllm.base_url, "workers": len(workers), "model": str(self._config.model), "name": self._config.name,
+            "model_dtype": workers[0]["model_dtype"], "device": workers[0]["device"], "packages": workers[0]["packages"],
+        }  # fmt: skip
+        if restarted:
+            detail["restarted"] = True
+        self._link.send(Ready(node_id=self._node_id, detail=detail))
+
+    def _refuse_requests(self) -> None:
+        with contextlib.suppress(NodeLost):
+            envelope = self._link.recv(timeout_s=0.0)
+            if envelope is None:
+                return
+            if isinstance(envelope.message, Shutdown):
+                raise _Ended
+            self._fail(envelope.message, ErrorCode.NOT_READY, "starting", "vLLM is starting", "Send it again after Ready.")
+
+    def _keep_alive(self) -> None:
+        """Start vLLM again if it has ended.
+
+        Raises:
+            NodeLost: it has ended too often.
+        """
+        if self._vllm.is_running:
+            return
+        log.error("vLLM has ended; starting it again. %s", self._vllm.log_tail())
+        self._vllm.stop()
+        self._restarts += 1
+        if self._restarts > MAX_RESTARTS:
+            raise NodeLost(f"vLLM ended {self._restarts} times; giving up. {self._vllm.log_tail()}")
+        self._manifest = self._update = self._received = self._served = self._poisoned = None
+        self._start_vllm(restarted=True)
+
+    def _on_lost(self, message: AnyMessage, phase: str, error: NodeLost) -> None:
+        """vLLM died or stopped answering under a request: fail it, end vLLM; the loop starts it again."""
+        self._fail(
+            message, ErrorCode.NODE_LOST, phase, str(error), "vLLM is being restarted; publish the version again after Ready."
+        )
+        self._vllm.stop()
+
+    # ------------------------------------------------------------ requests
+
+    def _dispatch(self, message: AnyMessage) -> None:
+        if isinstance(message, Shutdown):
+            raise _Ended
+        handlers: dict[type, tuple[str, Callable[[Any], None]]] = {
+            JoinTransferGroup: ("joining", self._join),
+            LeaveTransferGroup: ("leaving", self._leave),
+            PrepareUpdate: ("planning", self._prepare),
+            ReceiveWeights: ("receiving", self._receive),
+            CommitUpdate: ("committing", self._commit),
+        }
+        known = handlers.get(type(message))
+        if known is None:
+            self._fail(
+                message,
+                ErrorCode.BAD_INPUT,
+                "reading",
+                f"an inference node does not do {message.kind}",
+                "Send it to the trainer.",
+            )
+            return
+        phase, handler = known
+        try:
+            handler(message)
+        except CallFailed as error:
+            self._fail(message, error.code, phase, str(error), _REMEDIES.get(error.code, "See the node's log."))
+        except NodeLost as error:
+            self._on_lost(message, phase, error)
+
+    def _fail(self, message: AnyMessage, code: ErrorCode, phase: str, text: str, remedy: str) -> None:
+        request_id = getattr(message, "request_id", None)
+        log.warning("%s failed while %s: %s: %s", message.kind, phase, code, text)
+        if request_id is not None:
+            self._link.fail(request_id, code=code, phase=phase, message=text, remedy=remedy)
+
+    def _join(self, message: JoinTransferGroup) -> None:
+        self._vllm.call(
+            "join", timeout_s=message.deadline_s + CALL_GRACE_S, deadline_s=message.deadline_s,
+            rendezvous=message.rendezvous.model_dump_json(),
+        )  # fmt: skip
+        self._link.complete(message.request_id)
+
+    def _leave(self, message: LeaveTransferGroup) -> None:
+        self._vllm.call("leave", timeout_s=message.deadline_s + CALL_GRACE_S)
+        self._link.complete(message.request_id)
+
+    def _prepare(self, message: PrepareUpdate) -> None:
+        answer = self._vllm.call(
+            "plan", timeout_s=message.deadline_s + CALL_GRACE_S, manifest=message.manifest.model_dump_json()
+        )
+        self._manifest = message.manifest
+        self._link.complete(message.request_id, result={"seconds": {"check": answer["seconds"]}})
+
+    def _commit(self, message: CommitUpdate) -> None:
+        if self._received != message.version and self._served != message.version:
+            self._fail(
+                message, ErrorCode.NOT_READY, "committing", f"version {message.version} was not received here (received: {self._received})",
+                "Receive and verify the version first.",
+            )  # fmt: skip
+            return
+        if self._received == message.version:
+            self._vllm.call("commit", timeout_s=message.deadline_s + CALL_GRACE_S, version=message.version)
+            self._served, self._received, self._poisoned = message.version, None, None
+        self._link.complete(message.request_id, result={"model": f"{self._config.name}@{message.version}"})
+
+    # ------------------------------------------------------------ the update
+
+    def _receive(self, message: ReceiveWeights) -> None:
+        if self._manifest is None:
+            self._fail(message, ErrorCode.NOT_READY, "receiving", "no manifest was planned here", "Send PrepareUpdate first.")
+            return
+        update = self._update = _Update(request_id=message.request_id, version=message.version)
+        self._received = None
+        try:
+            digests, unverified = self._run_update(message, update, self._manifest)
+        except (CallFailed, TransferAborted) as error:
+            self._after_failure(message, update, error)
+            return
+        finally:
+            self._update = None
+        self._received = message.version
+        count = len(self._manifest.tensors)
+        self._link.complete(
+            message.request_id,
+            result={"seconds": update.seconds, "unverified": unverified},
+            tensors=[TensorSpec(name="digests", dtype="int64", shape=(count,))],
+            buffers=[struct.pack(f"<{count}q", *digests)],
+        )
+
+    def _run_update(self, message: ReceiveWeights, update: _Update, manifest: Manifest) -> tuple[list[int], dict[str, str]]:
+        deadline = time.monotonic() + message.deadline_s
+
+        def call(phase: str, action: str, **arguments: Any) -> dict[str, Any]:
+            update.phase = phase
+            self._raise_if_aborted()
+            left_s = max(1.0, deadline - time.monotonic())
+            if action in ("pause", "receive"):
+                arguments["deadline_s"] = left_s
+            began = time.monotonic()
+            try:
+                return self._vllm.call(action, timeout_s=left_s + CALL_GRACE_S, **arguments)
+            finally:
+                update.seconds[phase] = time.monotonic() - began
+
+        self._link.progress(message.request_id, "pausing")
+        call("pause", "pause", mode=message.pause_mode, version=message.version, drain_s=min(DRAIN_S, message.deadline_s / 4))
+        self._link.progress(message.request_id, "paused", seconds=update.seconds["pause"])
+        call("start", "start")
+        self._raise_if_aborted()
+        self._link.progress(message.request_id, "applying")
+        received = call("apply", "receive", update_id=message.request_id)
+        update.applying = True
+        update.seconds |= {k: float(v) for k, v in received["phases"].items() if k in ("wire", "load")}
+        self._link.progress(message.request_id, "received", nbytes=received["nbytes"], tensors=received["tensors"])
+        call("finish", "finish")
+        checked = call("verify", "digests")
+        return checked["digests"], checked["unverified"]
+
+    def _after_failure(self, message: ReceiveWeights, update: _Update, error: CallFailed | TransferAborted) -> None:
+        """Nothing loaded: @N goes on. Something loaded: poisoned."""
+        code = error.code if isinstance(error, CallFailed) else ErrorCode.TRANSFER_ABORTED
+        loaded = update.applying or (isinstance(error, CallFailed) and int(error.answer.get("tensors", 0)) > 0)
+        reason = f"version {update.version} failed while {update.phase}: {error}"
+        with contextlib.suppress(CallFailed):
+            self._vllm.call("reset", timeout_s=QUICK_S)
+        if loaded:
+            self._poison(reason)
+            remedy = "This replica holds a mixture of versions and serves nothing: publish a version again, whole."
+        else:
+            self._vllm.call("resume", timeout_s=QUICK_S)
+            serving = "nothing, as before" if self._served is None or self._poisoned else f"{self._config.name}@{self._served}"
+            remedy = f"Nothing was loaded; this replica goes on serving {serving}. Publish the version again."
+        phase = update.phase if loaded or update.phase != "apply" else "waiting for the first byte"
+        self._fail(message, code, phase, str(error), remedy)
+
+    def _poison(self, reason: str) -> None:
+        self._poisoned, self._received = reason, None
+        self._vllm.call("poison", timeout_s=QUICK_S, reason=reason[:500])
+
+    # ------------------------------------------------------------ aborts
+
+    def _on_abort(self, message: AnyMessage) -> None:
+        """On the link's thread: end the transfer now; the main thread finds the reason when its call returns."""
+        assert isinstance(message, AbortUpdate)
+        self._aborts.put(message.reason)
+        update = self._update
+        if update is not None:
+            self._abort_sender.abort(update_id=update.request_id, reason=message.reason)
+
+    def _raise_if_aborted(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            raise TransferAborted(f"aborted: {self._aborts.get_nowait()}")
+
+    def _take_idle_aborts(self) -> None:
+        """An abort after the last byte and before the commit: what was received is not to be served."""
+        reason = None
+        with contextlib.suppress(queue.Empty):
+            while True:
+                reason = self._aborts.get_nowait()
+        if reason is None or self._received is None or not self._vllm.is_running:
+            return
+        with contextlib.suppress(NodeLost, CallFailed):
+            self._poison(f"version {self._received} was received but not committed: {reason}")
+
+
+_REMEDIES: dict[ErrorCode, str] = {
+    ErrorCode.PLAN_REFUSED: "The trainer's model and the served one differ; start both from the same checkpoint and dtype.",
+    ErrorCode.TRANSFER_TIMEOUT: "See whether the trainer lives; leave the transfer group, join again and publish again.",
+    ErrorCode.TRANSFER_FAILED: "Join the transfer group again and publish again.",
+    ErrorCode.NOT_READY: "Send the requests in order: join, prepare, receive, commit.",
+    ErrorCode.INTERNAL: "See the node's and vLLM's logs; this is a fault in splice or vLLM.",
+}

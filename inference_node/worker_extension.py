@@ -1,0 +1,143 @@
+"""Methods that `--worker-extension-cls` adds to every vLLM worker; the API process calls them through `collective_rpc`.
+
+Each returns plain data. Failures come back as {"error": {"code", "message"}} instead of an exception, because vLLM passes only an
+exception's text on and one worker's exception hides what the others say.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, ParamSpec
+
+import torch
+
+from inference_node.engine import SpliceEngine
+from orchestrator.errors import ManifestError, TransferAborted, TransferError, TransferTimeout, VerificationError
+from orchestrator.protocol.messages import ErrorCode, Manifest
+
+_log = logging.getLogger("vllm.splice")
+_P = ParamSpec("_P")
+
+_CODES: tuple[tuple[type[BaseException], ErrorCode], ...] = (
+    (TransferTimeout, ErrorCode.TRANSFER_TIMEOUT),
+    (TransferAborted, ErrorCode.TRANSFER_ABORTED),
+    (TransferError, ErrorCode.TRANSFER_FAILED),
+    (ManifestError, ErrorCode.PLAN_REFUSED),
+    (VerificationError, ErrorCode.VERIFICATION_FAILED),
+)
+
+
+def code_of(error: BaseException, default: ErrorCode) -> ErrorCode:
+    """The protocol's code for an exception of ours."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), default)
+
+
+def _answers(default: ErrorCode) -> Callable[[Callable[_P, dict[str, Any]]], Callable[_P, dict[str, Any]]]:
+    """Turn exceptions into answers. Broad on purpose: this is the edge of the process."""
+
+    def wrap(method: Callable[_P, dict[str, Any]]) -> Callable[_P, dict[str, Any]]:
+        @functools.wraps(method)
+        def answer(*args: _P.args, **kwargs: _P.kwargs) -> dict[str, Any]:
+            began = time.monotonic()
+            try:
+                return {**method(*args, **kwargs), "seconds": time.monotonic() - began}
+            except Exception as error:
+                _log.exception("splice: %s failed", method.__name__)
+                code = code_of(error, default)
+                return {"error": {"code": code.value, "message": f"{type(error).__name__}: {error}"[:3000]}}
+
+        return answer
+
+    return wrap
+
+
+class SpliceWorkerExtension:
+    """Mixed into vLLM's Worker; `self` is the worker."""
+
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    @property
+    def _splice_engine(self) -> SpliceEngine:
+        engine = self.weight_transfer_engine
+        if not isinstance(engine, SpliceEngine):
+            raise RuntimeError('this server was not started with --weight-transfer-config \'{"backend": "splice"}\'')
+        return engine
+
+    @_answers(ErrorCode.INTERNAL)
+    def splice_info(self) -> dict[str, Any]:
+        """Rank, device and versions of this worker."""
+        engine = self._splice_engine
+        packages = {"torch": str(torch.__version__)}
+        if engine.device.type == "cuda":
+            packages["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return {
+            "rank": engine.rank, "device": str(engine.device), "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
+            "packages": packages,
+        }  # fmt: skip
+
+    @_answers(ErrorCode.TRANSFER_FAILED)
+    def splice_join(self, rendezvous: str, deadline_s: float) -> dict[str, Any]:
+        """Join the trainer's group."""
+        self.init_weight_transfer_engine({"rendezvous": rendezvous, "deadline_s": deadline_s})  # type: ignore[attr-defined]
+        return {}
+
+    @_answers(ErrorCode.TRANSFER_FAILED)
+    def splice_leave(self) -> dict[str, Any]:
+        """Leave the group."""
+        self._splice_engine.leave()
+        return {}
+
+    @_answers(ErrorCode.PLAN_REFUSED)
+    def splice_plan_check(self, manifest: str) -> dict[str, Any]:
+        """This worker's `Findings` about a manifest (JSON)."""
+        return {"findings": asdict(self._splice_engine.plan_check(Manifest.model_validate_json(manifest)))}
+
+    @_answers(ErrorCode.APPLY_FAILED)
+    def splice_start(self) -> dict[str, Any]:
+        """Begin an update, also on top of one that failed."""
+        self._splice_engine.reset_weight_update_target()
+        self._weight_update_active = False
+        self.start_weight_update()  # type: ignore[attr-defined]
+        return {}
+
+    @_answers(ErrorCode.APPLY_FAILED)
+    def splice_receive(self, update_id: str, deadline_s: float) -> dict[str, Any]:
+        """Receive and load the planned manifest. After an error, `tensors` says how many had been loaded."""
+        try:
+            self.update_weights({"update_id": update_id, "deadline_s": deadline_s})  # type: ignore[attr-defined]
+        except Exception as error:
+            _log.exception("splice: receiving failed")
+            code, message = code_of(error, ErrorCode.APPLY_FAILED), f"{type(error).__name__}: {error}"[:3000]
+            self.splice_reset()
+            return {"error": {"code": code.value, "message": message}, "tensors": self._splice_engine.applied.tensors}
+        applied = self._splice_engine.applied
+        return {"tensors": applied.tensors, "nbytes": applied.nbytes, "phases": applied.seconds}
+
+    @_answers(ErrorCode.APPLY_FAILED)
+    def splice_finish(self) -> dict[str, Any]:
+        """End the update."""
+        self.finish_weight_update()  # type: ignore[attr-defined]
+        return {}
+
+    @_answers(ErrorCode.VERIFICATION_FAILED)
+    def splice_digests(self) -> dict[str, Any]:
+        """`WorkerDigests` of the live tensors, as [name, [[first_index, size, strides, numel, digest], ...]] rows."""
+        found = self._splice_engine.digests()
+        rows = [
+            [name, [[p.key[0], list(p.key[1]), list(p.key[2]), p.numel, p.digest] for p in parts]]
+            for name, parts in found.parts.items()
+        ]
+        return {"parts": rows, "unverified": found.unverified}
+
+    @_answers(ErrorCode.INTERNAL)
+    def splice_reset(self) -> dict[str, Any]:
+        """Kernel tensors back in place, no update active."""
+        layers = self._splice_engine.reset()
+        self._splice_engine.reset_weight_update_target()
+        self._weight_update_active = False
+        return {"layers": layers}

@@ -1,0 +1,32 @@
+"""Real orchestrator, real Megatron, real vLLM, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INFERENCE_PYTHON = Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python"))
+TRAINER_PYTHON = Path(sys.executable)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Arch -> tiny checkpoint, made by the repo's script."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
+    for arch in ("qwen3", "qwen3_moe"):
+        made[arch] = folder / arch
+        argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--out", str(made[arch])]
+        subprocess.run(argv, check=True, timeout=120, cwd=ROOT)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert INFERENCE_PYTHON.exists(), f"no inference environment at {INFERENCE_PYTHON}; run `make envs` or set SPLICE_INFERENCE_PYTHON"

@@ -1,0 +1,125 @@
+"""`splice smoke`, as a user runs it: dense and MoE to @2 with the proof; a trainer killed in a transfer; Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import INFERENCE_PYTHON, ROOT, TRAINER_PYTHON
+
+pytestmark = pytest.mark.timeout(420)
+
+
+def argv(*more):
+    python = ["--trainer-python", str(TRAINER_PYTHON), "--inference-python", str(INFERENCE_PYTHON)]
+    return [sys.executable, "-m", "orchestrator", "smoke", *python, *map(str, more)]
+
+
+def smoke(tmp_path, *more, timeout=400):
+    """Run it; returns (exit code, output, report)."""
+    report = tmp_path / "report.json"
+    command = argv("--report", report, "--run-dir", tmp_path / "run", *more)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False)
+    return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else None
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen3"])
+def test_from_checkpoint_to_version_two(arch, models, tmp_path):
+    code, output, report = smoke(tmp_path, "--model", models[arch])
+    assert code == 0, output
+    assert report["ok"] and report["failures"] == []
+    rows = report["versions"]
+    assert [r["alias"] for r in rows] == ["tiny@0", "tiny@1", "tiny@2"]
+    for row in rows:
+        assert row["max_logprob_diff"] < 1e-4 and row["unverified"] == {} and row["attempts"] == 1
+        assert row["states"][-2:] == ["verified", "committed"]
+        assert {"export", "merge", "wire", "apply", "verify", "pause", "total"} <= set(row["seconds"])
+    for row in rows[1:]:
+        assert row["diff_to_previous"] > 1e-3 and row["metrics"]["grad_norm"] > 0 and row["reward"] > 0
+    classes = {"q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "norm"}
+    if arch == "qwen3_moe":
+        classes |= {"first_expert", "last_expert"}
+    assert classes - set(report["proof"]["perturbed"]) <= {"head"}  # a tied model has no head of its own
+    assert report["packages"]["trainer"]["megatron-core"] and report["packages"]["inference-0"]["vllm"]
+    assert "tiny@2" in output
+
+
+def test_a_trainer_killed_in_the_middle_of_a_transfer(models, tmp_path):
+    """The faulty trainer kills itself with SIGKILL after ten tensors of @1, once. vLLM's process must be the same one throughout."""
+    marker = tmp_path / "killed"
+    os.environ["SPLICE_TEST_KILL_MARKER"] = str(marker)
+    try:
+        code, output, report = smoke(tmp_path, "--model", models["qwen3_moe"], "--trainer-module", "tests.e2e.faulty_trainer")
+    finally:
+        del os.environ["SPLICE_TEST_KILL_MARKER"]
+    assert marker.exists(), "the failure was not injected"
+    assert code == 0, output
+    rows = {r["alias"]: r for r in report["versions"]}
+    assert rows["tiny@1"]["attempts"] == 2 and rows["tiny@2"]["attempts"] == 1
+    assert all(r["max_logprob_diff"] < 1e-4 for r in rows.values())
+    log = (tmp_path / "run/logs/inference-0.vllm.log").read_text()
+    assert log.count("Application startup complete") == 1, "vLLM was restarted"
+    poisoned = (tmp_path / "run/logs/orchestrator.log").read_text()
+    assert "failed while applying, now poisoned" in poisoned
+
+
+def test_ctrl_c_leaves_nothing_behind(models, tmp_path):
+    command = argv("--model", models["qwen3"], "--run-dir", tmp_path / "run", "--steps", "50")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True)
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "is served" in line:
+            break
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) > 4, "".join(seen)
+    ports = {c.laddr.port for p in family for c in _listening(p)}
+    assert ports
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(_alive(p) for p in family):
+        time.sleep(0.1)
+    assert [p for p in family if _alive(p)] == []
+    assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def _listening(process):
+    try:
+        return [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []
+
+
+def _alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--model", "/nowhere"], "no model at /nowhere"),
+        (["--trainer-tp", "3"], "attention heads"),
+        (["--steps", "0"], "--steps"),
+        (["--lora-targets", "lm_head"], "targets"),
+        (["--inference-python", "/nowhere/python"], "no inference interpreter"),
+        (["--random-init"], "--no-proof"),
+    ],
+)
+def test_bad_input_starts_nothing(more, says, models, tmp_path):
+    base = ["--model", models["qwen3"]] if "--model" not in more else []
+    started = time.monotonic()
+    code, output, _ = smoke(tmp_path, *base, *more, timeout=60)
+    assert code == 2 and says in output.replace("\n", " ")
+    assert time.monotonic() - started < 30 and not (tmp_path / "run/logs").exists()

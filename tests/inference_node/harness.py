@@ -1,0 +1,235 @@
+"""A router that speaks the control protocol, a trainer that sends tensors, and a real inference node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+import zmq
+
+from orchestrator.protocol import messages as m
+from orchestrator.protocol.frames import Envelope, decode, encode
+from tests.inference_node import tiny
+
+BUCKET_BYTES = 40_000
+TOKEN = "a-run-token-for-tests"
+PROMPT = [5, 17, 33, 101, 250, 7, 9, 300, 44, 12]
+
+
+class Router:
+    """The orchestrator's end of the control socket, as small as it can be. Use from one thread."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
+        self.hello: m.Hello | None = None
+        self.ready: list[m.Ready] = []
+        self.progress: dict[str, list[m.Progress]] = {}
+        self.terminal: dict[str, Envelope] = {}
+        self._peer = b""
+
+    def pump(self, timeout_s: float) -> None:
+        """Take what comes within `timeout_s`; returns after the first message."""
+        if not self._socket.poll(timeout_s * 1000):
+            return
+        peer, *frames = self._socket.recv_multipart()
+        envelope = decode(frames)
+        message = envelope.message
+        if isinstance(message, m.Hello):
+            self.hello, self._peer = message, peer
+            self.send(m.Welcome(heartbeat_s=0.5))
+        elif isinstance(message, m.Heartbeat):
+            self.send(m.Heartbeat(node_id="orchestrator"))
+        elif isinstance(message, m.Ready):
+            self.ready.append(message)
+        elif isinstance(message, m.Progress):
+            self.progress.setdefault(message.request_id, []).append(message)
+        elif isinstance(message, (m.Completed, m.Failed)):
+            self.terminal[message.request_id] = envelope
+
+    def send(self, message: m.AnyMessage) -> None:
+        self._socket.send_multipart([self._peer, *encode(message)])
+
+    def wait(self, condition: Any, timeout_s: float = 60.0, alive: Any = lambda: True) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "timed out"
+            assert alive(), "the node has ended"
+            self.pump(0.1)
+
+    def outcome(self, request_id: str, timeout_s: float = 60.0) -> Envelope:
+        self.wait(lambda: request_id in self.terminal, timeout_s)
+        return self.terminal[request_id]
+
+    def request(self, message: Any, timeout_s: float = 60.0) -> Envelope:
+        self.send(message)
+        return self.outcome(message.request_id, timeout_s)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+def new(kind: Any, deadline_s: float = 30.0, **fields: Any) -> Any:
+    """A request with a fresh id."""
+    return kind(request_id=uuid.uuid4().hex, deadline_s=deadline_s, **fields)
+
+
+class Node:
+    """A running inference node of one model kind, and the trainer's side of its publications."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind, self.folder = kind, folder
+        self.base = tiny.write_checkpoint(folder / "model", kind)
+        self.manifest = tiny.manifest_of(self.base)
+        self.router = Router()
+        self.log = folder / "vllm.log"
+        config = dict(
+            model=str(folder / "model"), name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1, log_file=str(self.log), max_num_seqs=8,
+            startup_timeout_s=170.0,
+        )  # fmt: skip
+        (folder / "inference.json").write_text(json.dumps(config))
+        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+        argv = [sys.executable, "-m", "inference_node", "--endpoint", self.router.endpoint, "--node-id", "inference-0"]
+        self.process = subprocess.Popen([*argv, "--config", str(folder / "inference.json")], env=env, start_new_session=True)
+        self.sender: Any = None
+        self.version: int | None = None
+        self.family: list[psutil.Process] = []
+
+    def wait_ready(self, count: int = 1) -> None:
+        try:
+            self.router.wait(lambda: len(self.router.ready) >= count, 175.0, alive=lambda: self.process.poll() is None)
+        except AssertionError:
+            print(self.log.read_text()[-6000:] if self.log.exists() else "no log")
+            raise
+        self.url = self.router.ready[-1].detail["base_url"]
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    # ------------------------------------------------------------ the trainer's side
+
+    def join(self) -> None:
+        from weight_transfer.groups import open_listener
+        from weight_transfer.sender import WeightSender
+
+        self.leave()
+        listener = open_listener(
+            transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=BUCKET_BYTES, device=torch.device("cpu")
+        )
+        joined: list[Any] = []
+        thread = threading.Thread(target=lambda: joined.append(listener.join(30.0)))
+        thread.start()
+        answer = self.router.request(new(m.JoinTransferGroup, rendezvous=listener.rendezvous)).message
+        thread.join(30.0)
+        assert answer.kind == "Completed" and joined, answer
+        self.sender = WeightSender(
+            groups={"inference-0": joined[0]}, manifest=self.manifest, bucket_bytes=BUCKET_BYTES, device="cpu"
+        )
+
+    def leave(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+
+    def prepare(self, version: int, manifest: m.Manifest | None = None) -> Any:
+        return self.router.request(new(m.PrepareUpdate, version=version, manifest=manifest or self.manifest)).message
+
+    def receive(
+        self, version: int, tensors: dict[str, torch.Tensor], *, mode: str = "keep", deadline_s: float = 30.0
+    ) -> tuple[Envelope, Any]:
+        """ReceiveWeights with a sender beside it; (outcome, send report)."""
+        reports: list[Any] = []
+        thread = threading.Thread(target=lambda: reports.append(self.sender.send(iter(tensors.items()), deadline_s=deadline_s)))
+        thread.start()
+        envelope = self.router.request(new(m.ReceiveWeights, deadline_s, version=version, pause_mode=mode))
+        thread.join(deadline_s)
+        return envelope, reports[0] if reports else None
+
+    def commit(self, version: int) -> Any:
+        answer = self.router.request(new(m.CommitUpdate, version=version)).message
+        if answer.kind == "Completed":
+            self.version = version
+        return answer
+
+    def publish(self, version: int, tensors: dict[str, torch.Tensor], *, mode: str = "keep") -> m.Completed:
+        """The whole way; asserts that it went well and that the digests are the sender's."""
+        if self.sender is None:
+            self.join()
+        prepared = self.prepare(version)
+        assert prepared.kind == "Completed", prepared
+        envelope, report = self.receive(version, tensors, mode=mode)
+        assert envelope.message.kind == "Completed", envelope.message
+        live = torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64)
+        assert envelope.message.result["unverified"] == {}
+        wrong = [s.name for s, same in zip(self.manifest.tensors, (live == report.digests_N).tolist(), strict=True) if not same]
+        assert not wrong, wrong
+        committed = self.commit(version)
+        assert committed.kind == "Completed", committed
+        return envelope.message  # type: ignore[return-value]
+
+    # ------------------------------------------------------------ the client's side
+
+    def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30.0, trust_env=False, **kwargs)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30.0, trust_env=False)
+
+    def prompt_logprobs(self, model: str = "tiny") -> torch.Tensor:
+        """Served log-prob of each prompt token after the first. [T-1]"""
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = self.post("/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        rows = answer.json()["choices"][0]["prompt_logprobs"]
+        return torch.tensor([row[str(t)]["logprob"] for row, t in zip(rows[1:], PROMPT[1:], strict=True)])
+
+    def expected(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The same by transformers in fp32. [T-1]"""
+        logprobs_TV = tiny.reference_logprobs(self.kind, tensors, PROMPT)
+        return logprobs_TV[torch.arange(len(PROMPT) - 1), torch.tensor(PROMPT[1:])]
+
+    def close(self) -> None:
+        try:
+            self.leave()
+            self.family = (
+                psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else self.family
+            )
+            self.router.send(m.Shutdown())
+            try:
+                self.process.wait(45.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        finally:
+            self.router.close()
+            _, alive = psutil.wait_procs(self.family, timeout=5.0)
+            for process in alive:
+                process.kill()
+            assert not alive, f"left behind: {alive}"
+
+
+def moved(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The same tensors, each changed a little everywhere."""
+    g = torch.Generator().manual_seed(seed)
+    return {n: t + 0.02 * torch.randn(t.shape, generator=g) for n, t in tensors.items()}
+
+
+def ensure_published(node: Node) -> int:
+    """The version served, after publishing @0 if there is none yet."""
+    if node.version is None:
+        node.publish(0, node.base)
+    assert node.version is not None
+    return node.version

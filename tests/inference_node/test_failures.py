@@ -1,0 +1,154 @@
+"""Failures on a real server: each leaves @N serving, or a replica that serves nothing and heals with the next whole update."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+
+from orchestrator.protocol import messages as m
+from tests.inference_node.harness import Node, ensure_published, moved, new
+
+TAU = 1e-4
+
+
+@contextlib.contextmanager
+def stalled_send(node: Node, tensors: dict[str, torch.Tensor], *, after: int) -> Iterator[threading.Event]:
+    """A trainer that yields `after` tensors and then stands still."""
+    go, sent = threading.Event(), threading.Event()
+
+    def feed() -> Iterator[tuple[str, torch.Tensor]]:
+        for n, item in enumerate(tensors.items()):
+            if n == after:
+                sent.set()
+                go.wait(20.0)
+                return
+            yield item
+
+    def send() -> None:
+        with contextlib.suppress(Exception):
+            node.sender.send(feed(), deadline_s=25.0)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        go.set()
+        node.leave()
+        thread.join(10.0)
+
+
+def fail_update(
+    node: Node, tensors: dict[str, torch.Tensor], *, after: int, deadline_s: float = 25.0, abort: bool = True
+) -> tuple[m.Failed, float]:
+    """An update whose sender stalls; ended by an abort or the deadline. Returns the failure and how long it took to end."""
+    version = (node.version or 0) + 1
+    node.join()
+    assert node.prepare(version).kind == "Completed"
+    with stalled_send(node, tensors, after=after) as sent:
+        request = new(m.ReceiveWeights, deadline_s, version=version)
+        node.router.send(request)
+        node.router.wait(lambda: any(p.phase == "applying" for p in node.router.progress.get(request.request_id, [])), 10.0)
+        assert sent.wait(10.0)
+        time.sleep(0.3)
+        began = time.monotonic()
+        if abort:
+            node.router.send(m.AbortUpdate(reason="the test says so"))
+        failed = node.router.outcome(request.request_id, 20.0).message
+        took_s = time.monotonic() - began
+    assert isinstance(failed, m.Failed), failed
+    return failed, took_s
+
+
+def test_a_refused_manifest_names_the_tensors_and_pauses_nothing(dense: Node) -> None:
+    version = ensure_published(dense)
+    tensors = dense.manifest.tensors
+    lacking = m.Manifest(tensors=tuple(t for t in tensors if "layers.1.mlp.up_proj" not in t.name))
+    extra = m.Manifest(
+        tensors=(*tensors, m.TensorSpec(name="model.layers.0.self_attn.nonsense.weight", dtype="float32", shape=(2, 2)))
+    )
+    shape = m.Manifest(tensors=(m.TensorSpec(name=tensors[0].name, dtype="float32", shape=(7, 64)), *tensors[1:]))
+    dtype = m.Manifest(tensors=(m.TensorSpec(name=tensors[0].name, dtype="float64", shape=tensors[0].shape), *tensors[1:]))
+    for manifest, named in [
+        (lacking, "model.layers.1.mlp.gate_up_proj.weight"),
+        (extra, "nonsense"),
+        (shape, tensors[0].name),
+        (dtype, tensors[0].name),
+    ]:
+        failed = dense.prepare(version + 1, manifest)
+        assert failed.kind == "Failed" and failed.code == "plan_refused" and named in failed.message, failed
+    assert dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3, 4], "max_tokens": 2}).status_code == 200
+
+
+def test_commit_without_a_received_version_is_refused(dense: Node) -> None:
+    version = ensure_published(dense)
+    failed = dense.commit(version + 7)
+    assert failed.kind == "Failed" and failed.code == "not_ready"
+
+
+def test_aborted_before_the_first_byte_goes_on_as_before(dense: Node) -> None:
+    version = ensure_published(dense)
+    before = dense.prompt_logprobs()
+    failed, took_s = fail_update(dense, moved(dense.base, 5), after=0)
+    assert failed.code == "transfer_aborted" and failed.phase == "waiting for the first byte" and took_s < 1.5
+    assert torch.equal(dense.prompt_logprobs(f"tiny@{version}"), before)
+
+
+def test_aborted_half_way_poisons_and_a_full_update_heals_exactly(dense: Node) -> None:
+    version = ensure_published(dense)
+    failed, took_s = fail_update(dense, moved(dense.base, 6), after=15)
+    assert failed.code == "transfer_aborted" and took_s < 1.5
+    for model in ("tiny", f"tiny@{version}"):
+        refused = dense.post("/v1/completions", {"model": model, "prompt": [3, 4], "max_tokens": 2})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+    tensors = moved(dense.base, 7)
+    dense.join()
+    dense.publish(version + 1, tensors)
+    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(tensors)).abs().max() < TAU
+
+
+def test_the_workers_own_deadline_ends_a_stalled_transfer(dense: Node) -> None:
+    version = ensure_published(dense)
+    failed, took_s = fail_update(dense, moved(dense.base, 8), after=15, deadline_s=2.0, abort=False)
+    assert failed.code in ("transfer_timeout", "transfer_aborted") and took_s < 4.0
+    dense.join()
+    dense.publish(version + 1, moved(dense.base, 9))
+    assert dense.get("/v1/models").json()["data"][0]["id"] == f"tiny@{version + 1}"
+
+
+def test_an_abort_between_receive_and_commit_is_never_served(dense: Node) -> None:
+    version = ensure_published(dense)
+    assert dense.prepare(version + 1).kind == "Completed"
+    envelope, _ = dense.receive(version + 1, moved(dense.base, 10))
+    assert envelope.message.kind == "Completed"
+    dense.router.send(m.AbortUpdate(reason="the digests differ"))
+    deadline = time.monotonic() + 10
+    while dense.post("/tokenize", {"model": "tiny", "prompt": "w3"}).status_code != 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert dense.commit(version + 1).kind == "Failed"
+    dense.join()
+    dense.publish(version + 2, dense.base)
+
+
+def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node) -> None:
+    version = ensure_published(dense)
+    count = len(dense.router.ready)
+    api = next(p for p in psutil.Process(dense.process.pid).children() if "inference_node.serve" in " ".join(p.cmdline()))
+    family: list[Any] = [api, *api.children(recursive=True)]
+    api.kill()
+    gone, alive = psutil.wait_procs(family, timeout=15.0)
+    assert not alive, "an engine outlived its killed API server"
+    dense.wait_ready(count + 1)
+    assert dense.router.ready[-1].detail["restarted"] is True
+    refused = dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3], "max_tokens": 1})
+    assert refused.status_code == 503 and refused.headers["x-splice-version"] == "none"
+    dense.join()
+    dense.publish(version + 1, dense.base)
+    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU

@@ -1,0 +1,313 @@
+"""The middleware in front of a tiny ASGI app and a scripted engine: doors, versions under a swap, and the order of a commit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference_node.middleware import SpliceMiddleware
+
+SECRET = "s3cret"
+
+
+class Engine:
+    """Stands in for vLLM's engine client: remembers what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.weight_version = ""
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        self.calls.append(method)
+        return [{"seconds": 0.0, "layers": 1}]
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode} {clear_cache}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.weight_version = version
+
+
+class Backend:
+    """The app behind: answers like vLLM, from the same list of names, and lets a test hold an answer back."""
+
+    def __init__(self, paths: list[Any]) -> None:
+        self.paths = paths
+        self.release = asyncio.Event()
+        self.disconnected = False
+        self.asked: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked.append(scope["path"])
+        if scope["method"] == "GET":
+            await _json(send, {"data": [{"id": p.name} for p in self.paths]})
+            return
+        body = json.loads((await receive())["body"])
+        model = self.paths[0].name
+        watching = asyncio.ensure_future(receive())
+        released = asyncio.ensure_future(self.release.wait())
+        if body.get("stream"):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
+                }
+            )
+            await _event(send, {"model": model, "n": 0})
+        if body.get("hold"):
+            await asyncio.wait({watching, released}, return_when=asyncio.FIRST_COMPLETED)
+            self.disconnected = watching.done()
+        watching.cancel()
+        released.cancel()
+        if self.disconnected:
+            return
+        if body.get("stream"):
+            await _event(send, {"model": model, "n": 1})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        else:
+            await _json(send, {"model": model, "choices": []})
+
+
+async def _json(send: Any, body: Any) -> None:
+    raw = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": raw})
+
+
+async def _event(send: Any, body: Any) -> None:
+    await send({"type": "http.response.body", "body": f"data: {json.dumps(body)}\n\n".encode(), "more_body": True})
+
+
+class Server:
+    """Middleware, backend, engine; and requests as plain calls."""
+
+    def __init__(self, version: int | None = 0) -> None:
+        self.engine = Engine()
+        self.paths = [SimpleNamespace(name="tiny", model_path="/m")]
+        self.backend = Backend(self.paths)
+        self.middleware = SpliceMiddleware(self.backend, name="tiny", secret=SECRET)
+        models = SimpleNamespace(base_model_paths=self.paths)
+        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine, openai_serving_models=models))
+        if version is not None:
+            self.middleware.alias.commit(version)
+            self.paths[:] = [SimpleNamespace(name=n, model_path="/m") for n in (f"tiny@{version}", "tiny")]
+
+    async def ask(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        client: str = "127.0.0.1",
+        headers: dict[str, str] | None = None,
+    ) -> SimpleNamespace:
+        sent: list[Any] = []
+        raw = b"" if body is None else json.dumps(body).encode()
+        given = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> Any:
+            if given:
+                return given.pop()
+            await asyncio.sleep(3600)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "path": path, "method": method, "client": (client, 1), "app": self.app,
+            "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+        }  # fmt: skip
+        await asyncio.wait_for(self.middleware(scope, receive, send), 10)
+        answer = b"".join(m.get("body", b"") for m in sent[1:])
+        headers_out = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+        return SimpleNamespace(status=sent[0]["status"], headers=headers_out, raw=answer, more=sent[-1].get("more_body", False))
+
+    async def control(self, action: str, **arguments: Any) -> SimpleNamespace:
+        answer = await self.ask(f"/splice/v1/{action}", arguments, headers={"x-splice-secret": SECRET})
+        return SimpleNamespace(status=answer.status, json=json.loads(answer.raw))
+
+    async def swap(self, version: int, *, mode: str = "keep", drain_s: float = 0.05) -> None:
+        paused = await self.control("pause", mode=mode, version=version, drain_s=drain_s, deadline_s=5.0)
+        assert paused.status == 200, paused.json
+        committed = await self.control("commit", version=version)
+        assert committed.status == 200, committed.json
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def events(raw: bytes) -> list[Any]:
+    return [json.loads(e.removeprefix("data: ")) for e in raw.decode().split("\n\n") if e.startswith("data: {")]
+
+
+async def _soon(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not happen")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pause", "/resume", "/update_weights", "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
+        "/collective_rpc", "/sleep", "/wake_up", "/reset_prefix_cache", "/server_info", "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter", "/v1/models/../../pause", "/splice", "/v1/completions/", "/abort_requests", "/anything",
+    ],
+)  # fmt: skip
+def test_closed_by_default(path: str) -> None:
+    async def test() -> None:
+        server = Server()
+        for method in ("GET", "POST"):
+            answer = await server.ask(path, {}, method=method, headers={"x-splice-secret": SECRET})
+            assert answer.status == 403 and answer.headers["x-splice-version"] == "0"
+        assert server.backend.asked == []
+
+    run(test)
+
+
+def test_control_routes_want_secret_and_loopback() -> None:
+    async def test() -> None:
+        server = Server()
+        for headers, client in [
+            ({}, "127.0.0.1"),
+            ({"x-splice-secret": "other"}, "127.0.0.1"),
+            ({"x-splice-secret": SECRET}, "10.0.0.7"),
+        ]:
+            assert (await server.ask("/splice/v1/status", {}, headers=headers, client=client)).status == 403
+        assert (await server.control("status")).json["version"] == 0
+        assert (await server.control("_workers")).status == 404
+        no_secret = SpliceMiddleware(server.backend, name="tiny", secret="")
+        server.middleware = no_secret
+        assert (await server.ask("/splice/v1/status", {}, headers={"x-splice-secret": ""})).status == 403
+
+    run(test)
+
+
+def test_names_versions_and_header() -> None:
+    async def test() -> None:
+        server = Server(None)
+        before = await server.ask("/v1/completions", {"model": "tiny"})
+        assert before.status == 503 and "retry-after" in before.headers and before.headers["x-splice-version"] == "none"
+        await server.swap(0)
+        assert (await server.ask("/v1/completions", {"model": "tiny"})).headers["x-splice-version"] == "0"
+        await server.swap(1)
+        assert server.engine.weight_version == "1"
+        listed = json.loads((await server.ask("/v1/models", method="GET")).raw)
+        assert [d["id"] for d in listed["data"]] == ["tiny@1", "tiny"]
+        gone = await server.ask("/v1/completions", {"model": "tiny@0"})
+        assert gone.status == 404 and b"tiny@1" in gone.raw and gone.headers["x-splice-version"] == "1"
+        assert json.loads((await server.ask("/v1/completions", {"model": "tiny@1"})).raw)["model"] == "tiny@1"
+
+    run(test)
+
+
+def test_an_unpinned_answer_that_spans_a_swap_says_so() -> None:
+    async def test() -> None:
+        server = Server()
+        plain = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
+        stream = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True, "stream": True}))
+        await _soon(lambda: len(server.backend.asked) == 2)
+        await server.swap(1)
+        server.backend.release.set()
+        answer, streamed = await plain, await stream
+        assert json.loads(answer.raw) == {"model": "tiny@1", "choices": [], "versions": [0, 1]}
+        assert answer.headers["x-splice-version"] == "1" and answer.headers["x-splice-versions"] == "0,1"
+        assert int(answer.headers["content-length"]) == len(answer.raw)
+        assert events(streamed.raw) == [{"model": "tiny@0", "n": 0}, {"model": "tiny@1", "n": 1, "versions": [0, 1]}]
+        assert streamed.raw.endswith(b"data: [DONE]\n\n")
+
+    run(test)
+
+
+def test_a_request_admitted_while_paused_runs_on_the_next_version_only() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        waiting = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
+        await _soon(lambda: bool(server.backend.asked))
+        refused = await server.ask("/v1/completions", {"model": "tiny@0"})
+        assert refused.status == 409 and "retry-after" in refused.headers
+        await server.control("commit", version=1)
+        server.backend.release.set()
+        assert json.loads((await waiting).raw) == {"model": "tiny@1", "choices": []}
+
+    run(test)
+
+
+def test_a_pinned_request_lands_before_the_swap_or_is_ended() -> None:
+    async def test() -> None:
+        server = Server()
+        late = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True}))
+        stream = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True, "stream": True}))
+        await _soon(lambda: len(server.backend.asked) == 2)
+        await server.swap(1)
+        ended, cut = await late, await stream
+        assert ended.status == 409 and b"tiny@1" in ended.raw and server.backend.disconnected
+        assert events(cut.raw)[-1]["error"]["code"] == 409 and cut.raw.endswith(b"data: [DONE]\n\n") and not cut.more
+
+        server = Server()
+        quick = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True}))
+        await _soon(lambda: bool(server.backend.asked))
+        swap = asyncio.ensure_future(server.swap(1, drain_s=5.0))
+        await asyncio.sleep(0.05)
+        server.backend.release.set()
+        await swap
+        answer = await quick
+        assert (
+            answer.status == 200 and json.loads(answer.raw)["model"] == "tiny@0" and answer.headers["x-splice-version"] == "0"
+        )
+        assert server.engine.calls == ["pause keep True", "resume"]
+
+    run(test)
+
+
+def test_poison_ends_what_is_in_flight_and_commit_heals() -> None:
+    async def test() -> None:
+        server = Server()
+        flying = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
+        await _soon(lambda: bool(server.backend.asked))
+        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        await server.control("poison", reason="the trainer died half way")
+        assert (await flying).status == 503
+        refused = await server.ask("/v1/completions", {"model": "tiny"})
+        assert refused.status == 503 and b"half way" in refused.raw and "retry-after" in refused.headers
+        server.backend.disconnected = False
+        await server.swap(1)
+        assert (await server.ask("/v1/completions", {"model": "tiny@1"})).status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("mode", "call"),
+    [("keep", "pause keep True"), ("keep_kv", "pause keep False"), ("wait", "pause wait True"), ("abort", "pause abort True")],
+)
+def test_pause_modes(mode: str, call: str) -> None:
+    async def test() -> None:
+        server = Server()
+        await server.swap(1, mode=mode)
+        assert server.engine.calls == [call, "resume"]
+
+    run(test)
+
+
+def test_commit_without_an_update_is_refused() -> None:
+    async def test() -> None:
+        server = Server()
+        assert (await server.control("commit", version=1)).status == 409
+        assert (await server.control("status")).json["version"] == 0
+
+    run(test)

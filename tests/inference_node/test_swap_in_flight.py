@@ -1,0 +1,90 @@
+"""A real server under load while it is swapped: no answer under a wrong name, and every span is said."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.inference_node.harness import Node, ensure_published, moved
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 230, "ignore_eos": True, "temperature": 1.0}
+
+
+class Request(threading.Thread):
+    """One long request; notes when its first bytes came."""
+
+    def __init__(self, node: Node, model: str, *, stream: bool) -> None:
+        super().__init__()
+        self.node, self.body, self.stream = node, {**LONG, "model": model, "stream": stream}, stream
+        self.first = threading.Event()
+        self.events: list[Any] = []
+        self.status, self.headers, self.json, self.done = 0, {}, None, False  # type: ignore[var-annotated]
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self.node.url + "/v1/completions", json=self.body, timeout=60.0, trust_env=False) as response:
+            self.status, self.headers = response.status_code, response.headers
+            if not self.stream:
+                response.read()
+                self.json = response.json()
+                return
+            for line in response.iter_lines():
+                self.first.set()
+                self.done = self.done or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    self.events.append(json.loads(line[6:]))
+
+
+@pytest.mark.parametrize("mode", ["keep", "keep_kv"])
+def test_unpinned_requests_span_the_swap_and_say_so(dense: Node, mode: str) -> None:
+    old = ensure_published(dense)
+    stream, plain = Request(dense, "tiny", stream=True), Request(dense, "tiny", stream=False)
+    assert stream.first.wait(20.0)
+    dense.publish(old + 1, moved(dense.base, 20), mode=mode)
+    stream.join(60.0)
+    plain.join(60.0)
+    models = [e["model"] for e in stream.events]
+    assert stream.done and set(models) == {f"tiny@{old}", f"tiny@{old + 1}"} and models == sorted(models)
+    assert all(e.get("versions") == [old, old + 1] for e in stream.events if e["model"] == f"tiny@{old + 1}")
+    assert plain.json["model"] == f"tiny@{old + 1}" and plain.json["versions"] == [old, old + 1]
+    assert plain.headers["x-splice-version"] == str(old + 1) and plain.headers["x-splice-versions"] == f"{old},{old + 1}"
+    assert plain.json["usage"]["completion_tokens"] == LONG["max_tokens"]
+
+
+def test_pinned_requests_are_finished_before_the_swap_or_ended(dense: Node) -> None:
+    old = ensure_published(dense)
+    requests = [Request(dense, f"tiny@{old}", stream=stream) for stream in (True, False)]
+    assert requests[0].first.wait(20.0)
+    dense.publish(old + 1, moved(dense.base, 21))
+    for request in requests:
+        request.join(60.0)
+    stream, plain = requests
+    if plain.status == 200:
+        assert plain.json["model"] == f"tiny@{old}" and "versions" not in plain.json
+    else:
+        assert plain.status == 409 and f"tiny@{old + 1}" in plain.json["error"]["message"]
+    assert stream.done and all(e.get("model", f"tiny@{old}") == f"tiny@{old}" for e in stream.events)
+
+
+def test_wait_lets_everything_land_and_abort_ends_it(dense: Node) -> None:
+    old = ensure_published(dense)
+    waited = Request(dense, "tiny", stream=True)
+    assert waited.first.wait(20.0)
+    dense.publish(old + 1, moved(dense.base, 22), mode="wait")
+    waited.join(60.0)
+    assert {e["model"] for e in waited.events} == {f"tiny@{old}"} and waited.events[-1]["choices"][0][
+        "finish_reason"
+    ] == "length"
+
+    aborted = Request(dense, "tiny", stream=True)
+    assert aborted.first.wait(20.0)
+    began = time.monotonic()
+    dense.publish(old + 2, moved(dense.base, 23), mode="abort")
+    aborted.join(60.0)
+    assert time.monotonic() - began < 10.0
+    assert {e.get("model") for e in aborted.events} == {f"tiny@{old + 1}"}

@@ -1,0 +1,114 @@
+"""The import rule, by importing every module in a fresh interpreter and by reading every import statement.
+
+orchestrator      imports neither torch, Megatron, vLLM nor transformers, nor any other package of ours
+weight_transfer   imports torch; of ours only message types and errors
+trainer_node      never vLLM;      inference_node  never Megatron;      of ours: weight_transfer, message types and errors
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("orchestrator", "weight_transfer", "trainer_node", "inference_node", "benchmarks")
+HEAVY = ("torch", "megatron", "vllm", "transformers", "peft", "cupy", "triton", "numpy", "safetensors")
+SHARED_BY_ALL = ("orchestrator.protocol", "orchestrator.errors")
+
+MAY_IMPORT_OF_OURS = {
+    "orchestrator": ("orchestrator",),
+    "weight_transfer": ("weight_transfer", *SHARED_BY_ALL),
+    "trainer_node": ("trainer_node", "weight_transfer", *SHARED_BY_ALL),
+    "inference_node": ("inference_node", "weight_transfer", *SHARED_BY_ALL),
+}
+NEVER = {
+    "orchestrator": HEAVY,
+    "weight_transfer": ("megatron", "vllm", "transformers", "peft"),
+    "trainer_node": ("vllm",),
+    "inference_node": ("megatron",),
+}
+
+
+def modules_of(package: str) -> list[str]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    names = [".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files]
+    return [n for n in names if not n.endswith("__main__")]
+
+
+def imported_names(source: str, *, module: str) -> set[str]:
+    """Every module that the source names in an import statement, wherever it stands; "typing only" counts as well."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import, which this test cannot read"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def loaded_after_importing(modules: list[str]) -> set[str]:
+    """Top names in `sys.modules` of a fresh interpreter after these imports."""
+    script = (
+        "import importlib, json, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "print(json.dumps(sorted({n.partition('.')[0] for n in sys.modules} | {n for n in sys.modules if 'orchestrator' in n})))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("package", list(NEVER))
+def test_import_statements_point_one_way(package: str) -> None:
+    wrong: dict[str, list[str]] = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for name in sorted(imported_names(path.read_text(encoding="utf-8"), module=module)):
+            ours_but_not_allowed = is_within(name, OURS) and not _allowed(name, MAY_IMPORT_OF_OURS[package])
+            if ours_but_not_allowed or is_within(name, NEVER[package]):
+                wrong.setdefault(module, []).append(name)
+    assert not wrong
+
+
+def _allowed(name: str, allowed: tuple[str, ...]) -> bool:
+    # `from orchestrator import errors` names "orchestrator" too, which by itself is empty.
+    return is_within(name, allowed) or (name == "orchestrator" and any(a.startswith("orchestrator.") for a in allowed))
+
+
+def test_orchestrator_loads_nothing_heavy() -> None:
+    """Every module of it, the command line included: the orchestrator runs where no torch is."""
+    loaded = loaded_after_importing(modules_of("orchestrator"))
+    assert not loaded & {*HEAVY, "weight_transfer", "trainer_node", "inference_node"}
+
+
+def test_weight_transfer_loads_torch_and_message_types_only() -> None:
+    # The Triton kernels are loaded on CUDA only; the rest is what a CPU host imports.
+    modules = [m for m in modules_of("weight_transfer") if m != "weight_transfer.digest_kernels"]
+    loaded = loaded_after_importing(modules)
+    assert "torch" in loaded
+    assert not loaded & {"megatron", "vllm", "transformers", "trainer_node", "inference_node", "cupy"}
+    ours = {n for n in loaded if n.startswith("orchestrator.")}
+    assert all(is_within(n, SHARED_BY_ALL) for n in ours), ours
+
+
+@pytest.mark.parametrize("package", ["trainer_node", "inference_node", "weight_transfer", "orchestrator"])
+def test_importing_a_package_is_light(package: str) -> None:
+    """vLLM's plug-in and torchrun's ranks import the package before they know what they need."""
+    assert not loaded_after_importing([package]) & set(HEAVY)
+
+
+def test_the_scan_sees_what_it_must(tmp_path: Path) -> None:
+    """The scan itself: imports inside functions and under TYPE_CHECKING count, look-alikes do not."""
+    source = "def f():\n    import vllm.config\nif TYPE_CHECKING:\n    from megatron import core\nimport vllm_like\n"
+    names = imported_names(source, module="x")
+    assert {n for n in names if is_within(n, ("vllm", "megatron"))} == {"vllm.config", "megatron", "megatron.core"}

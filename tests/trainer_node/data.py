@@ -1,0 +1,33 @@
+"""A batch that every check uses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orchestrator.protocol.messages import LossSpec, batch_specs
+from tests.trainer_node.tiny import VOCAB
+from trainer_node.batch import Batch, decode_batch
+
+LENGTHS = (9, 5, 12, 7, 3)
+
+
+def arrays(seed: int = 0) -> dict[str, np.ndarray]:
+    """Five sequences of different lengths; prompts of two tokens carry no loss."""
+    rng = np.random.default_rng(seed)
+    total = sum(LENGTHS)
+    mask = np.concatenate([np.r_[np.zeros(2), np.ones(n - 2)] for n in LENGTHS]).astype(np.float32)
+    return {
+        "tokens": rng.integers(0, VOCAB, total, dtype=np.int32),
+        "sequence_lengths": np.array(LENGTHS, dtype=np.int32),
+        "loss_mask": mask,
+        "advantages": (rng.standard_normal(total) * mask).astype(np.float32),
+        "sampler_logprobs": ((-5.7 + 0.3 * rng.standard_normal(total)) * mask).astype(np.float32),
+    }
+
+
+def make_batch(values: dict[str, np.ndarray] | None = None, *, loss: LossSpec | None = None, max_length: int = 64) -> Batch:
+    """The arrays through the same door as a message's buffers."""
+    values = values or arrays()
+    specs = batch_specs(num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"]))
+    buffers = [values[s.name].tobytes() for s in specs]
+    return decode_batch(specs=specs, buffers=buffers, vocab_size=VOCAB, max_length=max_length, loss=loss or LossSpec())

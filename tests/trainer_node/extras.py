@@ -1,0 +1,177 @@
+"""One rank, several checks on real tensors: wrappers, partial checkpoints, bf16, restricted vocabulary, the grouped kernel.
+
+python -m tests.trainer_node.extras OUT DENSE MOE
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from orchestrator.protocol.config import LoraConfig
+from orchestrator.protocol.messages import LossSpec, OptimParams
+from tests.trainer_node.data import arrays, make_batch
+from tests.trainer_node.worker import make_runtime, random_adapters
+from trainer_node import checkpoint
+from trainer_node.export import Exporter
+from trainer_node.merge import decoder_name
+from trainer_node.runtime import TrainerRuntime
+
+
+def check_wrappers(model: Path) -> None:
+    """A compiled layer and Megatron's bf16 wrapper change no name, no tensor and no adapter."""
+    from megatron.core.transformer.module import Float16Module
+
+    runtime = make_runtime(model, 1, 1, 1, dtype="bfloat16")
+    random_adapters(runtime)
+    plain = dict(Exporter(runtime).merged_tensors())
+    bare = runtime.model[0]
+    names = [decoder_name(n) for n, _ in bare.named_parameters()]
+    bare.decoder.layers[0] = torch.compile(bare.decoder.layers[0], backend="eager")
+    runtime.model = [Float16Module(runtime.provider, bare)]
+    wrapped = [n for n, _ in runtime.model[0].named_parameters()]
+    assert any(n.startswith("module.") and "_orig_mod." in n for n in wrapped)
+    assert [decoder_name(n) for n in wrapped] == names
+    assert [decoder_name(n.replace("module.", "module.language_model.", 1)) for n in wrapped] == names
+    runtime.adapters.close()
+    del runtime.bridge._cached_param_names
+    runtime.conversion_tasks = runtime.bridge.build_conversion_tasks(runtime.checkpoint, runtime.model)
+    runtime._adapt()
+    random_adapters(runtime)
+    again = dict(Exporter(runtime).merged_tensors())
+    base = load_file(model / "model.safetensors")
+    assert list(again) == list(plain)
+    for name, tensor in again.items():
+        assert tensor.dtype is torch.bfloat16
+        assert torch.equal(tensor, plain[name]), name
+        assert torch.equal(tensor, base[name].bfloat16()) != name.endswith("_proj.weight"), name
+    metrics = runtime.train_step(make_batch(), LossSpec(), OptimParams())
+    assert metrics["grad_norm"] > 0
+    assert {p.param.dtype for p in runtime.params} == {torch.float32}
+    runtime.close()
+
+
+def refuses(runtime: TrainerRuntime, folder: Path, *words: str) -> None:
+    before = [p.param.clone() for p in runtime.params]
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.load(runtime, folder)
+    assert all(w in str(caught.value) for w in words), caught.value
+    assert all(torch.equal(p.param, b) for p, b in zip(runtime.params, before, strict=True))
+
+
+def check_checkpoints(model: Path, out: Path) -> None:
+    """A checkpoint with something missing is refused and changes nothing; a foreign folder is not replaced."""
+    runtime = make_runtime(model, 1, 1, 1)
+    random_adapters(runtime)
+    whole, broken = out / "whole", out / "broken"
+    checkpoint.save(runtime, whole, version=3)
+    checkpoint.save(runtime, whole, version=4)  # over the first
+    assert not [p for p in out.iterdir() if p.name.startswith(".")]
+    runtime.train_step(make_batch(), LossSpec(), OptimParams())
+    for victim in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "rank_0.pt", checkpoint.MARKER):
+        shutil.copytree(whole, broken)
+        (broken / victim).unlink()
+        refuses(runtime, broken, victim.rpartition("/")[2])
+        shutil.rmtree(broken)
+    shutil.copytree(whole, broken)
+    path = broken / "adapter" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    refuses(runtime, broken, "not whole")
+    assert checkpoint.load(runtime, whole) == 4
+    foreign = out / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of ours"):
+        checkpoint.save(runtime, foreign, version=1)
+    assert (foreign / "thesis.tex").exists()
+    runtime.close()
+    other = make_runtime(model, 1, 1, 1, lora=LoraConfig(rank=4, alpha=9))
+    refuses(other, whole, "lora", "9.0")
+    other.close()
+
+
+def check_restricted_and_partial_targets(model: Path) -> None:
+    """Log-probs over allowed ids are higher than over all; adapters on some parts of fused linears train and export."""
+    runtime = make_runtime(model, 1, 1, 1, lora=LoraConfig(rank=4, alpha=8, targets=("k_proj", "up_proj", "o_proj")))
+    base = dict(Exporter(runtime).base_tensors())
+    values = arrays()
+    allowed = (3, 5, 11)
+    picked = values["loss_mask"] == 1
+    values["tokens"][picked] = [allowed[i % 3] for i in range(picked.sum())]
+    free = runtime.forward_backward(make_batch(values), LossSpec(name="cross_entropy")).loss
+    loss = LossSpec(name="cross_entropy", allowed_token_ids=allowed)
+    losses = [runtime.train_step(make_batch(values), loss, OptimParams(lr=1e-2))["loss"] for _ in range(3)]
+    count = int(picked.sum())
+    assert losses[0] < free / count - 2
+    assert losses[2] < losses[0]
+    changed = {n.split(".")[-2] for n, t in Exporter(runtime).merged_tensors() if not torch.equal(t, base[n])}
+    assert changed == {"k_proj", "up_proj", "o_proj"}
+    runtime.close()
+
+
+def check_grouped_kernel(moe: Path) -> None:
+    """The padded, grouped product that CUDA takes equals the loop, forward and backward, with empty experts too."""
+    from trainer_node.lora import ExpertAdapter, _Groups
+
+    runtime = make_runtime(moe, 1, 1, 1, lora=LoraConfig(rank=3, alpha=8))
+    random_adapters(runtime)
+    adapter = next(a for a in runtime.adapters.adapters if isinstance(a, ExpertAdapter))
+    original, results = _Groups.__init__, []
+
+    class Fused:
+        """A CUDA bf16 tensor as `_Groups` sees it."""
+
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cpu")
+
+        def __init__(self, x: torch.Tensor) -> None:
+            self.shape = x.shape
+
+    for fused in (False, True):
+        if fused:
+            _Groups.__init__ = lambda self, splits, x: original(self, splits, Fused(x))  # type: ignore[method-assign]
+        torch.manual_seed(0)
+        x = torch.randn(14, 64, requires_grad=True)
+        out = adapter(x, [5, 0, 8, 1])
+        (out * torch.randn_like(out)).sum().backward()
+        results.append([out.detach(), x.grad, *[p.grad.clone() for p in adapter.parameters()]])
+        adapter.zero_grad()
+    _Groups.__init__ = original  # type: ignore[method-assign]
+    for loop, grouped in zip(*results, strict=True):
+        assert loop.abs().max() > 0
+        assert torch.allclose(loop, grouped, rtol=1e-5, atol=1e-5)
+    runtime.close()
+
+
+def check_random_init(moe: Path, out: Path) -> None:
+    """config.json alone is enough; weights have the config's spread; the same seed gives the same model."""
+    folder = out / "config_only"
+    folder.mkdir()
+    shutil.copy(moe / "config.json", folder)
+    exports = []
+    for seed in (1, 1, 2):
+        runtime = make_runtime(folder, 1, 1, 1, init="random", seed=seed)
+        exports.append({n: t.clone() for n, t in Exporter(runtime).merged_tensors()})
+        runtime.close()
+    first, same, other = exports
+    assert set(first) == set(load_file(moe / "model.safetensors"))
+    assert all(torch.equal(first[n], same[n]) for n in first)
+    for name, tensor in first.items():
+        if tensor.dim() == 2:
+            assert not torch.equal(tensor, other[name])
+            assert abs(tensor.std().item() - 0.1) < 0.02, name
+        else:
+            assert torch.equal(tensor, torch.ones_like(tensor)), name
+
+
+if __name__ == "__main__":
+    folder, dense_model, moe_model = map(Path, sys.argv[1:4])
+    check_checkpoints(dense_model, folder)
+    check_restricted_and_partial_targets(dense_model)
+    check_random_init(moe_model, folder)
+    check_grouped_kernel(moe_model)
+    check_wrappers(dense_model)

@@ -1,0 +1,59 @@
+"""See `extras.py`: one process, because importing Megatron costs seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from tests.trainer_node.conftest import REPO, child_env
+
+
+def test_extras(models, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.trainer_node.extras", str(tmp_path), str(models["dense_tied"]), str(models["moe"])]
+    ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+
+
+def test_reference_shares_no_code() -> None:
+    """Importing the reference brings in neither Megatron nor another module of splice."""
+    code = "import sys, trainer_node.reference; print([m for m in sys.modules if m.split('.')[0] in %r])"
+    roots = ("megatron", "orchestrator", "weight_transfer", "inference_node", "vllm")
+    ran = subprocess.run(
+        [sys.executable, "-c", code % (roots,)], cwd=REPO, env=child_env(), capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_local_experts": 8}, "num_experts and num_local_experts differ"),
+        ({"mlp_only_layers": [0]}, "dense layers among MoE layers"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
+    ],
+)
+def test_configs_that_would_train_wrongly(change: dict, message: str, models, tmp_path: Path) -> None:
+    from trainer_node.hf import read_config
+
+    raw = json.loads((models["moe"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+def test_rope_theta_as_transformers_5_writes_it(models, tmp_path: Path) -> None:
+    from trainer_node.hf import read_config
+
+    raw = json.loads((models["moe"] / "config.json").read_text())
+    del raw["rope_theta"]
+    raw["rope_parameters"] = {"rope_theta": 123456.0, "rope_type": "default"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path).rope_theta == 123456.0
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        read_config(tmp_path / "nowhere")

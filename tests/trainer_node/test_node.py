@@ -1,0 +1,336 @@
+"""The node as a process under torchrun, driven over a real ROUTER, sending to a real gloo receiver in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from safetensors.torch import load_file
+
+from orchestrator.errors import SpliceError
+from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
+from orchestrator.protocol.frames import decode, encode
+from orchestrator.protocol.messages import (
+    AbortSend,
+    Heartbeat,
+    LeaveTransferGroup,
+    LoadCheckpoint,
+    LossSpec,
+    Manifest,
+    OpenTransferGroup,
+    OptimParams,
+    PlanPublication,
+    Rendezvous,
+    SaveCheckpoint,
+    SendWeights,
+    Shutdown,
+    TrainLora,
+    TrainMerged,
+    Welcome,
+    batch_specs,
+)
+from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.data import arrays
+from weight_transfer.digest import tensor_digest
+from weight_transfer.groups import join_gloo
+from weight_transfer.receiver import receive_weights
+
+TOKEN = "a-token"
+BUCKET_BYTES = 1 << 16
+
+
+class Orchestrator:
+    """The other end of the control socket: sends requests, collects answers."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.progress: list[tuple[int, str, dict]] = []
+        self.hello = self.ready = None
+
+    def pump(self, *, until: type | str, deadline_s: float = 60.0, request_id: str = ""):
+        """Handle what comes until a message of that kind (for that request)."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            self._send(Heartbeat(node_id="orchestrator")) if self.hello else None
+            if not self._socket.poll(200):
+                continue
+            _, *frames = self._socket.recv_multipart()
+            envelope = decode(frames)
+            message = envelope.message
+            if message.kind == "Hello":
+                self.hello = message
+                self._send(Welcome(heartbeat_s=0.5))
+            if message.kind == "Progress":
+                self.progress.append((message.sequence, message.phase, message.detail))
+            wanted = getattr(message, "request_id", "") == request_id and message.kind in until.split("|")
+            if wanted and (message.kind != "Progress" or message.phase == "listening"):
+                return envelope
+        raise AssertionError(f"no {until} within {deadline_s} s")
+
+    def _send(self, message, buffers=()) -> None:
+        self._socket.send_multipart([b"trainer", *encode(message, buffers)])
+
+    def start(self, kind, buffers=(), *, deadline_s: float = 60.0, **fields) -> str:
+        request_id = uuid.uuid4().hex
+        self.progress = []
+        self._send(kind(request_id=request_id, deadline_s=deadline_s, **fields), buffers)
+        return request_id
+
+    def finish(self, request_id: str):
+        envelope = self.pump(until="Completed|Failed", request_id=request_id)
+        assert [s for s, *_ in self.progress] == list(range(len(self.progress)))
+        return envelope
+
+    def ask(self, kind, buffers=(), **fields):
+        """A request to its end: (message, buffers)."""
+        envelope = self.finish(self.start(kind, buffers, **fields))
+        return envelope.message, envelope.buffers
+
+    def ok(self, kind, buffers=(), **fields):
+        message, answer = self.ask(kind, buffers, **fields)
+        assert message.kind == "Completed", message
+        return message.result, answer
+
+    def refused(self, kind, buffers=(), **fields):
+        message, _ = self.ask(kind, buffers, **fields)
+        assert message.kind == "Failed", message
+        assert message.remedy
+        return message
+
+    def urgent(self, message) -> None:
+        self._send(message)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Receiver:
+    """A replica of one worker: joins, then receives once per call of `receive`."""
+
+    def __init__(self, rendezvous: dict) -> None:
+        self._where = Rendezvous.model_validate(rendezvous)
+        self.group = None
+        self.error: Exception | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._thread = threading.Thread(target=self._join, daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        self.group = join_gloo(self._where, rank=1, deadline_s=30)
+
+    def receive(self, manifest: Manifest) -> None:
+        self._thread.join(30)
+        self.tensors = {}
+
+        def run() -> None:
+            try:
+                receive_weights(
+                    group=self.group, manifest=manifest, bucket_bytes=self._where.bucket_bytes, device="cpu", deadline_s=30,
+                    load=lambda pairs: self.tensors.update(pairs),
+                )  # fmt: skip
+            except SpliceError as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def done(self) -> dict[str, torch.Tensor]:
+        self._thread.join(40)
+        assert not self._thread.is_alive()
+        assert self.error is None, self.error
+        return self.tensors
+
+    def close(self) -> None:
+        self._thread.join(40)
+        if self.group is not None:
+            self.group.close()
+
+
+@contextlib.contextmanager
+def node(model: Path, folder: Path, *, ranks: int = 1, **parallel) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
+    config = TrainerConfig(
+        model=model,
+        lora=LoraConfig(rank=4, alpha=8),
+        parallel=ParallelConfig(world_size=ranks, **parallel),
+        micro_batch_sequences=2,
+        collective_timeout_s=30,
+    )
+    path = folder / "trainer.json"
+    path.write_text(config.model_dump_json())
+    control = Orchestrator()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
+    command += ["-m", "trainer_node", "--endpoint", control.endpoint, "--node-id", "trainer", "--config", str(path)]
+    with (folder / "node.log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=REPO, env={**child_env(), "SPLICE_RUN_TOKEN": TOKEN}, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        control.ready = control.pump(until="Ready").message
+        yield control, process
+    except BaseException:
+        print((folder / "node.log").read_text()[-5000:])
+        raise
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        control.close()
+
+
+def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict, list[bytes]]:
+    values = values or arrays()
+    specs = batch_specs(num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"]))
+    fields = {"loss": LossSpec(**loss), "optim": OptimParams(lr=1e-2), "tensors": specs}
+    return fields, [values[s.name].tobytes() for s in specs]
+
+
+def open_group(control: Orchestrator) -> Receiver:
+    request_id = control.start(OpenTransferGroup, transport="gloo", replicas={"inference-0": 1}, bucket_bytes=BUCKET_BYTES)
+    listening = control.pump(until="Progress", request_id=request_id).message
+    receiver = Receiver(listening.detail["rendezvous"]["inference-0"])
+    assert control.finish(request_id).message.kind == "Completed"
+    return receiver
+
+
+def check_publication(
+    control: Orchestrator, receiver: Receiver, manifest: Manifest, *, version: int
+) -> dict[str, torch.Tensor]:
+    request_id = control.start(SendWeights, version=version)
+    receiver.receive(manifest)
+    tensors = receiver.done()
+    envelope = control.finish(request_id)
+    assert envelope.message.kind == "Completed", envelope.message
+    assert {"export", "merge", "wire"} <= set(envelope.message.result["seconds"])
+    digests = np.frombuffer(envelope.buffers[0], dtype=np.int64)
+    assert list(tensors) == [s.name for s in manifest.tensors]
+    assert digests.tolist() == [int(tensor_digest(t)) for t in tensors.values()]
+    return tensors
+
+
+@pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})])
+def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
+    """Every request, failures in between, and a clean end."""
+    from tests.trainer_node.test_topologies import peft_merged
+
+    with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):
+        assert control.hello.run_token == TOKEN
+        assert control.hello.packages["megatron-core"]
+        assert control.ready.detail["trainable_parameters"] > 0
+        assert control.refused(SendWeights, version=0).code == "not_ready"
+        base = load_file(models[name] / "model.safetensors")
+        manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
+        assert {s.name: s.shape for s in manifest.tensors} == {n: tuple(t.shape) for n, t in base.items()}
+        control.ok(SaveCheckpoint, version=0, checkpoint_dir=str(tmp_path / "v0"))
+        receiver = open_group(control)
+        at_0 = check_publication(control, receiver, manifest, version=0)
+        assert all(torch.equal(at_0[n], t) for n, t in base.items())
+
+        fields, buffers = training()
+        result, _ = control.ok(TrainMerged, buffers, version=1, checkpoint_dir=str(tmp_path / "v1"), **fields)
+        assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
+        assert result["metrics"]["grad_norm"] > 0
+        assert result["seconds"]["train"] > 0
+        at_1 = check_publication(control, receiver, manifest, version=1)
+        theirs = peft_merged(models[name], tmp_path / "v1" / "adapter")
+        assert all(torch.equal(at_1[n], theirs[n]) for n in at_1)
+
+        bad = arrays()
+        bad["tokens"][10] = 300
+        fields, bad_buffers = training(bad)
+        refused = control.refused(TrainMerged, bad_buffers, version=2, checkpoint_dir=str(tmp_path / "v2"), **fields)
+        assert refused.code == "bad_input"
+        assert "sequence 1: tokens[1] = 300" in refused.message
+        huge = arrays()
+        huge["sampler_logprobs"] = np.where(huge["loss_mask"] > 0, -3e38, 0).astype(np.float32)
+        huge["advantages"] = -huge["loss_mask"]
+        fields, huge_buffers = training(huge)
+        refused = control.refused(TrainMerged, huge_buffers, version=2, checkpoint_dir=str(tmp_path / "v2"), **fields)
+        assert refused.code == "non_finite_gradient"
+        assert not (tmp_path / "v2").exists()
+        unchanged = check_publication(control, receiver, manifest, version=1)
+        assert all(torch.equal(unchanged[n], at_1[n]) for n in at_1)
+        missing = control.refused(LoadCheckpoint, checkpoint_dir=str(tmp_path / "nowhere"))
+        assert missing.code == "checkpoint_failed"
+
+        fields, buffers = training()
+        control.ok(TrainLora, buffers, output_dir=str(tmp_path / "lora"), **fields)
+        assert {p.name for p in (tmp_path / "lora").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        assert control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "v1"))[0]["version"] == 1
+        restored = check_publication(control, receiver, manifest, version=1)
+        assert all(torch.equal(restored[n], at_1[n]) for n in at_1)
+
+        # Nobody receives: the watchdog's message ends the send, the next one says what to do, and a new group works.
+        request_id = control.start(SendWeights, version=1)
+        time.sleep(0.5)
+        control.urgent(AbortSend(reason="a test said so"))
+        failed = control.finish(request_id).message
+        assert failed.kind == "Failed"
+        assert failed.code == "transfer_aborted"
+        receiver.close()
+        assert control.refused(SendWeights, version=1).code == "not_ready"
+        receiver = open_group(control)
+        check_publication(control, receiver, manifest, version=1)
+        control.ok(LeaveTransferGroup)
+        receiver.close()
+        control.urgent(Shutdown())
+        assert process.wait(20) == 0
+
+
+def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
+    """Nobody joins: the deadline ends it. A replica that goes away: the send fails. The node serves on."""
+    with node(models["dense_untied"], tmp_path) as (control, _):
+        alone = {"transport": "gloo", "replicas": {"inference-0": 1}, "bucket_bytes": BUCKET_BYTES}
+        assert control.refused(OpenTransferGroup, deadline_s=1.0, **alone).code == "transfer_timeout"
+        receiver = open_group(control)
+        receiver.close()
+        assert control.refused(SendWeights, deadline_s=5.0, version=0).code in {
+            "transfer_failed",
+            "transfer_timeout",
+            "transfer_aborted",
+        }
+        manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
+        receiver = open_group(control)
+        check_publication(control, receiver, manifest, version=0)
+        receiver.close()
+
+
+def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
+    """Rank 1 is killed: torchrun ends the rest, with an exit code that says so, long before any collective's deadline."""
+    import psutil
+
+    with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):
+        ranks = [p for p in psutil.Process(process.pid).children() if "trainer_node" in " ".join(p.cmdline())]
+        victim = next(p for p in ranks if p.environ().get("RANK") == "1")
+        victim.kill()
+        assert process.wait(30) != 0
+
+
+def test_bad_topology_is_said_before_anything_is_built(models, tmp_path: Path) -> None:
+    config = TrainerConfig(model=models["dense_tied"], parallel=ParallelConfig(tensor=1, expert=1, world_size=3))
+    (tmp_path / "c.json").write_text(config.model_dump_json())
+    control = Orchestrator()
+    command = [sys.executable, "-m", "trainer_node", "--endpoint", control.endpoint, "--config", str(tmp_path / "c.json")]
+    try:
+        process = subprocess.Popen(command, cwd=REPO, env=child_env(), stderr=subprocess.PIPE, text=True)
+        with pytest.raises(AssertionError, match="no Ready"):
+            control.pump(until="Ready", deadline_s=8)
+        _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 2
+        assert "torchrun started 1 ranks" in stderr
+    finally:
+        control.close()

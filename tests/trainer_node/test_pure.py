@@ -1,0 +1,161 @@
+"""What needs no Megatron: merge plan, merge, losses, batch refusals, checkpoint folders."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from orchestrator.errors import MergePlanError
+from orchestrator.protocol.messages import LossSpec, TensorSpec
+from tests.trainer_node.data import arrays, make_batch
+from trainer_node.batch import BatchError, micro_batches
+from trainer_node.losses import cross_entropy, grpo, vocab_parallel_log_probs
+from trainer_node.merge import LoraDelta, MergeOp, decoder_name, merge_tensor, plan_merge, strip_wrappers
+
+
+def delta(rank: int = 1, rows: int = 2, columns: int = 3) -> LoraDelta:
+    return LoraDelta(lora_A_RI=torch.ones(rank, columns), lora_B_OR=torch.ones(rows, rank))
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, dtype="float32", shape=shape)
+
+
+class TestMerge:
+    def test_by_hand(self) -> None:
+        weight = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
+        kept = weight.clone()
+        d = LoraDelta(lora_A_RI=torch.tensor([[1.0, 0, 2]]), lora_B_OR=torch.tensor([[10.0], [100]]))
+        assert merge_tensor(weight, d, 0.5).tolist() == [[6, 2, 13], [54, 5, 106]]
+        assert torch.equal(weight, kept)
+
+    def test_a_square_matrix_is_not_transposed(self) -> None:
+        d = LoraDelta(lora_A_RI=torch.tensor([[0.0, 1]]), lora_B_OR=torch.tensor([[1.0], [0]]))
+        assert merge_tensor(torch.zeros(2, 2), d, 1.0).tolist() == [[0, 1], [0, 0]]
+
+    def test_rounds_once(self) -> None:
+        """1 + 2^-9 + 2^-9 is representable in bf16 only if the sum is rounded at the end: 2^-9 alone would vanish beside 1."""
+        weight = torch.ones(1, 1, dtype=torch.bfloat16)
+        d = LoraDelta(lora_A_RI=torch.full((2, 1), 2.0**-9), lora_B_OR=torch.ones(1, 2) * 2)
+        merged = merge_tensor(weight, d, 1.0)
+        assert merged.dtype is torch.bfloat16
+        assert merged.item() == 1 + 2.0**-7
+
+    def test_plan_in_target_order(self) -> None:
+        targets = {n: spec(n, 2, 3) for n in ("b.weight", "norm.weight", "a.weight")}
+        ops = plan_merge(deltas={"a": delta(), "b": delta()}, targets=targets)
+        assert ops == [MergeOp(target="b.weight", adapter="b"), MergeOp(target="a.weight", adapter="a")]
+
+    def test_every_adapter_needs_a_target(self) -> None:
+        with pytest.raises(MergePlanError, match=r"adapter a has no target.*a\.weight"):
+            plan_merge(deltas={"a": delta()}, targets={"b.weight": spec("b.weight", 2, 3)})
+
+    def test_no_target_is_hit_twice(self) -> None:
+        deltas = {"m.a": delta(), "module.m.a": delta()}
+        with pytest.raises(MergePlanError, match=r"m\.a\.weight is hit by two adapters: m\.a and module\.m\.a"):
+            plan_merge(deltas=deltas, targets={"m.a.weight": spec("m.a.weight", 2, 3)})
+
+    def test_shapes_must_fit(self) -> None:
+        with pytest.raises(MergePlanError, match=r"adapter a has A \(1, 3\) and B \(2, 1\).*\(3, 2\)"):
+            plan_merge(deltas={"a": delta()}, targets={"a.weight": spec("a.weight", 3, 2)})
+
+    @pytest.mark.parametrize(
+        "name",
+        ["decoder.layers.0.mlp.linear_fc1.weight", "module.module.decoder.layers.0.mlp.linear_fc1.weight",
+         "_orig_mod.module.decoder.layers.0._orig_mod.mlp.linear_fc1.weight",
+         "module.language_model.decoder.layers.0.mlp.linear_fc1.weight"],
+    )  # fmt: skip
+    def test_wrappers_and_prefixes(self, name: str) -> None:
+        assert decoder_name(name) == "decoder.layers.0.mlp.linear_fc1.weight"
+
+    def test_names_that_only_look_wrapped(self) -> None:
+        assert strip_wrappers("decoder.submodule.weight") == "decoder.submodule.weight"
+        assert decoder_name("vision_model.decoder.layers.0.weight") is None
+        assert decoder_name("embedding.word_embeddings.weight") is None
+
+
+class TestLosses:
+    def test_log_probs_ignore_padding(self) -> None:
+        logits, targets = torch.randn(5, 12), torch.tensor([0, 3, 9, 1, 2])
+        logits[:, 10:] = 50.0
+        ours = vocab_parallel_log_probs(logits, targets, vocab_start=0, vocab_size=10)
+        assert torch.allclose(ours, logits[:, :10].log_softmax(-1).gather(1, targets[:, None])[:, 0], atol=1e-6)
+        counted = vocab_parallel_log_probs(logits, targets, vocab_start=0, vocab_size=12)
+        assert (counted < ours - 30).all(), "the mutant that counts the padding is told apart"
+
+    def test_log_probs_over_allowed_ids(self) -> None:
+        logits, allowed = torch.randn(3, 10, requires_grad=True), torch.tensor([2, 5, 7])
+        ours = vocab_parallel_log_probs(logits, torch.tensor([5, 2, 7]), vocab_start=0, vocab_size=10, allowed_K=allowed)
+        theirs = logits[:, allowed].log_softmax(-1)[torch.arange(3), torch.tensor([1, 0, 2])]
+        assert torch.allclose(ours, theirs, atol=1e-6)
+        gradient = torch.autograd.grad(ours.sum(), logits, retain_graph=True)[0]
+        assert torch.allclose(gradient, torch.autograd.grad(theirs.sum(), logits)[0], atol=1e-6)
+        assert gradient[:, 0].abs().max() == 0
+
+    def test_grpo_by_hand(self) -> None:
+        """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2/0.3: -(1.3 - 2 + 0.5 - 0.8) = 1.0; two are clipped."""
+        old = torch.zeros(4)
+        new = torch.tensor([2.0, 2.0, 0.5, 0.5]).log()
+        out = grpo(new, sampler_logprobs_N=old, advantages_N=torch.tensor([1.0, -1, 1, -1]), clip_low=0.2, clip_high=0.3)
+        assert out.loss.item() == pytest.approx(1.0)
+        assert out.num_clipped.item() == 2
+
+    def test_cross_entropy_is_a_sum(self) -> None:
+        assert cross_entropy(torch.tensor([-1.0, -2.5])).loss.item() == 3.5
+
+
+class TestBatch:
+    @pytest.mark.parametrize(
+        ("field", "index", "value", "message"),
+        [
+            ("tokens", 10, 300, r"sequence 1: tokens\[1\] = 300 is outside the vocabulary of 300"),
+            ("tokens", 0, -1, r"sequence 0: tokens\[0\] = -1 is outside"),
+            ("advantages", 35, np.nan, r"sequence 4: advantages\[2\] = nan is not finite"),
+            ("sampler_logprobs", 20, -np.inf, r"sequence 2: sampler_logprobs\[6\] = -inf is not finite"),
+            ("loss_mask", 14, 1, r"sequence 2: loss_mask\[0\] = 1.0 marks the first token"),
+            ("loss_mask", 17, 0.5, r"sequence 2: loss_mask\[3\] = 0.5 is neither 0 nor 1"),
+            ("sequence_lengths", 1, 0, r"sequence 1: sequence_lengths is 0"),
+            ("sequence_lengths", 3, 65, r"sequence 3: sequence_lengths is 65, longer than the model's 64"),
+            ("sequence_lengths", 4, 4, r"tokens has 36 elements but sequence_lengths sum to 37"),
+        ],
+    )
+    def test_refusals(self, field: str, index: int, value: float, message: str) -> None:
+        values = arrays()
+        values[field][index] = value
+        with pytest.raises(BatchError, match=message):
+            make_batch(values)
+
+    def test_all_masked(self) -> None:
+        values = arrays()
+        values["loss_mask"][:] = 0
+        with pytest.raises(BatchError, match="every sequence: loss_mask is 0"):
+            make_batch(values)
+
+    def test_empty(self) -> None:
+        with pytest.raises(BatchError, match="the batch is empty"):
+            make_batch({k: v[:0] for k, v in arrays().items()})
+
+    def test_a_token_that_was_not_allowed(self) -> None:
+        with pytest.raises(BatchError, match=r"sequence 0: tokens\[2\] = \d+ carries loss but is not among"):
+            make_batch(loss=LossSpec(allowed_token_ids=(1, 2)))
+        with pytest.raises(BatchError, match="ids below 300"):
+            make_batch(loss=LossSpec(allowed_token_ids=(1, 300)))
+
+    def test_micro_batches_cover_every_loss_token_once(self) -> None:
+        batch = make_batch()
+        for dp_size, rows in ((1, 1), (1, 2), (2, 2), (3, 8), (4, 1)):
+            cut = [micro_batches(batch, max_rows=rows, dp_rank=r, dp_size=dp_size) for r in range(dp_size)]
+            assert len({len(c) for c in cut}) == 1
+            assert len({m.tokens_BL.shape for c in cut for m in c}) == 1
+            picked = [(m.targets_BL, m.loss_mask_BL.bool()) for c in cut for m in c]
+            got = torch.cat([t[k] for t, k in picked]).sort().values
+            assert torch.equal(got, batch.tokens_T[batch.loss_mask_T.bool()].sort().values)
+
+    def test_targets_are_shifted(self) -> None:
+        values = {k: v[:3] for k, v in arrays().items()}
+        values |= {"tokens": np.array([7, 8, 9], np.int32), "sequence_lengths": np.array([3], np.int32)}
+        micro = micro_batches(make_batch(values), max_rows=1, dp_rank=0, dp_size=1)[0]
+        assert micro.tokens_BL.tolist() == [[7, 8, 9]]
+        assert micro.targets_BL.tolist() == [[8, 9, 0]]
+        assert micro.loss_mask_BL.tolist() == [[0, 1, 0]]

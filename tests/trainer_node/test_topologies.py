@@ -1,0 +1,165 @@
+"""Real Megatron on gloo, against PEFT, transformers and torch, and against itself on other topologies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.trainer_node.data import arrays, make_batch
+from tests.trainer_node.tiny import VOCAB
+
+TOPOLOGIES = {
+    "tp2": ("dense_tied", 2, (2, 1, 1)),
+    "pp2_tied": ("dense_tied", 2, (1, 2, 1)),
+    "pp2": ("dense_untied", 2, (1, 2, 1)),
+    "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
+    "dp2": ("dense_tied", 2, (1, 1, 1)),
+    "moe_ep2": ("moe", 2, (1, 1, 2)),
+    "moe_dp2": ("moe", 2, (1, 1, 1)),
+    "moe_tp2ep2": ("moe", 2, (2, 1, 2)),
+    "moe_tp2pp2ep2": ("moe", 4, (2, 2, 2)),
+}
+
+
+@pytest.fixture(scope="session")
+def single(models, tmp_path_factory):
+    """Model name -> folder with what one rank did; made once."""
+    import subprocess
+    import sys
+
+    from tests.trainer_node.conftest import REPO, child_env
+
+    done: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in done:
+            out = tmp_path_factory.mktemp(name)
+            command = [sys.executable, "-m", "tests.trainer_node.worker", str(out), str(models[name]), "1", "1", "1"]
+            ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=120, check=False)
+            assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+            done[name] = out
+        return done[name]
+
+    return get
+
+
+def facts(folder: Path) -> dict:
+    return json.loads((folder / "facts.json").read_text())
+
+
+def peft_merged(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    base = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("name", ["dense_tied", "dense_untied", "moe"])
+def test_export_equals_peft_merge(name: str, models, single) -> None:
+    """Bit for bit: PEFT computes the same product of the same shapes in fp32, and adds it once."""
+    out = single(name)
+    ours, theirs = load_file(out / "merged.safetensors"), peft_merged(models[name], out / "random")
+    base = load_file(models[name] / "model.safetensors")
+    assert set(ours) == set(base)
+    assert ("lm_head.weight" in ours) == (name != "dense_tied")
+    assert ours["model.embed_tokens.weight"].shape[0] == VOCAB < facts(out)["padded"]
+    for tensor_name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[tensor_name]), tensor_name
+        adapted = "_proj." in tensor_name
+        assert torch.equal(tensor, base[tensor_name]) != adapted, tensor_name
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_topology_changes_nothing(topology: str, models, single, torchrun, tmp_path: Path) -> None:
+    """Merged export bit for bit; loss and gradient norm of three steps within 1e-5 (fp32 sums in another order)."""
+    name, ranks, sizes = TOPOLOGIES[topology]
+    torchrun(ranks, "worker", tmp_path, models[name], *sizes)
+    one, other = facts(single(name)), facts(tmp_path)
+    assert one["num_parameters"] == other["num_parameters"]
+    for a, b in zip(one["steps"], other["steps"], strict=True):
+        for key in ("loss", "grad_norm", "logprob_gap_mean", "logprob_gap_max", "clip_fraction", "tokens"):
+            assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-6), key
+    ours, theirs = load_file(tmp_path / "merged.safetensors"), load_file(single(name) / "merged.safetensors")
+    assert set(ours) == set(theirs)
+    for tensor_name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[tensor_name]), tensor_name
+
+
+@pytest.mark.parametrize("name", ["dense_tied", "moe"])
+def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> None:
+    """Loss, norm and the adapters after two AdamW steps, against a plain loop over transformers + PEFT from the same initial A."""
+    from tests.trainer_node.worker import LOSS, OPTIM
+    from trainer_node.lora import initial_lora_a
+
+    base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for n, p in trainable.items():
+        if "lora_A" in n:
+            hf_name = n.removeprefix("base_model.model.").split(".lora_A")[0]
+            p.data.copy_(initial_lora_a(hf_name, rank=4, in_features=p.shape[1], seed=1234))
+    optimizer = torch.optim.AdamW(
+        trainable.values(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=OPTIM.weight_decay
+    )
+    steps = facts(single(name))["steps"]
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = reference_loss(model, LOSS.clip_low, LOSS.clip_high)
+        loss.backward()
+        for p in trainable.values():
+            # An expert without tokens has no gradient in transformers and a zero one in a batched adapter.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        norm = torch.nn.utils.clip_grad_norm_(trainable.values(), OPTIM.max_grad_norm)
+        optimizer.step()
+        assert steps[step]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert steps[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    ours = load_file(single(name) / "trained" / "adapter" / "adapter_model.safetensors")
+    assert len(ours) == len(trainable)
+    for n, p in trainable.items():
+        # Adam divides by the square root of a gradient's square: where a gradient is near eps, its rounding shows.
+        difference = (ours[n.replace(".default", "")] - p).abs().max().item()
+        assert difference < 1e-4, (n, difference)
+
+
+def reference_loss(model: torch.nn.Module, clip_low: float, clip_high: float) -> torch.Tensor:
+    """The clipped surrogate written again, one sequence at a time."""
+    batch, start, total, count = arrays(), 0, 0.0, 0
+    for length in batch["sequence_lengths"]:
+        rows = slice(start, start + length)
+        ids = torch.from_numpy(batch["tokens"][rows].astype("int64"))
+        logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        mask, adv, old = (torch.from_numpy(batch[k][rows])[1:] for k in ("loss_mask", "advantages", "sampler_logprobs"))
+        ratio = (logp - old).exp()
+        surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
+        total, count, start = total - (surrogate * mask).sum(), count + mask.sum(), start + length
+    return total / count
+
+
+@pytest.mark.parametrize("name", ["dense_untied", "moe"])
+def test_peft_scores_what_we_export(name: str, models, single, tmp_path: Path) -> None:
+    """The reference tool on the adapter, against transformers on our merged tensors; and it notices every class of weights."""
+    from trainer_node.reference import answer
+
+    out = single(name)
+    sequences = [[5, 17, 200, 3, 44, 120], list(range(30))]
+    request = {"model": str(models[name]), "dtype": "float32", "sequences": sequences, "perturb": True}
+    result = answer({**request, "adapters": {"0": None, "1": str(out / "random")}}, "cpu")
+    ours = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    ours.load_state_dict(load_file(out / "merged.safetensors"))
+    from trainer_node.reference import max_difference, score
+
+    assert max_difference(score(ours, sequences), result["logprobs"]["1"]) == 0.0
+    assert max_difference(result["logprobs"]["0"], result["logprobs"]["1"]) > 1e-2
+    classes = {"q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "norm"}
+    assert set(result["perturbed"]) == classes | ({"first_expert", "last_expert"} if name == "moe" else set())
+    assert min(result["perturbed"].values()) > 2e-4, result["perturbed"]
+
+
+def test_batch_order_does_not_matter() -> None:
+    """The shared batch has loss tokens in every sequence, or the checks above would prove less than they say."""
+    assert make_batch().num_loss_tokens == sum(n - 2 for n in make_batch().lengths)

@@ -1,0 +1,92 @@
+"""One rank of a check on real Megatron: trains, exports, saves, and leaves what it saw in a folder.
+
+    torchrun ... -m tests.trainer_node.worker OUT MODEL TENSOR PIPELINE EXPERT
+
+Several checks share a launch, because a launch costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
+from orchestrator.protocol.messages import LossSpec, OptimParams
+from tests.trainer_node.data import make_batch
+from trainer_node import checkpoint
+from trainer_node.export import Exporter
+from trainer_node.runtime import TrainerRuntime
+
+LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-2, weight_decay=0.01, max_grad_norm=0.5)
+SEED_RANDOM_B = 77
+
+
+def make_runtime(model: Path, tensor: int, pipeline: int, expert: int, **options: object) -> TrainerRuntime:
+    """A runtime on however many ranks torchrun started."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, world_size=world)
+    config = TrainerConfig(
+        model=model,
+        parallel=parallel,
+        micro_batch_sequences=2,
+        collective_timeout_s=60,
+        **{"lora": LoraConfig(rank=4, alpha=8), **options},
+    )
+    return TrainerRuntime(config)
+
+
+def random_adapters(runtime: TrainerRuntime) -> None:
+    """Nonzero A and B that depend on the HF name only."""
+    full = {}
+    size = runtime.config.parallel.tensor
+    for shard in runtime.adapters.shards():
+        shape = list(shard.tensor.shape)
+        if shard.dim is not None:
+            shape[shard.dim] *= size
+        seed = SEED_RANDOM_B + sum(ord(c) * (i + 1) for i, c in enumerate(shard.name + shard.matrix))
+        full[shard.name, shard.matrix] = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    runtime.adapters.load(full)
+
+
+def main() -> None:
+    """Train two steps from PEFT's initial adapters, then put random ones in and export; then a checkpoint round trip."""
+    out, model = Path(sys.argv[1]), Path(sys.argv[2])
+    runtime = make_runtime(model, *map(int, sys.argv[3:6]))
+    root = dist.get_rank() == 0
+    exporter, batch = Exporter(runtime), make_batch()
+    initial = dict(exporter.base_tensors())
+    steps = [runtime.train_step(batch, LOSS, OPTIM) for _ in range(2)]
+    checkpoint.save(runtime, out / "trained", version=2)
+    steps.append(runtime.train_step(batch, LOSS, OPTIM))
+    assert checkpoint.load(runtime, out / "trained") == 2
+    again = runtime.train_step(batch, LOSS, OPTIM)
+    assert again["loss"] == steps[2]["loss"] and again["grad_norm"] == steps[2]["grad_norm"], (again, steps[2])
+    random_adapters(runtime)
+    checkpoint.save_adapter(runtime, out / "random")
+    merged = {n: t.clone() for n, t in exporter.merged_tensors()}
+    for name, tensor in exporter.base_tensors():
+        assert torch.equal(tensor, initial[name]), f"the base was written: {name}"
+    if root:
+        assert list(merged) == [s.name for s in exporter.manifest().tensors]
+        save_file({n: t.contiguous() for n, t in merged.items()}, out / "merged.safetensors")
+        facts = {"steps": steps, "num_parameters": runtime.num_parameters, "padded": _padded_rows(runtime)}
+        (out / "facts.json").write_text(json.dumps(facts))
+    else:
+        _padded_rows(runtime)
+    runtime.close()
+
+
+def _padded_rows(runtime: TrainerRuntime) -> int:
+    """Rows of Megatron's embedding over all tensor ranks."""
+    rows = [p.shape[0] for n, p in runtime.model[0].named_parameters() if "word_embeddings" in n]
+    return sum(rows) * runtime.config.parallel.tensor
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""On GPUs: Triton's digests are the torch path's, fast enough for 61 GB; NCCL carries every byte, and its failures are bounded.
+
+`-m gpu1` needs one GPU, `-m gpu2` two and cupy. Timings are printed (`-s`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.errors import TransferAborted, TransferError, TransferTimeout
+from orchestrator.protocol.messages import Manifest, TensorSpec
+from tests.weight_transfer.conftest import Peer
+from tests.weight_transfer.peer import big_manifest, mixed_manifest, sha256, values
+from weight_transfer import digest
+from weight_transfer.digest import digest_many, region_digest, tensor_digest
+from weight_transfer.groups import TransferGroup, open_listener
+from weight_transfer.sender import WeightSender
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
+CUDA = torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.Size(shape).numel()) * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (4095,), (4097,), (3, 5000), (70_001, 3), (17, 33, 65)], ids=str)
+def test_triton_is_the_torch_path(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    assert digest._kernels() is not None, "this test wants Triton"
+    t = random_bits(shape, dtype)
+    assert int(tensor_digest(t.to(CUDA))) == int(tensor_digest(t))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_triton_regions_are_the_torch_paths(dtype: torch.dtype) -> None:
+    t = random_bits((300, 200), dtype)
+    on_gpu = t.to(CUDA)
+    regions = [
+        (slice(0, 300), slice(0, 200), (200, 1)),
+        (slice(17, 211), slice(3, 77), (200, 1)),
+        (slice(1, 300, 2), slice(0, 200, 3), (400, 3)),
+        (slice(5, 6), slice(0, 200), (200, 1)),
+        (slice(0, 300), slice(9, 10), (200, 1)),
+        (slice(0, 0), slice(0, 10), (200, 1)),
+    ]
+    for rows, columns, strides in regions:
+        first = (rows.start or 0) * 200 + (columns.start or 0) + 2**33
+        wanted = region_digest(t[rows, columns], first_index=first, index_strides=strides)
+        assert int(region_digest(on_gpu[rows, columns], first_index=first, index_strides=strides)) == int(wanted)
+    cube, cube_strides = random_bits((6, 7, 8), dtype), (1000, 13, 200)  # does not merge to two dimensions
+    wanted = region_digest(cube, first_index=3, index_strides=cube_strides)
+    assert int(region_digest(cube.to(CUDA), first_index=3, index_strides=cube_strides)) == int(wanted)
+    transposed = region_digest(t.t(), first_index=0, index_strides=(1, 200))
+    assert int(region_digest(on_gpu.t(), first_index=0, index_strides=(1, 200))) == int(transposed) == int(tensor_digest(t))
+
+
+@pytest.mark.gpu1
+def test_more_than_2_to_31_elements() -> None:
+    t = torch.randint(0, 256, (2**31 + 5000,), dtype=torch.uint8, device=CUDA)
+    half = 2**30 + 77
+    bits = t.view(torch.uint8)
+    by_torch = digest._sum_of_mixes(bits[:half], 0, (1,)) + digest._sum_of_mixes(bits[half:], half, (1,))
+    assert int(tensor_digest(t)) == int(by_torch) == int(digest_many([t])[0])
+
+
+@pytest.mark.gpu1
+def test_many_is_one_by_one_and_strided_ones_too() -> None:
+    tensors = [random_bits((n * 700 + 1, 3), DTYPES[n % len(DTYPES)], n) for n in range(24)]
+    on_gpu = [t.to(CUDA) for t in tensors] + [tensors[0].to(CUDA).t(), torch.zeros(0, 3, device=CUDA)]
+    wanted = [int(tensor_digest(t)) for t in tensors] + [int(tensor_digest(tensors[0].t())), 0]
+    assert digest_many(on_gpu).tolist() == wanted
+
+
+def qwen3_30b_manifest() -> Manifest:
+    from trainer_node.make_checkpoint import REAL_SHAPES, tensor_shapes
+
+    shapes = tensor_shapes(REAL_SHAPES["qwen3-30b-a3b"])
+    return Manifest(tensors=tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items()))
+
+
+def views_of_61_gb(manifest: Manifest) -> list[torch.Tensor]:
+    flat = torch.zeros(manifest.nbytes // 2, dtype=torch.bfloat16, device=CUDA)
+    flat.view(torch.int16).random_()
+    views, at = [], 0
+    for spec in manifest.tensors:
+        views.append(flat[at : at + spec.numel].view(spec.shape))
+        at += spec.numel
+    return views
+
+
+@pytest.mark.gpu1
+def test_61_gb_in_under_half_a_second() -> None:
+    manifest = qwen3_30b_manifest()
+    views = views_of_61_gb(manifest)
+    digest_many(views[:100])
+    tensor_digest(views[0])
+    seconds: dict[str, float] = {}
+    for name, run in {
+        "digest_many, all at once": lambda: digest_many(views),
+        "digest_many, 60 calls": lambda: torch.cat([digest_many(views[a : a + 315]) for a in range(0, len(views), 315)]),
+        "tensor_digest, one by one": lambda: torch.stack([tensor_digest(v) for v in views]),
+    }.items():
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        out = run()
+        queued = time.monotonic() - began
+        torch.cuda.synchronize()
+        seconds[name] = time.monotonic() - began
+        print(f"\n{manifest.nbytes / 1e9:.2f} GB, {len(views)} tensors, {name}: {seconds[name]:.3f} s (queued {queued:.3f} s)")
+        assert out.shape == (len(views),)
+    assert seconds["digest_many, all at once"] < 0.5
+    assert seconds["digest_many, 60 calls"] < 0.5
+
+
+@pytest.mark.gpu1
+def test_packing_61_gb() -> None:
+    """The sender without a wire: iterator, pack and digest."""
+    manifest = qwen3_30b_manifest()
+    views = views_of_61_gb(manifest)
+    sender = WeightSender(groups={}, manifest=manifest, bucket_bytes=1 << 30, device=CUDA)
+    for _ in range(2):
+        report = sender.send(((s.name, v) for s, v in zip(manifest.tensors, views, strict=True)), deadline_s=60)
+    print("\npack 61 GB:", {k: round(v, 3) for k, v in report.seconds.items()})
+    assert report.digests_N.tolist() == digest_many(views).tolist()
+    sender.close()
+
+
+# ------------------------------------------------------------ NCCL, two GPUs
+
+
+class NcclPeer(Peer):
+    """nccl_peer.py on the second GPU."""
+
+    def __init__(self, *, rendezvous_json: str, manifest_json: str) -> None:
+        super().__init__(
+            "",
+            manifest_json=manifest_json,
+            command=[sys.executable, str(ROOT / "tests" / "weight_transfer" / "nccl_peer.py"), rendezvous_json],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        )
+
+    def receive(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("receive\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def nccl_pair() -> Iterator[Callable[..., tuple[NcclPeer, TransferGroup]]]:
+    opened: list[Any] = []
+
+    def connect(manifest: Manifest, *, bucket_bytes: int) -> tuple[NcclPeer, TransferGroup]:
+        listener = open_listener(transport="nccl", host="127.0.0.1", world_size=2, bucket_bytes=bucket_bytes, device=CUDA)
+        peer = NcclPeer(rendezvous_json=listener.rendezvous.model_dump_json(), manifest_json=manifest.model_dump_json())
+        opened.append(peer)
+        group = listener.join(60)
+        opened.append(group)
+        peer.wait_for("joined", timeout_s=60)
+        return peer, group
+
+    yield connect
+    for thing in reversed(opened):
+        (thing.end if isinstance(thing, Peer) else thing.close)()
+
+
+def gpu_tensors(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((s.name, values(s).to(CUDA)) for s in manifest.tensors)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
+def test_nccl_carries_every_byte(nccl_pair: Callable[..., Any], bucket_bytes: int) -> None:
+    manifest = mixed_manifest()
+    peer, group = nccl_pair(manifest, bucket_bytes=bucket_bytes)
+    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=bucket_bytes, device=CUDA)
+    for _ in range(2):
+        peer.receive()
+        report = sender.send(gpu_tensors(manifest), deadline_s=30)
+        got = peer.wait_for("received", timeout_s=30)
+        assert got["sha256"] == {s.name: sha256(values(s)) for s in manifest.tensors}
+        assert got["digests"] == report.digests_N.tolist()
+    sender.close()
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_abort_frees_a_sender_whose_nccl_peer_is_gone(nccl_pair: Callable[..., Any], how: str) -> None:
+    manifest = big_manifest(tensors=64, mib_each=64)
+    peer, group = nccl_pair(manifest, bucket_bytes=64 << 20)
+    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=64 << 20, device=CUDA)
+    peer.receive()
+    aborted_at: list[float] = []
+
+    def abort() -> None:
+        aborted_at.append(time.monotonic())
+        sender.abort("watchdog: no progress")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for n, spec in enumerate(manifest.tensors):
+            if n == 4:
+                (peer.stop if how == "stop" else peer.kill)()
+                threading.Timer(2.0, abort).start()
+            yield spec.name, torch.zeros(spec.shape, dtype=torch.uint8, device=CUDA)
+
+    with pytest.raises((TransferAborted, TransferError)) as caught:
+        sender.send(tensors(), deadline_s=60)
+    freed_s = time.monotonic() - aborted_at[0] if aborted_at else 0.0
+    print(f"\n{how}: {type(caught.value).__name__} {freed_s:.3f} s after the abort")
+    assert freed_s < 1.0
+    began = time.monotonic()
+    sender.close()
+    torch.cuda.synchronize()
+    assert time.monotonic() - began < 5.0, "the kernel must have ended with the communicator"
+
+
+@pytest.mark.gpu2
+def test_nccl_deadline(nccl_pair: Callable[..., Any]) -> None:
+    """The peer never receives."""
+    manifest = big_manifest(tensors=16, mib_each=64)
+    _, group = nccl_pair(manifest, bucket_bytes=64 << 20)
+    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=64 << 20, device=CUDA)
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout, match="'r'"):
+        sender.send(((s.name, torch.zeros(s.shape, dtype=torch.uint8, device=CUDA)) for s in manifest.tensors), deadline_s=3)
+    assert time.monotonic() - began < 5
+    sender.close()
+
+
+@pytest.mark.gpu2
+def test_a_process_whose_nccl_join_failed_can_exit() -> None:
+    script = """
+import torch
+from orchestrator.errors import TransferTimeout
+from weight_transfer.groups import open_listener
+listener = open_listener(transport="nccl", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cuda:0")
+try:
+    listener.join(2)
+except TransferTimeout as error:
+    print("timed out")
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "timed out"), done.stderr[-2000:]
+
+
+@pytest.mark.gpu2
+def test_nccl_61_gb(nccl_pair: Callable[..., Any]) -> None:
+    """Packed through the ring; the receiver drops what it gets (it would not fit beside its copy otherwise)."""
+    manifest = big_manifest(tensors=61, mib_each=1000)
+    peer, group = nccl_pair(manifest, bucket_bytes=1 << 30)
+    source = torch.zeros(1000 << 20, dtype=torch.uint8, device=CUDA)
+    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=1 << 30, device=CUDA)
+    peer.receive()
+    report = sender.send(((s.name, source) for s in manifest.tensors), deadline_s=60)
+    print(f"\n{report.nbytes / 1e9:.1f} GB over NCCL:", json.dumps({k: round(v, 3) for k, v in report.seconds.items()}))
+    sender.close()

@@ -1,0 +1,380 @@
+"""Bytes over gloo between real processes: all of them arrive as they were, and every way to fail ends in bounded time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.errors import ConfigError, ManifestError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.protocol.messages import Manifest, Rendezvous, TensorSpec
+from tests.weight_transfer.peer import big_manifest, mixed_manifest, sha256, values
+from weight_transfer.digest import tensor_digest
+from weight_transfer.groups import GroupListener, TransferGroup, join_gloo, open_listener
+from weight_transfer.receiver import receive_weights
+from weight_transfer.sender import WeightSender
+
+SOON_S = 3.0
+"""What "bounded" means where nothing has to run into a deadline; two busy cores are slow."""
+
+
+def listen(*, world_size: int = 2, bucket_bytes: int = 1 << 20) -> GroupListener:
+    return open_listener(transport="gloo", host="127.0.0.1", world_size=world_size, bucket_bytes=bucket_bytes, device="cpu")
+
+
+def sender_to(groups: dict[str, TransferGroup], manifest: Manifest, bucket_bytes: int = 1 << 20) -> WeightSender:
+    return WeightSender(groups=groups, manifest=manifest, bucket_bytes=bucket_bytes, device="cpu")
+
+
+def all_tensors(manifest: Manifest, *, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((spec.name, values(spec, seed=seed)) for spec in manifest.tensors)
+
+
+@pytest.fixture
+def pair(start_peer: Callable[..., Any]) -> Iterator[Callable[..., tuple[Any, TransferGroup]]]:
+    """A receiving peer and the joined group that leads to it."""
+    groups: list[TransferGroup] = []
+
+    def connect(manifest: Manifest, *, bucket_bytes: int = 1 << 20, **options: Any) -> tuple[Any, TransferGroup]:
+        listener = listen(bucket_bytes=bucket_bytes)
+        peer = start_peer(
+            "receive", manifest_json=manifest.model_dump_json(), rendezvous=listener.rendezvous.model_dump_json(), **options
+        )
+        groups.append(listener.join(30))
+        peer.wait_for("joined")
+        return peer, groups[-1]
+
+    yield connect
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 50, 1000, 1 << 20])
+def test_every_byte_arrives(pair: Callable[..., Any], bucket_bytes: int) -> None:
+    """Mixed dtypes at unaligned offsets, a scalar, an empty tensor, tensors larger than a bucket."""
+    manifest = mixed_manifest()
+    peer, group = pair(manifest, bucket_bytes=bucket_bytes, hash=True)
+    report = sender_to({"r": group}, manifest, bucket_bytes).send(all_tensors(manifest), deadline_s=20)
+    got = peer.wait_for("received")
+    assert got["shapes_fit"] and got["nbytes"] == report.nbytes == manifest.nbytes
+    assert got["sha256"] == {s.name: sha256(values(s)) for s in manifest.tensors}
+    assert got["digests"] == report.digests_N.tolist() == [int(tensor_digest(values(s))) for s in manifest.tensors]
+    assert set(report.seconds) == {"export", "pack", "wire", "digest", "total"}
+    assert peer.exit_code(timeout_s=SOON_S) == 0
+
+
+def test_strided_tensors_are_sent_row_major(pair: Callable[..., Any]) -> None:
+    manifest = Manifest(tensors=(TensorSpec(name="w.0", dtype="float32", shape=(7, 5)),))
+    peer, group = pair(manifest, hash=True)
+    w = values(manifest.tensors[0])
+    sender_to({"r": group}, manifest).send([("w.0", w.t().contiguous().t())], deadline_s=20)
+    assert peer.wait_for("received")["sha256"] == {"w.0": sha256(w)}
+
+
+def test_a_group_carries_many_rounds(pair: Callable[..., Any]) -> None:
+    manifest = mixed_manifest()
+    peer, group = pair(manifest, bucket_bytes=2000, rounds=3, hash=True)
+    sender = sender_to({"r": group}, manifest, 2000)
+    for seed in range(3):
+        sender.send(all_tensors(manifest, seed=seed), deadline_s=20)
+        assert peer.wait_for("received")["sha256"] == {s.name: sha256(values(s, seed=seed)) for s in manifest.tensors}
+
+
+def test_two_replicas_and_a_replica_of_two_workers(start_peer: Callable[..., Any]) -> None:
+    manifest = mixed_manifest()
+    listeners = [listen(world_size=2, bucket_bytes=500), listen(world_size=3, bucket_bytes=500)]
+    peers = [
+        start_peer(
+            "receive",
+            manifest_json=manifest.model_dump_json(),
+            rendezvous=listeners[which].rendezvous.model_dump_json(),
+            rank=rank,
+            hash=True,
+        )
+        for which, rank in ((0, 1), (1, 1), (1, 2))
+    ]
+    sender = sender_to({f"replica-{n}": ls.join(30) for n, ls in enumerate(listeners)}, manifest, 500)
+    try:
+        sender.send(all_tensors(manifest), deadline_s=20)
+        for peer in peers:
+            assert peer.wait_for("received")["sha256"] == {s.name: sha256(values(s)) for s in manifest.tensors}
+    finally:
+        sender.close()
+
+
+def test_no_descriptor_stays_open() -> None:
+    manifest = mixed_manifest()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        listener, ends = listen(), {}
+        thread = threading.Thread(
+            target=lambda at=listener, ends=ends: ends.update(w=join_gloo(at.rendezvous, rank=1, deadline_s=20))
+        )
+        thread.start()
+        sender = sender_to({"r": listener.join(20)}, manifest)
+        thread.join()
+        sender.close()
+        ends["w"].close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# ------------------------------------------------------------ failures
+
+
+def test_sender_killed_mid_transfer_frees_the_receiver(start_peer: Callable[..., Any]) -> None:
+    manifest = big_manifest(tensors=200, mib_each=1)
+    peer, group = join_a_sending_peer(start_peer, manifest)
+    try:
+        with pytest.raises(TransferError, match="peer is gone") as caught:
+            receive_and(peer.kill, after=5, group=group, manifest=manifest, deadline_s=30)
+        assert time.monotonic() - caught.value.struck_at < SOON_S  # type: ignore[attr-defined]
+    finally:
+        group.close()
+
+
+def test_sender_stopped_mid_transfer_runs_into_the_deadline(start_peer: Callable[..., Any]) -> None:
+    manifest = big_manifest(tensors=200, mib_each=1)
+    peer, group = join_a_sending_peer(start_peer, manifest)
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout):
+        receive_and(peer.stop, after=5, group=group, manifest=manifest, deadline_s=4)
+    assert 4 <= time.monotonic() - began < 4 + SOON_S
+    began = time.monotonic()
+    group.close()
+    assert time.monotonic() - began < SOON_S
+
+
+def test_abort_from_another_thread_frees_a_receiver_of_a_stopped_sender(start_peer: Callable[..., Any]) -> None:
+    manifest = big_manifest(tensors=200, mib_each=1)
+    peer, group = join_a_sending_peer(start_peer, manifest)
+    aborted_at: list[float] = []
+
+    def strike() -> None:
+        peer.stop()
+
+        def abort() -> None:
+            aborted_at.append(time.monotonic())
+            group.abort("the operator said so")
+
+        threading.Timer(0.5, abort).start()
+
+    with pytest.raises(TransferAborted, match="the operator said so"):
+        receive_and(strike, after=5, group=group, manifest=manifest, deadline_s=30)
+    freed_after_s = time.monotonic() - aborted_at[0]
+    assert freed_after_s < 0.5, f"freed after {freed_after_s:.3f} s"
+    with pytest.raises(TransferAborted, match="the operator said so"):
+        group.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1)
+    group.abort("too late to matter")
+    with pytest.raises(TransferAborted, match="the operator said so"):
+        group.synchronize(deadline_s=1)
+    group.close()
+    group.close()
+
+
+def test_receiver_killed_mid_transfer_frees_the_sender(pair: Callable[..., Any]) -> None:
+    manifest = big_manifest(tensors=200, mib_each=1)
+    peer, group = pair(manifest, load_s=0.05)
+    sender = sender_to({"replica-7": group}, manifest)
+    struck_at: list[float] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for n, item in enumerate(all_tensors(manifest)):
+            if n == 10:
+                peer.kill()
+                struck_at.append(time.monotonic())
+            yield item
+
+    with pytest.raises(TransferError, match="'replica-7'"):
+        sender.send(tensors(), deadline_s=30)
+    assert time.monotonic() - struck_at[0] < SOON_S
+    sender.close()
+
+
+def test_abort_frees_a_sender_whose_receiver_is_stopped(pair: Callable[..., Any]) -> None:
+    manifest = big_manifest(tensors=64, mib_each=4)
+    peer, group = pair(manifest)
+    sender = sender_to({"r": group}, manifest)
+    peer.stop()
+    aborted_at: list[float] = []
+
+    def abort() -> None:
+        aborted_at.append(time.monotonic())
+        sender.abort("watchdog: no progress")
+
+    threading.Timer(1.0, abort).start()
+    with pytest.raises(TransferAborted, match="watchdog: no progress"):
+        sender.send(all_tensors(manifest), deadline_s=30)
+    assert time.monotonic() - aborted_at[0] < 0.5
+    began = time.monotonic()
+    sender.close()
+    assert time.monotonic() - began < SOON_S
+
+
+def test_one_dead_replica_ends_the_others_too(start_peer: Callable[..., Any]) -> None:
+    """A replica must not wait for the second half of a version that will not come."""
+    manifest = big_manifest(tensors=100, mib_each=1)
+    listeners = [listen(), listen()]
+    peers = [
+        start_peer("receive", manifest_json=manifest.model_dump_json(), rendezvous=listener.rendezvous.model_dump_json())
+        for listener in listeners
+    ]
+    sender = sender_to({"good": listeners[0].join(30), "bad": listeners[1].join(30)}, manifest)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for n, item in enumerate(all_tensors(manifest)):
+            if n == 10:
+                peers[1].kill()
+            yield item
+
+    try:
+        with pytest.raises(TransferError, match="'bad'"):
+            sender.send(tensors(), deadline_s=30)
+        assert peers[0].wait_for("failed", timeout_s=SOON_S)["error"] == "TransferError"
+        with pytest.raises(TransferAborted):
+            sender.send(all_tensors(manifest), deadline_s=30)
+    finally:
+        sender.close()
+
+
+def test_a_failing_load_tells_the_sender(pair: Callable[..., Any], start_peer: Callable[..., Any]) -> None:
+    manifest = big_manifest(tensors=200, mib_each=1)
+    peer, group = join_a_sending_peer(start_peer, manifest)
+
+    def load(_: object) -> None:
+        raise RuntimeError("no such parameter")
+
+    with pytest.raises(RuntimeError, match="no such parameter"):
+        receive_weights(group=group, manifest=manifest, bucket_bytes=1 << 20, device="cpu", deadline_s=30, load=load)
+    assert peer.wait_for("failed", timeout_s=SOON_S)["error"] == "TransferError"
+    assert peer.exit_code(timeout_s=SOON_S) == 3
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": "layers.77"}, "'layers.77' bfloat16 .* wants 'layers.1' bfloat16"),
+        ({"shape": (7, 5)}, r"'layers.1' bfloat16 \[7, 5\] .* wants 'layers.1' bfloat16 \[5, 7\]"),
+        ({"dtype": "float16"}, "'layers.1' float16 .* wants 'layers.1' bfloat16"),
+    ],
+    ids=["name", "shape", "dtype"],
+)
+def test_a_tensor_that_is_not_the_manifests_is_named(pair: Callable[..., Any], wrong: dict[str, Any], message: str) -> None:
+    manifest = mixed_manifest()
+    peer, group = pair(manifest, bucket_bytes=10)
+    specs = list(manifest.tensors)
+    specs[1] = specs[1].model_copy(update=wrong)
+    sender = sender_to({"r": group}, manifest, 10)
+    with pytest.raises(ManifestError, match=message):
+        sender.send([(s.name, torch.zeros(s.shape, dtype=getattr(torch, s.dtype))) for s in specs], deadline_s=20)
+    assert peer.wait_for("failed", timeout_s=SOON_S)["error"] == "TransferError", "the receiver must hear of it"
+
+
+def test_too_few_and_too_many_tensors(pair: Callable[..., Any]) -> None:
+    manifest = mixed_manifest()
+    _, group = pair(manifest)
+    with pytest.raises(ManifestError, match=r"ended where the manifest wants 'layers\.11'"):
+        sender_to({"r": group}, manifest).send(list(all_tensors(manifest))[:-1], deadline_s=20)
+    _, group = pair(manifest)
+    with pytest.raises(ManifestError, match="'more' came after the last"):
+        sender_to({"r": group}, manifest).send([*all_tensors(manifest), ("more", torch.zeros(1))], deadline_s=20)
+
+
+def test_a_group_that_is_never_complete_times_out() -> None:
+    listener = listen(world_size=3)
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout, match=r"here/1.*here/2"):
+        listener.join(0.5)
+    assert time.monotonic() - began < SOON_S
+    with pytest.raises(TransferAborted):
+        listener.join(0.5)
+
+
+def test_closing_the_listener_ends_a_join() -> None:
+    listener = listen()
+    threading.Timer(0.3, listener.close).start()
+    with pytest.raises(TransferAborted, match="closed"):
+        listener.join(30)
+
+
+def test_joining_a_trainer_that_is_not_there() -> None:
+    listener = listen()
+    rendezvous = listener.rendezvous
+    listener.close()
+    began = time.monotonic()
+    with pytest.raises(TransferError):
+        join_gloo(rendezvous, rank=1, deadline_s=1.0)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nccl on cuda"):
+        open_listener(transport="nccl", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+    with pytest.raises(ConfigError, match="its own address"):
+        open_listener(transport="gloo", host="203.0.113.7", world_size=2, bucket_bytes=1, device="cpu")
+    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, bucket_bytes=1)
+    with pytest.raises(ConfigError, match="1 to 1"):
+        join_gloo(rendezvous, rank=2, deadline_s=1)
+
+
+def test_lives_beside_a_default_process_group_and_exits() -> None:
+    """Both ends in one process with a default group up; a join that fails, an operation left in flight; then a plain exit."""
+    script = """
+import threading, torch, torch.distributed as dist
+from orchestrator.errors import TransferError, TransferTimeout
+from weight_transfer.groups import join_gloo, open_listener
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def opened(): return open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+lonely = opened()
+try:
+    lonely.join(0.2)
+except TransferTimeout:
+    print("timed out")
+unused = opened()
+listener, ends = opened(), {}
+thread = threading.Thread(target=lambda: ends.update(worker=join_gloo(listener.rendezvous, rank=1, deadline_s=20)))
+thread.start(); ends["trainer"] = listener.join(20); thread.join()
+try:
+    ends["worker"].broadcast(torch.zeros(5, dtype=torch.uint8), deadline_s=0.2)
+except TransferTimeout:
+    print("nothing came")
+ends["worker"].close(); ends["trainer"].close()
+one = torch.ones(1); dist.all_reduce(one); assert one.item() == 1
+dist.destroy_process_group()
+print("end of script")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["timed out", "nothing came", "end of script"]), done.stderr
+
+
+def join_a_sending_peer(start_peer: Callable[..., Any], manifest: Manifest) -> tuple[Any, TransferGroup]:
+    """A peer that sends 1 MiB buckets, 20 ms each, and this process's end of the group."""
+    peer = start_peer("send", manifest_json=manifest.model_dump_json(), bucket_bytes=1 << 20, load_s=0.02)
+    rendezvous = Rendezvous.model_validate_json(peer.wait_for("listening")["rendezvous"])
+    return peer, join_gloo(rendezvous, rank=1, deadline_s=30)
+
+
+def receive_and(strike: Callable[[], None], *, after: int, group: TransferGroup, manifest: Manifest, deadline_s: float) -> None:
+    """Receive, and strike the peer after some buckets; notes on the error when that was."""
+    struck_at: list[float] = []
+    buckets = 0
+
+    def load(_: object) -> None:
+        nonlocal buckets
+        buckets += 1
+        if buckets == after:
+            strike()
+            struck_at.append(time.monotonic())
+
+    try:
+        receive_weights(group=group, manifest=manifest, bucket_bytes=1 << 20, device="cpu", deadline_s=deadline_s, load=load)
+    except TransferError as error:
+        error.struck_at = struck_at[0]  # type: ignore[attr-defined]
+        raise

@@ -1,0 +1,577 @@
+"""The trainer node: requests in over the control socket, training steps and publications out.
+
+    rank 0    NodeLink (a thread) -> next request -> shared with the other ranks -> handled by all -> outcome compared -> terminal message
+    others    wait in the control group's broadcast -> handle the same request -> compare
+
+The control group is gloo on the CPU; while nothing comes, rank 0 broadcasts a keepalive every few seconds, so an idle rank's wait never nears
+its deadline. Every request ends in one terminal message, and the node goes on serving after a failed one, unless the ranks no
+longer stand at the same point: then all exit with `EXIT_DIVERGED` and whoever launched them starts them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from orchestrator.errors import (
+    ConfigError,
+    NodeLost,
+    PublicationError,
+    SpliceError,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
+from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.messages import (
+    AnyMessage,
+    ErrorCode,
+    Hello,
+    LoadCheckpoint,
+    OpenTransferGroup,
+    PlanPublication,
+    Ready,
+    SaveCheckpoint,
+    SendWeights,
+    TensorSpec,
+    TrainLora,
+    TrainMerged,
+    TrainStep,
+)
+from orchestrator.protocol.node_link import NodeLink
+
+log = logging.getLogger("splice.trainer")
+
+KEEPALIVE_S = 5.0
+DEADLINE_GRACE_S = 30.0
+"""A request that is still running this long after its deadline is stuck; the node says so and ends."""
+EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
+_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "splice")
+_KEEPALIVE, _STOP = 0, -1
+
+
+class NotReady(SpliceError, RuntimeError):
+    """The request needs something that is not there yet; says what."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What `Completed` carries."""
+
+    result: dict[str, Any] = field(default_factory=dict)
+    tensors: tuple[TensorSpec, ...] = ()
+    buffers: tuple[bytes, ...] = ()
+
+
+def classify(error: BaseException, *, phase: str) -> tuple[ErrorCode, str]:
+    """An exception's code and what to do about it."""
+    from trainer_node.checkpoint import CheckpointError
+    from trainer_node.runtime import NonFiniteGradient
+
+    table: list[tuple[type[BaseException], ErrorCode, str]] = [
+        (NonFiniteGradient, ErrorCode.NON_FINITE_GRADIENT, "Look at the batch's advantages and the learning rate; send the next batch."),
+        (CheckpointError, ErrorCode.CHECKPOINT_FAILED, "Mend the disk or folder named; LoadCheckpoint the last durable version before "
+         "training again, because the state in memory may be a step ahead of it."),
+        (NotReady, ErrorCode.NOT_READY, "Send the request named first."),
+        (PublicationError, ErrorCode.PLAN_REFUSED, "The adapters or the export do not fit the manifest; plan the publication again."),
+        (TransferTimeout, ErrorCode.TRANSFER_TIMEOUT, "Open a new transfer group and resend the version."),
+        (TransferAborted, ErrorCode.TRANSFER_ABORTED, "Open a new transfer group and resend the version."),
+        (TransferError, ErrorCode.TRANSFER_FAILED, "Open a new transfer group and resend the version."),
+        (ConfigError, ErrorCode.BAD_INPUT, "Correct the field named and submit again."),
+    ]  # fmt: skip
+    for kind, code, remedy in table:
+        if isinstance(error, kind):
+            return code, remedy
+    if phase == "training":
+        return ErrorCode.TRAINING_FAILED, "See the trainer's log; LoadCheckpoint the last durable version and submit again."
+    return ErrorCode.INTERNAL, "See the trainer's log; restart the trainer if it happens again."
+
+
+class Control:
+    """Rank 0's requests on every rank."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._is_root = group, dist.get_rank() == 0
+
+    def share(self, envelope: Envelope | None, *, stop: bool = False) -> Envelope | None:
+        """Rank 0 gives a request, None (keepalive) or stop; the others get it. None: keepalive.
+
+        Raises:
+            StopIteration: rank 0 said stop.
+        """
+        payload = b""
+        if self._is_root and envelope is not None:
+            frames = encode(envelope.message, envelope.buffers)
+            payload = msgpack.packb([bytes(f) for f in frames], use_bin_type=True)
+        size = torch.tensor([_STOP if stop else len(payload)], dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._group)
+        if int(size) == _STOP:
+            raise StopIteration
+        if int(size) == _KEEPALIVE:
+            return None
+        data = (
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            if self._is_root
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
+        dist.broadcast(data, src=0, group=self._group)
+        return envelope if self._is_root else decode(msgpack.unpackb(data.numpy().tobytes(), raw=False))
+
+    def compare(self, error: BaseException | None) -> list[str | None]:
+        """Every rank's error, as text starting with the type's name, or None."""
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, mine, group=self._group)
+        return errors
+
+
+class Node:
+    """One rank of the trainer node; rank 0 has the link."""
+
+    def __init__(self, config: TrainerConfig, link: NodeLink | None) -> None:
+        from trainer_node.export import Exporter
+        from trainer_node.runtime import TrainerRuntime
+
+        self.config, self.link = config, link
+        self.runtime = TrainerRuntime(config)
+        self.exporter = Exporter(self.runtime)
+        self.control = Control(self.runtime.control_group)
+        self.phase = "idle"
+        self._request_id = ""
+        self._transfer = Transfer(config, self.runtime.device)
+        self._handlers: dict[type, Callable[..., Outcome]] = {
+            TrainMerged: self._train_merged,
+            TrainLora: self._train_lora,
+            SaveCheckpoint: self._save_checkpoint,
+            LoadCheckpoint: self._load_checkpoint,
+            PlanPublication: self._plan_publication,
+            OpenTransferGroup: self._open_transfer_group,
+            SendWeights: self._send_weights,
+        }
+
+    # ------------------------------------------------------------ the loop
+
+    def serve(self) -> int:
+        """Handle requests until told to stop; returns the exit code."""
+        if self.link is not None:
+            detail = {
+                "model": str(self.config.model),
+                "parallel": self.config.parallel.model_dump(),
+                "trainable_parameters": self.runtime.num_parameters,
+                "dtype": self.config.dtype,
+                "device": self.config.device,
+            }
+            self.link.send(Ready(node_id=self.link.node_id, detail=detail))
+        while True:
+            try:
+                envelope = self._next()
+            except StopIteration:
+                return 0
+            if envelope is not None and not self._handle(envelope):
+                return EXIT_DIVERGED
+
+    def _next(self) -> Envelope | None:
+        if self.link is None:
+            return self.control.share(None)
+        try:
+            envelope = self.link.recv(timeout_s=KEEPALIVE_S)
+        except NodeLost as error:
+            log.warning("%s; the trainer ends", error)
+            return self.control.share(None, stop=True)
+        stop = envelope is not None and envelope.message.kind == "Shutdown"
+        return self.control.share(None if stop else envelope, stop=stop)
+
+    def _handle(self, envelope: Envelope) -> bool:
+        """Run one request to its terminal message. False: the ranks have diverged and must end."""
+        message: Any = envelope.message
+        self._request_id, self.phase = message.request_id, message.kind
+        outcome, error = Outcome(), None
+        with self._watch(message):
+            try:
+                outcome = self._dispatch(message, envelope.buffers)
+            except Exception as caught:  # the boundary: it ends the request, not the node
+                error = caught
+                log.exception("%s failed while %s", message.kind, self.phase)
+            errors = self.control.compare(error)
+        diverged = _diverged(errors)
+        if self.link is not None:
+            self._answer(outcome, error, errors, diverged=diverged)
+        self.phase = "idle"
+        return not diverged
+
+    def _dispatch(self, message: Any, buffers: Sequence[bytes]) -> Outcome:
+        if message.kind == "LeaveTransferGroup":
+            self._transfer.close()
+            return Outcome()
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ConfigError(f"the trainer does not know {message.kind}")
+        return handler(message, buffers) if isinstance(message, TrainStep) else handler(message)
+
+    def _answer(self, outcome: Outcome, error: BaseException | None, errors: list[str | None], *, diverged: bool) -> None:
+        assert self.link is not None
+        failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
+        if not failed:
+            self.link.complete(self._request_id, result=outcome.result, tensors=outcome.tensors, buffers=outcome.buffers)
+            return
+        rank, text = failed[0]
+        code, remedy = (
+            classify(error, phase=self.phase) if error is not None else (ErrorCode.INTERNAL, "See the trainer's log.")
+        )
+        if diverged:
+            remedy = "The ranks are no longer in step, so the trainer ends and is started again; LoadCheckpoint the last durable version."
+        where = f"rank {rank}: " if len(errors) > 1 else ""
+        self.link.fail(self._request_id, code=code, phase=self.phase, message=where + text, remedy=remedy)
+
+    def _progress(self, phase: str, **detail: object) -> None:
+        self.phase = phase
+        if self.link is not None:
+            self.link.progress(self._request_id, phase, **detail)
+
+    @contextlib.contextmanager
+    def _watch(self, message: Any) -> Iterator[None]:
+        """End the process if a request is stuck far beyond its deadline: a hung kernel or collective cannot be interrupted."""
+
+        def stuck() -> None:
+            log.error(
+                "%s is stuck while %s, %.0f s after its receipt",
+                message.kind,
+                self.phase,
+                message.deadline_s + DEADLINE_GRACE_S,
+            )
+            if self.link is not None:
+                self.link.fail(
+                    message.request_id,
+                    code=ErrorCode.INTERNAL,
+                    phase=self.phase,
+                    message=f"stuck: no end within {message.deadline_s + DEADLINE_GRACE_S:.0f} s",
+                    remedy="The trainer ends and is started again; LoadCheckpoint the last durable version.",
+                )
+                self.link.close()
+            os._exit(EXIT_STUCK)
+
+        timer = threading.Timer(message.deadline_s + DEADLINE_GRACE_S, stuck)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    # ------------------------------------------------------------ requests
+
+    def _train(self, message: TrainStep, buffers: Sequence[bytes]) -> tuple[dict[str, float], float]:
+        from trainer_node.batch import decode_batch
+
+        self._progress("training")
+        started = time.monotonic()
+        batch = decode_batch(
+            specs=message.tensors,
+            buffers=buffers,
+            vocab_size=self.runtime.vocab_size,
+            max_length=self.runtime.max_length,
+            loss=message.loss,
+        )
+        metrics = self.runtime.train_step(batch, message.loss, message.optim)
+        return metrics, time.monotonic() - started
+
+    def _train_merged(self, message: TrainMerged, buffers: Sequence[bytes]) -> Outcome:
+        from trainer_node import checkpoint
+
+        metrics, train_s = self._train(message, buffers)
+        self._progress("saving", metrics=metrics)
+        started = time.monotonic()
+        checkpoint.save(self.runtime, Path(message.checkpoint_dir), version=message.version)
+        seconds = {"train": train_s, "save": time.monotonic() - started}
+        return Outcome(result={"version": message.version, "metrics": metrics, "seconds": seconds})
+
+    def _train_lora(self, message: TrainLora, buffers: Sequence[bytes]) -> Outcome:
+        from trainer_node import checkpoint
+
+        metrics, train_s = self._train(message, buffers)
+        self._progress("saving", metrics=metrics)
+        started = time.monotonic()
+        checkpoint.save_adapter(self.runtime, Path(message.output_dir))
+        seconds = {"train": train_s, "save": time.monotonic() - started}
+        return Outcome(result={"output_dir": message.output_dir, "metrics": metrics, "seconds": seconds})
+
+    def _save_checkpoint(self, message: SaveCheckpoint) -> Outcome:
+        from trainer_node import checkpoint
+
+        self._progress("saving")
+        started = time.monotonic()
+        checkpoint.save(self.runtime, Path(message.checkpoint_dir), version=message.version)
+        return Outcome(result={"version": message.version, "seconds": {"save": time.monotonic() - started}})
+
+    def _load_checkpoint(self, message: LoadCheckpoint) -> Outcome:
+        from trainer_node import checkpoint
+
+        self._progress("loading")
+        started = time.monotonic()
+        version = checkpoint.load(self.runtime, Path(message.checkpoint_dir))
+        return Outcome(result={"version": version, "seconds": {"load": time.monotonic() - started}})
+
+    def _plan_publication(self, message: PlanPublication) -> Outcome:
+        self._progress("planning")
+        manifest = self.exporter.manifest()
+        return Outcome(result=manifest.model_dump(mode="python"))
+
+    def _open_transfer_group(self, message: OpenTransferGroup) -> Outcome:
+        if self.link is not None:
+            self._transfer.open(message, on_listening=lambda where: self._progress("listening", rendezvous=where))
+        return Outcome()
+
+    def _send_weights(self, message: SendWeights) -> Outcome:
+        deadline = time.monotonic() + message.deadline_s
+        manifest = self.exporter.manifest()
+        # If nothing can be sent, every rank still runs the export, and they stay in step.
+        problem = self._transfer.problem() if self.link is not None else None
+        self._progress("sending", version=message.version)
+        stream = self.exporter.merged_tensors()
+        if self.link is None or problem is not None:
+            _exhaust(stream)
+            if problem is not None:
+                raise NotReady(problem)
+            return Outcome()
+        try:
+            report = self._transfer.send(manifest, stream, deadline_s=deadline - time.monotonic())
+        except (TransferError, PublicationError):
+            # The other ranks are in the export's collectives: finish it without sending.
+            _exhaust(stream)
+            raise
+        seconds = {k: v for k, v in report.seconds.items() if k != "total"}
+        seconds["merge"] = self.exporter.merge_s
+        seconds["export"] = max(0.0, seconds.get("export", 0.0) - self.exporter.merge_s)
+        digests = report.digests_N
+        spec = TensorSpec(name="digests", dtype="int64", shape=tuple(digests.shape))
+        return Outcome(
+            result={"version": message.version, "nbytes": report.nbytes, "seconds": seconds},
+            tensors=(spec,),
+            buffers=(digests.contiguous().numpy().tobytes(),),
+        )
+
+    def abort_send(self, reason: str) -> None:
+        """Abort a join or send under way; called on the link's thread."""
+        self._transfer.abort(reason)
+
+    def close(self) -> None:
+        """End communicators and process groups."""
+        self._transfer.close()
+        self.runtime.close()
+
+
+class Transfer:
+    """Rank 0's transfer groups and sender. A failed send closes them: the next send refuses and says what to do."""
+
+    def __init__(self, config: TrainerConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._lock = threading.Lock()
+        self._listeners: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}
+        self._sender: Any = None
+        self._bucket_bytes = 0
+        self._why_not = "no transfer group is open; send OpenTransferGroup first"
+
+    def open(self, message: OpenTransferGroup, *, on_listening: Callable[[dict[str, Any]], None]) -> None:
+        """Listen, say where, and join every replica before the deadline; all or none.
+
+        Raises:
+            TransferError, ConfigError: as `weight_transfer.groups` does.
+        """
+        from weight_transfer.groups import open_listener
+
+        self.close()
+        deadline = time.monotonic() + message.deadline_s
+        joined: dict[str, Any] = {}
+        try:
+            for replica, workers in message.replicas.items():
+                listener = open_listener(
+                    transport=message.transport,
+                    host=self._config.host,
+                    world_size=1 + workers,
+                    bucket_bytes=message.bucket_bytes,
+                    device=self._device,
+                )
+                with self._lock:
+                    self._listeners[replica] = listener
+            on_listening({r: x.rendezvous.model_dump(mode="python") for r, x in self._listeners.items()})
+            for replica in message.replicas:
+                joined[replica] = self._listeners[replica].join(max(0.001, deadline - time.monotonic()))
+        except BaseException as error:
+            for group in joined.values():
+                group.close()
+            self._why_not = f"opening the transfer group failed ({error}); send OpenTransferGroup again"
+            raise
+        finally:
+            self._close_listeners()
+        with self._lock:
+            self._groups, self._bucket_bytes = joined, message.bucket_bytes
+
+    def problem(self) -> str | None:
+        """Why nothing can be sent now; None if it can."""
+        return None if self._groups or self._sender is not None else self._why_not
+
+    def send(self, manifest: Any, stream: Iterator[tuple[str, torch.Tensor]], *, deadline_s: float) -> Any:
+        """Send the stream to every group; on failure the groups are gone."""
+        from weight_transfer.sender import WeightSender
+
+        with self._lock:
+            if self._sender is None:
+                self._sender = WeightSender(
+                    groups=self._groups, manifest=manifest, bucket_bytes=self._bucket_bytes, device=self._device
+                )
+        try:
+            return self._sender.send(stream, deadline_s=deadline_s)
+        except BaseException as error:
+            self.close()
+            self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
+            raise
+
+    def abort(self, reason: str) -> None:
+        """From any thread."""
+        self._close_listeners()
+        with self._lock:
+            sender, groups = self._sender, list(self._groups.values())
+        if sender is not None:
+            sender.abort(reason)
+        else:
+            for group in groups:
+                group.abort(reason)
+
+    def close(self) -> None:
+        """Leave every group. Safe to call twice."""
+        self._close_listeners()
+        with self._lock:
+            sender, self._sender = self._sender, None
+            groups, self._groups = self._groups, {}
+        if sender is not None:
+            sender.close()  # closes the groups too
+        else:
+            for group in groups.values():
+                group.close()
+        self._why_not = "no transfer group is open; send OpenTransferGroup first"
+
+    def _close_listeners(self) -> None:
+        with self._lock:
+            listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.close()
+
+
+def _exhaust(stream: Iterator[object]) -> None:
+    for _ in stream:
+        pass
+
+
+def _diverged(errors: Sequence[str | None]) -> bool:
+    """Whether the ranks may stand at different points.
+
+    They do not where all ended alike, or where only rank 0 failed, outside a collective, and the rest finished. A type of torch's own
+    on several ranks means a broken process group.
+    """
+    if len(errors) == 1 or all(e is None for e in errors):
+        return False
+    kinds = {e and e.partition(":")[0] for e in errors}
+    if kinds & {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError"}:
+        return True
+    return len(kinds) > 1 and any(e is not None for e in errors[1:])
+
+
+# ---------------------------------------------------------------- the process
+
+
+def hello(node_id: str, token: str, device: str) -> Hello:
+    """Who we are."""
+    packages = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    gpus: tuple[str, ...] = ()
+    if device == "cuda":
+        packages["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return Hello(
+        role="trainer",
+        node_id=node_id,
+        incarnation=uuid.uuid4().hex,
+        run_token=token,
+        packages=packages,
+        gpus=gpus,
+        pid=os.getpid(),
+    )
+
+
+def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> int:
+    """One rank's life; returns the exit code."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return _serve(config, None, {})
+    nodes: dict[str, Node] = {}
+
+    def on_abort(message: AnyMessage) -> None:
+        if "node" in nodes:
+            nodes["node"].abort_send(message.reason)  # type: ignore[union-attr]
+
+    link = NodeLink(endpoint=endpoint, hello=hello(node_id, token, config.device), urgent={"AbortSend": on_abort})
+    with link.start():
+        return _serve(config, link, nodes)
+
+
+def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node]) -> int:
+    node = nodes["node"] = Node(config, link)
+    code = EXIT_DIVERGED
+    try:
+        code = node.serve()
+    finally:
+        if code == 0:
+            node.close()
+        else:
+            # Process groups that are out of step block when they are destroyed.
+            node._transfer.close()
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the run's token comes from SPLICE_RUN_TOKEN."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_node", description="splice's trainer node; one process per rank, under torchrun."
+    )
+    parser.add_argument("--endpoint", required=True, help="the orchestrator's address, tcp://host:port")
+    parser.add_argument("--node-id", default="trainer")
+    parser.add_argument("--config", type=Path, required=True, help="TrainerConfig as JSON")
+    arguments = parser.parse_args(argv)
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+    try:
+        config = TrainerConfig.model_validate_json(arguments.config.read_text())
+        code = run(
+            endpoint=arguments.endpoint, node_id=arguments.node_id, config=config, token=os.environ.get("SPLICE_RUN_TOKEN", "")
+        )
+    except (ConfigError, ValidationError, OSError) as error:
+        log.error("%s", error)
+        code = EXIT_CONFIG
+    except Exception:
+        log.exception("the trainer ends")
+        code = EXIT_DIVERGED
+    if code != 0:
+        # Not through the interpreter's shutdown: process groups out of step can hang there.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -32,10 +32,10 @@ def main() -> int:
     try:
         _run(args.endpoint, args.node_id, args.config)
     except ConfigError as error:
-        print(f"inference_node: {error}", file=sys.stderr)
+        sys.stderr.write(f"inference_node: {error}\n")
         return EXIT_CONFIG
     except (NodeLost, SpliceError) as error:
-        print(f"inference_node: {error}", file=sys.stderr)
+        sys.stderr.write(f"inference_node: {error}\n")
         return EXIT_LOST
     return 0
 

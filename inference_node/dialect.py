@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -105,14 +106,17 @@ def convert_moe_weights(
             backend, moe_config=_copy(method.moe), w13_weight=w13_EUH, w2_weight=w2_EHI
         )
         return converted
-    stand_in = _moe_stand_in(layer, w13_EUH, w2_EHI)
+    extra: dict[str, Any] = {}
+    if "layer" in inspect.signature(unquantized.convert_to_unquantized_kernel_format).parameters:
+        extra["layer"] = _moe_stand_in(layer, w13_EUH, w2_EHI)
     w13, w2 = unquantized.convert_to_unquantized_kernel_format(
-        backend, moe_config=_copy(layer.moe_config), w13_weight=w13_EUH, w2_weight=w2_EHI, layer=stand_in
+        backend, moe_config=_copy(method.moe), w13_weight=w13_EUH, w2_weight=w2_EHI, **extra
     )
     stand_in = _moe_stand_in(layer, w13, w2)
     _copy(method.moe_kernel.fused_experts).process_weights_after_loading(stand_in)
     w13_packed, w2_packed = (stand_in._parameters[n] for n in ("w13_weight", "w2_weight"))
-    assert w13_packed is not None and w2_packed is not None
+    assert w13_packed is not None
+    assert w2_packed is not None
     return w13_packed.data, w2_packed.data
 
 

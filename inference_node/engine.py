@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from inference_node import dialect, placement, reload, verify
@@ -120,7 +121,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
     def plan_check(self, manifest: Manifest) -> placement.Findings:
         """Record where the manifest's tensors land, once per manifest, and say what does not fit. Nothing changes."""
         if self._plan is None or manifest != self._manifest:
-            self._plan = placement.record(self.model, manifest)
+            with set_current_vllm_config(self.vllm_config):
+                self._plan = placement.record(self.model, manifest)
             self._manifest = manifest
             lossy = verify.loses_zero_sign(self.model, self._plan)
             self._corrected = {}
@@ -191,7 +193,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """Digests of this worker's live tensors."""
         if self._plan is None:
             raise RuntimeError("no plan; send PrepareUpdate first")
-        with torch.no_grad():
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             return verify.read_back(self.model, self._plan, self._corrections)
 
     @staticmethod

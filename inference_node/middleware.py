@@ -54,6 +54,7 @@ class SpliceMiddleware:
         self.control = Control(self.alias, self.flights)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -8,7 +8,7 @@ MIDDLEWARE = "inference_node.middleware.SpliceMiddleware"
 WORKER_EXTENSION = "inference_node.worker_extension.SpliceWorkerExtension"
 
 SUPERVISED = "SPLICE_SUPERVISED"
-"""Environment variable: "1" in processes that our supervisor started."""
+"""Environment variable: the supervisor's pid, in the processes that it started."""
 SECRET = "SPLICE_CONTROL_SECRET"
 """Environment variable: what the control routes ask for."""
 MODEL_NAME = "SPLICE_MODEL_NAME"

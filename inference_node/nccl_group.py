@@ -143,7 +143,7 @@ def join_nccl(rendezvous: Rendezvous, *, rank: int, device: torch.device, deadli
         try:
             with torch.cuda.device(device):
                 PyNcclCommunicator.__init__(communicator, group, device=device)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             failure.append(error)
 
     thread = threading.Thread(target=run, name="splice-nccl-init", daemon=True)

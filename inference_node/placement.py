@@ -23,6 +23,8 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 NAMES_SHOWN = 5
 MAX_REFUSALS = 4
 """After this many tensors whose loader raised, recording stops: the rest would say the same."""
+LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a weight loader raises for a tensor it does not like; NotImplementedError is a RuntimeError."""
 _LOSSLESS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
 
 
@@ -100,18 +102,10 @@ def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
                 with recorder, dialect.partial_load():
                     load_weights(feed.sources(recorder))
                 break
-            except (
-                AssertionError,
-                ValueError,
-                KeyError,
-                RuntimeError,
-                TypeError,
-                IndexError,
-                AttributeError,
-                NotImplementedError,
-            ) as error:
+            except LOADER_ERRORS as error:
+                again = feed.last in refused
                 refused[feed.last] = f"{type(error).__name__}: {error}"[:300]
-                if len(refused) >= MAX_REFUSALS:
+                if again or len(refused) >= MAX_REFUSALS:
                     break
     return PlacementPlan(
         regions=tuple(recorder.regions), formats=formats, covered=dict(recorder.covered), refused=refused,

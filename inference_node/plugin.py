@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 def register() -> None:
     """Register the engine; safe to call any number of times."""
-    if os.environ.get(SUPERVISED) == "1":
+    if SUPERVISED in os.environ:
         die_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -27,11 +27,13 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, "inference_node.engine", "SpliceEngine")
 
 
-def die_with_parent(expected_parent: int | None = None) -> None:
+def die_with_parent() -> None:
     """SIGKILL this process when its parent ends (Linux only); at once if it has ended already."""
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid() if expected_parent is None else expected_parent
+    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or parent == 1:
+    # A parent that is pid 1 is the one that adopts orphans, unless our supervisor is pid 1 itself, as in a container.
+    orphaned = parent == 1 and os.environ.get(SUPERVISED) != "1"
+    if os.getppid() != parent or orphaned:
         os.kill(os.getpid(), signal.SIGKILL)

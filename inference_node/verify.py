@@ -139,7 +139,7 @@ def _layer_copies(layer: torch.nn.Module, fmt: ParamFormat) -> list[_Live]:
 
 def _is_multiplied(layer: torch.nn.Module, copies: Sequence[_Live]) -> bool:
     """A pure embedding has a packed copy too, but only looks its rows up."""
-    return not copies or not type(layer).__name__ == "VocabParallelEmbedding"
+    return not copies or type(layer).__name__ != "VocabParallelEmbedding"
 
 
 def _probe_linear(layer: torch.nn.Module, packed: Callable[..., torch.Tensor], fmt: ParamFormat) -> torch.Tensor:
@@ -158,8 +158,7 @@ def _probe_linear(layer: torch.nn.Module, packed: Callable[..., torch.Tensor], f
 def loses_zero_sign(model: torch.nn.Module, plan: PlacementPlan) -> set[tuple[str, str]]:
     """(module, param) of the parameters that are read back through a product."""
     layers = dict(model.named_modules())
-    aliases = {f.alias_of for f in plan.formats.values() if f.alias_of is not None}
-    return {key for key in plan.formats if hasattr(layers[key[0]], "cpu_linear") or key in aliases}
+    return {fmt.alias_of or key for key, fmt in plan.formats.items() if hasattr(layers[key[0]], "cpu_linear")}
 
 
 def zero_sign_correction(tensor: torch.Tensor, region: Region) -> int:
@@ -314,10 +313,10 @@ def combine(manifest: Manifest, workers: Sequence[WorkerDigests]) -> tuple[list[
         if spec.name in unverified:
             digests.append(0)
             continue
-        parts: dict[Any, PartDigest] = {}
-        for part in (p for w in workers for p in w.parts.get(spec.name, ())):
-            if parts.setdefault(part.key, part).digest != part.digest:
-                wrong.append(f"{spec.name} (its live copies disagree)")
+        found = [p for w in workers for p in w.parts.get(spec.name, ())]
+        parts = {p.key: p for p in found}
+        if any(parts[p.key].digest != p.digest for p in found):
+            wrong.append(f"{spec.name} (its live copies disagree)")
         covered = sum(p.numel for p in parts.values())
         if covered != spec.numel:
             wrong.append(f"{spec.name} ({covered} of {spec.numel} elements found)")

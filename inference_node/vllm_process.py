@@ -80,7 +80,7 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
     """vLLM's environment: ours, without the run's token, with what plug-in, workers and middleware need."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SPLICE_")}
     env |= {
-        names.SUPERVISED: "1",
+        names.SUPERVISED: str(os.getpid()),
         names.SECRET: secret,
         names.MODEL_NAME: config.name,
         names.WATCHDOG: watchdog_endpoint,

@@ -45,7 +45,9 @@ class AbortSender:
     @property
     def endpoint(self) -> str:
         """Where the workers subscribe."""
-        return str(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode())
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.decode()
 
     def abort(self, *, update_id: str, reason: str) -> None:
         """Tell every worker to end the update at once."""

@@ -27,6 +27,7 @@ from orchestrator.smoke.config import SmokeConfig
 from orchestrator.smoke.run import run_smoke
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning on split GPUs.")
+TABLE_WIDTH = 130
 MODELS = Path("runs/models")
 TINY = {"qwen3": MODELS / "tiny-qwen3", "qwen3_moe": MODELS / "tiny-qwen3-moe"}
 TrainerPython = Annotated[Path, typer.Option(help="Interpreter of the trainer environment.")]
@@ -67,7 +68,7 @@ def smoke(
     trainer_module: Annotated[str, typer.Option(hidden=True, help="For tests that inject failures.")] = "trainer_node",
 ) -> None:
     """From checkpoint to name@STEPS: train, merge, publish, prove. Exit code 0 only if every check held."""
-    console = Console(soft_wrap=True)
+    console = _console()
     cuda = device == "cuda"
     try:
         if device not in ("cpu", "cuda"):
@@ -150,7 +151,7 @@ async def _serve(config: OrchestratorConfig) -> None:
 @app.command()
 def doctor(trainer_python: TrainerPython = _HERE, inference_python: InferencePython = _INFERENCE) -> None:
     """Do the installed versions fit? Exit code 1 if not."""
-    console = Console(soft_wrap=True)
+    console = _console()
     try:
         findings = doctoring.diagnose(trainer_python=trainer_python, inference_python=inference_python)
     except ConfigError as error:
@@ -173,6 +174,11 @@ def keys(directory: Annotated[Path, typer.Argument(help="A new folder; keep it p
     zmq.auth.create_certificates(directory, "server")
     zmq.auth.create_certificates(directory, "client")
     (directory / "client.key").replace(clients / "client.key")
+
+
+def _console() -> Console:
+    """Wide enough for the table where there is no terminal to ask."""
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else TABLE_WIDTH)
 
 
 def _terminate(*_: object) -> None:

@@ -281,7 +281,7 @@ class AdapterSet:
             # A fused norm-and-linear: the adapter's input is the norm's output.
             module.return_layernorm_output = True  # type: ignore[assignment]
         self.adapters.append(adapter)
-        self._hooks.append(module.register_forward_hook(_add_delta(adapter)))
+        self._hooks.append((module, module.register_forward_hook(_add_delta(adapter))))
 
     def _dense_adapter(self, module: Any, task: Any, names: list[str | None]) -> DenseAdapter:
         size = parallel_state.get_tensor_model_parallel_world_size()
@@ -401,8 +401,11 @@ class AdapterSet:
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        for hook in self._hooks:
+        for module, hook in self._hooks:
             hook.remove()
+            if hasattr(module, "return_layernorm_output"):
+                module.return_layernorm_output = False
+        self._hooks.clear()
 
 
 def _assemble(pieces: Mapping[tuple[str, Matrix], list[tuple[int, int | None, torch.Tensor]]]) -> dict[str, LoraDelta]:

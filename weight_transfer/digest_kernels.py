@@ -1,7 +1,7 @@
 """Triton kernels of `digest`: the same numbers as its torch path, at the memory's speed. Imported only where Triton is installed.
 
 Each program mixes one block of elements, sums it and adds the sum to the tensor's digest with one 64-bit atomic; integer addition
-commutes, so the result does not depend on the order. Axes: R = rows of a region, C = its columns; N = tensors.
+commutes, so the result does not depend on the order. The kernels carry no annotations, which Triton would take for globals. Axes: R = rows of a region, C = its columns; N = tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ SPREAD: Any = tl.constexpr(digest.SPREAD)
 MUL_1: Any = tl.constexpr(digest.MUL_1)
 MUL_2: Any = tl.constexpr(digest.MUL_2)
 BLOCK = 4096
+UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 @triton.jit
-def _mix(bits: Any, index: Any) -> Any:
+def _mix(bits, index):
     x = (bits * SPREAD) ^ ((index.to(tl.uint64, bitcast=True) + 1) * GOLDEN)
     x = (x ^ (x >> 30)) * MUL_1
     x = (x ^ (x >> 27)) * MUL_2
@@ -30,45 +31,34 @@ def _mix(bits: Any, index: Any) -> Any:
 
 
 @triton.jit
-def _unsigned(x: Any, ELEMENT_BYTES: tl.constexpr) -> Any:
-    """Zero-extend to 64 bits."""
-    if ELEMENT_BYTES == 1:
-        return x.to(tl.uint8, bitcast=True).to(tl.uint64)
-    if ELEMENT_BYTES == 2:
-        return x.to(tl.uint16, bitcast=True).to(tl.uint64)
-    if ELEMENT_BYTES == 4:
-        return x.to(tl.uint32, bitcast=True).to(tl.uint64)
-    return x.to(tl.uint64, bitcast=True)
-
-
-@triton.jit
 def _region_kernel(
-    bits_ptr: Any,
-    out_ptr: Any,
-    rows: Any,
-    columns: Any,
-    row_memory: Any,
-    column_memory: Any,
-    row_index: Any,
-    column_index: Any,
-    first_index: Any,
-    tiles_across: Any,
-    ELEMENT_BYTES: tl.constexpr,
+    bits_ptr,
+    out_ptr,
+    rows,
+    columns,
+    row_memory,
+    column_memory,
+    row_index,
+    column_index,
+    first_index,
+    tiles_across,
+    DTYPE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0).to(tl.int64)
     r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
     c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
-    bits = tl.load(bits_ptr + r * row_memory + c * column_memory, mask=inside, other=0)
-    mixed = _mix(_unsigned(bits, ELEMENT_BYTES), first_index + r * row_index + c * column_index)
+    elements = bits_ptr.to(tl.pointer_type(DTYPE)) + r * row_memory + c * column_memory
+    bits = tl.load(elements, mask=inside, other=0).to(tl.uint64)
+    mixed = _mix(bits, first_index + r * row_index + c * column_index)
     mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
     tl.atomic_add(out_ptr, tl.sum(tl.sum(mixed, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
-def _many_kernel(table_ptr: Any, block_table_ptr: Any, out_ptr: Any, ELEMENT_BYTES: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _many_kernel(table_ptr, block_table_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(block_table_ptr + 2 * program)
     block = tl.load(block_table_ptr + 2 * program + 1)
@@ -77,14 +67,7 @@ def _many_kernel(table_ptr: Any, block_table_ptr: Any, out_ptr: Any, ELEMENT_BYT
     out = tl.load(table_ptr + 3 * row + 2)
     i = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     inside = i < numel
-    if ELEMENT_BYTES == 1:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint8)) + i, mask=inside, other=0).to(tl.uint64)
-    elif ELEMENT_BYTES == 2:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + i, mask=inside, other=0).to(tl.uint64)
-    elif ELEMENT_BYTES == 4:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint32)) + i, mask=inside, other=0).to(tl.uint64)
-    else:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint64)) + i, mask=inside, other=0)
+    bits = tl.load(address.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0).to(tl.uint64)
     mixed = _mix(bits, i)
     mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
     tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
@@ -106,7 +89,7 @@ def launch_region(*, bits_RC: torch.Tensor, first_index: int, index_strides: tup
             *index_strides,
             first_index,
             tiles_across,
-            ELEMENT_BYTES=bits_RC.element_size(),
+            DTYPE=UNSIGNED[bits_RC.element_size()],
             BLOCK_R=block_r,
             BLOCK_C=block_c,
         )
@@ -126,7 +109,7 @@ def launch_many(*, table_R3: torch.Tensor, element_bytes: int, out_N: torch.Tens
             _to_device(table_R3, out_N),
             _to_device(block_table_B2, out_N),
             out_N,
-            ELEMENT_BYTES=element_bytes,
+            DTYPE=UNSIGNED[element_bytes],
             BLOCK=BLOCK,
         )
 

@@ -109,7 +109,7 @@ class NcclSenderGroup:
             return
         held = self._lock.acquire(timeout=ABORT_GRACE_S)
         try:
-            with torch.cuda.device(self._device), contextlib.suppress(self._nccl.NcclError):
+            with torch.cuda.device(self._device), contextlib.suppress(self._nccl.NcclError, KeyError):
                 communicator.abort()
         finally:
             if held:
@@ -133,7 +133,7 @@ class NcclSenderGroup:
                 raise TransferAborted("transfer aborted: the transfer group is closed")
             try:
                 getattr(communicator, method)(*args)
-            except self._nccl.NcclError as error:
+            except (self._nccl.NcclError, KeyError) as error:  # KeyError: a status that cupy has no name for (ncclRemoteError)
                 self._raise_if_aborted()
                 raise TransferError(f"NCCL {method}: {error}; a worker is gone or its GPU failed") from error
 
@@ -150,7 +150,7 @@ class NcclListener:
         nccl = _cupy_nccl()
         self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.device(self._device):
-            self._unique_id: tuple[int, ...] | None = tuple(nccl.get_unique_id())
+            self._unique_id: Any = nccl.get_unique_id()  # bytes; before cupy 14 a tuple of signed chars
         self._closed = threading.Event()
         self._rendezvous = Rendezvous(
             transport="nccl",
@@ -190,7 +190,7 @@ class NcclListener:
 class _Init:
     """ncclCommInitRank on a thread of its own."""
 
-    def __init__(self, *, unique_id: tuple[int, ...], world_size: int, device: torch.device) -> None:
+    def __init__(self, *, unique_id: Any, world_size: int, device: torch.device) -> None:
         self._args, self._device = (world_size, unique_id, 0), device
         self._lock = threading.Lock()
         self._given_up = False
@@ -219,7 +219,7 @@ class _Init:
         try:
             with torch.cuda.device(self._device):  # the current device belongs to a thread
                 communicator = nccl.NcclCommunicator(*self._args)
-        except (nccl.NcclError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001  - whatever it is, the thread that waits raises it
             failure = error
         with self._lock:
             if not self._given_up:
@@ -227,5 +227,5 @@ class _Init:
                 communicator = None
         self._done.set()
         if communicator is not None:
-            with contextlib.suppress(nccl.NcclError):
+            with contextlib.suppress(nccl.NcclError, KeyError):
                 communicator.abort()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -53,20 +54,20 @@ class SmokeReport:
 
 def print_table(report: SmokeReport, console: Console) -> None:
     """One row per version."""
-    table = Table(title=f"{report.model} on {report.device} ({report.dtype})", title_justify="left")
+    table = Table(title=f"{report.model} on {report.device} ({report.dtype}); seconds", title_justify="left", padding=(0, 1, 0, 0), box=SIMPLE)
     for heading in ("version", "loss", "reward", "tokens", "max diff", *PHASES):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in report.versions:
         seconds = row["seconds"]
         table.add_row(
             row["alias"],
-            _number(row.get("loss")),
-            _number(row.get("reward")),
-            str(row.get("tokens", "")),
+            _number(row.get("loss"), "{:.1e}"),
+            _number(row.get("reward"), "{:.3f}"),
+            "" if row.get("tokens") is None else str(row["tokens"]),
             _number(row.get("max_logprob_diff"), "{:.1e}"),
             *(_number(seconds.get(p), "{:.3f}") for p in PHASES),
         )
-    console.print(table)
+    console.print(table, crop=False, no_wrap=True)
     for failure in report.failures:
         console.print(f"[red]failed[/red] {failure}")
     total = report.seconds.get("total", 0.0)

@@ -99,10 +99,10 @@ class Node:
         self.manifest = tiny.manifest_of(self.base)
         self.router = Router()
         self.log = folder / "vllm.log"
-        config = dict(
-            model=str(folder / "model"), name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1, log_file=str(self.log), max_num_seqs=8,
-            startup_timeout_s=170.0,
-        )  # fmt: skip
+        config = {
+            "model": str(folder / "model"), "name": "tiny", "max_model_len": 512, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
+            "max_num_seqs": 8, "startup_timeout_s": 170.0,
+        }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
         argv = [sys.executable, "-m", "inference_node", "--endpoint", self.router.endpoint, "--node-id", "inference-0"]

@@ -143,7 +143,7 @@ def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node
     api = next(p for p in psutil.Process(dense.process.pid).children() if "inference_node.serve" in " ".join(p.cmdline()))
     family: list[Any] = [api, *api.children(recursive=True)]
     api.kill()
-    gone, alive = psutil.wait_procs(family, timeout=15.0)
+    _, alive = psutil.wait_procs(family, timeout=15.0)
     assert not alive, "an engine outlived its killed API server"
     dense.wait_ready(count + 1)
     assert dense.router.ready[-1].detail["restarted"] is True

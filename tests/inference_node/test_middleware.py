@@ -119,6 +119,7 @@ class Server:
             if given:
                 return given.pop()
             await asyncio.sleep(3600)
+            return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             sent.append(message)

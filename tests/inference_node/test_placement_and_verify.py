@@ -185,7 +185,7 @@ def test_combine_counts_replicas_once_and_wants_them_equal() -> None:
     two = verify.WorkerDigests(parts={"a": [part(2, 2, 2)], "b": [part(0, 4, 7)]})
     assert verify.combine(manifest, [one, two]) == ([-(2**63) + 1, 7], {})
     other = verify.WorkerDigests(parts={"a": [part(2, 2, 2)], "b": [part(0, 4, 8)]})
-    with pytest.raises(VerificationError, match="b .*disagree"):
+    with pytest.raises(VerificationError, match=r"b .*disagree"):
         verify.combine(manifest, [one, other])
-    with pytest.raises(VerificationError, match="a .2 of 4"):
+    with pytest.raises(VerificationError, match=r"a .2 of 4"):
         verify.combine(manifest, [one])

@@ -22,7 +22,6 @@ TOPOLOGIES = {
     "dp2": ("dense_tied", 2, (1, 1, 1)),
     "moe_ep2": ("moe", 2, (1, 1, 2)),
     "moe_dp2": ("moe", 2, (1, 1, 1)),
-    "moe_tp2ep2": ("moe", 2, (2, 1, 2)),
     "moe_tp2pp2ep2": ("moe", 4, (2, 2, 2)),
 }
 

@@ -27,8 +27,7 @@ class CupyReceiver:
     def __init__(self, rendezvous: Rendezvous) -> None:
         assert rendezvous.nccl_unique_id is not None
         self.world_size = rendezvous.world_size
-        signed = tuple(b - 256 if b > 127 else b for b in rendezvous.nccl_unique_id)
-        self.communicator = nccl.NcclCommunicator(self.world_size, signed, 1)
+        self.communicator = nccl.NcclCommunicator(self.world_size, rendezvous.nccl_unique_id, 1)
         one = torch.zeros(1, device="cuda")
         stream = torch.cuda.current_stream().cuda_stream
         self.communicator.allReduce(one.data_ptr(), one.data_ptr(), 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)

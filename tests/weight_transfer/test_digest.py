@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -171,3 +174,57 @@ def test_many_is_one_by_one() -> None:
 def test_wrong_number_of_strides_is_refused() -> None:
     with pytest.raises(ValueError, match="2 index strides"):
         region_digest(torch.zeros(2, 2), first_index=0, index_strides=(1,))
+
+
+INTERPRETED = """
+import torch
+from weight_transfer import digest, digest_kernels
+for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+    t = (torch.randn(37, 300) * 50).to(dtype)
+    for rows, columns, strides in ((slice(0, 37), slice(0, 300), (300, 1)), (slice(3, 20), slice(5, 280, 2), (300, 2))):
+        region, out = t[rows, columns], torch.zeros(1, dtype=torch.int64)
+        bits = region.view(digest._int_dtype(dtype))
+        digest_kernels.launch_region(bits_RC=bits, first_index=905, index_strides=strides, out=out)
+        assert int(out) == int(digest.region_digest(region, first_index=905, index_strides=strides)), (dtype, strides)
+    tensors, out_N = [t[:n].clone() for n in (1, 37, 5)], torch.zeros(3, dtype=torch.int64)
+    table = torch.tensor([[x.data_ptr(), x.numel(), n] for n, x in enumerate(tensors)])
+    digest_kernels.launch_many(table_R3=table, element_bytes=dtype.itemsize, out_N=out_N)
+    assert out_N.tolist() == [int(digest.tensor_digest(x)) for x in tensors], dtype
+print("same numbers")
+"""
+
+
+def test_the_cuda_kernels_give_the_same_numbers_interpreted() -> None:
+    """Triton's interpreter runs the kernels on the CPU; it must be chosen before Triton is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.strip() == "same numbers", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+def test_the_cuda_kernels_compile(element_bytes: int) -> None:
+    """For an H100 or H200, by Triton's compiler alone: a kernel that does not compile shows where there is no GPU, too."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from weight_transfer import digest_kernels
+
+    dtype = digest_kernels.UNSIGNED[element_bytes]
+    integers = dict.fromkeys(
+        ["rows", "columns", "row_memory", "column_memory", "row_index", "column_index", "first_index", "tiles_across"], "i64"
+    )
+    region = {"bits_ptr": f"*i{8 * element_bytes}", "out_ptr": "*i64", **integers}
+    many = {"table_ptr": "*i64", "block_table_ptr": "*i64", "out_ptr": "*i64"}
+    for kernel, signature, constants in (
+        (digest_kernels._region_kernel, region, {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}),
+        (digest_kernels._many_kernel, many, {"DTYPE": dtype, "BLOCK": 4096}),
+    ):
+        source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]

@@ -257,7 +257,7 @@ except TransferTimeout as error:
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False, env=environment
     )
     assert (done.returncode, done.stdout.strip()) == (0, "timed out"), done.stderr[-2000:]
 

@@ -31,12 +31,11 @@ def run(*, device: str, small: bool) -> list[Case]:
     ours = sorted(_round_trips(jobs))
     peer = sorted(_polled_round_trips(polls))
     settings = {"jobs": jobs, "journal": "SQLite WAL, synchronous=FULL", "payload_bytes": sum(s.nbytes for s in _specs())}
-    cases = [
+    return [
         Case(name="control/empty-job", metric="round_trip_s", unit="s", samples=tuple(ours), peer=f"directory polled every {POLL_S:g} s",
              peer_samples=tuple(peer), settings=settings),
         Case(name="control/empty-job-p99", metric="round_trip_p99_s", unit="s", samples=(quantiles(ours, n=100)[98],), settings=settings),
     ]  # fmt: skip
-    return cases
 
 
 def _specs():  # type: ignore[no-untyped-def]

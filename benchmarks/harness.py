@@ -63,7 +63,13 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """As written to the file."""
         cases = [{**asdict(c), "value": c.value, "peer_value": c.peer_value} for c in self.cases]
-        return {"benchmark": self.benchmark, "device": self.device, "commit": self.commit, "packages": self.packages, "cases": cases}
+        return {
+            "benchmark": self.benchmark,
+            "device": self.device,
+            "commit": self.commit,
+            "packages": self.packages,
+            "cases": cases,
+        }
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -81,9 +87,7 @@ def load(path: Path) -> Result:
         )
         for c in raw["cases"]
     )  # fmt: skip
-    return Result(
-        benchmark=raw["benchmark"], device=raw["device"], commit=raw["commit"], packages=raw["packages"], cases=cases
-    )
+    return Result(benchmark=raw["benchmark"], device=raw["device"], commit=raw["commit"], packages=raw["packages"], cases=cases)
 
 
 def make_result(benchmark: str, cases: list[Case], *, device: str | None = None) -> Result:
@@ -119,8 +123,12 @@ def device_name() -> str:
 def commit() -> str:
     """HEAD, with "-dirty" where the tree differs from it; "unknown" outside a checkout."""
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=20, check=True)
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=20, check=True
+        )
         return f"{head}-dirty" if changed.stdout.strip() else head
     except (OSError, subprocess.SubprocessError):
         return "unknown"
@@ -128,7 +136,9 @@ def commit() -> str:
 
 def print_table(result: Result, console: Console) -> None:
     """One row per case."""
-    table = Table("case", "metric", "value", "unit", "peer", "peer value", "ratio", title=f"{result.benchmark} on {result.device}")
+    table = Table(
+        "case", "metric", "value", "unit", "peer", "peer value", "ratio", title=f"{result.benchmark} on {result.device}"
+    )
     for c in result.cases:
         ratio = "" if c.peer_value is None else f"{c.value / c.peer_value:.3f}"
         peer = "" if c.peer_value is None else f"{c.peer_value:.4g}"

@@ -38,7 +38,9 @@ _INFERENCE = Path(".venv-inference/bin/python")
 
 @app.command()
 def smoke(
-    model: Annotated[Path | None, typer.Option(help="HF checkpoint folder; default: the tiny Qwen3-MoE, made on first use.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="HF checkpoint folder; default: the tiny Qwen3-MoE, made on first use.")
+    ] = None,
     arch: Annotated[str, typer.Option(help="Which tiny model to make: qwen3 or qwen3_moe.")] = "qwen3_moe",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
@@ -111,7 +113,9 @@ def smoke(
 def serve(
     run_dir: Annotated[Path, typer.Option(help="Folder of this run: journal, endpoint, versions.")],
     name: Annotated[str, typer.Option(help="The served alias.")],
-    endpoint: Annotated[str, typer.Option(help="Where to bind; port 0: any, written to RUN_DIR/endpoint.")] = "tcp://127.0.0.1:0",
+    endpoint: Annotated[
+        str, typer.Option(help="Where to bind; port 0: any, written to RUN_DIR/endpoint.")
+    ] = "tcp://127.0.0.1:0",
     transport: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
     replicas: Annotated[int, typer.Option(help="Inference nodes to wait for.")] = 1,
     bucket_bytes: int = 2**30,
@@ -132,7 +136,13 @@ def serve(
         pause_mode=pause_mode,  # type: ignore[arg-type]  # checked above
     )
     config = OrchestratorConfig(
-        run_dir=run_dir, run_token=token, name=name, endpoint=endpoint, publication=publication, replicas=replicas, curve_dir=curve_dir
+        run_dir=run_dir,
+        run_token=token,
+        name=name,
+        endpoint=endpoint,
+        publication=publication,
+        replicas=replicas,
+        curve_dir=curve_dir,
     )
     try:
         asyncio.run(_serve(config))
@@ -165,7 +175,11 @@ def doctor(trainer_python: TrainerPython = _HERE, inference_python: InferencePyt
 
 
 @app.command()
-def keys(directory: Annotated[Path, typer.Argument(help="A new folder; keep it private, copy client keys to the hosts that need them.")]) -> None:
+def keys(
+    directory: Annotated[
+        Path, typer.Argument(help="A new folder; keep it private, copy client keys to the hosts that need them.")
+    ],
+) -> None:
     """Make CURVE keys for runs that reach beyond loopback: one server key, one client key."""
     if directory.exists():
         _die(Console(stderr=True), ConfigError(f"{directory} exists; keys are never overwritten, choose a new folder"))

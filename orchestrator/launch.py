@@ -62,7 +62,7 @@ class NodeProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - single-threaded child until exec, and only a prctl
+                preexec_fn=_die_with_parent,
             )
 
     @property

@@ -24,7 +24,9 @@ def read_model_config(model: Path) -> dict[str, Any]:
     """
     path = model / "config.json"
     if not path.is_file():
-        raise ConfigError(f"no model at {model}: there is no config.json in it; give the path of a Hugging Face checkpoint folder")
+        raise ConfigError(
+            f"no model at {model}: there is no config.json in it; give the path of a Hugging Face checkpoint folder"
+        )
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
@@ -82,7 +84,9 @@ def check_parallel(model_config: dict[str, Any], *, trainer: TrainerConfig, infe
         if kv_heads % tensor and tensor % kv_heads:
             raise ConfigError(f"{what} tensor parallel size {tensor} does not fit the model's {kv_heads} key/value heads")
     if kv_heads % parallel.tensor:
-        raise ConfigError(f"trainer tensor parallel size {parallel.tensor} does not divide the model's {kv_heads} key/value heads")
+        raise ConfigError(
+            f"trainer tensor parallel size {parallel.tensor} does not divide the model's {kv_heads} key/value heads"
+        )
     if layers % parallel.pipeline:
         raise ConfigError(f"pipeline parallel size {parallel.pipeline} does not divide the model's {layers} layers")
     if parallel.expert > 1 and (experts == 0 or experts % parallel.expert):
@@ -97,7 +101,9 @@ def check_cpu_attention(model_config: dict[str, Any]) -> None:
     """
     head_dim = model_config.get("head_dim") or int(model_config["hidden_size"]) // int(model_config["num_attention_heads"])
     if head_dim not in CPU_HEAD_SIZES:
-        raise ConfigError(f"vLLM cannot serve head size {head_dim} on the CPU; it has kernels for {', '.join(map(str, CPU_HEAD_SIZES))}")
+        raise ConfigError(
+            f"vLLM cannot serve head size {head_dim} on the CPU; it has kernels for {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
 
 
 def check_gpus(*, trainer_gpus: Sequence[int], inference_gpus: Sequence[Sequence[int]], available: int | None) -> None:
@@ -111,7 +117,9 @@ def check_gpus(*, trainer_gpus: Sequence[int], inference_gpus: Sequence[Sequence
     for owner, gpus in groups:
         for gpu in gpus:
             if gpu in used:
-                raise ConfigError(f"GPU {gpu} is given to {used[gpu]} and to {owner}; trainer and inference need GPUs of their own")
+                raise ConfigError(
+                    f"GPU {gpu} is given to {used[gpu]} and to {owner}; trainer and inference need GPUs of their own"
+                )
             if available is not None and not 0 <= gpu < available:
                 raise ConfigError(f"GPU {gpu} ({owner}) does not exist; this host has {available}")
             used[gpu] = owner
@@ -130,4 +138,6 @@ def check_port_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"port {port} on {host} is in use ({error.strerror}); choose another one, or 0 for any") from error
+            raise ConfigError(
+                f"port {port} on {host} is in use ({error.strerror}); choose another one, or 0 for any"
+            ) from error

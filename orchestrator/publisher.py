@@ -81,7 +81,9 @@ def digest_mismatches(*, manifest: Manifest, sent: bytes, live: bytes, unverifie
     ours, theirs = array.array("q", sent), array.array("q", live)
     wanted = len(manifest.tensors)
     if len(ours) != wanted or len(theirs) != wanted:
-        raise VerificationError(f"expected {wanted} digests, got {len(ours)} from the trainer and {len(theirs)} from the replica")
+        raise VerificationError(
+            f"expected {wanted} digests, got {len(ours)} from the trainer and {len(theirs)} from the replica"
+        )
     skip = set(unverified)
     names = [t.name for t in manifest.tensors]
     return [name for name, a, b in zip(names, ours, theirs, strict=True) if a != b and name not in skip]
@@ -90,12 +92,16 @@ def digest_mismatches(*, manifest: Manifest, sent: bytes, live: bytes, unverifie
 class Publisher:
     """Drives publications over the control socket. One at a time."""
 
-    def __init__(self, *, router: ControlRouter, journal: Journal, config: PublicationConfig, trainer_id: str = "trainer") -> None:
+    def __init__(
+        self, *, router: ControlRouter, journal: Journal, config: PublicationConfig, trainer_id: str = "trainer"
+    ) -> None:
         self._router, self._journal, self._config, self._trainer = router, journal, config, trainer_id
         self.state = State.IDLE
         self.version: int | None = None
         """What is served; None before @0 and while poisoned."""
-        self._joined: dict[str, str] = {}  # peer id -> incarnation, of those in the transfer groups
+        self._joined: dict[str, str] = {}  # peer id -> its life, of those in the transfer groups
+        self.holding: dict[str, str] = {}
+        """Replica -> its life when it took the version that is served."""
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
 
     async def publish(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> PublicationReport:
@@ -121,7 +127,9 @@ class Publisher:
 
     # ------------------------------------------------------------ one attempt
 
-    async def _attempt(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> PublicationReport:
+    async def _attempt(
+        self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report
+    ) -> PublicationReport:
         started_s = time.monotonic()
         manifest = await self._plan(version, replicas=replicas, report=report)
         result = PublicationReport(
@@ -134,7 +142,14 @@ class Publisher:
         await self._commit(version, replicas=replicas, report=report)
         result.seconds["publish"] = time.monotonic() - started_s
         self.version, self.state = version, advance(self.state, State.IDLE)
+        self.holding |= {r: self._router.peers[r].life for r in replicas}
         return result
+
+    def bare_replicas(self) -> list[str]:
+        """Ready replicas that do not hold the served version: started anew since, or never served it."""
+        if self.version is None:
+            return []
+        return [r for r in self._router.nodes("inference") if self.holding.get(r) != self._router.peers[r].life]
 
     async def _plan(self, version: int, *, replicas: Sequence[str], report: Report) -> Manifest:
         if self.state is State.COMMITTED:
@@ -204,7 +219,10 @@ class Publisher:
             self._step(State.FINISHED, version, report, result)
         self._verify(manifest, sent=sent, received=received, replicas=replicas, result=result)
         self._step(State.VERIFIED, version, report, result)
-        result.seconds |= _seconds(sent[0]) | _slowest([_seconds(r[0]) for r in received])
+        result.seconds |= _renamed(_seconds(sent[0]), {"total": "send"})
+        result.seconds |= _renamed(
+            _slowest([_seconds(r[0]) for r in received]), {"pause": "pause_request", "wire": "receive_wire"}
+        )
 
     def _verify(
         self,
@@ -240,7 +258,7 @@ class Publisher:
 
     async def _join(self, replicas: Sequence[str], *, report: Report) -> None:
         """Make sure that trainer and replicas share transfer groups: once per set of processes."""
-        wanted = {i: self._router.peers[i].hello.incarnation for i in [self._trainer, *replicas] if i in self._router.peers}
+        wanted = {i: self._router.peers[i].life for i in [self._trainer, *replicas] if i in self._router.peers}
         if wanted == self._joined:
             return
         self._joined = {}
@@ -295,7 +313,9 @@ class Publisher:
     # ------------------------------------------------------------ failure and recovery
 
     async def _abort(self, replicas: Sequence[str], why: str) -> None:
-        for node_id, message in [(self._trainer, AbortSend(reason=why)), *((r, AbortUpdate(reason=why)) for r in replicas)]:
+        orders: list[tuple[str, AbortSend | AbortUpdate]] = [(self._trainer, AbortSend(reason=why))]
+        orders += [(replica, AbortUpdate(reason=why)) for replica in replicas]
+        for node_id, message in orders:
             try:
                 await self._router.send(node_id, message)
             except NodeLost as error:
@@ -308,6 +328,8 @@ class Publisher:
         self.state = after_failure(self.state, was_poisoned=was_poisoned)
         self._joined = {}
         self._manifest = None
+        for replica in replicas:
+            self.holding.pop(replica, None)
         self._journal.record_publication(version=version, state=f"failed:{failed_in}", detail=str(error)[:2000])
         if failed_in not in (State.IDLE, State.PLANNED, State.POISONED):
             await self._abort(replicas, f"publication of version {version} failed while {failed_in}: {error}")
@@ -345,6 +367,10 @@ def _seconds(completed: Completed) -> dict[str, float]:
 
 def _slowest(all_seconds: Sequence[dict[str, float]]) -> dict[str, float]:
     return {k: max(s.get(k, 0.0) for s in all_seconds) for k in {k for s in all_seconds for k in s}}
+
+
+def _renamed(seconds: dict[str, float], names: dict[str, str]) -> dict[str, float]:
+    return {names.get(k, k): v for k, v in seconds.items()}
 
 
 async def _all_or_first_error(coroutines, on_error=None):  # type: ignore[no-untyped-def]

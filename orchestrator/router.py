@@ -51,6 +51,12 @@ class Peer:
     last_seen_s: float
     state: str = "connected"
     detail: dict[str, object] = field(default_factory=dict)
+    times_ready: int = 0
+
+    @property
+    def life(self) -> str:
+        """Changes when the process, or the server below it, was started anew: what it held before is gone."""
+        return f"{self.hello.incarnation}/{self.times_ready}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +88,9 @@ def check_bind_address(endpoint: str, *, has_keys: bool) -> None:
     except ValueError:
         loopback = parsed.hostname == "localhost"
     if not loopback and not has_keys:
-        raise ConfigError(f"{endpoint} reaches beyond loopback; run `splice keys DIR` and pass --curve-dir DIR, or bind 127.0.0.1")
+        raise ConfigError(
+            f"{endpoint} reaches beyond loopback; run `splice keys DIR` and pass --curve-dir DIR, or bind 127.0.0.1"
+        )
 
 
 class ControlRouter:
@@ -141,7 +149,7 @@ class ControlRouter:
             self._authenticator.stop()
         if self._socket is not None:
             self._socket.close(linger=1000)
-        self._context.term()
+        self._context.destroy(linger=1000)
 
     async def send(self, peer_id: str, message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> None:
         """Send to a peer.
@@ -151,7 +159,7 @@ class ControlRouter:
         """
         assert self._socket is not None, "start() first"
         try:
-            await self._socket.send_multipart([peer_id.encode(), *encode(message, buffers)])
+            await self._socket.send_multipart([peer_id.encode(errors="surrogateescape"), *encode(message, buffers)])
         except zmq.ZMQError as error:
             raise NodeLost(f"{peer_id} is not connected ({error})") from error
 
@@ -208,7 +216,9 @@ class ControlRouter:
         finally:
             del self._open[request_id]
 
-    async def wait_ready(self, peer_ids: Sequence[str], *, timeout_s: float, not_incarnation: Mapping[str, str] | None = None) -> None:
+    async def wait_ready(
+        self, peer_ids: Sequence[str], *, timeout_s: float, not_incarnation: Mapping[str, str] | None = None
+    ) -> None:
         """Wait until all these nodes are ready (and, where given, are another process than before).
 
         Raises:
@@ -239,7 +249,9 @@ class ControlRouter:
             return
         public, secret = zmq.auth.load_certificate(self._curve_dir / "server.key_secret")
         if secret is None:
-            raise ConfigError(f"{self._curve_dir}/server.key_secret holds no secret key; run `splice keys {self._curve_dir}` again")
+            raise ConfigError(
+                f"{self._curve_dir}/server.key_secret holds no secret key; run `splice keys {self._curve_dir}` again"
+            )
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve(domain="*", location=str(self._curve_dir / "clients"))
@@ -249,7 +261,7 @@ class ControlRouter:
         assert self._socket is not None
         while True:
             identity, *frames = await self._socket.recv_multipart()
-            peer_id = identity.decode(errors="replace")
+            peer_id = identity.decode(errors="surrogateescape")  # a stranger's identity is any bytes
             try:
                 await self._handle(peer_id, decode(frames))
             except OtherProtocolVersion as error:
@@ -258,12 +270,12 @@ class ControlRouter:
             except ProtocolError as error:
                 self._drop(peer_id, str(error))
             except NodeLost as error:
-                log.warning("%s went away while being answered: %s", peer_id, error)
+                log.warning("%r went away while being answered: %s", peer_id, error)
 
     def _drop(self, peer_id: str, why: str) -> None:
         self.dropped[peer_id] += 1
         if self.dropped[peer_id] == 1:
-            log.warning("dropped a message of %s (further ones are counted, not logged): %s", peer_id, why)
+            log.warning("dropped a message of %r (further ones are counted, not logged): %s", peer_id, why)
 
     async def _reject_raw(self, identity: bytes, reason: str) -> None:
         assert self._socket is not None
@@ -286,6 +298,8 @@ class ControlRouter:
         if isinstance(message, Heartbeat):
             await self.send(peer_id, Heartbeat(node_id="orchestrator"))
         elif isinstance(message, Ready):
+            if peer.state != "ready" or message.detail.get("restarted"):
+                peer.times_ready += 1
             await self._set_state(peer_id, "ready", message.detail)
         elif isinstance(message, Progress):
             self._on_progress(message)
@@ -308,7 +322,7 @@ class ControlRouter:
             log.info("%s %s joined (protocol %d, %s)", hello.role, peer_id, PROTOCOL_VERSION, hello.packages)
         else:
             known.last_seen_s = time.monotonic()
-            known.state = "connected" if known.state == "lost" else known.state
+            known.state = "ready" if known.state == "lost" and known.times_ready else known.state
         await self.send(peer_id, Welcome(heartbeat_s=HEARTBEAT_S))
         # A reconnect may have lost a request or its answer. The node runs an id once and repeats the outcome of one that has ended.
         for entry in [e for e in self._open.values() if e.peer_id == peer_id and not e.done.done()]:

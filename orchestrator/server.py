@@ -15,11 +15,11 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError, JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
 from orchestrator.journal import Journal
-from orchestrator.protocol.frames import Envelope, encode
+from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
     AnyMessage,
-    Cancelled,
     CancelJob,
+    Cancelled,
     Completed,
     ErrorCode,
     Failed,
@@ -44,6 +44,7 @@ from orchestrator.publisher import PublicationConfig, Publisher
 from orchestrator.router import ControlRouter, new_id
 
 log = logging.getLogger("splice.orchestrator")
+RESYNC_POLL_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,8 @@ class Orchestrator:
         self._stopping = asyncio.Event()
         self._trained_version = 0
         self._trained_dir = ""
+        self._is_ahead = False
+        """The trainer's state is past the last durable version (by a TrainLora job, or a version that was not published)."""
 
     async def serve(self) -> None:
         """Bind, write `endpoint` into the run folder, run jobs until `StopRun`, then shut the nodes down."""
@@ -138,7 +141,8 @@ class Orchestrator:
         known = self._journal.job(submit.job_id)
         if known is not None:
             if known.outcome is not None:
-                await self._router._socket.send_multipart([client.encode(), *known.outcome])  # type: ignore[union-attr]
+                envelope = decode(known.outcome)
+                await self._tell(client, envelope.message)
             elif submit.job_id in self._jobs:
                 self._jobs[submit.job_id].clients.add(client)
             return
@@ -195,10 +199,44 @@ class Orchestrator:
 
     async def _work(self) -> None:
         while True:
-            job_id = await self._queue.get()
-            if job_id not in self._jobs:
-                continue  # cancelled
-            await self._run_job(job_id)
+            try:
+                job_id = await asyncio.wait_for(self._queue.get(), RESYNC_POLL_S)
+            except TimeoutError:
+                await self._resync_bare_replicas()
+                continue
+            if job_id in self._jobs:  # else it was cancelled
+                await self._run_job(job_id)
+
+    async def _resync_bare_replicas(self) -> None:
+        """Give the served version to replicas that were started anew; they answer 503 until then."""
+        bare = self._publisher.bare_replicas()
+        version = self._publisher.version
+        if not bare or version is None or "trainer" not in self._router.nodes("trainer"):
+            return
+        log.info("%s was started anew; sending %s@%d to it", ", ".join(bare), self._config.name, version)
+        served_dir = self._journal.checkpoint_dir(version) or self._trained_dir
+        kept = self._config.run_dir.absolute() / "resync" / new_id("state")
+        timeout_s = self._config.publication.plan_timeout_s
+        try:
+            if self._is_ahead:
+                await self._ask_trainer(
+                    SaveCheckpoint(request_id=new_id("save"), deadline_s=timeout_s, version=version, checkpoint_dir=str(kept))
+                )
+                await self._ask_trainer(
+                    LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=served_dir)
+                )
+            await self._publisher.publish(
+                version, checkpoint_dir=served_dir, replicas=self._router.nodes("inference"), report=_log_phase
+            )
+            if self._is_ahead:
+                await self._ask_trainer(
+                    LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=str(kept))
+                )
+        except (SpliceError, OSError) as error:
+            log.warning("the resync failed and will be tried again: %s", error)
+
+    async def _ask_trainer(self, message: SaveCheckpoint | LoadCheckpoint) -> None:
+        await self._router.request("trainer", message, phase=message.kind)
 
     async def _run_job(self, job_id: str) -> None:
         job = self._jobs[job_id]
@@ -271,7 +309,7 @@ class Orchestrator:
             ),
             buffers,
         )
-        self._trained_version, self._trained_dir = version, checkpoint_dir
+        self._trained_version, self._trained_dir, self._is_ahead = version, checkpoint_dir, True
         metrics, seconds = completed.result.get("metrics", {}), completed.result.get("seconds", {})
         return await self._publish(job_id, version, checkpoint_dir, replicas, metrics=metrics, seconds=seconds)
 
@@ -288,6 +326,7 @@ class Orchestrator:
             ),
             buffers,
         )
+        self._is_ahead = True
         return dict(completed.result)
 
     async def _train(self, job_id: str, make_request, buffers: Sequence[bytes]) -> Completed:  # type: ignore[no-untyped-def]
@@ -325,7 +364,14 @@ class Orchestrator:
         raise AssertionError("unreachable")
 
     async def _publish(
-        self, job_id: str, version: int, checkpoint_dir: str, replicas: Sequence[str], *, metrics: object, seconds: dict[str, float]
+        self,
+        job_id: str,
+        version: int,
+        checkpoint_dir: str,
+        replicas: Sequence[str],
+        *,
+        metrics: object,
+        seconds: dict[str, float],
     ) -> dict[str, object]:
         pause_s = 0.0
 
@@ -336,6 +382,7 @@ class Orchestrator:
             self._progress(job_id, phase, detail)
 
         done = await self._publisher.publish(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
+        self._is_ahead = False
         return {
             "version": version,
             "alias": f"{self._config.name}@{version}",
@@ -359,6 +406,10 @@ class Orchestrator:
                 await self._tell(node_id, Shutdown())
 
 
+def _log_phase(phase: str, detail: dict[str, object]) -> None:
+    log.info("resync: %s %s", phase, detail)
+
+
 def _failed(job_id: str, error: Exception, *, serving: str) -> Failed:
     """The job's `Failed` for an exception; one place where exceptions become error codes."""
     if isinstance(error, JobFailed):
@@ -368,7 +419,10 @@ def _failed(job_id: str, error: Exception, *, serving: str) -> Failed:
         )  # fmt: skip
     code, remedy = ErrorCode.INTERNAL, "report this with the orchestrator's log"
     if isinstance(error, VerificationError):
-        code, remedy = ErrorCode.VERIFICATION_FAILED, "look at the inference node's log; resubmit with a new job id to roll forward"
+        code, remedy = (
+            ErrorCode.VERIFICATION_FAILED,
+            "look at the inference node's log; resubmit with a new job id to roll forward",
+        )
     elif isinstance(error, NodeLost):
         code, remedy = ErrorCode.NODE_LOST, "restart the node, then submit the job again under a new id"
     elif isinstance(error, ConfigError):
@@ -376,4 +430,6 @@ def _failed(job_id: str, error: Exception, *, serving: str) -> Failed:
     elif isinstance(error, PublicationError):
         code, remedy = ErrorCode.APPLY_FAILED, "look at the nodes' logs; a new job rolls forward"
     message = str(error)[:4000]
-    return Failed(request_id=job_id, code=code, node="orchestrator", phase="job", message=message, remedy=f"{remedy} ({serving})")
+    return Failed(
+        request_id=job_id, code=code, node="orchestrator", phase="job", message=message, remedy=f"{remedy} ({serving})"
+    )

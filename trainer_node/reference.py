@@ -126,7 +126,14 @@ def share_changed(before: dict[str, torch.Tensor], after: nn.Module) -> float:
 
 def answer(request: dict[str, Any], device: str) -> dict[str, Any]:
     """Score every version; see the module's docstring."""
-    result: dict[str, Any] = {"logprobs": {}, "perturbed": {}, "perturbed_tensors": {}, "share_changed": {}, "served_diff": {}}
+    result: dict[str, Any] = {
+        "logprobs": {},
+        "perturbed": {},
+        "perturbed_tensors": {},
+        "share_changed": {},
+        "served_diff": {},
+        "rounded_logprobs": {},
+    }
     numbered = [v for v in request["adapters"] if v.isdigit()]
     before: dict[str, torch.Tensor] | None = None
     for version, adapter in request["adapters"].items():
@@ -139,6 +146,9 @@ def answer(request: dict[str, Any], device: str) -> dict[str, Any]:
         if request.get("perturb") and numbered and version == numbered[-1]:
             for kind, name, difference in perturbations(model, request["sequences"]):
                 result["perturbed"][kind], result["perturbed_tensors"][kind] = difference, name
+        if request["dtype"] == "bfloat16":
+            # Its weights are bf16 values already, so only the arithmetic changes.
+            result["rounded_logprobs"][version] = score(model.to(torch.bfloat16), request["sequences"])
         served = (request.get("served") or {}).get(version)
         if served is not None:
             result["served_diff"][version] = max_difference(served, result["logprobs"][version])

@@ -6,6 +6,7 @@ commutes, so the result does not depend on the order. The kernels carry no annot
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ SPREAD: Any = tl.constexpr(digest.SPREAD)
 MUL_1: Any = tl.constexpr(digest.MUL_1)
 MUL_2: Any = tl.constexpr(digest.MUL_2)
 BLOCK = 4096
+PREPARED_BLOCK = 8192
 UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
@@ -71,6 +73,61 @@ def _many_kernel(table_ptr, block_table_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK
     mixed = _mix(bits, i)
     mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
     tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _prepared_kernel(
+    table_ptr: Any, block_table_ptr: Any, out_ptr: Any, ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(block_table_ptr + 2 * program).to(tl.int64)
+    block = tl.load(block_table_ptr + 2 * program + 1).to(tl.int64)
+    address = tl.load(table_ptr + 3 * row)
+    numel = tl.load(table_ptr + 3 * row + 1)
+    out = tl.load(table_ptr + 3 * row + 2)
+    start = block * BLOCK
+    i = start + tl.arange(0, BLOCK).to(tl.int64)
+    if ALIGNED:
+        # 16-byte loads: the address and the length are multiples of 16 bytes.
+        address = tl.multiple_of(address, 16)
+        numel = tl.multiple_of(numel, 16 // ELEMENT_BYTES)
+    inside = i < numel
+    if ELEMENT_BYTES == 2:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + i, mask=inside, other=0).to(tl.uint64)
+    else:
+        bits = tl.load(address.to(tl.pointer_type(tl.uint32)) + i, mask=inside, other=0).to(tl.uint64)
+    mixed = _mix(bits, i)
+    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
+    tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
+
+
+def prepare(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> list[Callable[[torch.Tensor], None]]:
+    """Launches that add each tensor's digest to its row of an output; tables are made and uploaded here, once."""
+    kinds: dict[tuple[int, bool], list[list[int]]] = {}
+    for tensor, row in zip(tensors, rows, strict=True):
+        size = tensor.element_size()
+        if size not in (2, 4):
+            raise ValueError(f"prepared digests read elements of 2 or 4 bytes, got {tensor.dtype}")
+        aligned = tensor.data_ptr() % 16 == 0 and (tensor.numel() * size) % 16 == 0
+        if tensor.numel():
+            kinds.setdefault((size, aligned), []).append([tensor.data_ptr(), tensor.numel(), row])
+    return [_prepared_launch(table, size, aligned, tensors[0].device) for (size, aligned), table in kinds.items()]
+
+
+def _prepared_launch(table: list[list[int]], size: int, aligned: bool, device: torch.device) -> Callable[[torch.Tensor], None]:
+    table_R3 = torch.tensor(table, dtype=torch.int64)
+    blocks_R = (table_R3[:, 1] + PREPARED_BLOCK - 1) // PREPARED_BLOCK
+    rows_B = torch.repeat_interleave(torch.arange(len(blocks_R)), blocks_R)
+    first_R = torch.cumsum(blocks_R, 0) - blocks_R
+    block_table_B2 = torch.stack([rows_B, torch.arange(len(rows_B)) - first_R[rows_B]], dim=1).to(torch.int32)
+    on_device = table_R3.to(device), block_table_B2.to(device)
+    grid = (len(rows_B),)
+
+    def launch(out_N: torch.Tensor) -> None:
+        with torch.cuda.device_of(out_N):
+            _prepared_kernel[grid](*on_device, out_N, ELEMENT_BYTES=size, ALIGNED=aligned, BLOCK=PREPARED_BLOCK, num_warps=8)
+
+    return launch
 
 
 def launch_region(*, bits_RC: torch.Tensor, first_index: int, index_strides: tuple[int, int], out: torch.Tensor) -> None:

@@ -1,9 +1,12 @@
 """The gloo transport: a TCPStore and a ProcessGroupGloo of its own, beside whatever default process group the process has.
 
-Hazard: `ProcessGroupGloo.abort()` does nothing (torch 2.11 to 2.13), and destroying the group, at interpreter exit too, waits for the
-operation in flight: with a stopped peer that is the whole gloo timeout. So `abort` shuts the group's own TCP connections down, which it
-knows by the ports of the gloo devices, each made for this group alone; gloo then fails the operation within milliseconds, on
-both ends. This can go when gloo's abort works.
+Two faults of gloo (torch 2.11 to 2.13) shape this file; what works around them can go when they are mended:
+
+- `ProcessGroupGloo.abort()` does nothing. So `abort` shuts the group's own TCP connections down, which it knows by the ports of the
+  gloo devices, each made for this group alone. The peers hear of it at once.
+- A send whose bytes are partly written is never told that its connection broke; it ends with gloo's timeout only, and destroying the
+  group, at interpreter exit too, waits for it. So a waiting `broadcast` looks after the connections itself, and `close` leaves
+  such an operation, and what it needs, to a daemon thread (`_bury`), which delays neither the caller nor the exit.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ Store = Any  # c10d's TCPStore
 FIRST_POLL_S, LAST_POLL_S = 0.0001, 0.005
 STORE_TIMEOUT_S = 10.0
 """For one small question to the store, whose master answers from a thread of its own."""
-ABORT_SETTLE_S = 2.0
-"""How long `close` waits for gloo to drop an aborted operation (measured: 5 ms)."""
+ABORT_SETTLE_S = 0.2
+"""How long `close` waits for gloo to drop an aborted operation (measured: 5 ms, or never)."""
+LOOK_AFTER_S = 0.1
+"""How often a waiting broadcast looks whether its connections still stand."""
 
 
 class GlooGroup:
@@ -58,6 +63,7 @@ class GlooGroup:
             options = c10d.ProcessGroupGloo._Options()
             options._devices, options._timeout = [device], _timedelta_until(deadline)
             self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, world_size, options)
+        self._connections = self._count_connections()
 
     @property
     def rank(self) -> int:
@@ -95,7 +101,9 @@ class GlooGroup:
         with self._abort_lock:
             if self._reason is None:
                 self._reason = reason
-            _shut_down_connections(local=self._listens_at, remote=self._peers_listen_at)
+            for connection in _connections(local=self._listens_at, remote=self._peers_listen_at):
+                with contextlib.suppress(OSError):  # the peer was faster
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """See `TransferGroup.close`."""
@@ -106,16 +114,23 @@ class GlooGroup:
         until = time.monotonic() + ABORT_SETTLE_S
         while work is not None and not work.is_completed() and time.monotonic() < until:
             time.sleep(LAST_POLL_S)
-        del work
-        self._group = None
-        self._store = None
+        group, self._group = self._group, None
+        store, self._store = self._store, None
+        if work is not None and not work.is_completed():
+            threading.Thread(target=_bury, args=(work, group, store), name="splice-gloo-leftover", daemon=True).start()
 
     def _wait(self, work: dist.Work, deadline: float, late: str) -> None:
-        poll_s = FIRST_POLL_S
+        poll_s, look_at = FIRST_POLL_S, time.monotonic() + LOOK_AFTER_S
         while not work.is_completed():
             self._raise_if_aborted()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise TransferTimeout(f"{late}; is the peer stopped?")
+            if now > look_at:
+                if self._count_connections() < self._connections:
+                    self._raise_if_aborted()
+                    raise TransferError("the peer is gone: its connection was closed")
+                look_at = now + LOOK_AFTER_S
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, LAST_POLL_S)
         try:
@@ -123,6 +138,9 @@ class GlooGroup:
         except RuntimeError:
             self._raise_if_aborted()  # our own abort looks like a lost peer to gloo
             raise
+
+    def _count_connections(self) -> int:
+        return sum(1 for _ in _connections(local=self._listens_at, remote=self._peers_listen_at))
 
     def _raise_if_aborted(self) -> None:
         if self._reason is not None:
@@ -300,11 +318,21 @@ def _listening_sockets() -> set[Address]:
     return {s.getsockname()[:2] for s in _open_tcp_sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
-def _shut_down_connections(*, local: frozenset[Address], remote: frozenset[Address]) -> None:
-    """Shut down every connection that was accepted at a `local` address or leads to a `remote` one."""
+def _connections(*, local: frozenset[Address], remote: frozenset[Address]) -> Iterator[socket.socket]:
+    """A duplicate of every connection that was accepted at a `local` address or leads to a `remote` one."""
     for connection in _open_tcp_sockets():
-        # The peer is asked for first: a listening socket has none (OSError), and gloo ends the process if its listener breaks.
-        with contextlib.suppress(OSError):
+        try:
+            # The peer is asked for first: a listening socket has none (OSError), and gloo ends the process if its listener breaks.
             peer = connection.getpeername()[:2]
-            if peer in remote or connection.getsockname()[:2] in local:
-                connection.shutdown(socket.SHUT_RDWR)
+            is_ours = peer in remote or connection.getsockname()[:2] in local
+        except OSError:
+            continue
+        if is_ours:
+            yield connection
+
+
+def _bury(work: dist.Work, group: dist.ProcessGroup, store: Store) -> None:
+    """Keep what a stuck operation needs until gloo's own timeout has ended it."""
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+    del work, group, store

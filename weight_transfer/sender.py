@@ -158,7 +158,7 @@ class _Send:
     def _broadcast(self, slot: int, buffer_B: torch.Tensor) -> None:
         clock = time.monotonic()
         for name, group in self._sender._groups.items() if buffer_B.numel() else ():
-            with _named(name):
+            with named_replica(name):
                 event = group.broadcast(buffer_B, deadline_s=self._left_s())
             if event is not None:
                 self._in_flight[slot][name] = event
@@ -168,7 +168,7 @@ class _Send:
         clock = time.monotonic()
         while self._in_flight[slot]:
             name, event = self._in_flight[slot].popitem()
-            with _named(name):
+            with named_replica(name):
                 self._sender._groups[name].synchronize(event, deadline_s=self._left_s())
         self._lap("wire", clock)
 

@@ -44,7 +44,9 @@ class ParallelConfig(Message):
     @model_validator(mode="after")
     def _divides(self) -> ParallelConfig:
         if self.world_size % (self.tensor * self.pipeline):
-            raise ValueError(f"world_size {self.world_size} is not a multiple of tensor {self.tensor} * pipeline {self.pipeline}")
+            raise ValueError(
+                f"world_size {self.world_size} is not a multiple of tensor {self.tensor} * pipeline {self.pipeline}"
+            )
         if (self.world_size // self.pipeline) % self.expert:
             raise ValueError(f"expert {self.expert} does not divide world_size / pipeline = {self.world_size // self.pipeline}")
         return self

@@ -53,7 +53,9 @@ def decode(frames: Sequence[bytes]) -> Envelope:
         raise ProtocolError(f"the first frame is {version[:32]!r}, not a protocol version")
     if version != _VERSION_FRAME:
         theirs = version[:32].decode(errors="replace")
-        raise OtherProtocolVersion(f"peer speaks {theirs!r}, this side {_VERSION_FRAME.decode()!r}; install the same splice on both")
+        raise OtherProtocolVersion(
+            f"peer speaks {theirs!r}, this side {_VERSION_FRAME.decode()!r}; install the same splice on both"
+        )
     if len(body) > MAX_BODY_BYTES or any(len(b) > MAX_BUFFER_BYTES for b in buffers):
         raise ProtocolError(f"oversized frame: body {len(body)} bytes, buffers {[len(b) for b in buffers][:4]}")
     try:

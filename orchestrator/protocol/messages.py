@@ -94,6 +94,23 @@ class Manifest(Message):
         return sum(t.nbytes for t in self.tensors)
 
 
+class WireChunk(Message):
+    """Bytes that travel in one piece: tensors (indices into the manifest) laid end to end."""
+
+    kind: Literal["live", "staged", "reload"]
+    """live: received in place, the tensors lie side by side in one live kernel tensor. staged: received beside, then copied to their places.
+    reload: handed to the model's own loaders."""
+    tensors: tuple[int, ...] = Field(min_length=1)
+
+
+class WireLayout(Message):
+    """The order in which a replica wants a manifest's bytes; every tensor stands in exactly one chunk."""
+
+    chunks: tuple[WireChunk, ...] = Field(min_length=1)
+    why_not_live: dict[str, str] = {}
+    """Reason -> an example of the tensors that take the reload path for it."""
+
+
 class Rendezvous(Message):
     """How the inference workers reach the trainer's transfer group. The trainer is rank 0, workers start at 1."""
 
@@ -285,8 +302,18 @@ class OpenTransferGroup(_Request):
     bucket_bytes: int = Field(gt=0)
 
 
+class UseLayout(_Request):
+    """From now on send the manifest in this order and these pieces; None: in manifest order, in buckets. Plans, moves nothing.
+
+    `Completed.result["direct"]` says whether the trainer will: one that cannot answers False with `"reason"` and keeps manifest order.
+    """
+
+    kind: Literal["UseLayout"] = "UseLayout"
+    layout: WireLayout | None
+
+
 class SendWeights(_Request):
-    """Export, merge and send every tensor of the manifest, in order, to every group.
+    """Export, merge and send every tensor of the manifest to every group, in manifest order or in that of `UseLayout`.
 
     `Completed` carries one int64 buffer [N]: the digest of each tensor sent, in manifest order.
     """
@@ -321,6 +348,7 @@ class LeaveTransferGroup(_Request):
 class PrepareUpdate(_Request):
     """Check the manifest against the model's placement plan; nothing pauses, nothing changes.
 
+    `Completed.result["layout"]` is the `WireLayout` that this replica would like (absent if it takes manifest order only).
     Ends in `Failed(code="plan_refused")` naming the tensors where a name, dtype or shape does not fit, or a weight of the model
     would get no data.
     """
@@ -341,6 +369,8 @@ class ReceiveWeights(_Request):
     kind: Literal["ReceiveWeights"] = "ReceiveWeights"
     version: int = Field(ge=0)
     pause_mode: PauseMode = "keep"
+    direct: bool = False
+    """The trainer sends in the layout that this replica asked for in its answer to `PrepareUpdate`."""
 
 
 class CommitUpdate(_Request):
@@ -478,7 +508,7 @@ class Status(Message):
 
 AnyMessage = (
     SubmitJob | CancelJob | GetStatus | Subscribe | StopRun
-    | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | SendWeights | AbortSend
+    | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
     | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | ReceiveWeights | CommitUpdate | AbortUpdate | Shutdown
     | Hello | Welcome | Rejected | Ready | Heartbeat | Progress | Completed | Failed | Cancelled | Status
 )  # fmt: skip

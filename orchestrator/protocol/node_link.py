@@ -33,6 +33,7 @@ from orchestrator.protocol.messages import (
     Progress,
     Rejected,
     Shutdown,
+    TensorSpec,
     Welcome,
 )
 
@@ -62,7 +63,9 @@ def curve_from_env() -> CurveKeys | None:
         server_public, _ = zmq.auth.load_certificate(os.path.join(folder, "server.key"))
         public, secret = zmq.auth.load_certificate(os.path.join(folder, "client.key_secret"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"SPLICE_CURVE_DIR={folder} needs server.key and client.key_secret from `splice keys`: {error}") from error
+        raise ConfigError(
+            f"SPLICE_CURVE_DIR={folder} needs server.key and client.key_secret from `splice keys`: {error}"
+        ) from error
     if secret is None:
         raise ConfigError(f"{folder}/client.key_secret holds no secret key")
     return CurveKeys(server_public=server_public, public=public, secret=secret)
@@ -166,7 +169,12 @@ class NodeLink:
         self.send(Progress(request_id=request_id, sequence=sequence, phase=phase, detail=detail))
 
     def complete(
-        self, request_id: str, *, result: dict[str, object] | None = None, tensors: Sequence = (), buffers: Sequence[bytes] = ()
+        self,
+        request_id: str,
+        *,
+        result: dict[str, object] | None = None,
+        tensors: Sequence[TensorSpec] = (),
+        buffers: Sequence[bytes] = (),
     ) -> None:
         """End a request well."""
         self.send(Completed(request_id=request_id, result=result or {}, tensors=tuple(tensors)), buffers)
@@ -225,7 +233,7 @@ class NodeLink:
         next_beat = time.monotonic() + self._heartbeat_s
         try:
             while not (self._closing.is_set() and self._outbox.empty()):
-                events = dict(poller.poll(max(0, (next_beat - time.monotonic()) * 1000)))
+                events = dict(poller.poll(max(0, int((next_beat - time.monotonic()) * 1000))))
                 if wake in events:
                     wake.recv()
                 if socket in events:

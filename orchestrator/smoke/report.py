@@ -54,7 +54,12 @@ class SmokeReport:
 
 def print_table(report: SmokeReport, console: Console) -> None:
     """One row per version."""
-    table = Table(title=f"{report.model} on {report.device} ({report.dtype}); seconds", title_justify="left", padding=(0, 1, 0, 0), box=SIMPLE)
+    table = Table(
+        title=f"{report.model} on {report.device} ({report.dtype}); seconds",
+        title_justify="left",
+        padding=(0, 1, 0, 0),
+        box=SIMPLE,
+    )
     for heading in ("version", "loss", "reward", "tokens", "max diff", *PHASES):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in report.versions:

@@ -66,7 +66,14 @@ async def answer_token_ids(http: httpx.AsyncClient, *, model: str) -> dict[int, 
 
 
 async def sample(
-    http: httpx.AsyncClient, *, model: str, rewards: dict[int, float], num_prompts: int, group_size: int, max_tokens: int, seed: int
+    http: httpx.AsyncClient,
+    *,
+    model: str,
+    rewards: dict[int, float],
+    num_prompts: int,
+    group_size: int,
+    max_tokens: int,
+    seed: int,
 ) -> list[list[Rollout]]:
     """Groups of `group_size` answers to `num_prompts` prompts from the alias `model`; the reward is the mean over the answer's tokens."""
     prompts = random.Random(seed).sample(PROMPTS, k=min(num_prompts, len(PROMPTS)))
@@ -74,7 +81,13 @@ async def sample(
         await asyncio.gather(
             *(
                 _sample_group(
-                    http, model=model, prompt=p, rewards=rewards, group_size=group_size, max_tokens=max_tokens, seed=seed * 1000 + i
+                    http,
+                    model=model,
+                    prompt=p,
+                    rewards=rewards,
+                    group_size=group_size,
+                    max_tokens=max_tokens,
+                    seed=seed * 1000 + i,
                 )
                 for i, p in enumerate(prompts)
             )

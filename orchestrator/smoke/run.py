@@ -1,6 +1,6 @@
 """The smoke run: start a cluster, `InitialSync`, N times rollouts -> `TrainMerged`, one `TrainLora`, then the proof.
 
-    checkpoint -> trainer + vLLM ready -> @0 -> [rollouts -> TrainMerged -> @k] * steps -> TrainLora -> reference -> report
+checkpoint -> trainer + vLLM ready -> @0 -> [rollouts -> TrainMerged -> @k] * steps -> TrainLora -> reference -> report
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def run_smoke(config: SmokeConfig, *, console: Console) -> SmokeReport:
 class _Smoke:
     """The steps of one run; every check that fails is added to `report.failures`."""
 
-    def __init__(self, config: SmokeConfig, cluster: Cluster, display: Display, report: SmokeReport, *, vocab_size: int) -> None:
+    def __init__(
+        self, config: SmokeConfig, cluster: Cluster, display: Display, report: SmokeReport, *, vocab_size: int
+    ) -> None:
         self._config, self._cluster, self._display, self._report = config, cluster, display, report
         self._vocab_size = vocab_size
         self._base_url = cluster.base_urls[0]
@@ -101,9 +103,7 @@ class _Smoke:
             tensors=batch.specs,
         )
         label = f"{self._config.name}@{step}"
-        result = self._cluster.client.run(
-            job, buffers=batch.buffers, on_progress=lambda p: self._display.on_progress(label, p)
-        )
+        result = self._cluster.client.run(job, buffers=batch.buffers, on_progress=lambda p: self._display.on_progress(label, p))
         self._check_metrics(step, result["metrics"])
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
@@ -190,7 +190,12 @@ class _Smoke:
             sequences=self._sequences,
             work_dir=self._config.run_dir,
         )
-        proof = proving.judge(tau=self._config.tau, served=self._served, reference=answer["logprobs"], sharp=sharp)
+        proof = proving.judge(
+            tau=self._config.tau,
+            served=self._served,
+            reference=answer["logprobs"],
+            rounded=None if sharp else answer["rounded_logprobs"],
+        )
         proving.judge_sensitivity(proof, answer["perturbed"], sharp=sharp)
         moved = served.max_difference(answer["logprobs"]["lora_job"], answer["logprobs"][str(self._config.steps)])
         if sharp and not moved > 10 * self._config.tau:
@@ -198,8 +203,11 @@ class _Smoke:
         for row in self._report.versions:
             row["max_logprob_diff"] = proof.to_own[row["version"]]
             row["diff_to_previous"] = proof.to_previous.get(row["version"])
+            row["mean_logprob_diff"] = proof.mean_to_own[row["version"]]
+            row["mean_diff_to_previous"] = proof.mean_to_previous.get(row["version"])
+            row["mean_rounding_diff"] = proof.rounding.get(row["version"])
         self._report.proof = {
-            "tau": proof.tau, "perturbed": proof.perturbed, "share_changed": answer.get("share_changed", {}),
+            "tau": proof.tau if sharp else None, "perturbed": proof.perturbed, "share_changed": answer.get("share_changed", {}),
             "lora_job_moved": moved, "seconds": time.monotonic() - started_s,
         }  # fmt: skip
         for failure in proof.failures:

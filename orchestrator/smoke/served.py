@@ -66,7 +66,9 @@ async def check_alias(http: httpx.AsyncClient, *, name: str, version: int) -> No
     for other in {version + 1, max(version - 1, 0)} - {version}:
         answer = await http.post("/v1/completions", json={"model": f"{name}@{other}", "prompt": [1], "max_tokens": 1})
         if answer.status_code != 404 or f"{name}@{version}" not in answer.text:
-            raise ServedError(f"{name}@{other} answered {answer.status_code} {answer.text[:200]}, expected a 404 naming the current one")
+            raise ServedError(
+                f"{name}@{other} answered {answer.status_code} {answer.text[:200]}, expected a 404 naming the current one"
+            )
         _check_header(answer, version)
     closed = await http.post("/pause")
     if closed.status_code != 403:
@@ -81,9 +83,17 @@ def _check_header(response: httpx.Response, version: int) -> None:
 
 def max_difference(a: Logprobs, b: Logprobs) -> float:
     """Largest absolute difference over all tokens but the first of each sequence, in nats; infinite where shapes disagree or a value is not finite."""
+    return max(_differences(a, b), default=math.inf)
+
+
+def mean_difference(a: Logprobs, b: Logprobs) -> float:
+    """Mean absolute difference, over the same tokens and with the same care as `max_difference`."""
+    differences = _differences(a, b)
+    return sum(differences) / len(differences) if differences else math.inf
+
+
+def _differences(a: Logprobs, b: Logprobs) -> list[float]:
     if [len(x) for x in a] != [len(x) for x in b]:
-        return math.inf
+        return [math.inf]
     pairs = [(x, y) for row_a, row_b in zip(a, b, strict=True) for x, y in zip(row_a[1:], row_b[1:], strict=True)]
-    if not pairs or not all(math.isfinite(x) and math.isfinite(y) for x, y in pairs):
-        return math.inf
-    return max(abs(x - y) for x, y in pairs)
+    return [abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in pairs]

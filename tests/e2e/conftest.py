@@ -29,4 +29,6 @@ def models(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _from_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert INFERENCE_PYTHON.exists(), f"no inference environment at {INFERENCE_PYTHON}; run `make envs` or set SPLICE_INFERENCE_PYTHON"
+    assert INFERENCE_PYTHON.exists(), (
+        f"no inference environment at {INFERENCE_PYTHON}; run `make envs` or set SPLICE_INFERENCE_PYTHON"
+    )

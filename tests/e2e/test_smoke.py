@@ -56,7 +56,9 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer(models, tmp_path):
     marker = tmp_path / "killed"
     os.environ["SPLICE_TEST_KILL_MARKER"] = str(marker)
     try:
-        code, output, report = smoke(tmp_path, "--model", models["qwen3_moe"], "--trainer-module", "tests.e2e.faulty_trainer")
+        code, output, report = smoke(
+            tmp_path, "--model", models["qwen3_moe"], "--trainer-module", "tests.e2e.faulty_trainer", "--bucket-bytes", 4096
+        )
     finally:
         del os.environ["SPLICE_TEST_KILL_MARKER"]
     assert marker.exists(), "the failure was not injected"
@@ -72,7 +74,9 @@ def test_a_trainer_killed_in_the_middle_of_a_transfer(models, tmp_path):
 
 def test_ctrl_c_leaves_nothing_behind(models, tmp_path):
     command = argv("--model", models["qwen3"], "--run-dir", tmp_path / "run", "--steps", "50")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+    )
     seen = []
     for line in process.stdout:
         seen.append(line)

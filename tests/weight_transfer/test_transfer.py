@@ -217,6 +217,64 @@ def test_abort_frees_a_sender_whose_receiver_is_stopped(pair: Callable[..., Any]
     assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_peer_lost_in_the_middle_of_a_bucket(pair: Callable[..., Any], how: str) -> None:
+    """Half of the bucket is written when it happens: gloo itself would say nothing before its timeout."""
+    manifest = Manifest(tensors=(TensorSpec(name="w.0", dtype="uint8", shape=(512 << 20,)),))
+    peer, group = pair(manifest, deadline_s=60)
+    freed_from: list[float] = []
+
+    def strike() -> None:
+        (peer.kill if how == "killed" else peer.stop)()
+        if how == "stopped":
+            time.sleep(0.5)
+            group.abort("the operator said so")
+        freed_from.append(time.monotonic())
+
+    buffer_B = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    threading.Timer(0.02, strike).start()
+    with pytest.raises(TransferAborted if how == "stopped" else TransferError):
+        group.broadcast(buffer_B, deadline_s=60)
+    assert time.monotonic() - freed_from[0] < 1.0
+    began = time.monotonic()
+    group.close()
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_process_with_a_stuck_send_can_exit(start_peer: Callable[..., Any]) -> None:
+    """The receiver is stopped with a bucket half written; the sender gives up and its process ends at once."""
+    manifest = big_manifest(tensors=1, mib_each=64)
+    script = f"""
+import os, signal, sys, time, torch
+from orchestrator.errors import TransferTimeout
+from weight_transfer.groups import open_listener
+listener = open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+print(listener.rendezvous.model_dump_json(), flush=True)
+group = listener.join(30)
+pid = int(sys.stdin.readline())
+time.sleep(0.3)  # the receiver is waiting for the bucket by now
+os.kill(pid, signal.SIGSTOP)
+try:
+    group.broadcast(torch.zeros({64 << 20}, dtype=torch.uint8), deadline_s=1)
+except TransferTimeout:
+    print("timed out", flush=True)
+group.close()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        rendezvous = process.stdout.readline()
+        peer = start_peer("receive", manifest_json=manifest.model_dump_json(), rendezvous=rendezvous.strip())
+        peer.wait_for("joined")
+        process.stdin.write(f"{peer.process.pid}\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "timed out\n"
+        assert process.wait(SOON_S) == 0
+    finally:
+        process.kill()
+        process.wait(10)
+
+
 def test_one_dead_replica_ends_the_others_too(start_peer: Callable[..., Any]) -> None:
     """A replica must not wait for the second half of a version that will not come."""
     manifest = big_manifest(tensors=100, mib_each=1)

@@ -1,0 +1,333 @@
+"""Bytes of `WireExport` against `Exporter` on real Megatron, and the kernel (interpreted, on the CPU) against fp64.
+
+Run as a script it is the process that imports Megatron: python -m tests.trainer_node.test_wire_export models DENSE_TIED DENSE_UNTIED MOE
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchestrator.errors import ManifestError
+from orchestrator.protocol.messages import TensorSpec
+from tests.trainer_node.conftest import REPO, child_env
+from trainer_node import wire_export
+from trainer_node.wire_export import ChunkMerger, Delta, MergeItem, Source, reference
+
+SCALE = 1.7  # no power of two: the multiplication rounds
+
+
+def run_self(*args: object, timeout_s: float = 150.0, **env: str) -> None:
+    command = [sys.executable, "-m", "tests.trainer_node.test_wire_export", *map(str, args)]
+    ran = subprocess.run(
+        command, cwd=REPO, env={**child_env(), **env}, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+
+
+def test_bytes_equal_the_export(models) -> None:
+    run_self("models", models["dense_tied"], models["dense_untied"], models["moe"])
+
+
+def test_the_kernel_interpreted() -> None:
+    """Triton's interpreter must be chosen before Triton is imported."""
+    run_self("kernel", TRITON_INTERPRET="1")
+
+
+def test_two_ranks_are_refused(models, torchrun) -> None:
+    torchrun(2, "test_wire_export", "ranks", models["dense_tied"])
+
+
+# ------------------------------------------------------------ synthetic
+
+
+def spec_of(name: str, source: Source) -> TensorSpec:
+    return TensorSpec(name=name, dtype=str(source.param.dtype).removeprefix("torch."), shape=source.shape)  # type: ignore[arg-type]
+
+
+def linear(out: int, columns: int, dtype: torch.dtype, *, rank: int, groups: int = 1) -> list[MergeItem]:
+    """One weight; with groups > 1 three HF tensors whose rows interleave in it: widths 2, 1 and 1 of 4."""
+    weight = torch.randn(out, columns).to(dtype)
+
+    def delta(rows: int) -> Delta | None:
+        return Delta(lora_A=torch.randn(rank, columns), lora_B=torch.randn(rows, rank), expert=None) if rank else None
+
+    name = f"{dtype}.{out}x{columns}.{rank}.{groups}"
+    if groups == 1:
+        source = Source.whole(weight)
+        return [MergeItem(spec=spec_of(name, source), source=source, delta=delta(out))]
+    quarter = out // groups // 4
+    items = []
+    for part, first, width in (("q", 0, 2), ("k", 2, 1), ("v", 3, 1)):
+        source = Source(
+            param=weight, offset=first * quarter * columns, groups=groups, rows=width * quarter, columns=columns,
+            group_stride=4 * quarter * columns, row_stride=columns, shape=(groups * width * quarter, columns),
+        )  # fmt: skip
+        items.append(MergeItem(spec=spec_of(f"{name}.{part}", source), source=source, delta=delta(source.shape[0])))
+    return items
+
+
+def experts(count: int, half: int, columns: int, dtype: torch.dtype, *, rank: int) -> list[MergeItem]:
+    """gate and up of each expert out of a fused weight of its own; adapters stacked."""
+    stacks = [(torch.randn(count, rank, columns), torch.randn(count, half, rank)) for _ in range(2)]
+    items = []
+    for e in range(count):
+        weight = torch.randn(2 * half, columns).to(dtype)
+        for part, (lora_A, lora_B) in enumerate(stacks):
+            source = Source.whole(weight, first=part * half, rows=half)
+            spec = spec_of(f"{dtype}.{half}x{columns}.{rank}.expert{e}.{part}", source)
+            items.append(MergeItem(spec=spec, source=source, delta=Delta(lora_A=lora_A, lora_B=lora_B, expert=e)))
+    return items
+
+
+def many_items() -> list[MergeItem]:
+    """Ragged and even tiles, ranks above and below 4, groups, experts, copies flat and strided, odd byte offsets."""
+    items = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        items += linear(64, 128, dtype, rank=16) + linear(70, 136, dtype, rank=3) + linear(5, 7, dtype, rank=1)
+        items += linear(96, 40, dtype, rank=5, groups=3) + linear(96, 40, dtype, rank=0, groups=3)
+        items += experts(3, 24, 16, dtype, rank=4)
+        items += linear(37, 11, dtype, rank=0)
+    odd = Source.whole(torch.arange(3, dtype=torch.uint8))
+    return [*items, MergeItem(spec=spec_of("odd", odd), source=odd)]
+
+
+def filled(merger: ChunkMerger, chunk: int) -> torch.Tensor:
+    """The chunk in a buffer that is wrong everywhere before, with a fence on both sides."""
+    whole = torch.full((merger.chunk_nbytes(chunk) + 128,), 0xA5, dtype=torch.uint8)
+    merger.fill(chunk, whole[64:-64])
+    assert bool((whole[:64] == 0xA5).all() and (whole[-64:] == 0xA5).all()), "written beyond the chunk"
+    return whole[64:-64]
+
+
+def pieces(items: Sequence[MergeItem], out_B: torch.Tensor) -> list[torch.Tensor]:
+    sizes = [item.spec.nbytes for item in items]
+    cut = zip(items, out_B.split(sizes), strict=True)
+    return [flat.clone().view(item.source.param.dtype).view(item.source.shape) for item, flat in cut]
+
+
+def rounded(exact: torch.Tensor, dtype: torch.dtype, *, interpreted: bool) -> torch.Tensor:
+    """As the hardware rounds; Triton's interpreter (3.9) cuts bf16 off instead. Both are monotone. The PTX is checked below."""
+    if interpreted and dtype is torch.bfloat16:
+        return (exact.float().view(torch.int32) & -65536).view(torch.float32).to(dtype)
+    return exact.to(dtype)
+
+
+def check_near(item: MergeItem, got: torch.Tensor, *, interpreted: bool = False) -> None:
+    """The fp32 value before the rounding is within the bound of a sum of R + 2 terms in any order, whatever rounding made of it."""
+    weight = item.source.view().reshape(item.source.shape)
+    if item.delta is None:
+        assert torch.equal(got.view(torch.uint8), weight.contiguous().view(torch.uint8)), item.spec.name
+        return
+    a, b = item.delta.matrices().lora_A_RI.double(), item.delta.matrices().lora_B_OR.double()
+    exact = weight.double() + SCALE * (b @ a)
+    bound = (item.delta.rank + 2) * 2.0**-23 * (weight.double().abs() + SCALE * (b.abs() @ a.abs()))
+    low, middle, high = (rounded(x, weight.dtype, interpreted=interpreted) for x in (exact - bound, exact, exact + bound))
+    assert bool(((low <= got) & (got <= high)).all()), item.spec.name
+    off = float((got != middle).double().mean())
+    assert weight.dtype is torch.float32 or off < 0.01, (item.spec.name, off)
+
+
+def shuffled_order(count: int, num_chunks: int, seed: int) -> list[list[int]]:
+    indices = list(range(count))
+    random.Random(seed).shuffle(indices)
+    return [indices[c::num_chunks] for c in range(num_chunks)]
+
+
+def check_synthetic(*, by_kernel: bool) -> None:
+    torch.manual_seed(0)
+    items = many_items()
+    for order in ([list(range(len(items)))], shuffled_order(len(items), 3, seed=1)):
+        merger = ChunkMerger(items, order, scale=SCALE, device="cpu")
+        if by_kernel:
+            merger._kernels = wire_export._kernels()
+            assert merger._kernels is not None
+        for chunk, indices in enumerate(order):
+            chosen = [items[n] for n in indices]
+            for item, got in zip(chosen, pieces(chosen, filled(merger, chunk)), strict=True):
+                check_near(item, got, interpreted=by_kernel)
+                if not by_kernel:
+                    assert torch.equal(got, reference(item, SCALE)), item.spec.name
+    moved = items[0].source.param
+    moved.data = moved.data * 2  # another storage, found at the next fill
+    where = next(c for c, indices in enumerate(order) if 0 in indices)
+    chosen = [items[n] for n in order[where]]
+    for item, got in zip(chosen, pieces(chosen, filled(merger, where)), strict=True):
+        check_near(item, got, interpreted=by_kernel)
+
+
+def test_the_torch_path_equals_merge_tensor() -> None:
+    check_synthetic(by_kernel=False)
+
+
+def test_the_bound_sees_a_wrong_scale() -> None:
+    item = linear(64, 128, torch.float32, rank=16)[0]
+    check_near(item, reference(item, SCALE))
+    with pytest.raises(AssertionError):
+        check_near(item, reference(item, SCALE * (1 + 2.0**-12)))
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [([[0], [1, 0]], "a.0.*twice"), ([[1]], "lacks 1.*a.0"), ([[0, 1, 2]], "index 2"), ([[0, -1]], "index -1")],
+)
+def test_orders_that_are_not_whole(order: list[list[int]], message: str) -> None:
+    sources = [Source.whole(torch.zeros(2, 3)), Source.whole(torch.zeros(4))]
+    items = [MergeItem(spec=spec_of(f"a.{n}", s), source=s) for n, s in enumerate(sources)]
+    with pytest.raises(ManifestError, match=message):
+        ChunkMerger(items, order, scale=1.0, device="cpu")
+
+
+def test_buffers_that_do_not_fit() -> None:
+    source = Source.whole(torch.zeros(2, 3))
+    merger = ChunkMerger([MergeItem(spec=spec_of("a", source), source=source)], [[0]], scale=1.0, device="cpu")
+    assert (merger.num_chunks, merger.chunk_nbytes(0)) == (1, 24)
+    for buffer in (torch.empty(25, dtype=torch.uint8), torch.empty(24), torch.empty(48, dtype=torch.uint8)[::2]):
+        with pytest.raises(ValueError, match="chunk 0 wants"):
+            merger.fill(0, buffer)
+
+
+def test_experts_share_launches() -> None:
+    """gate and up of all experts in one launch, whatever the order."""
+    items = experts(8, 24, 16, torch.bfloat16, rank=4)
+    merger = ChunkMerger(items, shuffled_order(16, 1, seed=0), scale=1.0, device="cpu")
+    assert [len(launch.members) for launch in merger._chunks[0].launches] == [16]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernel_compiles_for_an_h200(dtype: str) -> None:
+    """By Triton's compiler alone: 16-byte loads and stores of W, and in the sum over r no trip through shared memory."""
+    from triton import compile as triton_compile
+    from triton import language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from trainer_node import merge_kernels
+
+    tile = merge_kernels.MERGE_TILE
+    signature = {"table_ptr": "*i64", "out_ptr": "*u8"}
+    divisible = ("num_rows", "num_columns", "group_stride", "row_stride")
+    signature |= dict.fromkeys(("num_rows", "num_columns", "rows_per_group", "group_stride", "row_stride", "tiles_across", "tiles"), "i32")
+    signature["scale"] = "fp32"
+    constants = {
+        "DTYPE": {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype], "RANK": 16, "PADDED_RANK": 16, "PRECISION": "chain", "GROUPED": False,
+        "EVEN": True, "VECTOR": {"bf16": 8, "fp32": 4}[dtype], "BLOCK_O": tile.rows, "BLOCK_I": tile.columns,
+    }  # fmt: skip
+    signature |= dict.fromkeys(constants, "constexpr")
+    place = {name: (n,) for n, name in enumerate(signature)}
+    source = ASTSource(
+        fn=merge_kernels._merge_kernel,
+        signature=signature,
+        constexprs={place[name]: value for name, value in constants.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in ("table_ptr", "out_ptr", *divisible)},
+    )
+    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    ptx = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    streamed = re.findall(r"\b(ld|st)\.global\S*evict_first\S*\.(v4\.b32|\w+)\b", ptx)
+    assert {kind for kind, _ in streamed} == {"ld", "st"}
+    assert {width for _, width in streamed} == {"v4.b32"}
+    assert "ld.shared" not in ptx
+    assert ("cvt.rn.bf16x2.f32" in ptx) == (dtype == "bf16")
+    assert "fma.rn.f32" in ptx and ptx.count("mul.rn.f32") == ptx.count("add.rn.f32") > 0  # scale and W: two roundings, not one
+
+
+# ------------------------------------------------------------ real Megatron
+
+
+def vllm_order(names: Sequence[str]) -> list[list[int]]:
+    """q, k, v; gate, up (of each expert); down: what lies together in vLLM's fused tensors. A chunk boundary amid a layer's experts."""
+    index = {name: n for n, name in enumerate(names)}
+    fused = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 3, "up_proj": 4}
+
+    def key(name: str) -> tuple[object, ...]:
+        *_, linear_name, _ = ["", "", *name.split(".")]
+        layer = re.search(r"layers\.(\d+)\.", name)
+        expert = re.search(r"experts\.(\d+)\.", name)
+        where = int(layer.group(1)) if layer else -1
+        return (where, linear_name == "down_proj", linear_name not in fused, int(expert.group(1)) if expert else -1, fused.get(linear_name, 9), name)
+
+    ordered = [index[name] for name in sorted(names, key=key)]
+    gates = [n for n, i in enumerate(ordered) if ".experts.1." in names[i] and "gate_proj" in names[i]]
+    cuts = [0, *(gates or [len(ordered) // 2]), len(ordered)]
+    return [ordered[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def check_model(model: Path, dtype: str, targets: Sequence[str] | None) -> None:
+    from orchestrator.protocol.config import LoraConfig
+    from tests.trainer_node.worker import make_runtime, random_adapters
+    from trainer_node.export import Exporter
+    from trainer_node.wire_export import WireExport, supports
+
+    lora = LoraConfig(rank=4, alpha=6, **({"targets": tuple(targets)} if targets else {}))
+    runtime = make_runtime(model, 1, 1, 1, dtype=dtype, lora=lora)
+    assert supports(runtime) is None
+    exporter = Exporter(runtime)
+    manifest = exporter.manifest()
+    names = [s.name for s in manifest.tensors]
+    orders = [[list(range(len(names)))], vllm_order(names), shuffled_order(len(names), 5, seed=2)]
+    exports = [WireExport(runtime, manifest, order) for order in orders]
+    random_adapters(runtime)  # after the plan: adapters are read where they are
+    for _ in range(2):
+        expected = {n: t.clone().contiguous() for n, t in exporter.merged_tensors()}
+        changed = sum(not torch.equal(expected[n], t) for n, t in exporter.base_tensors())
+        assert changed >= 4
+        for order, export in zip(orders, exports, strict=True):
+            for chunk, indices in enumerate(order):
+                wanted_B = torch.cat([expected[names[i]].reshape(-1).view(torch.uint8) for i in indices])
+                got_B = filled(export, chunk)
+                assert torch.equal(got_B, wanted_B), (model.name, dtype, chunk)
+        # Other storage, other values: the plan must not hold on to the old.
+        for p in runtime.model[0].parameters():
+            p.data = p.data.clone() + 0.25
+    check_refusals(runtime, manifest, names)
+    runtime.close()
+
+
+def check_refusals(runtime, manifest, names: Sequence[str]) -> None:
+    from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
+
+    from trainer_node.wire_export import WireExport, supports
+
+    everything = [list(range(len(names)))]
+    with pytest.raises(ManifestError, match=re.escape(names[3])):
+        WireExport(runtime, manifest, [[i for i in everything[0] if i != 3]])
+    with pytest.raises(ManifestError, match=re.escape(names[2])):
+        WireExport(runtime, manifest, [[*everything[0], 2]])
+    tensors = list(manifest.tensors)
+    for change in ({"name": "model.nowhere"}, {"shape": (1, 2, 3)}, {"dtype": "float16"}):
+        wrong = manifest.model_copy(update={"tensors": (tensors[0].model_copy(update=change), *tensors[1:])})
+        with pytest.raises(ManifestError, match=str(change.get("name", names[0]))):
+            WireExport(runtime, wrong, everything)
+    task = next(t for t in runtime.conversion_tasks if "final_layernorm" in t.global_param_name)
+    kept = task.mapping.__class__
+    task.mapping.__class__ = RMSNorm2ZeroCenteredRMSNormMapping
+    assert "RMSNorm2ZeroCentered" in (supports(runtime) or "")
+    task.mapping.__class__ = kept
+    assert supports(runtime) is None
+
+
+def main() -> None:
+    if sys.argv[1] == "models":
+        for model in map(Path, sys.argv[2:]):
+            for dtype in ("float32", "bfloat16"):
+                check_model(model, dtype, None)
+        check_model(Path(sys.argv[4]), "bfloat16", ("k_proj", "up_proj"))
+    elif sys.argv[1] == "kernel":
+        check_synthetic(by_kernel=True)
+    else:
+        from tests.trainer_node.worker import make_runtime
+
+        runtime = make_runtime(Path(sys.argv[2]), 2, 1, 1)
+        assert "2 ranks" in (wire_export.supports(runtime) or "")
+        runtime.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,9 @@ def run(*, device: str, small: bool) -> list[Case]:
     items, order = _model(layers, experts, hidden, inner, device)
     merger = ChunkMerger(items, order, scale=SCALE, device=device)
     total = sum(merger.chunk_nbytes(c) for c in range(merger.num_chunks))
-    ring = [torch.empty(max(map(merger.chunk_nbytes, range(merger.num_chunks))), dtype=torch.uint8, device=device) for _ in range(2)]
+    ring = [
+        torch.empty(max(map(merger.chunk_nbytes, range(merger.num_chunks))), dtype=torch.uint8, device=device) for _ in range(2)
+    ]
 
     def merge() -> None:
         for c in range(merger.num_chunks):
@@ -53,7 +55,13 @@ def run(*, device: str, small: bool) -> list[Case]:
         _rate("merge/30b-a3b-experts", total, merged_s, "copy_ of the same bytes", copied, copied_s, settings),
         _rate("merge/30b-a3b-experts-loop", total, merged_s, "merge_tensor in a loop", total, looped_s, settings),
         Case(name="merge/30b-a3b-experts", metric="whole_s", unit="s", samples=tuple(merged_s), settings=settings),
-        Case(name="merge/30b-a3b-experts", metric="host_s", unit="s", samples=tuple(_host_times(merge, device, repeats)), settings=settings),
+        Case(
+            name="merge/30b-a3b-experts",
+            metric="host_s",
+            unit="s",
+            samples=tuple(_host_times(merge, device, repeats)),
+            settings=settings,
+        ),
     ]
     return cases + (_variants(merge, total, device, repeats, settings) if device == "cuda" else [])
 
@@ -135,7 +143,13 @@ def _wait(device: str) -> None:
 
 
 def _rate(
-    name: str, nbytes: int, seconds: Sequence[float], peer: str, peer_nbytes: int, peer_seconds: Sequence[float], settings: dict[str, int]
+    name: str,
+    nbytes: int,
+    seconds: Sequence[float],
+    peer: str,
+    peer_nbytes: int,
+    peer_seconds: Sequence[float],
+    settings: dict[str, int],
 ) -> Case:
     return Case(
         name=name,

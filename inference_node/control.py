@@ -8,7 +8,9 @@ request has landed" and "the engine stands still" no other request slips in unde
 
 from __future__ import annotations
 
+import array
 import asyncio
+import base64
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -109,14 +111,14 @@ class Control:
         answers = await self._workers(engine, "splice_plan_check", manifest)
         placement.judge(parsed, [placement.Findings(**a["findings"]) for a in answers])
         self._manifest = parsed
+        return {"layout": answers[0]["layout"] if len(answers) == 1 else None}
+
+    async def _do_start(self, engine: Any, app: Any, *, direct: bool) -> Answer:
+        await self._workers(engine, "splice_start", direct)
         return {}
 
-    async def _do_start(self, engine: Any, app: Any) -> Answer:
-        await self._workers(engine, "splice_start")
-        return {}
-
-    async def _do_receive(self, engine: Any, app: Any, *, update_id: str, deadline_s: float) -> Answer:
-        answers = await self._workers(engine, "splice_receive", update_id, deadline_s)
+    async def _do_receive(self, engine: Any, app: Any, *, update_id: str, deadline_s: float, direct: bool) -> Answer:
+        answers = await self._workers(engine, "splice_receive", update_id, deadline_s, direct)
         slowest = max(answers, key=lambda a: float(a["seconds"]))
         return {"nbytes": slowest["nbytes"], "tensors": slowest["tensors"], "phases": slowest["phases"]}
 
@@ -130,7 +132,8 @@ class Control:
             raise ControlFailed(ErrorCode.NOT_READY, "no manifest is planned")
         answers = await self._workers(engine, "splice_digests")
         digests, unverified = verify.combine(self._manifest, [_worker_digests(a) for a in answers])
-        return {"digests": digests, "unverified": unverified}
+        packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
+        return {"digests": packed, "unverified": unverified}
 
     async def _do_reset(self, engine: Any, app: Any) -> Answer:
         answers = await self._workers(engine, "splice_reset")
@@ -222,4 +225,5 @@ def _worker_digests(answer: Answer) -> verify.WorkerDigests:
         name: [verify.PartDigest(key=(p[0], tuple(p[1]), tuple(p[2])), numel=p[3], digest=p[4]) for p in rows]
         for name, rows in answer["parts"]
     }
-    return verify.WorkerDigests(parts=parts, unverified=answer["unverified"])
+    pairs = iter(array.array("q", base64.b64decode(answer["whole"])))
+    return verify.WorkerDigests(parts=parts, unverified=answer["unverified"], whole=dict(zip(pairs, pairs, strict=True)))

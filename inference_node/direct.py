@@ -180,13 +180,16 @@ class _Chunk:
 class DirectReceiver:
     """One worker's receives of one layout. Views are made once and stay valid: kernel tensors never move."""
 
-    def __init__(self, *, layout: WireLayout, manifest: Manifest, plan: PlacementPlan, live: Live, device: torch.device) -> None:
+    def __init__(
+        self, *, layout: WireLayout, manifest: Manifest, plan: PlacementPlan, live: Live, device: torch.device
+    ) -> None:
         self._manifest, self._device = manifest, device
         self.needs_reload = any(c.kind == "reload" for c in layout.chunks)
         self._regions = plan.regions_by_name()
         self._plan, self._live = plan, live
         self._chunks = [self._chunk(c) for c in layout.chunks]
-        self.direct_names = frozenset(manifest.tensors[i].name for c in layout.chunks if c.kind != "reload" for i in c.tensors)
+        self._direct_indices = tuple(i for c in layout.chunks if c.kind != "reload" for i in c.tensors)
+        self.direct_names = frozenset(manifest.tensors[i].name for i in self._direct_indices)
         self._digest_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._digests_N = torch.zeros(len(manifest.tensors), dtype=torch.int64, device=device)
 
@@ -210,7 +213,9 @@ class DirectReceiver:
         digest = PreparedDigest(views, rows=chunk.tensors) if self._device.type == "cuda" else None
         return _Chunk(chunk.kind, nbytes, chunk.tensors, target_B, views, digest)
 
-    def receive(self, *, group: TransferGroup, deadline_s: float, load: Load, on_written: Callable[[int], None]) -> dict[str, float]:
+    def receive(
+        self, *, group: TransferGroup, deadline_s: float, load: Load, on_written: Callable[[int], None]
+    ) -> dict[str, float]:
         """Receive every chunk to its place; returns seconds {"wire", "load"}.
 
         Args:
@@ -246,7 +251,13 @@ class DirectReceiver:
         return seconds
 
     def _after(
-        self, chunk: _Chunk, buffer_B: torch.Tensor, event: torch.cuda.Event | None, group: TransferGroup, deadline: float, load: Load
+        self,
+        chunk: _Chunk,
+        buffer_B: torch.Tensor,
+        event: torch.cuda.Event | None,
+        group: TransferGroup,
+        deadline: float,
+        load: Load,
     ) -> None:
         """Behind the chunk's arrival: copy or load what is not in place yet, then digest what is live."""
         if chunk.kind == "reload":
@@ -258,7 +269,8 @@ class DirectReceiver:
             if chunk.kind == "staged":
                 self._copy_staged(chunk, buffer_B)
             return
-        assert event is not None and chunk.digest is not None
+        assert event is not None
+        assert chunk.digest is not None
         self._digest_stream.wait_event(event)
         with torch.cuda.stream(self._digest_stream):
             if chunk.kind == "staged":
@@ -280,9 +292,9 @@ class DirectReceiver:
             yield spec.name, piece.view(dtype).view(spec.shape)
             offset += spec.nbytes
 
-    def digests(self) -> dict[str, int]:
-        """HF name -> digest of its live tensor, of what went direct on CUDA in the last receive; empty on the CPU."""
+    def digests(self) -> dict[int, int]:
+        """Manifest index -> digest of its live tensor, of what went direct on CUDA in the last receive; empty on the CPU."""
         if self._digest_stream is None:
             return {}
         values = self._digests_N.tolist()
-        return {spec.name: values[i] for i, spec in enumerate(self._manifest.tensors) if spec.name in self.direct_names}
+        return {i: values[i] for i in self._direct_indices}

@@ -20,10 +20,10 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from inference_node import dialect, placement, reload, verify
+from inference_node import dialect, direct, placement, reload, verify
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import TransferError
-from orchestrator.protocol.messages import Manifest, Rendezvous
+from orchestrator.protocol.messages import Manifest, Rendezvous, WireLayout
 from weight_transfer.groups import TransferGroup, join_gloo
 from weight_transfer.receiver import receive_weights
 
@@ -45,6 +45,8 @@ class SpliceUpdateInfo(WeightTransferUpdateInfo):
 
     update_id: str
     deadline_s: float
+    direct: bool = False
+    """The bytes come in the layout that `wire_layout` gave."""
 
 
 @dataclass
@@ -72,6 +74,10 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._plan: placement.PlacementPlan | None = None
         self._corrected: dict[str, list[placement.Region]] = {}
         self._corrections: dict[placement.Region, int] = {}
+        self._layout: WireLayout | None = None
+        self._receiver: direct.DirectReceiver | None = None
+        self._is_direct = False
+        self._is_reloading = False
         self.applied = _Applied()
 
     # ------------------------------------------------------------ the group
@@ -129,13 +135,36 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             for region in self._plan.regions:
                 if (region.module, region.param) in lossy:
                     self._corrected.setdefault(region.name, []).append(region)
+            self._plan_direct(manifest, self._plan)
         return placement.local_findings(self._plan, manifest)
+
+    def _plan_direct(self, manifest: Manifest, plan: placement.PlacementPlan) -> None:
+        """A layout is offered by a replica of one worker; with several, each would need another one."""
+        self._layout = self._receiver = None
+        if self.vllm_config.parallel_config.world_size_across_dp != 1 or plan.refused:
+            return
+        live = direct.live_parameters(self.model, plan)
+        layout = direct.plan_layout(plan, manifest, live)
+        if all(c.kind == "reload" for c in layout.chunks):
+            return
+        self._layout = layout
+        self._receiver = direct.DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=self.device)
+
+    def wire_layout(self) -> WireLayout | None:
+        """The order in which this worker would like the planned manifest; None: manifest order."""
+        return self._layout
 
     # ------------------------------------------------------------ the update
 
+    def use_layout(self, is_direct: bool) -> None:
+        """Whether the update that starts next comes in the layout."""
+        self._is_direct = is_direct and self._receiver is not None
+
     def start_weight_update(self) -> None:
-        """Checkpoint format on meta, from whatever state a former update left."""
-        reload.start(self.model)
+        """Checkpoint format on meta, from whatever state a former update left; live tensors stay where all bytes come in place."""
+        self._is_reloading = not self._is_direct or (self._receiver is not None and self._receiver.needs_reload)
+        if self._is_reloading:
+            reload.start(self.model)
         self.applied = _Applied()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -159,16 +188,34 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
                 self._watchdog.guard(update_id=update_info.update_id, group=self._group, deadline_s=update_info.deadline_s),
                 dialect.partial_load(),
             ):
-                report = receive_weights(
-                    group=self._group, manifest=self._manifest, bucket_bytes=self._bucket_bytes, device=self.device,
-                    deadline_s=update_info.deadline_s, load=self._load,
-                )  # fmt: skip
+                self._receive(self._group, self._manifest, update_info)
         except BaseException:
             self.reset()
             self.leave()
             raise
-        self.applied.nbytes = report.nbytes
-        self.applied.seconds = {**report.seconds, "receive": time.monotonic() - began}
+        self.applied.nbytes = self._manifest.nbytes
+        self.applied.seconds["receive"] = time.monotonic() - began
+
+    def _receive(self, group: TransferGroup, manifest: Manifest, update_info: SpliceUpdateInfo) -> None:
+        if update_info.direct != self._is_direct:
+            raise TransferError("the sender's layout is not the one this update was started with; start it again")
+        if self._is_direct and self._receiver is not None:
+            self.applied.seconds = self._receiver.receive(
+                group=group, deadline_s=update_info.deadline_s, load=self._load_reloaded, on_written=self._note_written
+            )
+            return
+        report = receive_weights(
+            group=group, manifest=manifest, bucket_bytes=self._bucket_bytes, device=self.device,
+            deadline_s=update_info.deadline_s, load=self._load,
+        )  # fmt: skip
+        self.applied.seconds = dict(report.seconds)
+
+    def _note_written(self, count: int) -> None:
+        self.applied.tensors += count
+
+    def _load_reloaded(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.applied.tensors -= len(tensors)  # counted when its chunk was announced
+        self._load(tensors)
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self.applied.tensors += len(tensors)
@@ -179,6 +226,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Process what is left; kernel tensors are in place afterwards."""
+        if not self._is_reloading:
+            return
         try:
             reload.finish(self.model, self.model_config)
         except BaseException:

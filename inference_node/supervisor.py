@@ -14,12 +14,13 @@ Requests run on the main thread, one at a time; `AbortUpdate` runs on the link's
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.metadata
+import json
 import logging
 import os
 import queue
-import struct
 import time
 import uuid
 from collections.abc import Callable
@@ -239,7 +240,10 @@ class InferenceNode:
             "plan", timeout_s=message.deadline_s + CALL_GRACE_S, manifest=message.manifest.model_dump_json()
         )
         self._manifest = message.manifest
-        self._link.complete(message.request_id, result={"seconds": {"check": answer["seconds"]}})
+        result: dict[str, Any] = {"seconds": {"check": answer["seconds"]}}
+        if answer["layout"] is not None:
+            result["layout"] = json.loads(answer["layout"])
+        self._link.complete(message.request_id, result=result)
 
     def _commit(self, message: CommitUpdate) -> None:
         if self._received != message.version and self._served != message.version:
@@ -274,10 +278,10 @@ class InferenceNode:
             message.request_id,
             result={"seconds": update.seconds, "unverified": unverified},
             tensors=[TensorSpec(name="digests", dtype="int64", shape=(count,))],
-            buffers=[struct.pack(f"<{count}q", *digests)],
+            buffers=[digests],
         )
 
-    def _run_update(self, message: ReceiveWeights, update: _Update, manifest: Manifest) -> tuple[list[int], dict[str, str]]:
+    def _run_update(self, message: ReceiveWeights, update: _Update, manifest: Manifest) -> tuple[bytes, dict[str, str]]:
         deadline = time.monotonic() + message.deadline_s
 
         def call(phase: str, action: str, **arguments: Any) -> dict[str, Any]:
@@ -295,16 +299,16 @@ class InferenceNode:
         self._link.progress(message.request_id, "pausing")
         call("pause", "pause", mode=message.pause_mode, version=message.version, drain_s=min(DRAIN_S, message.deadline_s / 4))
         self._link.progress(message.request_id, "paused", seconds=update.seconds["pause"])
-        call("start", "start")
+        call("start", "start", direct=message.direct)
         self._raise_if_aborted()
         self._link.progress(message.request_id, "applying")
-        received = call("apply", "receive", update_id=message.request_id)
+        received = call("apply", "receive", update_id=message.request_id, direct=message.direct)
         update.applying = True
         update.seconds |= {k: float(v) for k, v in received["phases"].items() if k in ("wire", "load")}
         self._link.progress(message.request_id, "received", nbytes=received["nbytes"], tensors=received["tensors"])
         call("finish", "finish")
         checked = call("verify", "digests")
-        return checked["digests"], checked["unverified"]
+        return base64.b64decode(checked["digests"]), checked["unverified"]
 
     def _after_failure(self, message: ReceiveWeights, update: _Update, error: CallFailed | TransferAborted) -> None:
         """Nothing loaded: @N goes on. Something loaded: poisoned."""

@@ -14,7 +14,7 @@ I = intermediate or in features, O = out features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,22 +47,53 @@ class WorkerDigests:
 
     parts: dict[str, list[PartDigest]]
     unverified: dict[str, str] = field(default_factory=dict)
+    whole: dict[int, int] = field(default_factory=dict)
+    """Manifest index -> digest, of tensors that lie whole on this worker and were digested as they arrived."""
 
 
 class Unreadable(Exception):
     """A live layout that cannot be turned back; the text is the reason reported."""
 
 
-def read_back(model: torch.nn.Module, plan: PlacementPlan, corrections: Mapping[Region, int]) -> WorkerDigests:
+def why_not_in_place(layer: torch.nn.Module, fmt: ParamFormat) -> str | None:
+    """Why received bytes may not be written straight into this parameter; None if they may: it is kept just as it is loaded."""
+    live, method = layer._parameters.get(fmt.param), getattr(layer, "quant_method", None)
+    kind = type(method).__name__
+    if live is None or live.numel() == 0:
+        return f"{type(layer).__name__} keeps {fmt.param} elsewhere"
+    if (tuple(live.shape), tuple(live.stride()), str(live.dtype)) != (fmt.shape, fmt.stride, f"torch.{fmt.dtype}"):
+        return f"{type(layer).__name__} keeps {fmt.param} in another shape"
+    if hasattr(layer, "cpu_linear"):
+        return f"{type(layer).__name__} multiplies by a packed copy of {fmt.param}"
+    if dialect.is_deferred_attention(layer):
+        return f"{type(layer).__name__} derives other tensors from {fmt.param}"
+    if kind == _MOE_METHOD and fmt.param in ("w13_weight", "w2_weight"):
+        try:
+            packing = _packing(layer, method, fmt)[fmt.param]
+        except Unreadable as why:
+            return str(why)
+        return None if packing.is_identity else f"{type(layer).__name__} keeps {fmt.param} packed"
+    if method is not None and kind not in _PLAIN_METHODS and kind != _MOE_METHOD:
+        return f"{kind} converts {fmt.param}"
+    return None
+
+
+def read_back(
+    model: torch.nn.Module, plan: PlacementPlan, corrections: Mapping[Region, int], *, skip: Container[str] = ()
+) -> WorkerDigests:
     """Digest every region of the plan on the live tensors, and every other live copy of the same parameter.
 
     Args:
         corrections: `zero_sign_correction` of the regions whose reader loses the sign of zero.
+        skip: HF names that were read back already.
     """
     layers = dict(model.named_modules())
     parts: dict[str, list[tuple[Region, torch.Tensor]]] = {}
     unverified: dict[str, str] = {}
-    for (module, param), regions in _by_param(plan).items():
+    for (module, param), all_regions in _by_param(plan).items():
+        regions = [r for r in all_regions if r.name not in skip]
+        if not regions:
+            continue
         try:
             copies = _live_copies(layers, plan, plan.formats[(module, param)])
         except Unreadable as why:
@@ -309,7 +340,11 @@ def combine(manifest: Manifest, workers: Sequence[WorkerDigests]) -> tuple[list[
     unverified = {name: why for worker in workers for name, why in worker.unverified.items()}
     digests: list[int] = []
     wrong: list[str] = []
-    for spec in manifest.tensors:
+    whole = {index: digest for worker in workers for index, digest in worker.whole.items()}
+    for index, spec in enumerate(manifest.tensors):
+        if index in whole:
+            digests.append(whole[index])
+            continue
         if spec.name in unverified:
             digests.append(0)
             continue

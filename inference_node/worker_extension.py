@@ -6,6 +6,8 @@ exception's text on and one worker's exception hides what the others say.
 
 from __future__ import annotations
 
+import array
+import base64
 import functools
 import logging
 import time
@@ -95,21 +97,24 @@ class SpliceWorkerExtension:
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_plan_check(self, manifest: str) -> dict[str, Any]:
         """This worker's `Findings` about a manifest (JSON)."""
-        return {"findings": asdict(self._splice_engine.plan_check(Manifest.model_validate_json(manifest)))}
+        findings = asdict(self._splice_engine.plan_check(Manifest.model_validate_json(manifest)))
+        layout = self._splice_engine.wire_layout()
+        return {"findings": findings, "layout": None if layout is None else layout.model_dump_json()}
 
     @_answers(ErrorCode.APPLY_FAILED)
-    def splice_start(self) -> dict[str, Any]:
-        """Begin an update, also on top of one that failed."""
+    def splice_start(self, direct: bool) -> dict[str, Any]:
+        """Begin an update, also on top of one that failed; `direct`: in the layout."""
         self._splice_engine.reset_weight_update_target()
+        self._splice_engine.use_layout(direct)
         self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
         return {}
 
     @_answers(ErrorCode.APPLY_FAILED)
-    def splice_receive(self, update_id: str, deadline_s: float) -> dict[str, Any]:
+    def splice_receive(self, update_id: str, deadline_s: float, direct: bool) -> dict[str, Any]:
         """Receive and load the planned manifest. After an error, `tensors` says how many had been loaded."""
         try:
-            self.update_weights({"update_id": update_id, "deadline_s": deadline_s})  # type: ignore[attr-defined]
+            self.update_weights({"update_id": update_id, "deadline_s": deadline_s, "direct": direct})  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - see the module
             _log.exception("splice: receiving failed")
             code, message = code_of(error, ErrorCode.APPLY_FAILED), f"{type(error).__name__}: {error}"[:3000]
@@ -126,13 +131,14 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.VERIFICATION_FAILED)
     def splice_digests(self) -> dict[str, Any]:
-        """`WorkerDigests` of the live tensors, as [name, [[first_index, size, strides, numel, digest], ...]] rows."""
+        """`WorkerDigests` of the live tensors: [name, [[first_index, size, strides, numel, digest], ...]] rows, and `whole` as int64 pairs."""
         found = self._splice_engine.digests()
         rows = [
             [name, [[p.key[0], list(p.key[1]), list(p.key[2]), p.numel, p.digest] for p in parts]]
             for name, parts in found.parts.items()
         ]
-        return {"parts": rows, "unverified": found.unverified}
+        whole = array.array("q", [n for pair in found.whole.items() for n in pair])
+        return {"parts": rows, "unverified": found.unverified, "whole": base64.b64encode(whole.tobytes()).decode()}
 
     @_answers(ErrorCode.INTERNAL)
     def splice_reset(self) -> dict[str, Any]:

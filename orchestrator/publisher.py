@@ -35,6 +35,8 @@ from orchestrator.protocol.messages import (
     Rendezvous,
     SendWeights,
     Transport,
+    UseLayout,
+    WireLayout,
 )
 from orchestrator.publication import State, advance, after_failure
 from orchestrator.router import ControlRouter, new_id
@@ -84,6 +86,8 @@ def digest_mismatches(*, manifest: Manifest, sent: bytes, live: bytes, unverifie
         raise VerificationError(
             f"expected {wanted} digests, got {len(ours)} from the trainer and {len(theirs)} from the replica"
         )
+    if sent == live:
+        return []
     skip = set(unverified)
     names = [t.name for t in manifest.tensors]
     return [name for name, a, b in zip(names, ours, theirs, strict=True) if a != b and name not in skip]
@@ -103,6 +107,8 @@ class Publisher:
         self.holding: dict[str, str] = {}
         """Replica -> its life when it took the version that is served."""
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
+        self._planned: dict[str, str] = {}  # what `_joined` was when the replicas had checked the manifest
+        self._is_direct = False
 
     async def publish(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> PublicationReport:
         """Publish `version` to all `replicas`, rolling forward after failures, at most `attempts` times.
@@ -156,7 +162,15 @@ class Publisher:
             self.state = State.IDLE
         await self._join(replicas, report=report)
         manifest = await self._get_manifest()
-        await _all_or_first_error(
+        if self._planned != self._joined:
+            await self._check_and_lay_out(version, manifest, replicas)
+            self._planned = dict(self._joined)
+        self._step(State.PLANNED, version, report, None)
+        return manifest
+
+    async def _check_and_lay_out(self, version: int, manifest: Manifest, replicas: Sequence[str]) -> None:
+        """Every replica checks the manifest; if all want the same layout and the trainer can send it, it is used from now on."""
+        checked = await _all_or_first_error(
             self._router.request(
                 replica,
                 PrepareUpdate(
@@ -166,8 +180,12 @@ class Publisher:
             )
             for replica in replicas
         )
-        self._step(State.PLANNED, version, report, None)
-        return manifest
+        wanted = [answer.result.get("layout") for answer, _ in checked]
+        layout = WireLayout.model_validate(wanted[0]) if wanted[0] and all(w == wanted[0] for w in wanted) else None
+        request = UseLayout(request_id=new_id("layout"), deadline_s=self._config.plan_timeout_s, layout=layout)
+        answer, _ = await self._router.request(self._trainer, request, phase="planning the layout")
+        self._is_direct = bool(answer.result.get("direct"))
+        log.info("layout: direct %s, %s", self._is_direct, answer.result.get("reason") or _summary(layout))
 
     async def _get_manifest(self) -> Manifest:
         incarnation = self._router.peers[self._trainer].hello.incarnation
@@ -201,7 +219,11 @@ class Publisher:
             self._router.request(
                 replica,
                 ReceiveWeights(
-                    request_id=new_id("receive"), deadline_s=timeout_s, version=version, pause_mode=self._config.pause_mode
+                    request_id=new_id("receive"),
+                    deadline_s=timeout_s,
+                    version=version,
+                    pause_mode=self._config.pause_mode,
+                    direct=self._is_direct,
                 ),
                 phase="receiving",
                 on_progress=on_receiving,
@@ -326,7 +348,7 @@ class Publisher:
     ) -> None:
         failed_in = self.state
         self.state = after_failure(self.state, was_poisoned=was_poisoned)
-        self._joined = {}
+        self._joined, self._planned = {}, {}
         self._manifest = None
         for replica in replicas:
             self.holding.pop(replica, None)
@@ -355,6 +377,13 @@ class Publisher:
         if result is not None:
             result.states.append(str(to))
         report(str(to), {"version": version})
+
+
+def _summary(layout: WireLayout | None) -> str:
+    if layout is None:
+        return "manifest order"
+    counts = {k: sum(len(c.tensors) for c in layout.chunks if c.kind == k) for k in ("live", "staged", "reload")}
+    return f"{len(layout.chunks)} chunks, tensors {counts}, not live: {layout.why_not_live}"
 
 
 def _worth_retrying(error: Exception) -> bool:

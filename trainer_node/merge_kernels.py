@@ -10,7 +10,7 @@ Without a delta the bits are copied, NaN payloads included.
 
 Speed: bound by memory. A program makes one [BLOCK_O, BLOCK_I] tile: W is read once and `out` written once in 16-byte pieces, A and B come
 out of the caches. BLOCK_O and BLOCK_I are smaller than the number of threads, so that Triton loads a column of B and a row of A right
-into the registers where they are used: neither shared memory nor a barrier in the loop over r.
+into the registers where they are used, without a trip through shared memory (a test reads the PTX).
 
 Axes: T = tensors of a launch, O = out features, I = in features, R = rank; W's rows may lie in groups (q, k and v inside `linear_qkv`).
 """

@@ -54,6 +54,7 @@ from orchestrator.protocol.messages import (
     TrainLora,
     TrainMerged,
     TrainStep,
+    UseLayout,
 )
 from orchestrator.protocol.node_link import NodeLink
 
@@ -162,6 +163,7 @@ class Node:
             SaveCheckpoint: self._save_checkpoint,
             LoadCheckpoint: self._load_checkpoint,
             PlanPublication: self._plan_publication,
+            UseLayout: self._use_layout,
             OpenTransferGroup: self._open_transfer_group,
             SendWeights: self._send_weights,
         }
@@ -338,9 +340,29 @@ class Node:
             self._transfer.open(message, on_listening=lambda where: self._progress("listening", rendezvous=where))
         return Outcome()
 
+    def _use_layout(self, message: UseLayout) -> Outcome:
+        """Plan the merge in the receiver's order, where this trainer can (one rank); else keep the manifest's."""
+        from trainer_node import wire_export
+
+        self._progress("planning the layout")
+        reason = wire_export.supports(self.runtime) if message.layout is not None else "manifest order was asked for"
+        if reason is not None or message.layout is None:
+            self._transfer.use_chunks(None)
+            return Outcome(result={"direct": False, "reason": reason})
+        order = [chunk.tensors for chunk in message.layout.chunks]
+        export = wire_export.WireExport(self.runtime, self.exporter.manifest(), order)
+        self._transfer.use_chunks(Chunks(order=order, fill=export.fill))
+        return Outcome(result={"direct": True})
+
     def _send_weights(self, message: SendWeights) -> Outcome:
         deadline = time.monotonic() + message.deadline_s
         manifest = self.exporter.manifest()
+        if self._transfer.has_chunks:  # one rank: no collective to keep in step
+            self._progress("sending", version=message.version)
+            report = self._transfer.send_chunks(manifest, deadline_s=message.deadline_s)
+            # Export and merge are one pass here, queued under the wire.
+            report.seconds.update(export=0.0, merge=report.seconds.pop("fill"))
+            return self._sent(message, report)
         # If nothing can be sent, every rank still runs the export, and they stay in step.
         problem = self._transfer.problem() if self.link is not None else None
         self._progress("sending", version=message.version)
@@ -356,13 +378,16 @@ class Node:
             # The other ranks are in the export's collectives: finish it without sending.
             _exhaust(stream)
             raise
-        seconds = {k: v for k, v in report.seconds.items() if k != "total"}
-        seconds["merge"] = self.exporter.merge_s
-        seconds["export"] = max(0.0, seconds.get("export", 0.0) - self.exporter.merge_s)
+        report.seconds["merge"] = self.exporter.merge_s
+        report.seconds["export"] = max(0.0, report.seconds.get("export", 0.0) - self.exporter.merge_s)
+        return self._sent(message, report)
+
+    @staticmethod
+    def _sent(message: SendWeights, report: Any) -> Outcome:
         digests = report.digests_N
         spec = TensorSpec(name="digests", dtype="int64", shape=tuple(digests.shape))
         return Outcome(
-            result={"version": message.version, "nbytes": report.nbytes, "seconds": seconds},
+            result={"version": message.version, "nbytes": report.nbytes, "seconds": report.seconds},
             tensors=(spec,),
             buffers=(digests.contiguous().numpy().tobytes(),),
         )
@@ -377,6 +402,14 @@ class Node:
         self.runtime.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """A layout ready to be sent: manifest indices of each chunk, and what writes a chunk's merged bytes into a buffer."""
+
+    order: Sequence[Sequence[int]]
+    fill: Callable[[int, torch.Tensor], None]
+
+
 class Transfer:
     """Rank 0's transfer groups and sender. A failed send closes them: the next send refuses and says what to do."""
 
@@ -386,6 +419,7 @@ class Transfer:
         self._listeners: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
         self._sender: Any = None
+        self._chunks: Chunks | None = None
         self._bucket_bytes = 0
         self._why_not = "no transfer group is open; send OpenTransferGroup first"
 
@@ -437,8 +471,46 @@ class Transfer:
                 self._sender = WeightSender(
                     groups=self._groups, manifest=manifest, bucket_bytes=self._bucket_bytes, device=self._device
                 )
+        return self._or_close(lambda: self._sender.send(stream, deadline_s=deadline_s))
+
+    def use_chunks(self, chunks: Chunks | None) -> None:
+        """From the next send on: these chunks, or (None) a stream in manifest order."""
+        self._chunks = chunks
+        with self._lock:
+            if self._sender is not None:
+                self._sender.release()
+            self._sender = None
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether `send_chunks` is the way to send."""
+        return self._chunks is not None
+
+    def send_chunks(self, manifest: Any, *, deadline_s: float) -> Any:
+        """Send the chunks to every group; on failure the groups are gone.
+
+        Raises:
+            NotReady: no group is open.
+        """
+        from weight_transfer.chunks import ChunkSender
+
+        problem = self.problem()
+        if problem is not None or self._chunks is None:
+            raise NotReady(problem or "no layout is set; send UseLayout first")
+        with self._lock:
+            if self._sender is None:
+                self._sender = ChunkSender(
+                    groups=self._groups,
+                    manifest=manifest,
+                    chunks=self._chunks.order,
+                    fill=self._chunks.fill,
+                    device=self._device,
+                )
+        return self._or_close(lambda: self._sender.send(deadline_s=deadline_s))
+
+    def _or_close(self, send: Callable[[], Any]) -> Any:
         try:
-            return self._sender.send(stream, deadline_s=deadline_s)
+            return send()
         except BaseException as error:
             self.close()
             self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"

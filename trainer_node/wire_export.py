@@ -111,7 +111,9 @@ class Delta:
     def matrices(self) -> LoraDelta:
         """Views of this one."""
         a, b = self.lora_A.detach(), self.lora_B.detach()
-        return LoraDelta(lora_A_RI=a if self.expert is None else a[self.expert], lora_B_OR=b if self.expert is None else b[self.expert])
+        return LoraDelta(
+            lora_A_RI=a if self.expert is None else a[self.expert], lora_B_OR=b if self.expert is None else b[self.expert]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,8 @@ class _Launch:
     def entries(self) -> list[tuple[int, int, int, int]]:
         """Rows of the kernel's table, with today's addresses; also finds whether 16-byte pieces are possible."""
         entries = [
-            (item.source.address(), *(item.delta.addresses() if item.delta else (0, 0)), offset) for item, offset in self.members
+            (item.source.address(), *(item.delta.addresses() if item.delta else (0, 0)), offset)
+            for item, offset in self.members
         ]
         k, size = self.kind, self.kind.dtype.itemsize
         every = functools.reduce(lambda bits, entry: bits | entry[0] | entry[1] | entry[2] | entry[3], entries, 0)
@@ -226,7 +229,9 @@ class ChunkMerger:
         plan = self._chunks[chunk]
         wanted = (torch.uint8, (plan.nbytes,), self._device.type)
         if (out_B.dtype, tuple(out_B.shape), out_B.device.type) != wanted or not out_B.is_contiguous():
-            raise ValueError(f"chunk {chunk} wants a contiguous buffer {wanted}, got {out_B.dtype} {tuple(out_B.shape)} {out_B.device}")
+            raise ValueError(
+                f"chunk {chunk} wants a contiguous buffer {wanted}, got {out_B.dtype} {tuple(out_B.shape)} {out_B.device}"
+            )
         if self._kernels is None:
             for launch in plan.launches:
                 self._fill_by_torch(launch, out_B)
@@ -358,13 +363,17 @@ def _check_source(spec: TensorSpec, source: Source | None) -> None:
         raise ManifestError(f"the manifest has {spec.name}, which the model has not; plan the publication again")
     if source.shape != spec.shape or source.param.dtype != torch_dtype(spec.dtype):
         found = f"{source.param.dtype} {list(source.shape)}"
-        raise ManifestError(f"{spec.name} is {spec.dtype} {list(spec.shape)} in the manifest and {found} in the model; plan again")
+        raise ManifestError(
+            f"{spec.name} is {spec.dtype} {list(spec.shape)} in the manifest and {found} in the model; plan again"
+        )
 
 
 def _refuse_ranks() -> None:
     ranks = torch.distributed.get_world_size()
     if ranks != 1:
-        raise _NotUnderstoodError(f"the trainer has {ranks} ranks; the merge in the receiver's order needs the whole model on one")
+        raise _NotUnderstoodError(
+            f"the trainer has {ranks} ranks; the merge in the receiver's order needs the whole model on one"
+        )
 
 
 def _deltas(runtime: TrainerRuntime) -> dict[str, Delta]:
@@ -430,7 +439,9 @@ def _task_sources(task: Any) -> Mapping[str, Source]:
         return {names["gate"]: Source.whole(param, rows=half), names["up"]: Source.whole(param, first=half, rows=half)}
     if kind is bridge.QKVMapping:
         return _qkv_sources(names, param, mapping._get_config(task.megatron_module))
-    raise _NotUnderstoodError(f"{task.global_param_name} is mapped by {kind.__name__}, which the merge in the receiver's order does not know")
+    raise _NotUnderstoodError(
+        f"{task.global_param_name} is mapped by {kind.__name__}, which the merge in the receiver's order does not know"
+    )
 
 
 def _qkv_sources(names: Mapping[str, str], param: torch.Tensor, config: Any) -> dict[str, Source]:
@@ -441,7 +452,9 @@ def _qkv_sources(names: Mapping[str, str], param: torch.Tensor, config: Any) -> 
     heads, size = config.num_attention_heads // groups, config.kv_channels or config.hidden_size // config.num_attention_heads
     columns = math.prod(param.shape[1:])
     if param.shape[0] != groups * (heads + 2) * size:
-        raise _NotUnderstoodError(f"{names['q']}: {param.shape[0]} fused rows are not {groups} groups of {heads} + 2 heads of {size}")
+        raise _NotUnderstoodError(
+            f"{names['q']}: {param.shape[0]} fused rows are not {groups} groups of {heads} + 2 heads of {size}"
+        )
     return {
         names[part]: Source(
             param=param, offset=first * size * columns, groups=groups, rows=width * size, columns=columns,

@@ -9,14 +9,15 @@ Axes: B = bytes, N = tensors of the manifest.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from orchestrator.errors import ManifestError, TransferAborted, TransferTimeout
-from orchestrator.protocol.messages import Manifest
+from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import view_of
@@ -49,7 +50,9 @@ class ChunkSender:
         device: torch.device | str,
     ) -> None:
         if sorted(i for c in chunks for i in c) != list(range(len(manifest.tensors))):
-            raise ManifestError(f"the layout's {len(chunks)} chunks are not a partition of the manifest's {len(manifest.tensors)} tensors")
+            raise ManifestError(
+                f"the layout's {len(chunks)} chunks are not a partition of the manifest's {len(manifest.tensors)} tensors"
+            )
         self._groups, self._manifest, self._fill, self._device = dict(groups), manifest, fill, torch.device(device)
         self._chunks = [tuple(c) for c in chunks]
         self._nbytes = [sum(manifest.tensors[i].nbytes for i in c) for c in self._chunks]
@@ -70,6 +73,10 @@ class ChunkSender:
         slot_B, offset, views = self._ring[k % len(self._ring)], 0, []
         for index in self._chunks[k]:
             spec = self._manifest.tensors[index]
+            if offset % DTYPE_BYTES[spec.dtype]:
+                raise ManifestError(
+                    f"{spec.name} ({spec.dtype}) would lie at byte {offset} of a chunk, which its element size does not divide"
+                )
             views.append(view_of(slot_B, spec, offset))
             offset += spec.nbytes
         return views
@@ -98,6 +105,13 @@ class ChunkSender:
         for group in self._groups.values():
             group.abort(reason)
 
+    def release(self) -> None:
+        """Free the ring but leave the groups open, for another sender. This one is of no more use."""
+        with self._lock:
+            self._aborted = self._aborted or "the sender was replaced"
+        self._groups.clear()
+        self._ring.clear()
+
     def close(self) -> None:
         """Close every group and free the ring. Safe to call twice."""
         with self._lock:
@@ -122,12 +136,17 @@ class ChunkSender:
             self._streams[1].wait_stream(fill_stream)
         for k in range(len(self._chunks)):
             slot = k % len(self._ring)
-            self._lap(seconds, "wire", lambda slot=slot: self._wait(busy, slot, deadline))
-            self._lap(seconds, "fill", lambda k=k, slot=slot: self._fill_slot(k, slot))
-            self._lap(seconds, "wire", lambda k=k, slot=slot: self._broadcast(k, slot, busy, deadline))
-            self._lap(seconds, "digest", lambda k=k, slot=slot: self._digest(k, slot, digests_N, busy))
-        for slot in range(len(self._ring)):
-            self._lap(seconds, "wire", lambda slot=slot: self._wait(busy, slot, deadline))
+            with _timed(seconds, "wire"):
+                self._wait(busy, slot, deadline)
+            with _timed(seconds, "fill"):
+                self._fill_slot(k, slot)
+            with _timed(seconds, "wire"):
+                self._broadcast(k, slot, busy, deadline)
+            with _timed(seconds, "digest"):
+                self._digest(k, slot, digests_N, busy)
+        with _timed(seconds, "wire"):
+            for slot in range(len(self._ring)):
+                self._wait(busy, slot, deadline)
         result_N = digests_N.cpu()
         seconds["total"] = time.monotonic() - began
         return SendReport(digests_N=result_N, nbytes=self._manifest.nbytes, seconds=seconds)
@@ -186,8 +205,9 @@ class ChunkSender:
         if self._aborted is not None:
             raise TransferAborted(f"transfer aborted: {self._aborted}")
 
-    @staticmethod
-    def _lap(seconds: dict[str, float], phase: str, act: Callable[[], None]) -> None:
-        began = time.monotonic()
-        act()
-        seconds[phase] += time.monotonic() - began
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[phase] += time.monotonic() - began

@@ -89,6 +89,13 @@ class WeightSender:
         for group in self._groups.values():
             group.abort(reason)
 
+    def release(self) -> None:
+        """Free the ring but leave the groups open, for another sender. This one is of no more use."""
+        with self._lock:
+            self._aborted = self._aborted or "the sender was replaced"
+        self._groups.clear()
+        self._ring.clear()
+
     def close(self) -> None:
         """Close every group and free the ring. Safe to call twice."""
         with self._lock:
@@ -188,7 +195,7 @@ class _Send:
 
 
 @contextlib.contextmanager
-def _named(replica: str) -> Iterator[None]:
+def named_replica(replica: str) -> Iterator[None]:
     """Puts the replica's name in front of a transfer error's text."""
     try:
         yield

@@ -7,10 +7,11 @@ before it is sent. Jobs run one at a time in the order they came; the same id tw
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from orchestrator.errors import ConfigError, JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
@@ -28,6 +29,7 @@ from orchestrator.protocol.messages import (
     LoadCheckpoint,
     NodeStatus,
     Progress,
+    ResyncJob,
     SaveCheckpoint,
     Shutdown,
     Status,
@@ -215,22 +217,10 @@ class Orchestrator:
             return
         log.info("%s was started anew; sending %s@%d to it", ", ".join(bare), self._config.name, version)
         served_dir = self._journal.checkpoint_dir(version) or self._trained_dir
-        kept = self._config.run_dir.absolute() / "resync" / new_id("state")
-        timeout_s = self._config.publication.plan_timeout_s
         try:
-            if self._is_ahead:
-                await self._ask_trainer(
-                    SaveCheckpoint(request_id=new_id("save"), deadline_s=timeout_s, version=version, checkpoint_dir=str(kept))
-                )
-                await self._ask_trainer(
-                    LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=served_dir)
-                )
-            await self._publisher.publish(
-                version, checkpoint_dir=served_dir, replicas=self._router.nodes("inference"), report=_log_phase
-            )
-            if self._is_ahead:
-                await self._ask_trainer(
-                    LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=str(kept))
+            async with self._served_state(version, served_dir):
+                await self._publisher.publish(
+                    version, checkpoint_dir=served_dir, replicas=self._router.nodes("inference"), report=_log_phase
                 )
         except (SpliceError, OSError) as error:
             log.warning("the resync failed and will be tried again: %s", error)
@@ -264,6 +254,8 @@ class Orchestrator:
         self._progress(job_id, "waiting for nodes", {})
         if isinstance(spec, InitialSyncJob):
             return await self._initial_sync(job_id)
+        if isinstance(spec, ResyncJob):
+            return await self._resync_all(job_id)
         if isinstance(spec, TrainLoraJob):
             return await self._train_lora(job_id, spec, job.buffers)
         return await self._train_merged(job_id, spec, job.buffers)
@@ -289,6 +281,30 @@ class Orchestrator:
         await self._router.request("trainer", save, phase="saving version 0")
         self._trained_version, self._trained_dir = 0, checkpoint_dir
         return await self._publish(job_id, 0, checkpoint_dir, replicas, metrics={}, seconds={})
+
+    async def _resync_all(self, job_id: str) -> dict[str, object]:
+        version = self._publisher.version
+        if version is None:
+            raise ConfigError("no version is served; submit InitialSync, or wait for the recovery under way")
+        served_dir = self._journal.checkpoint_dir(version) or self._trained_dir
+        async with self._served_state(version, served_dir):
+            return await self._publish(job_id, version, served_dir, await self._replicas(), metrics={}, seconds={})
+
+    @contextlib.asynccontextmanager
+    async def _served_state(self, version: int, served_dir: str) -> AsyncIterator[None]:
+        """Inside, the trainer holds the served version's state; outside, what it held before, which may be further on."""
+        if not self._is_ahead:
+            yield
+            return
+        kept = str(self._config.run_dir.absolute() / "resync" / new_id("state"))
+        timeout_s = self._config.train_timeout_s
+        await self._ask_trainer(
+            SaveCheckpoint(request_id=new_id("save"), deadline_s=timeout_s, version=version, checkpoint_dir=kept)
+        )
+        await self._ask_trainer(LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=served_dir))
+        yield
+        await self._ask_trainer(LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=kept))
+        self._is_ahead = True
 
     async def _train_merged(self, job_id: str, spec: TrainMergedJob, buffers: Sequence[bytes]) -> dict[str, object]:
         if self._publisher.version is None and self._journal.committed_version() is None:

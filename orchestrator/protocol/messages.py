@@ -202,7 +202,13 @@ class TrainLoraJob(_Training):
     output_dir: str
 
 
-JobSpec = Annotated[InitialSyncJob | TrainMergedJob | TrainLoraJob, Field(discriminator="kind")]
+class ResyncJob(Message):
+    """Send the served version whole again to every replica: the alias stays, every live tensor is verified anew."""
+
+    kind: Literal["ResyncJob"] = "ResyncJob"
+
+
+JobSpec = Annotated[InitialSyncJob | TrainMergedJob | TrainLoraJob | ResyncJob, Field(discriminator="kind")]
 
 
 class SubmitJob(Message):

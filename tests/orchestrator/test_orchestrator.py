@@ -255,3 +255,16 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
     while trainer.log[-1] != "LoadCheckpoint" and time.monotonic() < deadline:
         time.sleep(0.05)
     assert trainer.log.count("LoadCheckpoint") == 2  # back to where it was
+
+
+def test_a_resync_job_sends_the_served_version_again(run):
+    from orchestrator.protocol.messages import ResyncJob
+
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    with pytest.raises(JobFailed, match="InitialSync"):
+        run.client.run(ResyncJob())
+    run.client.run(InitialSyncJob())
+    result = run.client.run(ResyncJob())
+    assert result["version"] == 0 and result["states"][-1] == "committed"
+    assert replica.served == [(0, [10, 20, 30])] * 2 and run.client.status().version == 0

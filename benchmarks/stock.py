@@ -1,0 +1,192 @@
+"""vLLM's own `nccl` weight transfer as a peer: an unmodified server with its development routes, and a sender that only sends.
+
+The sender joins vLLM 0.26's group without vLLM: it serves the TCPStore, puts the pickled `ncclUniqueId` there under the key that vLLM reads,
+issues the warm-up all-reduce, and broadcasts buckets cut by vLLM's packed rule. Its tensors are random bytes made beforehand, so nothing
+of an export or merge is counted: the peer's best case.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from orchestrator.protocol.messages import Manifest
+from weight_transfer.buckets import plan_buckets
+
+_MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
+BUCKET_BYTES = 2**30
+
+
+class StockServer:
+    """An unmodified vLLM OpenAI server with backend "nccl"; use as a context manager."""
+
+    def __init__(
+        self, *, python: Path, model: Path, gpu: int, log: Path, max_model_len: int = 8192, more: Sequence[str] = ()
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self._argv = [
+            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "stock",
+            "--load-format", "dummy", "--dtype", "bfloat16", "--port", str(self.port), "--max-model-len", str(max_model_len),
+            "--gpu-memory-utilization", "0.85", "--enforce-eager", "--weight-transfer-config", '{"backend": "nccl"}', *more,
+        ]  # fmt: skip
+        self._env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        self._log = log
+
+    def __enter__(self) -> StockServer:
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(self._argv, env=self._env, stdout=out, stderr=out, start_new_session=True)
+        deadline_s = time.monotonic() + 300
+        while time.monotonic() < deadline_s:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"vLLM ended with {self._process.returncode}: {self._log.read_text()[-3000:]}")
+            try:
+                if httpx.get(f"{self.base_url}/health", timeout=2).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                time.sleep(0.3)
+        self.__exit__()
+        raise RuntimeError(f"vLLM was not ready in time: {self._log.read_text()[-3000:]}")
+
+    def __exit__(self, *_: object) -> None:
+        for number, grace_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+            try:
+                os.killpg(self._process.pid, number)
+                self._process.wait(timeout=grace_s)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+    def post(self, route: str, timeout_s: float = 300.0, **body: Any) -> None:
+        """POST a development route."""
+        response = httpx.post(f"{self.base_url}{route}", json=body or None, timeout=timeout_s)
+        if response.status_code != 200:
+            raise RuntimeError(f"{route} answered {response.status_code}: {response.text[:500]}")
+
+
+class StockSender:
+    """Rank 0 of vLLM's group on one GPU, with one bucket of random bytes."""
+
+    def __init__(self, server: StockServer, manifest: Manifest, *, device: str) -> None:
+        import torch
+        from cupy.cuda import nccl
+
+        self._torch, self._nccl, self._server, self._manifest = torch, nccl, server, manifest
+        self._device = torch.device(device)
+        torch.cuda.set_device(self._device)
+        self._buckets = plan_buckets(manifest, BUCKET_BYTES)
+        largest = max(b.nbytes for b in self._buckets)
+        self._bytes = [torch.randint(0, 64, (largest,), dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._stream = torch.cuda.Stream(self._device)
+        self._join()
+
+    def _join(self) -> None:
+        torch, nccl = self._torch, self._nccl
+        unique_id = nccl.get_unique_id()
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            self._store = torch.distributed.TCPStore(
+                host_name="127.0.0.1", port=port, world_size=2, is_master=True, timeout=datetime.timedelta(seconds=120),
+                use_libuv=False, master_listen_fd=listener.detach(), wait_for_workers=False,
+            )  # fmt: skip
+        self._store.set("broadcast_from/0/0", _pickled_id(bytes(c & 0xFF for c in unique_id)))
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        joining = threading.Thread(target=lambda: self._server.post("/init_weight_transfer_engine", init_info=info))
+        joining.start()
+        self._communicator = nccl.NcclCommunicator(2, unique_id, 0)
+        one = torch.zeros(1, device=self._device)
+        self._communicator.allReduce(
+            one.data_ptr(), one.data_ptr(), 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream.cuda_stream
+        )
+        self._stream.synchronize()
+        joining.join(timeout=120)
+
+    def publish(self) -> dict[str, float]:
+        """Pause, start, update, finish, resume; seconds of each and of the whole."""
+        seconds: dict[str, float] = {}
+        began = time.monotonic()
+        for phase, act in (
+            ("pause", lambda: self._server.post("/pause?mode=keep")),
+            ("start", lambda: self._server.post("/start_weight_update")),
+            ("update", self._update),
+            ("finish", lambda: self._server.post("/finish_weight_update")),
+            ("resume", lambda: self._server.post("/resume")),
+        ):
+            clock = time.monotonic()
+            act()
+            seconds[phase] = time.monotonic() - clock
+        seconds["total"] = time.monotonic() - began
+        return seconds
+
+    def _update(self) -> None:
+        tensors = self._manifest.tensors
+        info = {
+            "names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors],
+            "packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 2,
+        }  # fmt: skip
+        failed: list[Exception] = []
+
+        def update() -> None:
+            try:
+                self._server.post("/update_weights", update_info=info)
+            except Exception as error:  # noqa: BLE001 - told to the thread that waits
+                failed.append(error)
+
+        updating = threading.Thread(target=update)
+        updating.start()
+        for k, bucket in enumerate(self._buckets):
+            pointer = self._bytes[k % 2].data_ptr()
+            self._communicator.bcast(pointer, bucket.nbytes, self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
+        updating.join(timeout=120)
+        if failed:
+            raise failed[0]
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Abort the communicator; a live one can hang the exit."""
+        self._communicator.abort()
+        del self._store
+
+
+def _pickled_id(raw: bytes) -> bytes:
+    """What `pickle.dumps(vllm...ncclUniqueId)` makes, by a look-alike under its module's name."""
+    module = types.ModuleType(_MODULE)
+
+    class ncclUniqueId(ctypes.Structure):  # noqa: N801 - its name in vLLM
+        _fields_ = [("internal", ctypes.c_byte * 128)]
+
+    ncclUniqueId.__module__, ncclUniqueId.__qualname__ = _MODULE, "ncclUniqueId"
+    module.ncclUniqueId = ncclUniqueId  # type: ignore[attr-defined]
+    parts = _MODULE.split(".")
+    names = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    saved = {n: sys.modules.get(n) for n in names}
+    try:
+        for n in names[:-1]:
+            sys.modules[n] = types.ModuleType(n)
+        sys.modules[_MODULE] = module
+        unique = ncclUniqueId()
+        ctypes.memmove(ctypes.byref(unique), raw, 128)
+        return pickle.dumps(unique)
+    finally:
+        for n, was in saved.items():
+            if was is None:
+                sys.modules.pop(n, None)
+            else:
+                sys.modules[n] = was

@@ -1,7 +1,8 @@
 """Triton kernels of `digest`: the same numbers as its torch path, at the memory's speed. Imported only where Triton is installed.
 
 Each program mixes one block of elements, sums it and adds the sum to the tensor's digest with one 64-bit atomic; integer addition
-commutes, so the result does not depend on the order. The kernels carry no annotations, which Triton would take for globals. Axes: R = rows of a region, C = its columns; N = tensors.
+commutes, so the result does not depend on the order. The kernels carry no annotations, which Triton would take for globals.
+Axes: R = rows of a region, C = its columns; N = tensors.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def _many_kernel(table_ptr, block_table_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK
 
 @triton.jit
 def _prepared_kernel(
-    table_ptr: Any, block_table_ptr: Any, out_ptr: Any, ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+    table_ptr, block_table_ptr, out_ptr, ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(block_table_ptr + 2 * program).to(tl.int64)
     block = tl.load(block_table_ptr + 2 * program + 1).to(tl.int64)
@@ -87,15 +88,16 @@ def _prepared_kernel(
     out = tl.load(table_ptr + 3 * row + 2)
     start = block * BLOCK
     i = start + tl.arange(0, BLOCK).to(tl.int64)
+    if ELEMENT_BYTES == 2:
+        pointer = address.to(tl.pointer_type(tl.uint16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint32))
     if ALIGNED:
         # 16-byte loads: the address and the length are multiples of 16 bytes.
-        address = tl.multiple_of(address, 16)
-        numel = tl.multiple_of(numel, 16 // ELEMENT_BYTES)
+        pointer = tl.multiple_of(pointer, 16)
+        numel = tl.multiple_of(numel, 16)
     inside = i < numel
-    if ELEMENT_BYTES == 2:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint16)) + i, mask=inside, other=0).to(tl.uint64)
-    else:
-        bits = tl.load(address.to(tl.pointer_type(tl.uint32)) + i, mask=inside, other=0).to(tl.uint64)
+    bits = tl.load(pointer + i, mask=inside, other=0).to(tl.uint64)
     mixed = _mix(bits, i)
     mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
     tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
@@ -108,7 +110,7 @@ def prepare(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> list[Callab
         size = tensor.element_size()
         if size not in (2, 4):
             raise ValueError(f"prepared digests read elements of 2 or 4 bytes, got {tensor.dtype}")
-        aligned = tensor.data_ptr() % 16 == 0 and (tensor.numel() * size) % 16 == 0
+        aligned = tensor.data_ptr() % 16 == 0 and tensor.numel() % 16 == 0
         if tensor.numel():
             kinds.setdefault((size, aligned), []).append([tensor.data_ptr(), tensor.numel(), row])
     return [_prepared_launch(table, size, aligned, tensors[0].device) for (size, aligned), table in kinds.items()]

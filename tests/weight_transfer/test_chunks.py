@@ -1,0 +1,118 @@
+"""Chunks leave in the receiver's order, digested from the ring; a group in memory stands for the wire (the wires have tests of their own)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from orchestrator.errors import ManifestError, TransferAborted, TransferError
+from orchestrator.protocol.messages import Manifest, TensorSpec
+from weight_transfer import chunks
+from weight_transfer.chunks import ChunkSender
+from weight_transfer.digest import PreparedDigest, tensor_digest
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)]
+
+
+class Memory:
+    """A `TransferGroup` that keeps what was sent."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.rank, self.world_size, self.sent, self.fail_at, self.reason = 0, 2, [], fail_at, None
+
+    def broadcast(self, buffer_B, *, deadline_s):
+        assert deadline_s > 0
+        if len(self.sent) == self.fail_at:
+            raise TransferError("the peer is gone")
+        self.sent.append(buffer_B.clone())
+        if not buffer_B.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def synchronize(self, event=None, *, deadline_s):
+        if event is not None:
+            event.synchronize()
+
+    def abort(self, reason):
+        self.reason = self.reason or reason
+
+    def close(self):
+        self.abort("closed")
+
+
+def model(device, *, dtypes=(torch.float32,), count=11):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, 5), (64,), (17, 16), (1,), (300, 33)]
+    tensors = [torch.randn(shapes[i % 5], generator=generator).to(dtypes[i % len(dtypes)]).to(device) for i in range(count)]
+    specs = tuple(TensorSpec(name=f"t{i}", dtype=str(t.dtype)[6:], shape=tuple(t.shape)) for i, t in enumerate(tensors))
+    return tensors, Manifest(tensors=specs)
+
+
+def filler(tensors, order):
+    def fill(k, out_B):
+        out_B.copy_(torch.cat([tensors[i].reshape(-1).view(torch.uint8) for i in order[k]]))
+
+    return fill
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bytes_order_and_digests(device, monkeypatch):
+    monkeypatch.setattr(chunks, "RING_BYTES", 200_000)
+    tensors, manifest = model(device)
+    order = [(4, 0), (9,), (1, 2, 3, 10), (8, 7, 6, 5)]
+    groups = {"a": Memory(), "b": Memory()}
+    sender = ChunkSender(groups=groups, manifest=manifest, chunks=order, fill=filler(tensors, order), device=device)
+    for _ in range(3):
+        for group in groups.values():
+            group.sent.clear()
+        report = sender.send(deadline_s=30)
+        assert report.digests_N.tolist() == [int(tensor_digest(t)) for t in tensors]
+        assert report.nbytes == manifest.nbytes and set(report.seconds) == {"fill", "wire", "digest", "total"}
+        for group in groups.values():
+            wanted = [torch.cat([tensors[i].reshape(-1).view(torch.uint8) for i in c]) for c in order]
+            assert all(torch.equal(a, b) for a, b in zip(group.sent, wanted, strict=True))
+        tensors[3].add_(1.0)  # the next version: nothing of the last one may linger
+    sender.close()
+    with pytest.raises(TransferAborted):
+        sender.send(deadline_s=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prepared_digest_is_the_digest(device):
+    sizes = ((16, torch.bfloat16), (8192 * 2 + 160, torch.bfloat16), (77, torch.float32), (33, torch.bfloat16), (9000, torch.float32))
+    tensors = [torch.randn(n).to(dtype).to(device) for n, dtype in sizes]
+    prepared = PreparedDigest(tensors, rows=[4, 0, 2, 1, 3])
+    for _ in range(2):
+        out = torch.zeros(5, dtype=torch.int64, device=device)
+        prepared.launch(out)
+        assert out.tolist() == [int(tensor_digest(tensors[i])) for i in (1, 3, 2, 4, 0)]
+        tensors[1].view(torch.int16)[8200] ^= 1
+
+
+def test_what_is_no_partition_is_refused():
+    tensors, manifest = model("cpu", count=3)
+    for order in ([(0, 1)], [(0, 1, 2), (2,)], [(0, 1, 3)]):
+        with pytest.raises(ManifestError, match="partition"):
+            ChunkSender(groups={}, manifest=manifest, chunks=order, fill=filler(tensors, order), device="cpu")
+
+
+def test_an_element_across_a_word_is_refused():
+    tensors, manifest = model("cpu", dtypes=(torch.bfloat16, torch.float32), count=2)  # 15 bf16, then float32 at byte 30
+    order = [(0, 1)]
+    sender = ChunkSender(groups={"a": Memory()}, manifest=manifest, chunks=order, fill=filler(tensors, order), device="cpu")
+    with pytest.raises(ManifestError, match="t1"):
+        sender.send(deadline_s=5)
+
+
+def test_one_failing_replica_ends_all_and_is_named():
+    tensors, manifest = model("cpu")
+    order = [(i,) for i in range(11)]
+    groups = {"good": Memory(), "bad": Memory(fail_at=4)}
+    sender = ChunkSender(groups=groups, manifest=manifest, chunks=order, fill=filler(tensors, order), device="cpu")
+    with pytest.raises(TransferError, match="bad"):
+        sender.send(deadline_s=5)
+    assert groups["good"].reason and groups["bad"].reason
+    with pytest.raises(TransferAborted):
+        sender.send(deadline_s=5)

@@ -88,7 +88,7 @@ def _prepared_kernel(
     out = tl.load(table_ptr + 3 * row + 2)
     start = block * BLOCK
     i = start + tl.arange(0, BLOCK).to(tl.int64)
-    if ELEMENT_BYTES == 2:
+    if ELEMENT_BYTES == 2:  # noqa: SIM108 - Triton: one branch is compiled, the types differ
         pointer = address.to(tl.pointer_type(tl.uint16))
     else:
         pointer = address.to(tl.pointer_type(tl.uint32))

@@ -133,7 +133,7 @@ class Control:
         answers = await self._workers(engine, "splice_digests")
         digests, unverified = verify.combine(self._manifest, [_worker_digests(a) for a in answers])
         packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
-        return {"digests": packed, "unverified": unverified}
+        return {"digests": packed, "unverified": unverified, "worker_seconds": max(float(a["seconds"]) for a in answers)}
 
     async def _do_reset(self, engine: Any, app: Any) -> Answer:
         answers = await self._workers(engine, "splice_reset")

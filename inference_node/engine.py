@@ -12,6 +12,7 @@ versions until a full update succeeds.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -242,8 +243,15 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """Digests of this worker's live tensors."""
         if self._plan is None:
             raise RuntimeError("no plan; send PrepareUpdate first")
+        receiver = self._receiver if self._is_direct else None
+        arrived = {} if receiver is None else receiver.digests()
+        if receiver is not None and arrived and not receiver.needs_reload:
+            return verify.WorkerDigests(parts={}, whole=arrived)
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            return verify.read_back(self.model, self._plan, self._corrections)
+            if receiver is None or not arrived:
+                return verify.read_back(self.model, self._plan, self._corrections)
+            found = verify.read_back(self.model, self._plan, self._corrections, skip=receiver.direct_names)
+            return dataclasses.replace(found, whole=arrived)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -308,6 +308,7 @@ class InferenceNode:
         self._link.progress(message.request_id, "received", nbytes=received["nbytes"], tensors=received["tensors"])
         call("finish", "finish")
         checked = call("verify", "digests")
+        update.seconds["verify_worker"] = float(checked["worker_seconds"])
         return base64.b64decode(checked["digests"]), checked["unverified"]
 
     def _after_failure(self, message: ReceiveWeights, update: _Update, error: CallFailed | TransferAborted) -> None:

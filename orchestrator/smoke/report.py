@@ -30,11 +30,13 @@ class SmokeReport:
     peak_memory_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    is_complete: bool = False
+    """Every step was run; a run that was interrupted is never ok."""
 
     @property
     def ok(self) -> bool:
-        """Whether every check held."""
-        return not self.failures and bool(self.versions)
+        """Whether every check was made and held."""
+        return self.is_complete and not self.failures and bool(self.versions)
 
     def to_json(self) -> dict[str, Any]:
         """As written to the file."""

@@ -43,6 +43,7 @@ def run_smoke(config: SmokeConfig, *, console: Console) -> SmokeReport:
                 report.seconds["start"] = time.monotonic() - started_s
                 _Smoke(config, cluster, display, report, vocab_size=int(model_config["vocab_size"])).run()
                 report.peak_memory_bytes = cluster.launcher.peak_bytes
+                report.is_complete = True
         except ConfigError:
             raise
         except (SpliceError, OSError, httpx.HTTPError) as error:

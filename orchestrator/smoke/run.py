@@ -204,9 +204,9 @@ class _Smoke:
         for row in self._report.versions:
             row["max_logprob_diff"] = proof.to_own[row["version"]]
             row["diff_to_previous"] = proof.to_previous.get(row["version"])
-            row["mean_logprob_diff"] = proof.mean_to_own[row["version"]]
-            row["mean_diff_to_previous"] = proof.mean_to_previous.get(row["version"])
-            row["mean_rounding_diff"] = proof.rounding.get(row["version"])
+            row["median_logprob_diff"] = proof.median_to_own[row["version"]]
+            row["median_diff_to_previous"] = proof.median_to_previous.get(row["version"])
+            row["median_rounding_diff"] = proof.rounding.get(row["version"])
         self._report.proof = {
             "tau": proof.tau if sharp else None, "perturbed": proof.perturbed, "share_changed": answer.get("share_changed", {}),
             "lora_job_moved": moved, "seconds": time.monotonic() - started_s,

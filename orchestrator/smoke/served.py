@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import httpx
@@ -86,10 +87,10 @@ def max_difference(a: Logprobs, b: Logprobs) -> float:
     return max(_differences(a, b), default=math.inf)
 
 
-def mean_difference(a: Logprobs, b: Logprobs) -> float:
-    """Mean absolute difference, over the same tokens and with the same care as `max_difference`."""
+def median_difference(a: Logprobs, b: Logprobs) -> float:
+    """Median absolute difference, over the same tokens; infinite where one value is not finite, as in `max_difference`."""
     differences = _differences(a, b)
-    return sum(differences) / len(differences) if differences else math.inf
+    return median(differences) if differences and max(differences) < math.inf else math.inf
 
 
 def _differences(a: Logprobs, b: Logprobs) -> list[float]:

@@ -73,8 +73,9 @@ def plan_layout(plan: PlacementPlan, manifest: Manifest, live: Live) -> WireLayo
             why.setdefault(place, spec.name)
     places = _keep_whole_params(places, reload_indices, plan, by_name, manifest, why)
     big, small = _runs(places)
-    chunks = [WireChunk(kind="live", tensors=tuple(p.index for p in run)) for run in big]
-    chunks += [WireChunk(kind="staged", tensors=t) for t in _packed(sorted(p.index for p in small), manifest)]
+    # Staged ones first: until the first chunk has come whole, a failure leaves the live tensors as they were.
+    chunks = [WireChunk(kind="staged", tensors=t) for t in _packed(sorted(p.index for p in small), manifest)]
+    chunks += [WireChunk(kind="live", tensors=tuple(p.index for p in run)) for run in big]
     chunks += [WireChunk(kind="reload", tensors=t) for t in _packed(sorted(reload_indices), manifest)]
     return WireLayout(chunks=tuple(chunks), why_not_live=why)
 
@@ -220,7 +221,7 @@ class DirectReceiver:
 
         Args:
             load: gets what takes the reload path; the tensors own their memory.
-            on_written: called with the number of tensors that may have changed, before they do.
+            on_written: called with the number of tensors that are about to change.
 
         Raises:
             TransferError and its kin: live memory is then a mixture of versions.
@@ -230,15 +231,21 @@ class DirectReceiver:
         pending: list[torch.cuda.Event] = []
         self._digests_N.zero_()
         for chunk in self._chunks:
-            on_written(len(chunk.tensors))
+            if chunk.kind == "live":
+                on_written(len(chunk.tensors))
             buffer_B = chunk.target_B
             if buffer_B is None:
                 buffer_B = torch.empty(chunk.nbytes, dtype=torch.uint8, device=self._device)
             began = time.monotonic()
             event = group.broadcast(buffer_B, deadline_s=max(0.001, deadline - time.monotonic()))
+            if chunk.kind != "live":
+                # Nothing may be copied or loaded from a buffer whose bytes did not come.
+                if event is not None:
+                    group.synchronize(event, deadline_s=max(0.001, deadline - time.monotonic()))
+                on_written(len(chunk.tensors))
             seconds["wire"] += time.monotonic() - began
             began = time.monotonic()
-            self._after(chunk, buffer_B, event, group, deadline, load)
+            self._after(chunk, buffer_B, event, load)
             seconds["load"] += time.monotonic() - began
             if event is not None:
                 pending.append(event)
@@ -250,19 +257,9 @@ class DirectReceiver:
         seconds["wire"] += time.monotonic() - began
         return seconds
 
-    def _after(
-        self,
-        chunk: _Chunk,
-        buffer_B: torch.Tensor,
-        event: torch.cuda.Event | None,
-        group: TransferGroup,
-        deadline: float,
-        load: Load,
-    ) -> None:
+    def _after(self, chunk: _Chunk, buffer_B: torch.Tensor, event: torch.cuda.Event | None, load: Load) -> None:
         """Behind the chunk's arrival: copy or load what is not in place yet, then digest what is live."""
         if chunk.kind == "reload":
-            if event is not None:
-                group.synchronize(event, deadline_s=max(0.001, deadline - time.monotonic()))
             load(list(self._cut(chunk, buffer_B)))
             return
         if self._digest_stream is None:

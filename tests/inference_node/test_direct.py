@@ -1,0 +1,177 @@
+"""Which bytes may arrive in place, in which order, and that they do: on hand-made plans and live tensors of a few rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference_node import direct
+from inference_node.direct import DirectReceiver, plan_layout
+from inference_node.placement import ParamFormat, PlacementPlan, Region
+from orchestrator.errors import TransferError
+from orchestrator.protocol.messages import Manifest, TensorSpec
+
+H, I, E = 4, 6, 3  # hidden, intermediate, experts  # noqa: E741
+
+
+def spec(name, *shape, dtype="float32"):
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def whole(name, shape, module, param, offset, strides=None):
+    dense = direct._dense_strides(shape)
+    return Region(
+        name=name,
+        first_index=0,
+        index_strides=dense,
+        size=shape,
+        module=module,
+        param=param,
+        offset=offset,
+        strides=strides or dense,
+    )
+
+
+def fmt(module, param, *shape, dtype="float32", alias_of=None):
+    numel = torch.Size(shape).numel()
+    return ParamFormat(
+        module=module,
+        param=param,
+        shape=shape,
+        stride=direct._dense_strides(shape),
+        dtype=dtype,
+        numel=numel,
+        alias_of=alias_of,
+    )
+
+
+@pytest.fixture
+def moe(monkeypatch):
+    """Three experts whose gate and up stand one behind the other in w13, their downs in w2, and a norm; sent expert by expert."""
+    monkeypatch.setattr(direct, "SMALL_BYTES", 64)
+    specs, regions = [], []
+    for e in range(E):
+        for k, part in enumerate(("gate", "up")):
+            specs.append(spec(f"{e}.{part}", I, H))
+            regions.append(whole(f"{e}.{part}", (I, H), "experts", "w13", (2 * e + k) * I * H))
+        specs.append(spec(f"{e}.down", H, I))
+        regions.append(whole(f"{e}.down", (H, I), "experts", "w2", e * H * I))
+    specs.append(spec("norm", H))
+    regions.append(whole("norm", (H,), "norm", "weight", 0))
+    formats = [fmt("experts", "w13", E, 2 * I, H), fmt("experts", "w2", E, H, I), fmt("norm", "weight", H)]
+    plan = PlacementPlan(
+        regions=tuple(regions),
+        formats={(f.module, f.param): f for f in formats},
+        covered={},
+        sent_dtypes={s.name: s.dtype for s in specs},
+    )
+    live = {key: torch.zeros(f.shape) for key, f in plan.formats.items()}
+    return Manifest(tensors=tuple(specs)), plan, live
+
+
+def names(manifest, chunk):
+    return [manifest.tensors[i].name for i in chunk.tensors]
+
+
+def test_all_experts_of_a_layer_are_one_piece_in_the_order_of_memory(moe):
+    manifest, plan, live = moe
+    layout = plan_layout(plan, manifest, live)
+    assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and layout.why_not_live == {}
+    assert names(manifest, layout.chunks[1]) == ["0.gate", "0.up", "1.gate", "1.up", "2.gate", "2.up"]
+    assert names(manifest, layout.chunks[2]) == ["0.down", "1.down", "2.down"]
+    assert names(manifest, layout.chunks[0]) == ["norm"]
+    assert sorted(i for c in layout.chunks for i in c.tensors) == list(range(len(manifest.tensors)))
+
+
+def test_pieces_are_cut_at_the_limit(moe, monkeypatch):
+    manifest, plan, live = moe
+    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 2 * I * H * 4)
+    layout = plan_layout(plan, manifest, live)
+    assert [names(manifest, c) for c in layout.chunks[1:4]] == [["0.gate", "0.up"], ["1.gate", "1.up"], ["2.gate", "2.up"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda plan, live: live.update({("experts", "w2"): "packed"}), "packed"),
+        (lambda plan, live: plan.sent_dtypes.update({"0.down": "bfloat16"}), "sent as bfloat16"),
+    ],
+)
+def test_what_is_not_understood_takes_its_whole_layer_to_the_reload(moe, change, reason):
+    manifest, plan, live = moe
+    change(plan, live)
+    layout = plan_layout(plan, manifest, live)
+    reloaded = [n for c in layout.chunks if c.kind == "reload" for n in names(manifest, c)]
+    assert reloaded == [s.name for s in manifest.tensors if s.name != "norm"]  # in manifest order, the layer as a whole
+    assert any(reason in why for why in layout.why_not_live)
+
+
+def test_a_transposed_or_partial_tensor_is_not_taken_for_a_run(moe):
+    manifest, plan, live = moe
+    regions = list(plan.regions)
+    regions[0] = whole("0.gate", (I, H), "experts", "w13", 0, strides=(1, I))
+    regions[-1] = Region(
+        name="norm", first_index=1, index_strides=(1,), size=(H - 1,), module="norm", param="weight", offset=0, strides=(1,)
+    )
+    plan = PlacementPlan(regions=tuple(regions), formats=plan.formats, covered={}, sent_dtypes=plan.sent_dtypes)
+    layout = plan_layout(plan, manifest, live)
+    assert {c.kind for c in layout.chunks} == {"reload"}
+    assert layout.why_not_live == {
+        "it does not lie in one run": "0.gate", "only a part of it lands here": "norm", "its layer is reloaded": "0.up"
+    }  # fmt: skip
+
+
+class Wire:
+    """Carries prepared bytes into whatever buffer it is given; dies at a chunk if told to."""
+
+    def __init__(self, pieces, dies_at=-1):
+        self.pieces, self.dies_at, self.count = pieces, dies_at, 0
+
+    def broadcast(self, buffer_B, *, deadline_s):
+        if self.count == self.dies_at:
+            raise TransferError("the trainer is gone")
+        buffer_B.copy_(self.pieces[self.count])
+        self.count += 1
+
+    def synchronize(self, event=None, *, deadline_s):
+        pass
+
+
+def packed(manifest, layout, weights):
+    return [torch.cat([weights[n].reshape(-1).view(torch.uint8) for n in names(manifest, c)]) for c in layout.chunks]
+
+
+def test_bytes_arrive_in_place_and_the_rest_is_loaded(moe):
+    manifest, plan, live = moe
+    live["norm", "weight"] = "kept elsewhere"
+    layout = plan_layout(plan, manifest, live)
+    weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
+    receiver = DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
+    assert receiver.needs_reload and receiver.direct_names == frozenset(weights) - {"norm"}
+    loaded, written = {}, []
+    address = live["experts", "w13"].data_ptr()
+    receiver.receive(
+        group=Wire(packed(manifest, layout, weights)), deadline_s=5, load=lambda t: loaded.update(t), on_written=written.append
+    )
+    for e in range(E):
+        assert torch.equal(live["experts", "w13"][e, :I], weights[f"{e}.gate"])
+        assert torch.equal(live["experts", "w13"][e, I:], weights[f"{e}.up"])
+        assert torch.equal(live["experts", "w2"][e], weights[f"{e}.down"])
+    assert set(loaded) == {"norm"} and torch.equal(loaded["norm"], weights["norm"])
+    assert live["experts", "w13"].data_ptr() == address and sum(written) == len(weights)
+
+
+def test_a_wire_that_dies_has_said_what_it_touched(moe):
+    manifest, plan, live = moe
+    layout = plan_layout(plan, manifest, live)
+    weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
+    receiver = DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
+    before = {key: tensor.clone() for key, tensor in live.items()}
+    for dies_at, touched in ((0, 0), (1, 1 + 2 * E), (2, 1 + 3 * E)):
+        written = []
+        wire = Wire(packed(manifest, layout, weights), dies_at=dies_at)
+        with pytest.raises(TransferError):
+            receiver.receive(group=wire, deadline_s=5, load=lambda t: None, on_written=written.append)
+        assert sum(written) == touched
+        if touched == 0:  # the first chunk comes beside: nothing has changed, and @N can go on
+            assert all(torch.equal(before[key], live[key]) for key in live)

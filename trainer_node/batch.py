@@ -187,9 +187,10 @@ def rows_per_rank(grad_accumulation_sequences: int | None, *, dp_size: int) -> i
     """
     wanted = dp_size if grad_accumulation_sequences is None else grad_accumulation_sequences
     if wanted < 1 or wanted % dp_size:
+        near = sorted({max(dp_size, wanted // dp_size * dp_size), (wanted // dp_size + 1) * dp_size})
         raise BatchError(
             f"grad_accumulation_sequences = {wanted} is not a multiple of the data-parallel size {dp_size}; "
-            f"choose {max(dp_size, wanted // dp_size * dp_size)} or {(wanted // dp_size + 1) * dp_size}"
+            f"choose {' or '.join(map(str, near))}"
         )
     return wanted // dp_size
 

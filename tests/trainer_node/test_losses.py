@@ -108,7 +108,9 @@ class TestByHand:
                 expected = ADVANTAGES.sum() if name != "gspo" else 0.5 / 3 - 1
                 assert on_policy.loss.item() == pytest.approx(-float(expected)), name
 
-    @pytest.mark.parametrize(("estimator", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))])
+    @pytest.mark.parametrize(
+        ("estimator", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
+    )
     def test_kl(self, estimator: str, expected: float) -> None:
         p, reference = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 - math.log(2)], dtype=torch.float64)
         assert kl_to_reference(p, reference, estimator=estimator).item() == pytest.approx(expected)
@@ -117,9 +119,7 @@ class TestByHand:
     def test_terms_add_up(self) -> None:
         spec = LossSpec(name="importance_sampling", kl=KlSpec(coefficient=0.1, estimator="k2"), entropy_bonus=0.5)
         given = inputs()
-        terms = total_loss(
-            given, spec, entropy_N=torch.full((6,), 2.0), reference_logprobs_N=given.log_probs_N - 1
-        )
+        terms = total_loss(given, spec, entropy_N=torch.full((6,), 2.0), reference_logprobs_N=given.log_probs_N - 1)
         assert terms.kl.item() == pytest.approx(3.0)
         assert terms.entropy.item() == pytest.approx(12.0)
         assert terms.total.item() == pytest.approx(7.5 + 0.3 - 6.0)
@@ -182,7 +182,9 @@ def test_gradients_equal_autograd_of_the_plain_formula(name: str, with_old: bool
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
         clipped, unclipped = clipped + int(out.num_clipped > 0), unclipped + int(out.num_clipped < 6)
     assert unclipped
-    assert clipped or name in ("cross_entropy", "importance_sampling") or (name, with_old) == ("cispo", False) or name == "cispo"
+    assert (
+        clipped or name in ("cross_entropy", "importance_sampling") or (name, with_old) == ("cispo", False) or name == "cispo"
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -238,7 +240,9 @@ class TestRegistry:
         import_losses(["my_losses_for_a_test"])
         out = bind_loss(LossSpec(name="squared_for_a_test", params={"offset": 1.0}))(inputs())
         assert out.loss.item() == pytest.approx((2 * ADVANTAGES * inputs().log_probs_N ** 2).sum().item() + 1)
-        with pytest.raises(ConfigError, match=r"\['sharp'\] are no parameters of squared_for_a_test, which takes \['offset', 'sharpness'\]"):
+        with pytest.raises(
+            ConfigError, match=r"\['sharp'\] are no parameters of squared_for_a_test, which takes \['offset', 'sharpness'\]"
+        ):
             bind_loss(LossSpec(name="squared_for_a_test", params={"sharp": 1.0}))
         with pytest.raises(ConfigError, match=r"squared_for_a_test needs \['offset'\]"):
             bind_loss(LossSpec(name="squared_for_a_test"))
@@ -275,7 +279,10 @@ class TestSpec:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"name": "grpo", "dual_clip": 2.0}, r"\['dual_clip'\] are no parameters of the loss grpo; it takes \['clip_high', 'clip_low'\]"),
+            (
+                {"name": "grpo", "dual_clip": 2.0},
+                r"\['dual_clip'\] are no parameters of the loss grpo; it takes \['clip_high', 'clip_low'\]",
+            ),
             ({"name": "cross_entropy", "clip_low": 0.1}, "it takes none"),
             ({"name": "mine", "clip_low": 0.1}, "put them in params"),
             ({"name": "ppo", "params": {"clip_low": 0.1}}, "params is for losses of your own"),

@@ -310,6 +310,12 @@ class Orchestrator:
 
     async def _save_version(self, job_id: str, version: int) -> str:
         """The trainer's state, durable as `version`."""
+        if self._trainer.memory.pending:
+            # They are in no checkpoint, and a publication that has to be repeated starts from one.
+            raise ConfigError(
+                f"gradients of {self._trainer.memory.pending} batches are pending, which a publication could lose; "
+                "submit OptimStep to use them, or LoadCheckpoint to drop them, first"
+            )
         checkpoint_dir = str(self._version_dir(version))
         going = self._expired(version)
         self._progress(job_id, "saving", {"checkpoint_dir": checkpoint_dir})

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import JobFailed, NodeLost
-from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint
+from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, TrainStep
 from orchestrator.router import ControlRouter, OnProgress, new_id
 
 log = logging.getLogger("splice.orchestrator")
@@ -45,9 +45,13 @@ class TrainerMemory:
         """An optimizer step used up what was pending."""
         self.steps, self.pending = self.steps + 1, 0
 
-    def failed(self, code: str) -> None:
-        """A request failed: a refused one changed nothing, a later failure dropped what was pending."""
-        if code not in (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY):
+    def failed(self, code: str, *, trains: bool) -> None:
+        """A request failed: a refused one changed nothing, a later failure dropped what was pending; a step that could not be saved
+        was taken all the same."""
+        if code == ErrorCode.CHECKPOINT_FAILED:
+            if trains:
+                self.stepped()
+        elif code not in (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY):
             self.pending = 0
 
     def take_loss(self) -> str | None:
@@ -87,10 +91,11 @@ class TrainerRequests:
         for attempt in range(1, self._attempts + 1):
             await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
             await self._settle(report)
+            request = make_request()
             try:
-                return await self._router.request("trainer", make_request(), buffers, phase=phase, on_progress=on_progress)
+                return await self._router.request("trainer", request, buffers, phase=phase, on_progress=on_progress)
             except JobFailed as error:
-                self.memory.failed(error.code)
+                self.memory.failed(error.code, trains=isinstance(request, TrainStep))
                 raise
             except NodeLost as error:
                 lost = self.memory.take_loss()

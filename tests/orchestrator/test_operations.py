@@ -104,6 +104,8 @@ def test_steps_of_ones_own_are_published(run):
     run.client.run(InitialSyncJob())
     run.client.forward_backward(SmallBatch())
     run.client.forward_backward(SmallBatch())
+    with pytest.raises(JobFailed, match="gradients of 2 batches are pending"):
+        run.client.publish()
     run.client.optim_step()
     assert replica.served == [(0, [10, 20, 30])]
     assert run.client.publish()["alias"] == "m@1"
@@ -160,10 +162,13 @@ def test_a_forward_backward_without_anything_pending_is_repeated(run):
 
 def test_memory_after_failures():
     memory = TrainerMemory(pending=2, steps=1)
-    memory.failed(ErrorCode.BAD_INPUT)
-    assert memory.pending == 2
-    memory.failed(ErrorCode.NON_FINITE_GRADIENT)
+    memory.failed(ErrorCode.BAD_INPUT, trains=True)
+    memory.failed(ErrorCode.CHECKPOINT_FAILED, trains=False)  # a save or load that was refused changes nothing
+    assert (memory.pending, memory.steps) == (2, 1)
+    memory.failed(ErrorCode.NON_FINITE_GRADIENT, trains=False)
     assert (memory.pending, memory.steps) == (0, 1)
+    memory.failed(ErrorCode.CHECKPOINT_FAILED, trains=True)  # the step was taken, and no checkpoint has it
+    assert memory.steps == 2
     memory.saved("x")
     assert memory.take_loss() is None
 

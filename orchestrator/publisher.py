@@ -97,14 +97,21 @@ class Publisher:
         """What is served; None before @0 and while poisoned."""
         self._joined: dict[str, str] = {}  # peer id -> incarnation, of those in the transfer groups
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
+        self._holder: str | None = None  # incarnation of the trainer that holds what is to be published; None: not known
 
-    async def publish(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> PublicationReport:
+    async def publish(
+        self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report, holder: str | None = None
+    ) -> PublicationReport:
         """Publish `version` to all `replicas`, rolling forward after failures, at most `attempts` times.
+
+        Args:
+            holder: incarnation of the trainer that holds the version in memory; another one is first given it from `checkpoint_dir`.
 
         Raises:
             JobFailed | PublicationError | NodeLost: it could not be done; @N still serves, or the replicas are poisoned
                 (`self.state` says which).
         """
+        self._holder = holder
         for attempt in range(1, self._config.attempts + 1):
             was_poisoned = self.state is State.POISONED
             try:
@@ -241,6 +248,8 @@ class Publisher:
     async def _join(self, replicas: Sequence[str], *, report: Report) -> None:
         """Make sure that trainer and replicas share transfer groups: once per set of processes."""
         wanted = {i: self._router.peers[i].hello.incarnation for i in [self._trainer, *replicas] if i in self._router.peers}
+        if self._holder is not None and wanted.get(self._trainer) != self._holder:
+            raise NodeLost("the trainer was restarted and no longer holds the version to be published")
         if wanted == self._joined:
             return
         self._joined = {}
@@ -323,7 +332,9 @@ class Publisher:
         request = LoadCheckpoint(
             request_id=new_id("load"), deadline_s=self._config.plan_timeout_s, checkpoint_dir=checkpoint_dir
         )
+        holder = self._router.peers[self._trainer].hello.incarnation
         await self._router.request(self._trainer, request, phase="restoring the version to be published")
+        self._holder = holder
 
     def _step(
         self, to: State, version: int, report: Report, result: PublicationReport | None, *, checkpoint_dir: str | None = None

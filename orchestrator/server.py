@@ -442,7 +442,13 @@ class Orchestrator:
                 pause_s = float(detail["pause_s"])  # type: ignore[arg-type]
             self._progress(job_id, phase, detail)
 
-        done = await self._publisher.publish(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
+        done = await self._publisher.publish(
+            version,
+            checkpoint_dir=checkpoint_dir,
+            replicas=replicas,
+            report=report,
+            holder=self._trainer.memory.incarnation,
+        )
         return {
             "version": version,
             "alias": f"{self._config.name}@{version}",

@@ -152,6 +152,22 @@ def test_a_trainer_lost_between_jobs_is_put_back_and_the_loss_is_said(run, tmp_p
     assert current[2].log == ["LoadCheckpoint", "ForwardBackward"] and current[2].weights == [11, 21, 31]
 
 
+def test_a_trainer_restarted_between_step_and_publication_never_sends_its_base(run):
+    current = [run.trainer()]
+    replica = run.replica(lambda: current[-1])
+    run.client.run(InitialSyncJob())
+    publish = run.orchestrator._publish
+
+    async def restarted_first(*args, **kwargs):
+        run.orchestrator._publish = publish
+        await asyncio.to_thread(replace, run, current[0], current)
+        return await publish(*args, **kwargs)
+
+    run.orchestrator._publish = restarted_first
+    assert run.client.run(JOB, buffers=BUFFERS)["attempts"] == 2
+    assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
+
+
 def test_a_forward_backward_without_anything_pending_is_repeated(run):
     current = [run.trainer()]
     first = current[0]

@@ -20,8 +20,8 @@ from orchestrator.journal import Journal
 from orchestrator.protocol.frames import Envelope, encode
 from orchestrator.protocol.messages import (
     AnyMessage,
-    Cancelled,
     CancelJob,
+    Cancelled,
     Completed,
     ErrorCode,
     ExportHf,

@@ -139,7 +139,7 @@ def plain(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         if name == "gspo":
             total = log_probs.new_zeros(())
             for i in range(5):
-                rows = SEQUENCES == i
+                rows = torch.eq(SEQUENCES, i)
                 if rows.any():
                     total = total - clipped((log_probs[rows] - old[rows]).mean().exp(), ADVANTAGES[rows].mean())
             return total
@@ -249,7 +249,7 @@ class TestRegistry:
         del sys.modules["my_losses_for_a_test"], losses._LOSSES["squared_for_a_test"]
 
     def test_names_are_not_taken_twice_and_shapes_are_checked(self) -> None:
-        with pytest.raises(ConfigError, match="the loss name 'grpo' is taken by trainer_node.losses.grpo"):
+        with pytest.raises(ConfigError, match=r"the loss name 'grpo' is taken by trainer_node\.losses\.grpo"):
             register_loss("grpo")(lambda log_probs_N: LossOutput(loss=log_probs_N.sum(), num_clipped=log_probs_N.sum()))
         with pytest.raises(ConfigError, match="no loss 'nowhere'; there are"):
             bind_loss(LossSpec(name="nowhere"))

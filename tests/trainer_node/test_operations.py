@@ -43,9 +43,10 @@ def result(folder: Path) -> dict:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_topology_changes_nothing(topology: str, models, single_operations, torchrun, tmp_path: Path) -> None:
-    """Log-probs and entropies within 5e-6 (fp32, vocabulary summed in another order), losses within 1e-6 relative, gradients within
-    1e-5 of the largest (sums over layers in another order)."""
-    from tests.trainer_node.operations import close
+    """Log-probs and entropies within 5e-6 (fp32, vocabulary summed in another order), losses within 2e-6 for each of their terms (terms
+    of both signs cancel, so relative to the sum says nothing), gradients within 1e-5 of the largest (sums over layers in
+    another order)."""
+    from tests.trainer_node.operations import SPECS, close
 
     name, ranks, sizes = TOPOLOGIES[topology]
     torchrun(ranks, "operations", tmp_path, models[name], *sizes)
@@ -56,9 +57,14 @@ def test_topology_changes_nothing(topology: str, models, single_operations, torc
         assert (one[key] - other[key])[finite].abs().max() < 5e-6, key
     for loss, ours in other["losses"].items():
         theirs = one["losses"][loss]
+        tokens = theirs["metrics"]["tokens"]
+        terms = {"tokens": 1.0, "sequences": tokens / 4}.get(SPECS[loss].normalize_by, tokens / 7)
         assert ours["metrics"].keys() == theirs["metrics"].keys()
         for key, value in theirs["metrics"].items():
-            assert ours["metrics"][key] == pytest.approx(value, rel=2e-6 if key == "loss" else 1e-5, abs=1e-6), (loss, key)
+            assert ours["metrics"][key] == pytest.approx(value, rel=2e-6 if key == "loss" else 1e-5, abs=2e-6 * max(terms, 1)), (
+                loss,
+                key,
+            )
         close(ours["gradients"], theirs["gradients"], relative=1e-5)
 
 

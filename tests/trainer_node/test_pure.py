@@ -296,7 +296,7 @@ class TestSums:
 
 class TestExportPlan:
     def test_files(self) -> None:
-        manifest = Manifest(tensors=tuple(spec(n, 10) for n in "abcd") + (spec("big", 100),))
+        manifest = Manifest(tensors=(*(spec(n, 10) for n in "abcd"), spec("big", 100)))
         assert plan_files(manifest, shard_bytes=80) == {
             "model-00001-of-00003.safetensors": ("a", "b"),
             "model-00002-of-00003.safetensors": ("c", "d"),

@@ -60,8 +60,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        return MicroBatch(**{n: None if t is None else t.to(device, non_blocking=True) for n, t in fields.items()})
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {n: None if t is None else t.to(device, non_blocking=True) for n, t in fields.items()}
+        return MicroBatch(**moved)
 
 
 def decode_batch(

@@ -121,6 +121,10 @@ def serve(
     bucket_bytes: int = 2**30,
     pause_mode: Annotated[str, typer.Option(help="keep, keep_kv, wait or abort.")] = "keep",
     curve_dir: Annotated[Path | None, typer.Option(help="CURVE keys from `splice keys`; mandatory off loopback.")] = None,
+    keep_versions: Annotated[
+        int | None,
+        typer.Option(help="Versions' checkpoints to keep on disk, at least 2; the one served always stays. Default: all."),
+    ] = None,
 ) -> None:
     """Run the orchestrator until a client stops it. The run's token is read from SPLICE_RUN_TOKEN."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -135,16 +139,11 @@ def serve(
         bucket_bytes=bucket_bytes,
         pause_mode=pause_mode,  # type: ignore[arg-type]  # checked above
     )
-    config = OrchestratorConfig(
-        run_dir=run_dir,
-        run_token=token,
-        name=name,
-        endpoint=endpoint,
-        publication=publication,
-        replicas=replicas,
-        curve_dir=curve_dir,
-    )
     try:
+        config = OrchestratorConfig(
+            run_dir=run_dir, run_token=token, name=name, endpoint=endpoint, publication=publication, replicas=replicas,
+            curve_dir=curve_dir, keep_versions=keep_versions,
+        )  # fmt: skip
         asyncio.run(_serve(config))
     except SpliceError as error:
         _die(console, error)

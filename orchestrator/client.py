@@ -3,35 +3,79 @@
 with SpliceClient(endpoint="tcp://127.0.0.1:40001", run_token=token) as client:
     client.run(InitialSyncJob())
     result = client.run(TrainMergedJob(tensors=..., optim=OptimParams(lr=1e-3)), buffers=batch.buffers)
+
+    old = client.forward(batch).logprobs
+    for part in parts:
+        client.forward_backward(part, LossSpec(name="ppo"))
+    client.optim_step(OptimParams(lr=1e-5))      # one step with all of them
+    client.publish()
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from orchestrator.errors import JobFailed, NodeLost, ProtocolError
+from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
+    FORWARD_RESULTS,
+    FORWARD_TENSORS,
     AnyMessage,
     CancelJob,
     Completed,
+    ExportHfJob,
     Failed,
+    ForwardBackwardJob,
+    ForwardJob,
     GetStatus,
     Hello,
     JobSpec,
+    LoadCheckpointJob,
+    LossSpec,
+    OptimParams,
+    OptimStepJob,
     Progress,
+    PublishJob,
+    SaveCheckpointJob,
     Status,
     StopRun,
     SubmitJob,
+    TensorSpec,
 )
 from orchestrator.protocol.node_link import CurveKeys, NodeLink
 from orchestrator.router import new_id
 
 OnProgress = Callable[[Progress], None]
+
+
+class BatchBuffers(Protocol):
+    """A batch as the client has it: specs (`batch_specs`) and the raw buffers in the same order."""
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """One for each buffer."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[bytes | memoryview]:
+        """Raw, little-endian, row-major."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """Of every token of the batch, sequences laid end to end; rows as in `messages.FORWARD_RESULTS`."""
+
+    logprobs: array.array[float]
+    entropy: array.array[float]
+    seconds: dict[str, float]
 
 
 class SpliceClient:
@@ -77,19 +121,91 @@ class SpliceClient:
             NodeLost: the orchestrator went away.
             TimeoutError: no outcome within `timeout_s`; the job goes on, ask again with the same id.
         """
+        envelope = self._run(job, buffers, job_id=job_id, timeout_s=timeout_s, on_progress=on_progress)
+        return _outcome(envelope.message)
+
+    def _run(
+        self,
+        job: JobSpec,
+        buffers: Sequence[bytes | memoryview],
+        *,
+        job_id: str | None = None,
+        timeout_s: float = 7200.0,
+        on_progress: OnProgress | None = None,
+    ) -> Envelope:
+        """Submit and wait for the terminal message."""
         job_id = job_id or new_id("job")
         self._link.send(SubmitJob(job_id=job_id, job=job), buffers)
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            message = self._next(min(left_s, 1.0))
-            if getattr(message, "request_id", None) != job_id:
+            envelope = self._link.recv(timeout_s=min(left_s, 1.0))
+            if envelope is None or getattr(envelope.message, "request_id", None) != job_id:
                 continue
-            if isinstance(message, Progress):
-                if on_progress is not None:
-                    on_progress(message)
-            else:
-                return _outcome(message)
+            if not isinstance(envelope.message, Progress):
+                return envelope
+            if on_progress is not None:
+                on_progress(envelope.message)
         raise TimeoutError(f"job {job_id} has no outcome after {timeout_s:.0f} s; ask again with job_id={job_id!r}")
+
+    # ------------------------------------------------------------ the trainer's operations; keywords are those of `run`
+
+    def forward(
+        self, batch: BatchBuffers, *, adapters: bool = True, allowed_token_ids: Sequence[int] | None = None, **run: Any
+    ) -> ForwardResult:
+        """Log-probs and entropy of every token; only the batch's tokens and lengths are sent.
+
+        Args:
+            adapters: False: the base model's, that is the reference policy's.
+            allowed_token_ids: normalise over these only.
+        """
+        kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in FORWARD_TENSORS]
+        allowed = None if allowed_token_ids is None else tuple(allowed_token_ids)
+        job = ForwardJob(tensors=tuple(s for s, _ in kept), adapters=adapters, allowed_token_ids=allowed)
+        envelope = self._run(job, [b for _, b in kept], **run)
+        result = _outcome(envelope.message)
+        found = dict(zip((s.name for s in envelope.message.tensors), envelope.buffers, strict=True))  # type: ignore[union-attr]
+        values = {name: array.array("f", found[name]) for name in FORWARD_RESULTS}
+        return ForwardResult(**values, seconds=result["seconds"])
+
+    def forward_backward(
+        self,
+        batch: BatchBuffers,
+        loss: LossSpec | None = None,
+        *,
+        loss_weight: float = 1.0,
+        grad_accumulation_sequences: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Add the batch's gradient to what is pending; `["metrics"]` are the batch's."""
+        job = ForwardBackwardJob(
+            loss=loss or LossSpec(),
+            tensors=tuple(batch.specs),
+            loss_weight=loss_weight,
+            grad_accumulation_sequences=grad_accumulation_sequences,
+        )
+        return self.run(job, buffers=batch.buffers, **run)
+
+    def optim_step(self, optim: OptimParams | None = None, **run: Any) -> dict[str, Any]:
+        """One optimizer step with all that is pending; `["metrics"]` are those of all its batches together."""
+        return self.run(OptimStepJob(optim=optim or OptimParams()), **run)
+
+    def save_checkpoint(
+        self, checkpoint_dir: str, *, client_state: Mapping[str, Any] | None = None, **run: Any
+    ) -> dict[str, Any]:
+        """Write the trainer's state to a folder on its host."""
+        return self.run(SaveCheckpointJob(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})), **run)
+
+    def load_checkpoint(self, checkpoint_dir: str, **run: Any) -> dict[str, Any]:
+        """Restore it; `["client_state"]` is what was saved with it, `["dropped_batches"]` how many batches' gradients were dropped."""
+        return self.run(LoadCheckpointJob(checkpoint_dir=checkpoint_dir), **run)
+
+    def export_hf(self, output_dir: str, **run: Any) -> dict[str, Any]:
+        """Write the merged model as an HF checkpoint into a new folder on the trainer's host."""
+        return self.run(ExportHfJob(output_dir=output_dir), **run)
+
+    def publish(self, **run: Any) -> dict[str, Any]:
+        """Publish the trainer's present state as the next version."""
+        return self.run(PublishJob(), **run)
 
     def status(self, *, timeout_s: float = 10.0) -> Status:
         """What is served, and by whom."""
@@ -131,6 +247,34 @@ class AsyncSpliceClient:
         """See `SpliceClient.run`."""
         return await asyncio.to_thread(self._client.run, job, **kwargs)
 
+    async def forward(self, batch: BatchBuffers, **kwargs: Any) -> ForwardResult:
+        """See `SpliceClient.forward`."""
+        return await asyncio.to_thread(self._client.forward, batch, **kwargs)
+
+    async def forward_backward(self, batch: BatchBuffers, loss: LossSpec | None = None, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.forward_backward`."""
+        return await asyncio.to_thread(self._client.forward_backward, batch, loss, **kwargs)
+
+    async def optim_step(self, optim: OptimParams | None = None, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.optim_step`."""
+        return await asyncio.to_thread(self._client.optim_step, optim, **kwargs)
+
+    async def save_checkpoint(self, checkpoint_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.save_checkpoint`."""
+        return await asyncio.to_thread(self._client.save_checkpoint, checkpoint_dir, **kwargs)
+
+    async def load_checkpoint(self, checkpoint_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.load_checkpoint`."""
+        return await asyncio.to_thread(self._client.load_checkpoint, checkpoint_dir, **kwargs)
+
+    async def export_hf(self, output_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.export_hf`."""
+        return await asyncio.to_thread(self._client.export_hf, output_dir, **kwargs)
+
+    async def publish(self, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.publish`."""
+        return await asyncio.to_thread(self._client.publish, **kwargs)
+
     async def status(self) -> Status:
         """See `SpliceClient.status`."""
         return await asyncio.to_thread(self._client.status)
@@ -154,4 +298,4 @@ def _outcome(message: AnyMessage | None) -> dict[str, Any]:
     raise ProtocolError(f"{message!r} is not an outcome")
 
 
-__all__ = ["AsyncSpliceClient", "NodeLost", "SpliceClient"]
+__all__ = ["AsyncSpliceClient", "BatchBuffers", "ForwardResult", "NodeLost", "SpliceClient"]

@@ -109,14 +109,21 @@ class Publisher:
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
         self._planned: dict[str, str] = {}  # what `_joined` was when the replicas had checked the manifest
         self._is_direct = False
+        self._holder: str | None = None  # incarnation of the trainer that holds what is to be published; None: not known
 
-    async def publish(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> PublicationReport:
+    async def publish(
+        self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report, holder: str | None = None
+    ) -> PublicationReport:
         """Publish `version` to all `replicas`, rolling forward after failures, at most `attempts` times.
+
+        Args:
+            holder: incarnation of the trainer that holds the version in memory; another one is first given it from `checkpoint_dir`.
 
         Raises:
             JobFailed | PublicationError | NodeLost: it could not be done; @N still serves, or the replicas are poisoned
                 (`self.state` says which).
         """
+        self._holder = holder
         for attempt in range(1, self._config.attempts + 1):
             was_poisoned = self.state is State.POISONED
             try:
@@ -281,6 +288,8 @@ class Publisher:
     async def _join(self, replicas: Sequence[str], *, report: Report) -> None:
         """Make sure that trainer and replicas share transfer groups: once per set of processes."""
         wanted = {i: self._router.peers[i].life for i in [self._trainer, *replicas] if i in self._router.peers}
+        if self._holder is not None and self._router.peers[self._trainer].hello.incarnation != self._holder:
+            raise NodeLost("the trainer was restarted and no longer holds the version to be published")
         if wanted == self._joined:
             return
         self._joined = {}
@@ -367,7 +376,9 @@ class Publisher:
         request = LoadCheckpoint(
             request_id=new_id("load"), deadline_s=self._config.plan_timeout_s, checkpoint_dir=checkpoint_dir
         )
+        holder = self._router.peers[self._trainer].hello.incarnation
         await self._router.request(self._trainer, request, phase="restoring the version to be published")
+        self._holder = holder
 
     def _step(
         self, to: State, version: int, report: Report, result: PublicationReport | None, *, checkpoint_dir: str | None = None

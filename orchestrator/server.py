@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ConfigError, JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
 from orchestrator.journal import Journal
@@ -23,19 +25,32 @@ from orchestrator.protocol.messages import (
     Cancelled,
     Completed,
     ErrorCode,
+    ExportHf,
+    ExportHfJob,
     Failed,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardJob,
+    ForwardJob,
     GetStatus,
     InitialSyncJob,
+    JobSpec,
     LoadCheckpoint,
+    LoadCheckpointJob,
     NodeStatus,
+    OptimStep,
+    OptimStepJob,
     Progress,
+    PublishJob,
     ResyncJob,
     SaveCheckpoint,
+    SaveCheckpointJob,
     Shutdown,
     Status,
     StopRun,
     SubmitJob,
     Subscribe,
+    TensorSpec,
     Terminal,
     TrainLora,
     TrainLoraJob,
@@ -43,10 +58,14 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
 )
 from orchestrator.publisher import PublicationConfig, Publisher
+from orchestrator.retention import expired
 from orchestrator.router import ControlRouter, new_id
+from orchestrator.trainer_requests import TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
 RESYNC_POLL_S = 1.0
+BUFFERS_KEPT = 16
+"""Outcomes with buffers (log-probs of forward passes) that are kept for a client that asks again with the same job id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +81,21 @@ class OrchestratorConfig:
     ready_timeout_s: float = 600.0
     train_timeout_s: float = 3600.0
     curve_dir: Path | None = None
+    keep_versions: int | None = None
+    """How many versions' checkpoints stay on disk, the newest included; at least 2. What is served is never deleted. None: all."""
+
+    def __post_init__(self) -> None:
+        if self.keep_versions is not None and self.keep_versions < 2:
+            raise ConfigError(f"keep_versions is {self.keep_versions}; it must be at least 2: the version served and the next")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What a job's `Completed` carries."""
+
+    result: dict[str, object]
+    tensors: tuple[TensorSpec, ...] = ()
+    buffers: tuple[bytes, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -89,9 +123,14 @@ class Orchestrator:
         self._subscribers: set[str] = set()
         self._stopping = asyncio.Event()
         self._trained_version = 0
-        self._trained_dir = ""
-        self._is_ahead = False
-        """The trainer's state is past the last durable version (by a TrainLora job, or a version that was not published)."""
+        self._versions: list[int] = []  # whose checkpoints are on disk
+        self._with_buffers: deque[str] = deque()
+        self._trainer = TrainerRequests(
+            router=self._router,
+            attempts=config.publication.attempts,
+            ready_timeout_s=config.ready_timeout_s,
+            load_timeout_s=config.publication.plan_timeout_s,
+        )
 
     async def serve(self) -> None:
         """Bind, write `endpoint` into the run folder, run jobs until `StopRun`, then shut the nodes down."""
@@ -144,7 +183,7 @@ class Orchestrator:
         if known is not None:
             if known.outcome is not None:
                 envelope = decode(known.outcome)
-                await self._tell(client, envelope.message)
+                await self._tell(client, envelope.message, envelope.buffers)
             elif submit.job_id in self._jobs:
                 self._jobs[submit.job_id].clients.add(client)
             return
@@ -184,18 +223,35 @@ class Orchestrator:
             task = asyncio.ensure_future(self._tell(client, message))
             task.add_done_callback(lambda t: t.exception())
 
-    async def _tell(self, client: str, message: AnyMessage) -> None:
+    async def _tell(self, client: str, message: AnyMessage, buffers: Sequence[bytes] = ()) -> None:
         try:
-            await self._router.send(client, message)
+            await self._router.send(client, message, buffers)
         except NodeLost:
             # The outcome stays in the journal; a client that comes back asks again with the same job id.
             self._subscribers.discard(client)
 
-    async def _end(self, job_id: str, message: Terminal) -> None:
+    async def _end(self, job_id: str, message: Terminal, buffers: Sequence[bytes] = ()) -> None:
         job = self._jobs.pop(job_id)
-        self._journal.end_job(job_id, state=message.kind.lower(), frames=encode(message))
+        self._journal.end_job(job_id, state=message.kind.lower(), frames=encode(message, buffers))
+        if buffers:
+            self._forget_buffers(job_id)
         for client in job.clients | self._subscribers:
-            await self._tell(client, message)
+            await self._tell(client, message, buffers)
+
+    def _forget_buffers(self, newest: str) -> None:
+        """Keep the newest outcomes with buffers only; an older one's id is then answered with `Failed`, not run again."""
+        self._with_buffers.append(newest)
+        while len(self._with_buffers) > BUFFERS_KEPT:
+            job_id = self._with_buffers.popleft()
+            gone = Failed(
+                request_id=job_id,
+                code=ErrorCode.NOT_READY,
+                node="orchestrator",
+                phase="done",
+                message=f"the job is done, but only the newest {BUFFERS_KEPT} results with buffers are kept",
+                remedy="submit it again under a new id",
+            )
+            self._journal.end_job(job_id, state="completed", frames=encode(gone))
 
     # ------------------------------------------------------------ jobs
 
@@ -211,22 +267,44 @@ class Orchestrator:
 
     async def _resync_bare_replicas(self) -> None:
         """Give the served version to replicas that were started anew; they answer 503 until then."""
-        bare = self._publisher.bare_replicas()
-        version = self._publisher.version
-        if not bare or version is None or "trainer" not in self._router.nodes("trainer"):
+        bare, version = self._publisher.bare_replicas(), self._publisher.version
+        if not bare or version is None or self._trainer.memory.pending or "trainer" not in self._router.nodes("trainer"):
             return
         log.info("%s was started anew; sending %s@%d to it", ", ".join(bare), self._config.name, version)
-        served_dir = self._journal.checkpoint_dir(version) or self._trained_dir
         try:
-            async with self._served_state(version, served_dir):
+            async with self._served_state(version, _log_phase) as served_dir:
                 await self._publisher.publish(
-                    version, checkpoint_dir=served_dir, replicas=self._router.nodes("inference"), report=_log_phase
+                    version,
+                    checkpoint_dir=served_dir,
+                    replicas=self._router.nodes("inference"),
+                    report=_log_phase,
+                    holder=self._trainer.memory.incarnation,
                 )
         except (SpliceError, OSError) as error:
             log.warning("the resync failed and will be tried again: %s", error)
 
-    async def _ask_trainer(self, message: SaveCheckpoint | LoadCheckpoint) -> None:
-        await self._router.request("trainer", message, phase=message.kind)
+    @contextlib.asynccontextmanager
+    async def _served_state(self, version: int, report: Callable[[str, dict[str, object]], None]) -> AsyncIterator[str]:
+        """Inside, the trainer holds the served version, whose folder is given; outside, what it held before, which may be further on."""
+        memory = self._trainer.memory
+        served_dir = self._journal.checkpoint_dir(version) or str(self._version_dir(version))
+        if memory.durable_dir == served_dir and not memory.steps:
+            yield served_dir
+            return
+        kept, timeout_s = str(self._config.run_dir.absolute() / "resync" / new_id("state")), self._config.train_timeout_s
+        save = SaveCheckpoint(
+            request_id=new_id("save"), deadline_s=timeout_s, version=self._trained_version, checkpoint_dir=kept
+        )
+        await self._trainer.ask(lambda: save, phase="saving what is ahead of the served version", report=report)
+        memory.saved(kept)
+        await self._load(served_dir, report)
+        yield served_dir
+        await self._load(kept, report)
+
+    async def _load(self, folder: str, report: Callable[[str, dict[str, object]], None]) -> None:
+        load = LoadCheckpoint(request_id=new_id("load"), deadline_s=self._config.train_timeout_s, checkpoint_dir=folder)
+        await self._trainer.ask(lambda: load, phase="loading", report=report)
+        self._trainer.memory.loaded(folder)
 
     async def _run_job(self, job_id: str) -> None:
         job = self._jobs[job_id]
@@ -234,7 +312,7 @@ class Orchestrator:
         self._journal.set_job_state(job_id, "running")
         started_s = time.monotonic()
         try:
-            result = await self._dispatch(job_id, job)
+            outcome = await self._dispatch(job_id, job)
         except (SpliceError, OSError) as error:
             await self._end(job_id, _failed(job_id, error, serving=self._serving()))
             return
@@ -242,23 +320,28 @@ class Orchestrator:
             log.exception("job %s failed by a defect of the orchestrator", job_id)
             await self._end(job_id, _failed(job_id, error, serving=self._serving()))
             return
-        result["seconds"] = {**result.get("seconds", {}), "total": time.monotonic() - started_s}  # type: ignore[dict-item]
-        await self._end(job_id, Completed(request_id=job_id, result=result))
+        seconds: dict[str, object] = {**outcome.result.get("seconds", {}), "total": time.monotonic() - started_s}  # type: ignore[dict-item]
+        result = {**outcome.result, "seconds": seconds}
+        await self._end(job_id, Completed(request_id=job_id, result=result, tensors=outcome.tensors), outcome.buffers)
 
     def _serving(self) -> str:
         version = self._publisher.version
         return "nothing is served" if version is None else f"{self._config.name}@{version} goes on being served"
 
-    async def _dispatch(self, job_id: str, job: _Job) -> dict[str, object]:
+    async def _dispatch(self, job_id: str, job: _Job) -> _Outcome:
         spec = job.submit.job
         self._progress(job_id, "waiting for nodes", {})
         if isinstance(spec, InitialSyncJob):
-            return await self._initial_sync(job_id)
+            return _Outcome(result=await self._initial_sync(job_id))
+        if isinstance(spec, TrainMergedJob):
+            return _Outcome(result=await self._train_merged(job_id, spec, job.buffers))
+        if isinstance(spec, PublishJob):
+            return _Outcome(result=await self._publish_as_it_is(job_id))
         if isinstance(spec, ResyncJob):
-            return await self._resync_all(job_id)
-        if isinstance(spec, TrainLoraJob):
-            return await self._train_lora(job_id, spec, job.buffers)
-        return await self._train_merged(job_id, spec, job.buffers)
+            return _Outcome(result=await self._resync_all(job_id))
+        if isinstance(spec, ForwardJob):
+            return await self._forward(job_id, spec, job.buffers)
+        return _Outcome(result=await self._operate(job_id, spec, job.buffers))
 
     async def _replicas(self) -> list[str]:
         deadline_s = time.monotonic() + self._config.ready_timeout_s
@@ -272,112 +355,140 @@ class Orchestrator:
         if self._publisher.version is not None:
             raise ConfigError(f"{self._config.name}@{self._publisher.version} is served already; InitialSync comes once, first")
         replicas = await self._replicas()
-        await self._router.wait_ready(["trainer"], timeout_s=self._config.ready_timeout_s)
-        checkpoint_dir = str(self._version_dir(0))
-        self._progress(job_id, "saving", {"checkpoint_dir": checkpoint_dir})
-        save = SaveCheckpoint(
-            request_id=new_id("save"), deadline_s=self._config.train_timeout_s, version=0, checkpoint_dir=checkpoint_dir
-        )
-        await self._router.request("trainer", save, phase="saving version 0")
-        self._trained_version, self._trained_dir = 0, checkpoint_dir
+        checkpoint_dir = await self._save_version(job_id, 0)
         return await self._publish(job_id, 0, checkpoint_dir, replicas, metrics={}, seconds={})
+
+    async def _save_version(self, job_id: str, version: int) -> str:
+        """The trainer's state, durable as `version`."""
+        if self._trainer.memory.pending:
+            # They are in no checkpoint, and a publication that has to be repeated starts from one.
+            raise ConfigError(
+                f"gradients of {self._trainer.memory.pending} batches are pending, which a publication could lose; "
+                "submit OptimStep to use them, or LoadCheckpoint to drop them, first"
+            )
+        checkpoint_dir = str(self._version_dir(version))
+        going = self._expired(version)
+        self._progress(job_id, "saving", {"checkpoint_dir": checkpoint_dir})
+        await self._ask(
+            job_id,
+            lambda: SaveCheckpoint(
+                request_id=new_id("save"),
+                deadline_s=self._config.train_timeout_s,
+                version=version,
+                checkpoint_dir=checkpoint_dir,
+                delete_after=tuple(str(self._version_dir(v)) for v in going),
+            ),
+            phase=f"saving version {version}",
+        )
+        self._made(version, checkpoint_dir, going)
+        return checkpoint_dir
+
+    def _expired(self, new: int) -> list[int]:
+        """Versions whose checkpoints go once `new` is durable."""
+        durable = [v for v in self._versions if str(self._version_dir(v)) == self._trainer.memory.durable_dir]
+        # The version a restarted trainer would be put back to changes to `new` with the save itself, except for one that serves.
+        served = [self._publisher.version, self._journal.committed_version()]
+        return expired(self._versions, new=new, keep=self._config.keep_versions, protected=[*served, *durable])
+
+    def _made(self, version: int, checkpoint_dir: str, gone: Sequence[int]) -> None:
+        """`version` is durable and the trainer stands at it."""
+        self._trained_version = version
+        self._versions = [v for v in self._versions if v not in gone and v != version] + [version]
+        self._trainer.memory.saved(checkpoint_dir)
+
+    async def _publish_as_it_is(self, job_id: str) -> dict[str, object]:
+        self._refuse_before_initial_sync()
+        replicas = await self._replicas()
+        version = self._trained_version + 1
+        checkpoint_dir = await self._save_version(job_id, version)
+        return await self._publish(job_id, version, checkpoint_dir, replicas, metrics={}, seconds={})
 
     async def _resync_all(self, job_id: str) -> dict[str, object]:
         version = self._publisher.version
         if version is None:
             raise ConfigError("no version is served; submit InitialSync, or wait for the recovery under way")
-        served_dir = self._journal.checkpoint_dir(version) or self._trained_dir
-        async with self._served_state(version, served_dir):
+        if self._trainer.memory.pending:
+            raise ConfigError("gradients are pending, which a resync would lose; submit OptimStep or LoadCheckpoint first")
+        async with self._served_state(version, lambda step, detail: self._progress(job_id, step, detail)) as served_dir:
             return await self._publish(job_id, version, served_dir, await self._replicas(), metrics={}, seconds={})
 
-    @contextlib.asynccontextmanager
-    async def _served_state(self, version: int, served_dir: str) -> AsyncIterator[None]:
-        """Inside, the trainer holds the served version's state; outside, what it held before, which may be further on."""
-        if not self._is_ahead:
-            yield
-            return
-        kept = str(self._config.run_dir.absolute() / "resync" / new_id("state"))
-        timeout_s = self._config.train_timeout_s
-        await self._ask_trainer(
-            SaveCheckpoint(request_id=new_id("save"), deadline_s=timeout_s, version=version, checkpoint_dir=kept)
-        )
-        await self._ask_trainer(LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=served_dir))
-        yield
-        await self._ask_trainer(LoadCheckpoint(request_id=new_id("load"), deadline_s=timeout_s, checkpoint_dir=kept))
-        self._is_ahead = True
-
-    async def _train_merged(self, job_id: str, spec: TrainMergedJob, buffers: Sequence[bytes]) -> dict[str, object]:
+    def _refuse_before_initial_sync(self) -> None:
         if self._publisher.version is None and self._journal.committed_version() is None:
             raise ConfigError("no version is served yet; submit InitialSync first")
+
+    async def _train_merged(self, job_id: str, spec: TrainMergedJob, buffers: Sequence[bytes]) -> dict[str, object]:
+        self._refuse_before_initial_sync()
         replicas = await self._replicas()
         version = self._trained_version + 1
-        checkpoint_dir = str(self._version_dir(version))
-        completed = await self._train(
+        checkpoint_dir, going = str(self._version_dir(version)), self._expired(version)
+        completed, _ = await self._ask(
             job_id,
             lambda: TrainMerged(
                 request_id=new_id("train"),
                 deadline_s=self._config.train_timeout_s,
                 version=version,
                 checkpoint_dir=checkpoint_dir,
-                loss=spec.loss,
-                optim=spec.optim,
-                tensors=spec.tensors,
+                delete_after=tuple(str(self._version_dir(v)) for v in going),
+                **_fields(spec),
             ),
             buffers,
+            phase="training",
         )
-        self._trained_version, self._trained_dir, self._is_ahead = version, checkpoint_dir, True
+        self._trainer.memory.stepped()
+        self._made(version, checkpoint_dir, going)
         metrics, seconds = completed.result.get("metrics", {}), completed.result.get("seconds", {})
         return await self._publish(job_id, version, checkpoint_dir, replicas, metrics=metrics, seconds=seconds)
 
-    async def _train_lora(self, job_id: str, spec: TrainLoraJob, buffers: Sequence[bytes]) -> dict[str, object]:
-        completed = await self._train(
+    async def _forward(self, job_id: str, spec: ForwardJob, buffers: Sequence[bytes]) -> _Outcome:
+        deadline_s = self._config.train_timeout_s
+        completed, results = await self._ask(
             job_id,
-            lambda: TrainLora(
-                request_id=new_id("train"),
-                deadline_s=self._config.train_timeout_s,
-                output_dir=spec.output_dir,
-                loss=spec.loss,
-                optim=spec.optim,
-                tensors=spec.tensors,
-            ),
+            lambda: Forward(request_id=new_id("forward"), deadline_s=deadline_s, **_fields(spec)),
             buffers,
+            phase="forward",
         )
-        self._is_ahead = True
-        return dict(completed.result)
+        return _Outcome(result=dict(completed.result), tensors=completed.tensors, buffers=results)
 
-    async def _train(self, job_id: str, make_request, buffers: Sequence[bytes]) -> Completed:  # type: ignore[no-untyped-def]
-        """Run one training request; a trainer that dies in it is waited for, put back to the last durable state, and asked again."""
-        attempts = self._config.publication.attempts
-        for attempt in range(1, attempts + 1):
-            await self._router.wait_ready(["trainer"], timeout_s=self._config.ready_timeout_s)
-            incarnation = self._router.peers["trainer"].hello.incarnation
-            try:
-                if self._trained_dir and attempt > 1:
-                    self._progress(job_id, "restoring", {"checkpoint_dir": self._trained_dir})
-                    load = LoadCheckpoint(
-                        request_id=new_id("load"),
-                        deadline_s=self._config.publication.plan_timeout_s,
-                        checkpoint_dir=self._trained_dir,
-                    )
-                    await self._router.request("trainer", load, phase="restoring the last durable state")
-                completed, _ = await self._router.request(
-                    "trainer",
-                    make_request(),
-                    buffers,
-                    phase="training",
-                    on_progress=lambda _, p: self._progress(job_id, p.phase, p.detail),
-                )
-            except NodeLost as error:
-                if attempt == attempts:
-                    raise
-                log.warning("the trainer was lost in a training step, waiting for it: %s", error)
-                self._progress(job_id, "trainer lost", {"error": str(error)})
-                await self._router.wait_ready(
-                    ["trainer"], timeout_s=self._config.ready_timeout_s, not_incarnation={"trainer": incarnation}
-                )
-            else:
-                return completed
-        raise AssertionError("unreachable")
+    async def _operate(
+        self,
+        job_id: str,
+        spec: TrainLoraJob | ForwardBackwardJob | OptimStepJob | SaveCheckpointJob | LoadCheckpointJob | ExportHfJob,
+        buffers: Sequence[bytes],
+    ) -> dict[str, object]:
+        """A job that is one request to the trainer."""
+        kind, phase = _REQUESTS[type(spec)]
+        fields = _fields(spec)
+        if isinstance(spec, SaveCheckpointJob):
+            fields["version"] = self._trained_version
+            self._refuse_version_dir(spec.checkpoint_dir)
+        completed, _ = await self._ask(
+            job_id,
+            lambda: kind(request_id=new_id(phase.replace(" ", "-")), deadline_s=self._config.train_timeout_s, **fields),
+            buffers,
+            phase=phase,
+        )
+        memory, result = self._trainer.memory, dict(completed.result)
+        if isinstance(spec, TrainLoraJob | OptimStepJob):
+            memory.stepped()
+        elif isinstance(spec, ForwardBackwardJob):
+            memory.pending = int(result.get("pending_batches", memory.pending + 1))
+        elif isinstance(spec, SaveCheckpointJob):
+            memory.saved(spec.checkpoint_dir)
+        elif isinstance(spec, LoadCheckpointJob):
+            memory.loaded(spec.checkpoint_dir)
+        return result
+
+    def _refuse_version_dir(self, checkpoint_dir: str) -> None:
+        """The versions' own folders belong to publications."""
+        if Path(checkpoint_dir).absolute().is_relative_to(self._version_dir(0).parent):
+            raise ConfigError(f"checkpoint_dir {checkpoint_dir} is among the run's versions; choose a folder outside")
+
+    async def _ask(
+        self, job_id: str, make_request: Callable[[], AnyMessage], buffers: Sequence[bytes] = (), *, phase: str
+    ) -> tuple[Completed, tuple[bytes, ...]]:
+        return await self._trainer.ask(
+            make_request, buffers, phase=phase, report=lambda step, detail: self._progress(job_id, step, detail)
+        )
 
     async def _publish(
         self,
@@ -397,8 +508,13 @@ class Orchestrator:
                 pause_s = float(detail["pause_s"])  # type: ignore[arg-type]
             self._progress(job_id, phase, detail)
 
-        done = await self._publisher.publish(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
-        self._is_ahead = False
+        done = await self._publisher.publish(
+            version,
+            checkpoint_dir=checkpoint_dir,
+            replicas=replicas,
+            report=report,
+            holder=self._trainer.memory.incarnation,
+        )
         return {
             "version": version,
             "alias": f"{self._config.name}@{version}",
@@ -420,6 +536,22 @@ class Orchestrator:
         for node_id, peer in list(self._router.peers.items()):
             if peer.hello.role != "client" and peer.state != "lost":
                 await self._tell(node_id, Shutdown())
+
+
+_REQUESTS: dict[type, tuple[type[Any], str]] = {
+    TrainLoraJob: (TrainLora, "training"),
+    ForwardBackwardJob: (ForwardBackward, "forward and backward"),
+    OptimStepJob: (OptimStep, "optimizer step"),
+    SaveCheckpointJob: (SaveCheckpoint, "saving"),
+    LoadCheckpointJob: (LoadCheckpoint, "loading"),
+    ExportHfJob: (ExportHf, "exporting"),
+}
+"""A job's request, whose fields are the job's own, and its phase."""
+
+
+def _fields(spec: JobSpec) -> dict[str, Any]:
+    """A job's fields, for the request of the same fields."""
+    return {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
 
 
 def _log_phase(phase: str, detail: dict[str, object]) -> None:

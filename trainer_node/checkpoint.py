@@ -2,20 +2,20 @@
 
     <dir>/adapter/adapter_model.safetensors, adapter_config.json    PEFT's format, whole tensors in fp32
     <dir>/rank_<r>.pt                                               optimizer and RNG of each rank
-    <dir>/meta.json                                                 version, topology, LoRA settings
+    <dir>/meta.json                                                 version, topology, LoRA settings, counters, the client's state
     <dir>/COMPLETE                                                  written last: every file's size
 
-Written beside the target, fsynced, renamed, and only then marked. A folder without its marker, or with a file missing or of
-another size, is refused, never read as far as it goes. `save` and `load` are collectives; a failure on one rank is every rank's.
+Written beside the target, flushed, marked, and then put in its place (`generations`): at every instant one whole generation can be
+found, and `load` finds it. A folder without its marker, or with a file missing or of another size, is refused, never read as far as
+it goes. `save` and `load` are collectives; a failure on one rank is every rank's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,37 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from orchestrator.errors import SpliceError
+from trainer_node import generations
+from trainer_node.generations import MARKER, CheckpointError, write_file
 from trainer_node.lora import Matrix
 from trainer_node.merge import LoraDelta
 from trainer_node.runtime import TrainerRuntime
 
-MARKER = "COMPLETE"
+__all__ = [
+    "ADAPTER",
+    "MARKER",
+    "CheckpointError",
+    "Loaded",
+    "delete",
+    "load",
+    "read_adapter",
+    "save",
+    "save_adapter",
+    "write_adapter",
+]
 ADAPTER = "adapter"
 _FORMAT = 1
 _PEFT_PREFIX = "base_model.model."
 
 
-class CheckpointError(SpliceError, OSError):
-    """A checkpoint could not be written, or is not whole; names the file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What `load` found and what it cost."""
+
+    version: int
+    client_state: dict[str, Any]
+    dropped_batches: int
+    """Batches whose pending gradients were dropped."""
 
 
 # ---------------------------------------------------------------- PEFT's format
@@ -48,7 +66,7 @@ def write_adapter(folder: Path, *, runtime: TrainerRuntime, deltas: Mapping[str,
     for name, delta in deltas.items():
         tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = delta.lora_A_RI.detach().float().cpu().contiguous().clone()
         tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = delta.lora_B_OR.detach().float().cpu().contiguous().clone()
-    _write(folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_file(folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     lora = runtime.config.lora
     config = {
         "peft_type": "LORA",
@@ -62,7 +80,7 @@ def write_adapter(folder: Path, *, runtime: TrainerRuntime, deltas: Mapping[str,
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    _write(folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=1)))
+    write_file(folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=1)))
 
 
 def read_adapter(folder: Path, *, runtime: TrainerRuntime) -> dict[tuple[str, Matrix], torch.Tensor]:
@@ -104,36 +122,43 @@ def save_adapter(runtime: TrainerRuntime, folder: Path) -> None:
             write_adapter(folder, runtime=runtime, deltas=deltas)
 
 
-def save(runtime: TrainerRuntime, folder: Path, *, version: int) -> None:
-    """Write everything `load` needs. A collective.
+def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: Mapping[str, Any] | None = None) -> None:
+    """Write everything `load` needs. A collective. Pending gradients are not part of it, and stay.
 
     Raises:
         CheckpointError: on every rank, if one could not write; a whole checkpoint that stood there before is still there then.
     """
-    rank, temp = dist.get_rank(), folder.with_name(f".{folder.name}.tmp")
+    rank, temp = dist.get_rank(), generations.new_folder(folder)
     deltas = runtime.adapters.gather()
+    meta = {**_meta(runtime, version), "client_state": dict(client_state or {})}
     with _together(runtime, f"making {temp}"):
         if rank == 0:
-            _refuse_foreign(folder)
-            shutil.rmtree(temp, ignore_errors=True)
-            temp.mkdir(parents=True)
+            for one in (folder, temp, generations.old_folder(folder)):
+                generations.refuse_foreign(one, names=_names())
+            generations.begin(folder)
             write_adapter(temp / ADAPTER, runtime=runtime, deltas=deltas)
-            _write(temp / "meta.json", lambda path: path.write_text(json.dumps(_meta(runtime, version), indent=1)))
+            write_file(temp / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=1)))
     with _together(runtime, f"writing rank {rank}'s state to {temp}"):
-        _write(temp / f"rank_{rank}.pt", lambda path: torch.save(_rank_state(runtime), path))
+        write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(_rank_state(runtime), path))
     with _together(runtime, f"moving {temp} to {folder}"):
         if rank == 0:
-            _publish(temp, folder, version)
+            generations.finish(folder, facts={"version": version})
 
 
-def load(runtime: TrainerRuntime, folder: Path) -> int:
-    """Restore what `save` wrote; nothing changes unless all of it can be read. A collective. Returns the version.
+def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
+    """Restore what `save` wrote, after mending what a crash left; nothing changes unless all of it can be read. A collective.
+
+    Pending gradients are dropped.
 
     Raises:
         CheckpointError: on every rank: no such checkpoint, a partial one, or one of another model, topology or LoRA setting.
     """
+    with _together(runtime, f"mending {folder}"):
+        if dist.get_rank() == 0:
+            generations.recover(folder)
     with _together(runtime, f"reading {folder}"):
-        meta = _check_whole(folder)
+        generations.check_whole(folder)
+        meta = json.loads((folder / "meta.json").read_text())
         wanted = _meta(runtime, meta["version"])
         for field in ("format", "parallel", "lora", "architecture"):
             if meta.get(field) != wanted[field]:
@@ -141,13 +166,36 @@ def load(runtime: TrainerRuntime, folder: Path) -> int:
         whole = read_adapter(folder / ADAPTER, runtime=runtime)
         state = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location=runtime.device, weights_only=True)
     runtime.adapters.load(whole)
-    runtime.zero_grad()
+    dropped = runtime.drop_pending()
     if runtime.optimizer is not None:
         runtime.optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"].cpu())
     if runtime.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda_rng"].cpu(), runtime.device)
-    return int(meta["version"])
+    counters = meta.get("counters", {})
+    runtime.num_steps, runtime.num_skipped_steps = counters.get("steps", 0), counters.get("skipped_steps", 0)
+    return Loaded(version=int(meta["version"]), client_state=meta.get("client_state", {}), dropped_batches=dropped)
+
+
+def delete(folders: Iterable[Path]) -> dict[str, str]:
+    """Delete checkpoints of ours; one that is not there is passed over. Not a collective: rank 0 alone.
+
+    Returns folder -> why it was not deleted; that is no reason to fail what has just been saved.
+    """
+    kept = {}
+    for folder in folders:
+        try:
+            generations.refuse_foreign(folder, names=_names())
+            generations.discard(folder)
+        except OSError as error:
+            kept[str(folder)] = str(error)
+    return kept
+
+
+def _names() -> set[str]:
+    """Everything that may stand in a checkpoint's folder, half-written files included."""
+    names = {ADAPTER, "meta.json", *(f"rank_{r}.pt" for r in range(4096))}
+    return names | {f".{n}.tmp" for n in names}
 
 
 def _meta(runtime: TrainerRuntime, version: int) -> dict[str, Any]:
@@ -157,6 +205,7 @@ def _meta(runtime: TrainerRuntime, version: int) -> dict[str, Any]:
         "parallel": runtime.config.parallel.model_dump(mode="json"),
         "lora": runtime.config.lora.model_dump(mode="json"),
         "architecture": list(runtime.hf_config.architectures or ()),
+        "counters": {"steps": runtime.num_steps, "skipped_steps": runtime.num_skipped_steps},
     }
 
 
@@ -168,60 +217,6 @@ def _rank_state(runtime: TrainerRuntime) -> dict[str, Any]:
     if runtime.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(runtime.device)
     return state
-
-
-def _check_whole(folder: Path) -> dict[str, Any]:
-    marker = folder / MARKER
-    if not marker.is_file():
-        raise CheckpointError(f"{folder} has no {MARKER}: it does not exist or was never finished")
-    for name, size in json.loads(marker.read_text())["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            found = path.stat().st_size if path.is_file() else "no"
-            raise CheckpointError(f"{path} should have {size} bytes; found {found}. The checkpoint is not whole")
-    meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
-    return meta
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Only a checkpoint of ours, finished or not, is ever replaced."""
-    ours = not folder.exists() or (
-        folder.is_dir()
-        and not {p.name for p in folder.iterdir()} - {MARKER, ADAPTER, "meta.json"} - {f"rank_{r}.pt" for r in range(4096)}
-    )
-    if not ours:
-        raise CheckpointError(f"{folder} exists and is no checkpoint of ours; choose another folder")
-
-
-def _publish(temp: Path, folder: Path, version: int) -> None:
-    files = {str(p.relative_to(temp)): p.stat().st_size for p in sorted(temp.rglob("*")) if p.is_file()}
-    _fsync(temp / ADAPTER)
-    _fsync(temp)
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    temp.rename(folder)
-    _fsync(folder.parent)
-    _write(folder / MARKER, lambda path: path.write_text(json.dumps({"version": version, "files": files})))
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside, fsync, rename, fsync the folder."""
-    temp = path.with_name(f".{path.name}.tmp")
-    write(temp)
-    _fsync(temp)
-    os.replace(temp, path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager

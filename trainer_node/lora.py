@@ -13,10 +13,11 @@ Shapes: O = out features, I = in features, R = rank, E = local experts, P = HF l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -256,6 +257,7 @@ class AdapterSet:
         self._lora, self._seed, self._device, self._config = lora, seed, device, config
         self.adapters: list[DenseAdapter | ExpertAdapter] = []
         self._hooks: list[Any] = []
+        self._on = True
         by_module: dict[Any, list[Any]] = defaultdict(list)
         for task in tasks:
             if task is not None and task.megatron_module is not None and _is_linear(task):
@@ -281,7 +283,7 @@ class AdapterSet:
             # A fused norm-and-linear: the adapter's input is the norm's output.
             module.return_layernorm_output = True  # type: ignore[assignment]
         self.adapters.append(adapter)
-        self._hooks.append((module, module.register_forward_hook(_add_delta(adapter))))
+        self._hooks.append((module, module.register_forward_hook(_add_delta(adapter, lambda: self._on))))
 
     def _dense_adapter(self, module: Any, task: Any, names: list[str | None]) -> DenseAdapter:
         size = parallel_state.get_tensor_model_parallel_world_size()
@@ -320,6 +322,15 @@ class AdapterSet:
             seed=self._seed,
             device=self._device,
         )
+
+    @contextlib.contextmanager
+    def switched(self, *, on: bool) -> Iterator[None]:
+        """Within the block the model runs with its adapters (on) or as the bare base (off)."""
+        before, self._on = self._on, on
+        try:
+            yield
+        finally:
+            self._on = before
 
     # ------------------------------------------------------------ parameters
 
@@ -453,14 +464,14 @@ def _is_row_parallel(task: Any, module: nn.Module) -> bool:
     return bool(kind == "row")
 
 
-def _add_delta(adapter: nn.Module) -> Any:
-    """A forward hook that adds the adapter's delta to what Megatron's and TransformerEngine's linears return."""
+def _add_delta(adapter: nn.Module, is_on: Callable[[], bool]) -> Any:
+    """A forward hook that adds the adapter's delta, while it is on, to what Megatron's and TransformerEngine's linears return."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[torch.Tensor, Any]:
         out, bias = output
         x, *rest = args
         if isinstance(out, tuple):  # (out, norm output)
             out, x = out
-        return out + adapter(x, *rest), bias
+        return (out + adapter(x, *rest) if is_on() else out), bias
 
     return hook

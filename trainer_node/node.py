@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import torch
@@ -41,11 +41,16 @@ from orchestrator.errors import (
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
+    FORWARD_RESULTS,
     AnyMessage,
     ErrorCode,
+    ExportHf,
+    Forward,
+    ForwardBackward,
     Hello,
     LoadCheckpoint,
     OpenTransferGroup,
+    OptimStep,
     PlanPublication,
     Ready,
     SaveCheckpoint,
@@ -57,6 +62,9 @@ from orchestrator.protocol.messages import (
     UseLayout,
 )
 from orchestrator.protocol.node_link import NodeLink
+
+if TYPE_CHECKING:
+    from trainer_node.batch import Batch
 
 log = logging.getLogger("splice.trainer")
 
@@ -84,12 +92,13 @@ class Outcome:
 def classify(error: BaseException, *, phase: str) -> tuple[ErrorCode, str]:
     """An exception's code and what to do about it."""
     from trainer_node.checkpoint import CheckpointError
-    from trainer_node.runtime import NonFiniteGradient
+    from trainer_node.runtime import NonFiniteGradient, NothingPending
 
     table: list[tuple[type[BaseException], ErrorCode, str]] = [
         (NonFiniteGradient, ErrorCode.NON_FINITE_GRADIENT, "Look at the batch's advantages and the learning rate; send the next batch."),
         (CheckpointError, ErrorCode.CHECKPOINT_FAILED, "Mend the disk or folder named; LoadCheckpoint the last durable version before "
          "training again, because the state in memory may be a step ahead of it."),
+        (NothingPending, ErrorCode.NOT_READY, "Send ForwardBackward first."),
         (NotReady, ErrorCode.NOT_READY, "Send the request named first."),
         (PublicationError, ErrorCode.PLAN_REFUSED, "The adapters or the export do not fit the manifest; plan the publication again."),
         (TransferTimeout, ErrorCode.TRANSFER_TIMEOUT, "Open a new transfer group and resend the version."),
@@ -136,8 +145,10 @@ class Control:
         return envelope if self._is_root else decode(msgpack.unpackb(data.numpy().tobytes(), raw=False))
 
     def compare(self, error: BaseException | None) -> list[str | None]:
-        """Every rank's error, as text starting with the type's name, or None."""
-        mine = None if error is None else f"{type(error).__name__}: {error}"
+        """Every rank's error with its notes, as text starting with the type's name, or None."""
+        mine = None
+        if error is not None:
+            mine = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, mine, group=self._group)
         return errors
@@ -160,6 +171,10 @@ class Node:
         self._handlers: dict[type, Callable[..., Outcome]] = {
             TrainMerged: self._train_merged,
             TrainLora: self._train_lora,
+            Forward: self._forward,
+            ForwardBackward: self._forward_backward,
+            OptimStep: self._optim_step,
+            ExportHf: self._export_hf,
             SaveCheckpoint: self._save_checkpoint,
             LoadCheckpoint: self._load_checkpoint,
             PlanPublication: self._plan_publication,
@@ -225,7 +240,7 @@ class Node:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ConfigError(f"the trainer does not know {message.kind}")
-        return handler(message, buffers) if isinstance(message, TrainStep) else handler(message)
+        return handler(message, buffers) if isinstance(message, TrainStep | Forward | ForwardBackward) else handler(message)
 
     def _answer(self, outcome: Outcome, error: BaseException | None, errors: list[str | None], *, diverged: bool) -> None:
         assert self.link is not None
@@ -279,19 +294,79 @@ class Node:
 
     # ------------------------------------------------------------ requests
 
-    def _train(self, message: TrainStep, buffers: Sequence[bytes]) -> tuple[dict[str, float], float]:
+    def _decode(self, message: TrainStep | ForwardBackward, buffers: Sequence[bytes]) -> Batch:
         from trainer_node.batch import decode_batch
 
-        self._progress("training")
-        started = time.monotonic()
-        batch = decode_batch(
+        return decode_batch(
             specs=message.tensors,
             buffers=buffers,
             vocab_size=self.runtime.vocab_size,
             max_length=self.runtime.max_length,
             loss=message.loss,
         )
-        metrics = self.runtime.train_step(batch, message.loss, message.optim)
+
+    def _forward(self, message: Forward, buffers: Sequence[bytes]) -> Outcome:
+        from trainer_node.batch import decode_forward
+
+        self._progress("forward")
+        started = time.monotonic()
+        batch = decode_forward(
+            specs=message.tensors,
+            buffers=buffers,
+            vocab_size=self.runtime.vocab_size,
+            max_length=self.runtime.max_length,
+            allowed_token_ids=message.allowed_token_ids,
+        )
+        results = self.runtime.forward(batch, allowed_token_ids=message.allowed_token_ids, adapters=message.adapters)
+        return Outcome(
+            result={"seconds": {"forward": time.monotonic() - started}},
+            tensors=tuple(
+                TensorSpec(name=n, dtype=d, shape=tuple(t.shape))  # type: ignore[arg-type]
+                for (n, d), t in zip(FORWARD_RESULTS.items(), results, strict=True)
+            ),
+            buffers=tuple(t.contiguous().numpy().tobytes() for t in results),
+        )
+
+    def _forward_backward(self, message: ForwardBackward, buffers: Sequence[bytes]) -> Outcome:
+        self._progress("training")
+        started = time.monotonic()
+        sums = self.runtime.forward_backward(
+            self._decode(message, buffers),
+            message.loss,
+            loss_weight=message.loss_weight,
+            grad_accumulation_sequences=message.grad_accumulation_sequences,
+        )
+        return Outcome(
+            result={
+                "metrics": sums.metrics(message.loss.normalize_by),
+                "pending_batches": self.runtime.pending.num_batches,
+                "seconds": {"forward_backward": time.monotonic() - started},
+            }
+        )
+
+    def _optim_step(self, message: OptimStep) -> Outcome:
+        self._progress("training")
+        metrics = self.runtime.optim_step(message.optim)
+        return Outcome(result={"metrics": metrics, "seconds": {"optim": metrics["seconds_optim"]}})
+
+    def _export_hf(self, message: ExportHf) -> Outcome:
+        from trainer_node.hf_export import export_hf
+
+        self._progress("exporting")
+        started = time.monotonic()
+        files = export_hf(self.runtime, self.exporter, Path(message.output_dir), shard_bytes=message.shard_bytes)
+        seconds = {"export": time.monotonic() - started}
+        return Outcome(result={"output_dir": message.output_dir, "files": files, "seconds": seconds})
+
+    def _train(self, message: TrainStep, buffers: Sequence[bytes]) -> tuple[dict[str, float], float]:
+        self._progress("training")
+        started = time.monotonic()
+        metrics = self.runtime.train_step(
+            self._decode(message, buffers),
+            message.loss,
+            message.optim,
+            grad_accumulation_sequences=message.grad_accumulation_sequences,
+        )
         return metrics, time.monotonic() - started
 
     def _train_merged(self, message: TrainMerged, buffers: Sequence[bytes]) -> Outcome:
@@ -302,7 +377,8 @@ class Node:
         started = time.monotonic()
         checkpoint.save(self.runtime, Path(message.checkpoint_dir), version=message.version)
         seconds = {"train": train_s, "save": time.monotonic() - started}
-        return Outcome(result={"version": message.version, "metrics": metrics, "seconds": seconds})
+        result = {"version": message.version, "metrics": metrics, "seconds": seconds}
+        return Outcome(result=result | self._delete(message.delete_after))
 
     def _train_lora(self, message: TrainLora, buffers: Sequence[bytes]) -> Outcome:
         from trainer_node import checkpoint
@@ -319,16 +395,39 @@ class Node:
 
         self._progress("saving")
         started = time.monotonic()
-        checkpoint.save(self.runtime, Path(message.checkpoint_dir), version=message.version)
-        return Outcome(result={"version": message.version, "seconds": {"save": time.monotonic() - started}})
+        folder = Path(message.checkpoint_dir)
+        checkpoint.save(self.runtime, folder, version=message.version, client_state=message.client_state)
+        result = {
+            "version": message.version,
+            "checkpoint_dir": message.checkpoint_dir,
+            "pending_batches": self.runtime.pending.num_batches,
+            "seconds": {"save": time.monotonic() - started},
+        }
+        return Outcome(result=result | self._delete(message.delete_after))
+
+    def _delete(self, folders: Sequence[str]) -> dict[str, Any]:
+        """Retention, after the new checkpoint is whole; rank 0's part."""
+        from trainer_node import checkpoint
+
+        not_deleted = checkpoint.delete(map(Path, folders)) if self.link is not None else {}
+        for folder, why in not_deleted.items():
+            log.warning("%s was to be deleted and is still there: %s", folder, why)
+        return {"not_deleted": not_deleted} if not_deleted else {}
 
     def _load_checkpoint(self, message: LoadCheckpoint) -> Outcome:
         from trainer_node import checkpoint
 
         self._progress("loading")
         started = time.monotonic()
-        version = checkpoint.load(self.runtime, Path(message.checkpoint_dir))
-        return Outcome(result={"version": version, "seconds": {"load": time.monotonic() - started}})
+        loaded = checkpoint.load(self.runtime, Path(message.checkpoint_dir))
+        return Outcome(
+            result={
+                "version": loaded.version,
+                "client_state": loaded.client_state,
+                "dropped_batches": loaded.dropped_batches,
+                "seconds": {"load": time.monotonic() - started},
+            }
+        )
 
     def _plan_publication(self, message: PlanPublication) -> Outcome:
         self._progress("planning")

@@ -1,11 +1,11 @@
 """One rank's model, adapters and optimizer: config in, training steps out.
 
     init process groups -> build the model through Megatron-Bridge -> freeze it -> hook adapters on
-    train_step: forward_backward over micro-batches (sums) -> optim_step (reduce once, divide once, clip, AdamW)
+    forward_backward over micro-batches (sums) ... forward_backward -> optim_step (reduce once, divide once, clip, AdamW)
 
 The base is frozen; only fp32 adapters train. Every method is a collective: all ranks call it with the same arguments.
-A loss is a sum over tokens, and gradients are divided once by the global number of loss tokens, so a step does not depend on how the
-batch was cut or where it ran.
+A loss is a sum over tokens, and gradients are reduced and divided once, at `optim_step`, so a step does not depend on how its tokens were
+cut into micro-batches or calls, or where they ran. What is pending is dropped, never half kept, where a call fails after it has begun.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import datetime
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,30 +25,27 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node.batch import Batch, MicroBatch, micro_batches
+from trainer_node.batch import Batch, MicroBatch, cut, micro_batches, rows_per_rank, unpad
 from trainer_node.hf import HfCheckpoint, read_config
-from trainer_node.losses import cross_entropy, grpo, vocab_parallel_log_probs
+from trainer_node.losses import LossInputs, bind_loss, import_losses, total_loss, vocab_parallel_statistics
 from trainer_node.merge import strip_wrappers
+from trainer_node.sums import Pending, StepSums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CONTROL_TIMEOUT_S = 3600.0
 """Deadline of the control group's collectives; rank 0 sends a keepalive much more often."""
 
 
+NUM_REPORTED = 6
+"""What `_loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy (sums) and the largest gap."""
+
+
 class NonFiniteGradient(SpliceError, ArithmeticError):
     """The gradient's norm is not finite; the step was skipped and the weights are untouched."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSums:
-    """Sums over the loss tokens of the whole batch, the same on every rank."""
-
-    loss: float
-    num_clipped: float
-    logprob_gap: float
-    logprob_gap_max: float
-    num_tokens: int
-    num_sequences: int
+class NothingPending(SpliceError, RuntimeError):
+    """An optimizer step without a forward_backward before it."""
 
 
 class TrainerRuntime:
@@ -62,6 +59,9 @@ class TrainerRuntime:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.hf_config = read_config(config.model)
+        import_losses(config.loss_modules)
+        self.pending = Pending()
+        self.num_steps, self.num_skipped_steps = 0, 0
         _check_topology(config, self.hf_config)
         if config.device == "cpu":
             from trainer_node import cpu_shims
@@ -197,142 +197,235 @@ class TrainerRuntime:
 
     # ------------------------------------------------------------ a step
 
-    def train_step(self, batch: Batch, loss: LossSpec, optim: OptimParams) -> dict[str, float]:
-        """Forward, backward and one AdamW step.
-
-        Returns:
-            loss (mean over loss tokens), grad_norm (before clipping), tokens, num_sequences, logprob_gap_mean and logprob_gap_max
-            (|trainer - sampler|, grpo only), clip_fraction, seconds_forward_backward, seconds_optim.
-
-        Raises:
-            NonFiniteGradient: the step was skipped.
-        """
+    def train_step(
+        self, batch: Batch, loss: LossSpec, optim: OptimParams, *, grad_accumulation_sequences: int | None = None
+    ) -> dict[str, float]:
+        """`forward_backward`, then `optim_step` with all that is pending; returns the latter's metrics and seconds_forward_backward."""
         started = time.monotonic()
-        self.zero_grad()
-        sums = self.forward_backward(batch, loss)
+        self.forward_backward(batch, loss, grad_accumulation_sequences=grad_accumulation_sequences)
         middle = time.monotonic()
-        grad_norm = self.optim_step(optim, num_tokens=sums.num_tokens)
-        count = sums.num_tokens
-        return {
-            "loss": sums.loss / count,
-            "grad_norm": grad_norm,
-            "tokens": float(count),
-            "num_sequences": float(sums.num_sequences),
-            "logprob_gap_mean": sums.logprob_gap / count,
-            "logprob_gap_max": sums.logprob_gap_max,
-            "clip_fraction": sums.num_clipped / count,
-            "seconds_forward_backward": middle - started,
-            "seconds_optim": time.monotonic() - middle,
-        }
+        return self.optim_step(optim) | {"seconds_forward_backward": middle - started}
 
-    def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+    def drop_pending(self) -> int:
+        """Forget accumulated gradients. Returns how many batches they came from."""
+        dropped = self.pending.num_batches
+        self.pending = Pending()
         for p in self.params:
             p.param.grad = None
+        return dropped
 
-    def forward_backward(self, batch: Batch, loss: LossSpec) -> StepSums:
-        """Accumulate the gradient of the summed loss over this rank's micro-batches; nothing is reduced or divided yet."""
+    def forward_backward(
+        self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0, grad_accumulation_sequences: int | None = None
+    ) -> StepSums:
+        """Add the gradient of `loss_weight` times the summed loss to what is pending; nothing is reduced or divided yet.
+
+        Returns the batch's own sums.
+
+        Raises:
+            ConfigError: the loss or the cut is refused; what is pending stays.
+            Exception: anything later; what was pending is dropped, and a note on the exception says so.
+        """
         from megatron.core import parallel_state
+
+        bind_loss(loss)
+        self.pending.check(loss.normalize_by)
+        data_size = parallel_state.get_data_parallel_world_size()
+        rows_per_rank(grad_accumulation_sequences, dp_size=data_size)
+        try:
+            if loss.kl is not None and loss.kl.reference == "base":
+                base_T, _ = self.forward(batch, allowed_token_ids=loss.allowed_token_ids, adapters=False)
+                batch = replace(batch, reference_logprobs_T=base_T)
+            micro = micro_batches(
+                batch,
+                max_rows=self.config.micro_batch_sequences,
+                dp_rank=parallel_state.get_data_parallel_rank(),
+                dp_size=data_size,
+                grad_accumulation_sequences=grad_accumulation_sequences,
+            )
+            reports = self._schedule(micro, partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight))
+            sums = self._reduce_sums(reports, batch, loss)
+        except BaseException as error:
+            dropped = self.drop_pending()
+            error.add_note(f"Gradients pending from {dropped} batches before it were dropped with it.")
+            raise
+        self.pending = self.pending.plus(sums, normalize_by=loss.normalize_by)
+        return sums
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, *, allowed_token_ids: Sequence[int] | None = None, adapters: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropy of every token that the batch's loss mask marks, [T] each, fp32 on the CPU, the same on every rank.
+
+        Rows as in `messages.FORWARD_RESULTS`; 0 where the mask is 0. Gradients, weights and optimizer are untouched.
+
+        Args:
+            adapters: False: the base model's.
+        """
+        from megatron.core import parallel_state
+
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        rows = self.config.micro_batch_sequences
+        micro = micro_batches(batch, max_rows=rows, dp_rank=rank, dp_size=size)
+        scores = partial(self._scores, self._allowed(allowed_token_ids))
+        with self.adapters.switched(on=adapters):
+            values = self._schedule(micro, scores, forward_only=True)
+        result_2T = torch.zeros(2, len(batch.tokens_T), device=self.device)
+        if values and self._speaks():
+            result_2T = unpad(batch, cut(len(batch.lengths), max_rows=rows, dp_rank=rank, dp_size=size), values)
+        dist.all_reduce(result_2T)
+        logprobs_T, entropy_T = result_2T.cpu()
+        return logprobs_T, entropy_T
+
+    def _allowed(self, ids: Sequence[int] | None) -> torch.Tensor | None:
+        return None if ids is None else torch.tensor(sorted(set(ids)), device=self.device)
+
+    def _schedule(self, micro: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool = False) -> list[torch.Tensor]:
+        """Megatron's schedule over these micro-batches; `loss(micro, logits)`'s reports, on the last pipeline stage only."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        cut = micro_batches(
-            batch,
-            max_rows=self.config.micro_batch_sequences,
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-        )
-        rows, length = cut[0].tokens_BL.shape
-        sums: list[torch.Tensor] = get_forward_backward_func()(
-            forward_step_func=self._forward_step(loss),
-            data_iterator=iter([m.to(self.device) for m in cut]),
+        def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            one = next(data)
+            positions = torch.arange(one.tokens_BL.shape[1], device=self.device).expand_as(one.tokens_BL)
+            output = model(input_ids=one.tokens_BL, position_ids=positions, attention_mask=None)
+            return output, partial(loss, one)
+
+        rows, length = micro[0].tokens_BL.shape
+        reports: list[torch.Tensor] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter([m.to(self.device) for m in micro]),
             model=self.model,
-            num_microbatches=len(cut),
+            num_microbatches=len(micro),
             seq_length=length,
             micro_batch_size=rows,
-            forward_only=False,
+            forward_only=forward_only,
         )
-        return self._reduce_sums(sums, batch)
+        return reports
 
-    def _forward_step(self, loss: LossSpec) -> Callable[..., Any]:
-        allowed = None
-        if loss.allowed_token_ids is not None:
-            allowed = torch.tensor(sorted(set(loss.allowed_token_ids)), device=self.device)
-
-        def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            micro = next(data)
-            positions = torch.arange(micro.tokens_BL.shape[1], device=self.device).expand_as(micro.tokens_BL)
-            output = model(input_ids=micro.tokens_BL, position_ids=positions, attention_mask=None)
-            return output, partial(self._loss, micro, loss, allowed)
-
-        return step
-
-    def _loss(
-        self, micro: MicroBatch, spec: LossSpec, allowed_K: torch.Tensor | None, logits_BLV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the schedule wants on the last stage: summed loss, its token count, and [loss, clipped, gap, gap max] for the report."""
+    def _statistics(
+        self, micro: MicroBatch, allowed_K: torch.Tensor | None, logits_BLV: torch.Tensor, *, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropy where the micro-batch has loss, [N] each."""
         from megatron.core import parallel_state
 
         picked = micro.loss_mask_BL.bool()
-        count = picked.sum().to(torch.int)
-        if not picked.any():
-            return logits_BLV[..., 0].float().sum() * 0.0, count, torch.zeros(4, dtype=torch.float64, device=self.device)
         rank, rows = parallel_state.get_tensor_model_parallel_rank(), logits_BLV.shape[-1]
-        log_probs_N = vocab_parallel_log_probs(
+        return vocab_parallel_statistics(
             logits_BLV[picked],
             micro.targets_BL[picked],
             vocab_start=rank * rows,
             vocab_size=self.vocab_size,
             allowed_K=allowed_K,
             group=parallel_state.get_tensor_model_parallel_group(),
+            with_entropy=with_entropy,
         )
-        gap_N = torch.zeros_like(log_probs_N)
-        if spec.name == "grpo":
-            sampler_N = micro.sampler_logprobs_BL[picked]
-            gap_N = (log_probs_N.detach() - sampler_N).abs()
-            out = grpo(
-                log_probs_N,
-                sampler_logprobs_N=sampler_N,
-                advantages_N=micro.advantages_BL[picked],
-                clip_low=spec.clip_low,
-                clip_high=spec.clip_high,
-            )
-        else:
-            out = cross_entropy(log_probs_N)
-        report = torch.stack([out.loss.detach(), out.num_clipped.to(out.loss.dtype), gap_N.sum(), gap_N.max()])
-        return out.loss, count, report.double()
 
-    def _reduce_sums(self, reports: list[torch.Tensor], batch: Batch) -> StepSums:
-        """Add up over micro-batches and data-parallel ranks; only first tensor ranks of the last stage have a say."""
+    def _scores(
+        self, allowed_K: torch.Tensor | None, micro: MicroBatch, logits_BLV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For the schedule's forward-only run: nothing, no count, and [log-prob, entropy] as [2, B, L]."""
+        picked = micro.loss_mask_BL.bool()
+        result = torch.zeros(2, *picked.shape, device=self.device)
+        if picked.any():
+            result[:, picked] = torch.stack(self._statistics(micro, allowed_K, logits_BLV, with_entropy=True))
+        nothing = torch.zeros((), device=self.device)
+        return nothing, nothing.to(torch.int), result
+
+    def _loss(
+        self, spec: LossSpec, allowed_K: torch.Tensor | None, weight: float, micro: MicroBatch, logits_BLV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the schedule wants on the last stage: summed loss, its token count, and the NUM_REPORTED sums for the report."""
+        picked = micro.loss_mask_BL.bool()
+        count = picked.sum().to(torch.int)
+        if not picked.any():
+            zeros = torch.zeros(NUM_REPORTED, dtype=torch.float64, device=self.device)
+            return logits_BLV[..., 0].float().sum() * 0.0, count, zeros
+        log_probs_N, entropy_N = self._statistics(micro, allowed_K, logits_BLV, with_entropy=spec.entropy_bonus != 0.0)
+        inputs = LossInputs(
+            log_probs_N=log_probs_N,
+            sampler_logprobs_N=micro.sampler_logprobs_BL[picked],
+            advantages_N=micro.advantages_BL[picked],
+            old_logprobs_N=None if micro.old_logprobs_BL is None else micro.old_logprobs_BL[picked],
+            sequence_N=picked.nonzero()[:, 0],
+            num_sequences=picked.shape[0],
+        )
+        reference_N = None if micro.reference_logprobs_BL is None else micro.reference_logprobs_BL[picked]
+        terms = total_loss(inputs, spec, entropy_N=entropy_N, reference_logprobs_N=reference_N)
+        total = terms.total * weight
+        reported = (total.detach(), terms.num_clipped, terms.logprob_gap, terms.kl, terms.entropy, terms.logprob_gap_max)
+        return total, count, torch.stack([x.double() for x in reported])
+
+    def _speaks(self) -> bool:
+        """Whether this rank answers for its data-parallel rank: first tensor rank of the last stage."""
         from megatron.core import parallel_state
 
-        stacked = torch.stack(reports) if reports else torch.zeros(1, 4, dtype=torch.float64, device=self.device)
-        total, worst = stacked[:, :3].sum(0), stacked[:, 3].max()
-        speaks = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        total = total if speaks else torch.zeros_like(total)
+        return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+    def _reduce_sums(self, reports: list[torch.Tensor], batch: Batch, spec: LossSpec) -> StepSums:
+        """Add up over micro-batches and data-parallel ranks; only those that speak have a say."""
+        stacked = torch.stack(reports) if reports else torch.zeros(1, NUM_REPORTED, dtype=torch.float64, device=self.device)
+        total, worst = stacked[:, :-1].sum(0), stacked[:, -1].max()
+        total = total if self._speaks() else torch.zeros_like(total)
         dist.all_reduce(total)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        loss, clipped, gap = total.tolist()
+        loss, clipped, gap, kl, entropy = total.tolist()
         return StepSums(
             loss=loss,
             num_clipped=clipped,
             logprob_gap=gap,
             logprob_gap_max=float(worst),
+            kl=kl,
+            kl_tokens=batch.num_loss_tokens if spec.kl is not None else 0,
+            entropy=entropy,
+            entropy_tokens=batch.num_loss_tokens if spec.entropy_bonus != 0.0 else 0,
             num_tokens=batch.num_loss_tokens,
+            num_loss_sequences=batch.num_loss_sequences,
             num_sequences=len(batch.lengths),
         )
 
-    @torch.no_grad()
-    def optim_step(self, optim: OptimParams, *, num_tokens: int) -> float:
-        """Reduce the gradients, divide them by `num_tokens`, clip, step. Returns the norm before clipping.
+    def optim_step(self, optim: OptimParams) -> dict[str, float]:
+        """Reduce what is pending, divide it once, clip, step. Nothing is pending afterwards, whatever happens.
+
+        Returns:
+            loss (divided as the gradient is), grad_norm (before clipping), tokens, num_sequences, num_batches, logprob_gap_mean and
+            logprob_gap_max (|trainer - sampler|), clip_fraction, kl_mean and entropy_mean (where asked for), skipped_steps (so far), seconds_optim.
 
         Raises:
-            NonFiniteGradient: the step was skipped.
+            NothingPending: no forward_backward since the last step.
+            NonFiniteGradient: the step was skipped; weights and optimizer are untouched.
         """
-        self._finalize_gradients(num_tokens)
+        started, pending = time.monotonic(), self.pending
+        if not pending.num_batches:
+            raise NothingPending("no gradients are pending: send ForwardBackward before OptimStep")
+        try:
+            grad_norm = self._step(optim, denominator=pending.denominator)
+        except NonFiniteGradient as error:
+            self.num_skipped_steps += 1
+            error.add_note(
+                f"The step was skipped: weights and optimizer are untouched, the gradients of {pending.num_batches} batches "
+                f"were dropped. Steps skipped so far: {self.num_skipped_steps}."
+            )
+            raise
+        except BaseException as error:
+            error.add_note(f"The gradients of {pending.num_batches} batches were dropped.")
+            raise
+        finally:
+            self.drop_pending()
+        self.num_steps += 1
+        return pending.sums.metrics(pending.normalize_by) | {
+            "grad_norm": grad_norm,
+            "num_batches": float(pending.num_batches),
+            "skipped_steps": float(self.num_skipped_steps),
+            "seconds_optim": time.monotonic() - started,
+        }
+
+    @torch.no_grad()
+    def _step(self, optim: OptimParams, *, denominator: float) -> float:
+        """Returns the norm before clipping."""
+        self._finalize_gradients(denominator)
         norm = self._global_norm()
         if not torch.isfinite(norm):
-            self.zero_grad()
-            raise NonFiniteGradient(f"the gradient's norm is {float(norm)}; the step was skipped, the weights are untouched")
+            raise NonFiniteGradient(f"the gradient's norm is {float(norm)}")
         if optim.max_grad_norm is not None:
             # torch.nn.utils.clip_grad_norm_'s formula.
             factor = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -342,10 +435,9 @@ class TrainerRuntime:
             for group in self.optimizer.param_groups:
                 group.update(lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay)
             self.optimizer.step()
-        self.zero_grad()
         return float(norm)
 
-    def _finalize_gradients(self, num_tokens: int) -> None:
+    def _finalize_gradients(self, denominator: float) -> None:
         """Sum over data-parallel ranks, make copies agree, divide once.
 
         Experts see every token of their expert-data-parallel group; without sequence parallelism each token is there once per tensor
@@ -360,8 +452,8 @@ class TrainerRuntime:
         dense = [p.param.grad for p in self.params if not p.expert]
         experts = [p.param.grad for p in self.params if p.expert]
         copies = [p.param.grad for p in self.params if not p.expert and not p.split]
-        _all_reduce_flat(dense, parallel_state.get_data_parallel_group(), 1 / num_tokens)
-        _all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (num_tokens * tensor_size))
+        _all_reduce_flat(dense, parallel_state.get_data_parallel_group(), 1 / denominator)
+        _all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (denominator * tensor_size))
         # Complete already on every tensor rank (the adapters exchange their hidden layer's gradient); averaging keeps the copies
         # equal to the bit where a kernel's order is not deterministic.
         if tensor_size > 1:

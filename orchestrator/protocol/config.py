@@ -66,6 +66,9 @@ class TrainerConfig(Message):
     host: str = "127.0.0.1"
     """Address that inference workers reach the trainer at."""
     micro_batch_sequences: int = Field(default=8, ge=1)
+    """Most sequences that go through a rank's model at once; memory, not numbers, depends on it."""
+    loss_modules: tuple[str, ...] = ()
+    """Python modules imported at the start, which register losses of the user's own (`trainer_node.losses.register_loss`)."""
     seed: int = 1234
     collective_timeout_s: float = Field(default=120.0, gt=0)
 

@@ -10,6 +10,7 @@ Shapes in field docs: S = sequences, T = tokens of all sequences laid end to end
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -128,27 +129,97 @@ class Rendezvous(Message):
 
 # ---------------------------------------------------------------- batches and losses
 
+ParamValue = bool | int | float | str
+NormalizeBy = Literal["tokens", "sequences"] | Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+LOSS_PARAMETERS: dict[str, dict[str, float | None]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "truncated_importance_sampling": {"clip_low": 0.2, "clip_high": 0.2, "ratio_cap": 2.0},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+}
+"""The built-in losses: name -> its parameters and their defaults. What each computes stands in `trainer_node/losses.py`."""
+
+_ALL_PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_cap")
+
+
+class KlSpec(Message):
+    """A penalty on the distance to a reference policy: `coefficient * sum_t estimator(log p_t, log p_t(reference))`, in the loss.
+
+    `k2`'s and `k3`'s gradients pull towards the reference; `k1`'s has mean 0 as a loss term, so it is of use for logging.
+    """
+
+    coefficient: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    """0: the divergence is logged and pulls nothing."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    reference: Literal["base", "given"] = "base"
+    """base: the model with its adapters off. given: the batch's `reference_logprobs`."""
+
 
 class LossSpec(Message):
-    """Which loss, and its parameters. Losses are sums over tokens, divided once by the global number of loss tokens."""
+    """Which loss, and its parameters. Losses are sums over tokens, divided once, at the optimizer step, by what `normalize_by` says.
 
-    name: Literal["cross_entropy", "grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, ge=0)
-    """PPO clip: the importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(default=0.2, ge=0)
+    A parameter that the named loss does not have is refused; one left out gets the default of `LOSS_PARAMETERS`. A loss of
+    the user's own (`trainer_node.losses.register_loss`) takes its parameters in `params`.
+    """
+
+    name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
+    clip_low: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """ppo: the surrogate of a token with a negative advantage is at least dual_clip * advantage. None: off."""
+    ratio_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """truncated_importance_sampling: largest weight of trainer against sampler."""
+    params: dict[str, ParamValue] = {}
+    """Parameters of a registered loss."""
+    kl: KlSpec | None = None
+    entropy_bonus: float = Field(default=0.0, allow_inf_nan=False)
+    """The loss gets `- entropy_bonus * sum_t entropy_t`."""
+    normalize_by: NormalizeBy = "tokens"
+    """What the sums are divided by: the number of loss tokens, of sequences with loss tokens (gspo's default), or this constant."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The sampler drew only from these ids; log-probs are normalised over them. None: the whole vocabulary."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        name = data.get("name", "grpo")
+        filled = dict(LOSS_PARAMETERS.get(name, {})) if isinstance(name, str) else {}
+        if name == "gspo":
+            filled["normalize_by"] = "sequences"  # type: ignore[assignment]
+        return {**filled, **data}
+
+    @model_validator(mode="after")
+    def _only_its_own(self) -> LossSpec:
+        known = LOSS_PARAMETERS.get(self.name)
+        foreign = [p for p in _ALL_PARAMETERS if getattr(self, p) is not None and p not in (known or {})]
+        if foreign:
+            where = f"it takes {sorted(known) or 'none'}" if known is not None else "put them in params"
+            raise ValueError(f"{foreign} are no parameters of the loss {self.name}; {where}")
+        if known is not None and self.params:
+            raise ValueError(f"params is for losses of your own; {self.name} is built in and takes {sorted(known) or 'none'}")
+        missing = [p for p in known or {} if p != "dual_clip" and getattr(self, p) is None]
+        if missing:
+            raise ValueError(f"{missing} of the loss {self.name} must be numbers, not None")
+        return self
 
 
 class OptimParams(Message):
     """One AdamW step."""
 
-    lr: float = Field(default=1e-4, gt=0)
+    lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
 
 
 BATCH_TENSORS: dict[str, str] = {
@@ -164,23 +235,71 @@ Row t speaks of the *prediction of* token t (not from it): loss_mask[t] = 1 wher
 first token of a sequence has mask 0. advantages and sampler_logprobs are 0 where the mask is 0.
 """
 
+OPTIONAL_BATCH_TENSORS: dict[str, str] = {"old_logprobs": "float32", "reference_logprobs": "float32"}
+"""May follow BATCH_TENSORS, in this order; [T], the same rows, 0 where the mask is 0.
 
-def batch_specs(*, num_sequences: int, num_tokens: int) -> tuple[TensorSpec, ...]:
-    """The `tensors` field of a training message for a batch of this size."""
+old_logprobs: the trainer's own before the first step on this batch (from `Forward`); ratios are then taken against them instead of
+the sampler's. reference_logprobs: of the reference policy, for `KlSpec(reference="given")`.
+"""
+
+FORWARD_TENSORS: dict[str, str] = {"tokens": "int32", "sequence_lengths": "int32"}
+"""What a forward pass needs of a batch."""
+
+FORWARD_RESULTS: dict[str, str] = {"logprobs": "float32", "entropy": "float32"}
+"""Buffers of a forward pass, [T] each, in BATCH_TENSORS' rows: log p(token t | tokens before it), and the entropy (nats) of the
+distribution that token t was drawn from. 0 for the first token of a sequence."""
+
+
+def batch_specs(*, num_sequences: int, num_tokens: int, optional: Sequence[str] = ()) -> tuple[TensorSpec, ...]:
+    """The `tensors` field of a training message for a batch of this size, with these of OPTIONAL_BATCH_TENSORS."""
+    wanted = BATCH_TENSORS | {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if n in optional}
+    return _specs(wanted, num_sequences=num_sequences, num_tokens=num_tokens)
+
+
+def forward_specs(*, num_sequences: int, num_tokens: int) -> tuple[TensorSpec, ...]:
+    """The `tensors` field of a forward message."""
+    return _specs(FORWARD_TENSORS, num_sequences=num_sequences, num_tokens=num_tokens)
+
+
+def _specs(wanted: dict[str, str], *, num_sequences: int, num_tokens: int) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name=n, dtype=d, shape=(num_sequences if n == "sequence_lengths" else num_tokens,))  # type: ignore[arg-type]
-        for n, d in BATCH_TENSORS.items()
+        for n, d in wanted.items()
     )
 
 
 # ---------------------------------------------------------------- job specs (client -> orchestrator)
 
 
-class _Training(Message):
+class _Forward(Message):
+    """Fields of a forward pass, for job and request alike."""
+
+    tensors: tuple[TensorSpec, ...]
+    """Specs of the buffers: `forward_specs(...)`."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Log-probs and entropy over these ids only; a token outside them has log-prob -inf."""
+    adapters: bool = True
+    """False: the base model, that is the reference policy."""
+
+
+class _Batch(Message):
+    """Fields of everything that takes a batch and a loss."""
+
     loss: LossSpec = LossSpec()
-    optim: OptimParams = OptimParams()
     tensors: tuple[TensorSpec, ...]
     """Specs of the batch's buffers: `batch_specs(...)`."""
+    grad_accumulation_sequences: int | None = Field(default=None, ge=1)
+    """The batch is padded with sequences of weight zero to a multiple of this many, and every data-parallel rank takes the same share
+    of them; so it must be a multiple of the data-parallel size. None: the data-parallel size. It changes the cut, not the result."""
+
+
+class _ForwardBackward(_Batch):
+    loss_weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Multiplies this batch's loss, but not the count that the step's sum is divided by."""
+
+
+class _Training(_Batch):
+    optim: OptimParams = OptimParams()
 
 
 class InitialSyncJob(Message):
@@ -190,13 +309,19 @@ class InitialSyncJob(Message):
 
 
 class TrainMergedJob(_Training):
-    """One optimizer step, then publish the merged weights as the next version."""
+    """`ForwardBackward` and `OptimStep`, then publish the merged weights as the next version.
+
+    Gradients pending from `ForwardBackwardJob`s before it are part of the step.
+    """
 
     kind: Literal["TrainMergedJob"] = "TrainMergedJob"
 
 
 class TrainLoraJob(_Training):
-    """One optimizer step, then write the adapter in PEFT format; nothing is published."""
+    """`ForwardBackward` and `OptimStep`, then write the adapter in PEFT format; nothing is published.
+
+    Gradients pending from `ForwardBackwardJob`s before it are part of the step.
+    """
 
     kind: Literal["TrainLoraJob"] = "TrainLoraJob"
     output_dir: str
@@ -208,7 +333,71 @@ class ResyncJob(Message):
     kind: Literal["ResyncJob"] = "ResyncJob"
 
 
-JobSpec = Annotated[InitialSyncJob | TrainMergedJob | TrainLoraJob | ResyncJob, Field(discriminator="kind")]
+class ForwardJob(_Forward):
+    """Log-probs and entropy of every token: `Completed` carries the buffers of FORWARD_RESULTS. Changes nothing."""
+
+    kind: Literal["ForwardJob"] = "ForwardJob"
+
+
+class ForwardBackwardJob(_ForwardBackward):
+    """Add the batch's gradient to what is pending; the next `OptimStepJob` divides the sum once and steps."""
+
+    kind: Literal["ForwardBackwardJob"] = "ForwardBackwardJob"
+
+
+class OptimStepJob(Message):
+    """One optimizer step with everything pending. Nothing is published or saved."""
+
+    kind: Literal["OptimStepJob"] = "OptimStepJob"
+    optim: OptimParams = OptimParams()
+
+
+class SaveCheckpointJob(Message):
+    """Write the trainer's state to `checkpoint_dir`, a folder on the trainer's host. Pending gradients are not part of it."""
+
+    kind: Literal["SaveCheckpointJob"] = "SaveCheckpointJob"
+    checkpoint_dir: str = Field(min_length=1)
+    client_state: dict[str, Any] = {}
+    """The client's own (data position, say); `LoadCheckpointJob` gives it back."""
+
+
+class LoadCheckpointJob(Message):
+    """Restore what `SaveCheckpointJob` or a `TrainMergedJob` wrote. Pending gradients are dropped and the result says how many batches
+    were; a checkpoint that is refused changes nothing. What is served does not change: train or publish to do that."""
+
+    kind: Literal["LoadCheckpointJob"] = "LoadCheckpointJob"
+    checkpoint_dir: str = Field(min_length=1)
+
+
+class ExportHfJob(Message):
+    """Write the merged model as an HF checkpoint into `output_dir`, a new folder on the trainer's host."""
+
+    kind: Literal["ExportHfJob"] = "ExportHfJob"
+    output_dir: str = Field(min_length=1)
+    shard_bytes: int = Field(default=5 * 10**9, gt=0)
+    """A safetensors file is closed before the tensor that would make it larger than this."""
+
+
+class PublishJob(Message):
+    """Save the trainer's present state as the next version and publish it: what follows `OptimStepJob`s in merged mode."""
+
+    kind: Literal["PublishJob"] = "PublishJob"
+
+
+JobSpec = Annotated[
+    InitialSyncJob
+    | TrainMergedJob
+    | TrainLoraJob
+    | ForwardJob
+    | ForwardBackwardJob
+    | OptimStepJob
+    | SaveCheckpointJob
+    | LoadCheckpointJob
+    | ExportHfJob
+    | PublishJob
+    | ResyncJob,
+    Field(discriminator="kind"),
+]
 
 
 class SubmitJob(Message):
@@ -253,12 +442,33 @@ class _Request(Message):
     """Seconds from receipt after which the node must have ended the request, one way or the other."""
 
 
-class TrainStep(_Request):
-    """Forward, backward and one optimizer step on the batch whose buffers follow; base of the two training requests."""
+class Forward(_Request, _Forward):
+    """Log-probs and entropy of every token; `Completed` carries the buffers of FORWARD_RESULTS."""
 
-    loss: LossSpec
+    kind: Literal["Forward"] = "Forward"
+
+
+class ForwardBackward(_Request, _ForwardBackward):
+    """Add the batch's gradient to what is pending. `Completed.result["metrics"]` are the batch's own, over all ranks.
+
+    A batch that is refused leaves what is pending; a failure later than that drops all of it, and says so.
+    """
+
+    kind: Literal["ForwardBackward"] = "ForwardBackward"
+
+
+class OptimStep(_Request):
+    """Reduce and divide what is pending, once, and step. A gradient that is not finite skips the step: nothing changes, what was
+    pending is dropped, and the skip is counted."""
+
+    kind: Literal["OptimStep"] = "OptimStep"
+    optim: OptimParams = OptimParams()
+
+
+class TrainStep(_Request, _Batch):
+    """`ForwardBackward`, then `OptimStep` with all that is pending; base of the two training requests."""
+
     optim: OptimParams
-    tensors: tuple[TensorSpec, ...]
 
 
 class TrainMerged(TrainStep):
@@ -267,6 +477,8 @@ class TrainMerged(TrainStep):
     kind: Literal["TrainMerged"] = "TrainMerged"
     version: int = Field(ge=1)
     checkpoint_dir: str
+    delete_after: tuple[str, ...] = ()
+    """Checkpoints that are deleted once this one is whole."""
 
 
 class TrainLora(TrainStep):
@@ -277,18 +489,29 @@ class TrainLora(TrainStep):
 
 
 class SaveCheckpoint(_Request):
-    """Write adapters (PEFT format in `<dir>/adapter`), optimizer and version; fsync; marker last."""
+    """Write adapters (PEFT format in `<dir>/adapter`), optimizer and version; fsync; marker last, then the rename."""
 
     kind: Literal["SaveCheckpoint"] = "SaveCheckpoint"
     version: int = Field(ge=0)
     checkpoint_dir: str
+    client_state: dict[str, Any] = {}
+    delete_after: tuple[str, ...] = ()
+    """Checkpoints that are deleted once this one is whole."""
 
 
 class LoadCheckpoint(_Request):
-    """Restore what `SaveCheckpoint` or `TrainMerged` wrote."""
+    """Restore what `SaveCheckpoint` or `TrainMerged` wrote. Pending gradients are dropped; the result says of how many batches."""
 
     kind: Literal["LoadCheckpoint"] = "LoadCheckpoint"
     checkpoint_dir: str
+
+
+class ExportHf(_Request):
+    """Write the merged model as an HF checkpoint; the folder appears whole or not at all."""
+
+    kind: Literal["ExportHf"] = "ExportHf"
+    output_dir: str
+    shard_bytes: int = Field(gt=0)
 
 
 class PlanPublication(_Request):
@@ -514,6 +737,7 @@ class Status(Message):
 
 AnyMessage = (
     SubmitJob | CancelJob | GetStatus | Subscribe | StopRun
+    | Forward | ForwardBackward | OptimStep | ExportHf
     | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
     | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | ReceiveWeights | CommitUpdate | AbortUpdate | Shutdown
     | Hello | Welcome | Rejected | Ready | Heartbeat | Progress | Completed | Failed | Cancelled | Status

@@ -87,22 +87,57 @@ class FakeTrainer(FakeNode):
         super().__init__(**kwargs)
         self.weights = [10, 20, 30]
         self.saved: dict[str, list[int]] = {}
+        self.pending = 0
+        self.messages: list[object] = []
 
     def on_SaveCheckpoint(self, message) -> None:
         self.saved[message.checkpoint_dir] = list(self.weights)
+        self._write(message)
         self._done(message)
 
-    def on_TrainMerged(self, message) -> None:
-        self.weights = [w + 1 for w in self.weights]
-        Path(message.checkpoint_dir).mkdir(parents=True)
+    def _write(self, message) -> None:
+        self.messages.append(message)
+        Path(message.checkpoint_dir).mkdir(parents=True, exist_ok=True)
         (Path(message.checkpoint_dir) / "weights").write_text(" ".join(map(str, self.weights)))
+
+    def on_Forward(self, message) -> None:
+        self.messages.append(message)
+        count = message.tensors[0].numel
+        values = array.array("f", range(count)).tobytes()
+        self.link.complete(
+            message.request_id,
+            result={"seconds": {"forward": 0.1}},
+            tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(count,)) for n in ("logprobs", "entropy")),
+            buffers=[values, bytes(4 * count)],
+        )
+
+    def on_ForwardBackward(self, message) -> None:
+        self.messages.append(message)
+        self.pending += 1
+        self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}, "pending_batches": self.pending})
+
+    def on_OptimStep(self, message) -> None:
+        self.messages.append(message)
+        self.weights = [w + self.pending for w in self.weights]
+        self.pending = 0
+        self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}})
+
+    def on_ExportHf(self, message) -> None:
+        self.messages.append(message)
+        self.link.complete(message.request_id, result={"output_dir": message.output_dir, "files": ["model.safetensors"]})
+
+    def on_TrainMerged(self, message) -> None:
+        self.weights = [w + 1 + self.pending for w in self.weights]
+        self.pending = 0
+        self._write(message)
         self.link.progress(message.request_id, "training")
         self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.5}})
 
     def on_LoadCheckpoint(self, message) -> None:
         file = Path(message.checkpoint_dir) / "weights"
         self.weights = list(map(int, file.read_text().split())) if file.exists() else [10, 20, 30]
-        self._done(message)
+        dropped, self.pending = self.pending, 0
+        self.link.complete(message.request_id, result={"version": 0, "client_state": {}, "dropped_batches": dropped})
 
     def on_PlanPublication(self, message) -> None:
         self.link.complete(message.request_id, result=MANIFEST.model_dump())

@@ -244,7 +244,7 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
     run.client.run(InitialSyncJob())
     run.client.run(JOB, buffers=BUFFERS)
     trainer.weights = [w + 100 for w in trainer.weights]  # as a TrainLora job would: ahead of what is served
-    run.orchestrator._is_ahead = True
+    run.orchestrator._trainer.memory.steps = 1
     replica.live = [0, 0, 0]
     replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
     deadline = time.monotonic() + 10

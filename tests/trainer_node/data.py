@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from orchestrator.protocol.messages import LossSpec, batch_specs
+from orchestrator.protocol.messages import OPTIONAL_BATCH_TENSORS, LossSpec, batch_specs
 from tests.trainer_node.tiny import VOCAB
 from trainer_node.batch import Batch, decode_batch
 
@@ -28,6 +28,11 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
 def make_batch(values: dict[str, np.ndarray] | None = None, *, loss: LossSpec | None = None, max_length: int = 64) -> Batch:
     """The arrays through the same door as a message's buffers."""
     values = values or arrays()
-    specs = batch_specs(num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"]))
+    sizes = {"num_sequences": len(values["sequence_lengths"]), "num_tokens": len(values["tokens"])}
+    optional = [n for n in OPTIONAL_BATCH_TENSORS if n in values]
+    specs = tuple(
+        s.model_copy(update={"shape": (len(values[s.name]),)}) if s.name in optional else s
+        for s in batch_specs(**sizes, optional=optional)
+    )
     buffers = [values[s.name].tobytes() for s in specs]
     return decode_batch(specs=specs, buffers=buffers, vocab_size=VOCAB, max_length=max_length, loss=loss or LossSpec())

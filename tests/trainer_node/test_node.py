@@ -24,6 +24,9 @@ from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConf
 from orchestrator.protocol.frames import decode, encode
 from orchestrator.protocol.messages import (
     AbortSend,
+    ExportHf,
+    Forward,
+    ForwardBackward,
     Heartbeat,
     LeaveTransferGroup,
     LoadCheckpoint,
@@ -31,6 +34,7 @@ from orchestrator.protocol.messages import (
     Manifest,
     OpenTransferGroup,
     OptimParams,
+    OptimStep,
     PlanPublication,
     Rendezvous,
     SaveCheckpoint,
@@ -287,6 +291,91 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         check_publication(control, receiver, manifest, version=1)
         control.ok(LeaveTransferGroup)
         receiver.close()
+        control.urgent(Shutdown())
+        assert process.wait(20) == 0
+
+
+def test_operations(models, tmp_path: Path) -> None:
+    """Forward, two forward_backward, a step, an export that transformers loads; bad input, a skipped step and a dropped gradient."""
+    from transformers import AutoModelForCausalLM
+
+    from orchestrator.protocol.messages import forward_specs
+
+    values = arrays()
+    tokens, lengths = values["tokens"], values["sequence_lengths"]
+    asked = {"tensors": forward_specs(num_sequences=len(lengths), num_tokens=len(tokens))}
+    scoring = [tokens.tobytes(), lengths.tobytes()]
+    fields, buffers = training()
+    batch = {"loss": LossSpec(name="cross_entropy"), "tensors": fields["tensors"]}
+
+    with node(models["dense_untied"], tmp_path, ranks=2, pipeline=2) as (control, process):
+        assert control.refused(OptimStep).code == "not_ready"
+        _, found = control.ok(Forward, scoring, **asked)
+        first = np.frombuffer(found[0], np.float32)
+        assert first.shape == tokens.shape
+        assert np.count_nonzero(first == 0) == len(lengths)
+
+        bad = tokens.copy()
+        bad[10] = -7
+        refused = control.refused(Forward, [bad.tobytes(), lengths.tobytes()], **asked)
+        assert (refused.code, "sequence 1: tokens[1] = -7" in refused.message) == ("bad_input", True)
+
+        control.ok(SaveCheckpoint, version=3, checkpoint_dir=str(tmp_path / "saved"), client_state={"row": 9})
+        one, _ = control.ok(ForwardBackward, buffers, **batch)
+        assert one["pending_batches"] == 1
+        loss_mask = values["loss_mask"] == 1
+        assert one["metrics"]["loss"] == pytest.approx(-first[loss_mask].mean(), rel=1e-5)
+        refused = control.refused(ForwardBackward, buffers, **(batch | {"loss": LossSpec(name="unheard_of")}))
+        assert (refused.code, "no loss 'unheard_of'" in refused.message) == ("bad_input", True)
+        assert control.ok(ForwardBackward, buffers, **batch)[0]["pending_batches"] == 2
+        step, _ = control.ok(OptimStep, optim=OptimParams(lr=1e-2))
+        assert step["metrics"]["num_batches"] == 2
+        _, found = control.ok(Forward, scoring, **asked)
+        trained = np.frombuffer(found[0], np.float32)
+        assert trained[loss_mask].mean() > first[loss_mask].mean() + 0.01
+        _, found = control.ok(Forward, scoring, **asked, adapters=False)
+        assert np.array_equal(np.frombuffer(found[0], np.float32), first)
+
+        result, _ = control.ok(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
+        assert len(result["files"]) > 2
+        assert control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).code == "checkpoint_failed"
+        assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32)
+        start = 0
+        for length in lengths:
+            ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
+            with torch.no_grad():
+                scored = exported(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            assert np.abs(scored.numpy() - trained[start + 1 : start + length]).max() < 2e-5
+            start += length
+
+        control.ok(ForwardBackward, buffers, **batch)
+        huge = arrays()
+        huge["sampler_logprobs"] = np.where(huge["loss_mask"] > 0, -3e38, 0).astype(np.float32)
+        huge["advantages"] = -huge["loss_mask"]
+        fields, huge_buffers = training(huge)
+        control.ok(ForwardBackward, huge_buffers, loss=fields["loss"], tensors=fields["tensors"])
+        refused = control.refused(OptimStep)
+        assert refused.code == "non_finite_gradient"
+        assert "gradients of 2 batches were dropped. Steps skipped so far: 1." in refused.message
+        _, found = control.ok(Forward, scoring, **asked)
+        assert np.array_equal(np.frombuffer(found[0], np.float32), trained)
+
+        control.ok(ForwardBackward, buffers, **batch)
+        loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "saved"))
+        assert (loaded["version"], loaded["client_state"], loaded["dropped_batches"]) == (3, {"row": 9}, 1)
+        assert control.refused(OptimStep).code == "not_ready"
+        _, found = control.ok(Forward, scoring, **asked)
+        assert np.array_equal(np.frombuffer(found[0], np.float32), first)
+
+        saved, _ = control.ok(
+            SaveCheckpoint,
+            version=4,
+            checkpoint_dir=str(tmp_path / "next"),
+            delete_after=(str(tmp_path / "saved"), str(tmp_path / "hf")),
+        )
+        assert not (tmp_path / "saved").exists()
+        assert list(saved["not_deleted"]) == [str(tmp_path / "hf")]
         control.urgent(Shutdown())
         assert process.wait(20) == 0
 

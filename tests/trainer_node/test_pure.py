@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.errors import MergePlanError
-from orchestrator.protocol.messages import LossSpec, TensorSpec
-from tests.trainer_node.data import arrays, make_batch
-from trainer_node.batch import BatchError, micro_batches
+from orchestrator.errors import ConfigError, MergePlanError
+from orchestrator.protocol.messages import KlSpec, LossSpec, Manifest, TensorSpec, forward_specs
+from tests.trainer_node.data import LENGTHS, arrays, make_batch
+from trainer_node.batch import BatchError, cut, decode_forward, micro_batches, rows_per_rank, unpad
+from trainer_node.hf_export import plan_files
 from trainer_node.losses import cross_entropy, grpo, vocab_parallel_log_probs
 from trainer_node.merge import LoraDelta, MergeOp, decoder_name, merge_tensor, plan_merge, strip_wrappers
+from trainer_node.sums import Pending, StepSums
 
 
 def delta(rank: int = 1, rows: int = 2, columns: int = 3) -> LoraDelta:
@@ -159,3 +161,145 @@ class TestBatch:
         assert micro.tokens_BL.tolist() == [[7, 8, 9]]
         assert micro.targets_BL.tolist() == [[8, 9, 0]]
         assert micro.loss_mask_BL.tolist() == [[0, 1, 0]]
+
+    @pytest.mark.parametrize(
+        ("field", "value", "message"),
+        [
+            ("old_logprobs", np.nan, r"sequence 1: old_logprobs\[2\] = nan is not finite"),
+            ("reference_logprobs", np.inf, r"sequence 1: reference_logprobs\[2\] = inf is not finite"),
+        ],
+    )
+    def test_optional_tensors_are_checked(self, field: str, value: float, message: str) -> None:
+        values = arrays() | {field: np.zeros(sum(LENGTHS), np.float32)}
+        batch = make_batch(values)
+        assert getattr(batch, f"{field}_T") is not None
+        micro = micro_batches(batch, max_rows=8, dp_rank=0, dp_size=1)[0]
+        assert getattr(micro, f"{field}_BL").shape == micro.tokens_BL.shape
+        values[field][11] = value
+        with pytest.raises(BatchError, match=message):
+            make_batch(values)
+        with pytest.raises(BatchError, match=rf"{field} has 35 elements but sequence_lengths sum to 36"):
+            make_batch(values | {field: np.zeros(35, np.float32)})
+
+    def test_a_given_reference_must_be_given(self) -> None:
+        with pytest.raises(BatchError, match="no reference_logprobs"):
+            make_batch(loss=LossSpec(kl=KlSpec(reference="given")))
+
+    def test_lengths_that_overflow_do_not_pass(self) -> None:
+        values = arrays()
+        values["sequence_lengths"] = np.array([2**31 - 1, 2**31 - 1, 38, 1, 1], np.int32)
+        with pytest.raises(BatchError, match="sequence 0: sequence_lengths is 2147483647, longer"):
+            make_batch(values)
+
+
+def forward_batch(tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None = None):
+    buffers = [np.array(tokens, np.int32).tobytes(), np.array(lengths, np.int32).tobytes()]
+    specs = forward_specs(num_sequences=len(lengths), num_tokens=len(tokens))
+    return decode_forward(specs=specs, buffers=buffers, vocab_size=300, max_length=64, allowed_token_ids=allowed)
+
+
+class TestForward:
+    def test_all_but_the_first_tokens_are_asked_for(self) -> None:
+        assert forward_batch([1, 2, 3, 4, 5], [2, 3]).loss_mask_T.tolist() == [0, 1, 0, 1, 1]
+
+    @pytest.mark.parametrize(
+        ("tokens", "lengths", "allowed", "message"),
+        [
+            ([1, 300, 3], [3], None, r"sequence 0: tokens\[1\] = 300 is outside"),
+            ([1, 2, 3], [2], None, "tokens has 3 elements but sequence_lengths sum to 2"),
+            ([1] * 65, [65], None, "longer than the model's 64"),
+            ([], [], None, "empty"),
+            ([1], [1], (300,), "ids below 300"),
+        ],
+    )
+    def test_refusals(self, tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None, message: str) -> None:
+        with pytest.raises(BatchError, match=message):
+            forward_batch(tokens, lengths, allowed)
+
+    def test_rows_come_back_in_the_batchs_order(self) -> None:
+        """Every way to cut: each token's value returns to its row, by ranks that each know only theirs."""
+        batch = make_batch()
+        for dp_size, rows, share in ((1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 8, 1), (2, 3, 4)):
+            total = 0
+            for rank in range(dp_size):
+                micro = micro_batches(
+                    batch, max_rows=rows, dp_rank=rank, dp_size=dp_size, grad_accumulation_sequences=share * dp_size
+                )
+                plan = cut(5, max_rows=rows, dp_rank=rank, dp_size=dp_size, share=share)
+                total = total + unpad(batch, plan, [m.targets_BL + 1000 for m in micro])
+            starts = np.cumsum([0, *LENGTHS[:-1]])
+            expected = batch.tokens_T + 1000
+            expected[starts] = 0
+            assert torch.equal(total, expected)
+
+
+class TestCut:
+    def test_none_is_the_data_parallel_size(self) -> None:
+        assert rows_per_rank(None, dp_size=4) == 1
+        assert rows_per_rank(12, dp_size=4) == 3
+
+    @pytest.mark.parametrize(("wanted", "choices"), [(6, "4 or 8"), (3, "4$"), (9, "8 or 12")])
+    def test_a_number_that_does_not_divide(self, wanted: int, choices: str) -> None:
+        with pytest.raises(BatchError, match=f"= {wanted} is not a multiple of the data-parallel size 4; choose {choices}"):
+            rows_per_rank(wanted, dp_size=4)
+
+    @pytest.mark.parametrize("num_sequences", [1, 4, 5, 13])
+    def test_every_sequence_once_and_all_ranks_alike(self, num_sequences: int) -> None:
+        for dp_size in (1, 2, 3):
+            for share in (1, 2, 5):
+                for max_rows in (1, 3, 8):
+                    plans = [
+                        cut(num_sequences, max_rows=max_rows, dp_rank=r, dp_size=dp_size, share=share) for r in range(dp_size)
+                    ]
+                    assert len({tuple(map(len, p)) for p in plans}) == 1
+                    flat = [i for p in plans for rows in p for i in rows]
+                    assert sorted(i for i in flat if i >= 0) == list(range(num_sequences))
+                    assert all(len(rows) <= max_rows for p in plans for rows in p)
+                    if share > 1:
+                        assert len(flat) == -(-num_sequences // (share * dp_size)) * share * dp_size
+
+    def test_padding_sequences_have_no_loss(self) -> None:
+        batch = make_batch()
+        padded = micro_batches(batch, max_rows=8, dp_rank=0, dp_size=1, grad_accumulation_sequences=8)
+        assert sum(m.tokens_BL.shape[0] for m in padded) == 8
+        assert sum(int(m.loss_mask_BL.sum()) for m in padded) == batch.num_loss_tokens
+
+
+class TestSums:
+    def test_denominators(self) -> None:
+        sums = StepSums(loss=12.0, num_tokens=6, num_loss_sequences=3, num_sequences=4)
+        assert [sums.metrics(by)["loss"] for by in ("tokens", "sequences", 24.0)] == [2.0, 4.0, 0.5]
+        assert "kl_mean" not in sums.metrics("tokens")
+
+    def test_batches_add_up_and_are_divided_once(self) -> None:
+        """A mean of means would be (1 + 5) / 2 = 3."""
+        a = StepSums(loss=3.0, num_tokens=3, num_loss_sequences=1, num_sequences=1, logprob_gap_max=0.5, kl=6.0, kl_tokens=3)
+        b = StepSums(loss=5.0, num_tokens=1, num_loss_sequences=1, num_sequences=2, logprob_gap_max=0.25)
+        pending = Pending().plus(a, normalize_by="tokens").plus(b, normalize_by="tokens")
+        assert (pending.num_batches, pending.denominator) == (2, 4)
+        metrics = pending.sums.metrics("tokens")
+        assert (metrics["loss"], metrics["num_sequences"], metrics["logprob_gap_max"], metrics["kl_mean"]) == (
+            2.0,
+            3.0,
+            0.5,
+            2.0,
+        )
+        with pytest.raises(ConfigError, match=r"normalize_by = 3\.0, but the 2 pending batches came with 'tokens'"):
+            pending.check(3.0)
+        Pending().check(3.0)
+
+    def test_sequences_without_loss_do_not_count(self) -> None:
+        values = arrays()
+        values["loss_mask"][: LENGTHS[0]] = 0
+        assert make_batch(values).num_loss_sequences == 4
+
+
+class TestExportPlan:
+    def test_files(self) -> None:
+        manifest = Manifest(tensors=(*(spec(n, 10) for n in "abcd"), spec("big", 100)))
+        assert plan_files(manifest, shard_bytes=80) == {
+            "model-00001-of-00003.safetensors": ("a", "b"),
+            "model-00002-of-00003.safetensors": ("c", "d"),
+            "model-00003-of-00003.safetensors": ("big",),
+        }
+        assert plan_files(manifest, shard_bytes=10**9) == {"model.safetensors": ("a", "b", "c", "d", "big")}

@@ -64,7 +64,7 @@ def main() -> None:
     steps = [runtime.train_step(batch, LOSS, OPTIM) for _ in range(2)]
     checkpoint.save(runtime, out / "trained", version=2)
     steps.append(runtime.train_step(batch, LOSS, OPTIM))
-    assert checkpoint.load(runtime, out / "trained") == 2
+    assert checkpoint.load(runtime, out / "trained").version == 2
     again = runtime.train_step(batch, LOSS, OPTIM)
     assert again["loss"] == steps[2]["loss"] and again["grad_norm"] == steps[2]["grad_norm"], (again, steps[2])
     random_adapters(runtime)

@@ -81,7 +81,13 @@ def test_bytes_order_and_digests(device, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_prepared_digest_is_the_digest(device):
-    sizes = ((16, torch.bfloat16), (8192 * 2 + 160, torch.bfloat16), (77, torch.float32), (33, torch.bfloat16), (9000, torch.float32))
+    sizes = (
+        (16, torch.bfloat16),
+        (8192 * 2 + 160, torch.bfloat16),
+        (77, torch.float32),
+        (33, torch.bfloat16),
+        (9000, torch.float32),
+    )
     tensors = [torch.randn(n).to(dtype).to(device) for n, dtype in sizes]
     prepared = PreparedDigest(tensors, rows=[4, 0, 2, 1, 3])
     for _ in range(2):

@@ -1,0 +1,130 @@
+"""Requests to the trainer, and what it holds in memory that the disk does not.
+
+A trainer that was restarted stands at its base weights. So before every request the process is compared with the one that was
+asked last: another one is first put back to the last durable state. Where the old one held more than that (optimizer steps
+that no checkpoint has, gradients of batches that no step has used), it is lost, and the job fails and says so: it is never
+repeated on a state that the client does not know of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import JobFailed, NodeLost
+from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, TrainStep
+from orchestrator.router import ControlRouter, OnProgress, new_id
+
+log = logging.getLogger("splice.orchestrator")
+Report = Callable[[str, dict[str, object]], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerMemory:
+    """What the trainer's process holds."""
+
+    incarnation: str | None = None
+    """The process that was asked last; None: none yet."""
+    durable_dir: str = ""
+    """The checkpoint that its state came from or went to last; empty: the base weights."""
+    steps: int = 0
+    """Optimizer steps since then."""
+    pending: int = 0
+    """Batches whose gradients wait for a step."""
+
+    def saved(self, folder: str) -> None:
+        """The state is in `folder`; pending gradients are in no checkpoint."""
+        self.durable_dir, self.steps = folder, 0
+
+    def loaded(self, folder: str) -> None:
+        """The state came from `folder`."""
+        self.durable_dir, self.steps, self.pending = folder, 0, 0
+
+    def stepped(self) -> None:
+        """An optimizer step used up what was pending."""
+        self.steps, self.pending = self.steps + 1, 0
+
+    def failed(self, code: str, *, trains: bool) -> None:
+        """A request failed: a refused one changed nothing, a later failure dropped what was pending; a step that could not be saved
+        was taken all the same."""
+        if code == ErrorCode.CHECKPOINT_FAILED:
+            if trains:
+                self.stepped()
+        elif code not in (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY):
+            self.pending = 0
+
+    def take_loss(self) -> str | None:
+        """What is lost if the process is gone, in words, or None; asked once."""
+        if not self.steps and not self.pending:
+            return None
+        where = self.durable_dir or "the base weights"
+        said = f"{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
+        self.steps = self.pending = 0
+        return said
+
+
+class TrainerRequests:
+    """Sends requests to the trainer; one at a time."""
+
+    def __init__(self, *, router: ControlRouter, attempts: int, ready_timeout_s: float, load_timeout_s: float) -> None:
+        self._router, self._attempts = router, attempts
+        self._ready_timeout_s, self._load_timeout_s = ready_timeout_s, load_timeout_s
+        self.memory = TrainerMemory()
+
+    async def ask(
+        self,
+        make_request: Callable[[], AnyMessage],
+        buffers: Sequence[bytes] = (),
+        *,
+        phase: str,
+        report: Report,
+    ) -> tuple[Completed, tuple[bytes, ...]]:
+        """Run one request. A trainer that dies in it is waited for, put back to the last durable state and asked again, if that is all
+        that it held.
+
+        Raises:
+            JobFailed: the trainer answered `Failed`.
+            NodeLost: the trainer was lost, and something with it that cannot be repeated, or it did not come back.
+        """
+        on_progress: OnProgress = lambda _, p: report(p.phase, p.detail)  # noqa: E731
+        for attempt in range(1, self._attempts + 1):
+            await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
+            await self._settle(report)
+            request = make_request()
+            try:
+                return await self._router.request("trainer", request, buffers, phase=phase, on_progress=on_progress)
+            except JobFailed as error:
+                self.memory.failed(error.code, trains=isinstance(request, TrainStep))
+                raise
+            except NodeLost as error:
+                lost = self.memory.take_loss()
+                if lost is not None:
+                    raise NodeLost(f"{error}; {lost}") from error
+                if attempt == self._attempts:
+                    raise
+                log.warning("the trainer was lost while %s, waiting for it: %s", phase, error)
+                report("trainer lost", {"error": str(error)})
+                await self._router.wait_ready(
+                    ["trainer"],
+                    timeout_s=self._ready_timeout_s,
+                    not_incarnation={"trainer": self.memory.incarnation or ""},
+                )
+        raise AssertionError("unreachable")
+
+    async def _settle(self, report: Report) -> None:
+        """Put another process than the last one back to the last durable state."""
+        memory = self.memory
+        incarnation = self._router.peers["trainer"].hello.incarnation
+        if memory.incarnation not in (None, incarnation):
+            lost = memory.take_loss()
+            if memory.durable_dir:
+                report("restoring", {"checkpoint_dir": memory.durable_dir})
+                load = LoadCheckpoint(
+                    request_id=new_id("load"), deadline_s=self._load_timeout_s, checkpoint_dir=memory.durable_dir
+                )
+                await self._router.request("trainer", load, phase="restoring the last durable state")
+            memory.incarnation = incarnation
+            if lost is not None:
+                raise NodeLost(f"the trainer was restarted; {lost}; it stands there again")
+        memory.incarnation = incarnation

@@ -1,0 +1,235 @@
+"""The trainer's operations as jobs, over real sockets: what arrives, what comes back, and what a lost trainer takes with it."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from orchestrator.client import AsyncSpliceClient
+from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.protocol.messages import (
+    BATCH_TENSORS,
+    ErrorCode,
+    ForwardJob,
+    InitialSyncJob,
+    LossSpec,
+    OptimParams,
+    TensorSpec,
+    TrainMergedJob,
+    batch_specs,
+    forward_specs,
+)
+from orchestrator.server import BUFFERS_KEPT
+from orchestrator.trainer_requests import TrainerMemory
+from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
+
+
+@dataclass(frozen=True)
+class SmallBatch:
+    specs: tuple[TensorSpec, ...] = BATCH
+    buffers: tuple[bytes, ...] = tuple(BUFFERS)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(tmp_path) as r:
+        yield r
+
+
+def test_every_operation_reaches_the_trainer_with_its_fields(run, tmp_path):
+    trainer = run.trainer()
+    client, loss = run.client, LossSpec(name="ppo", entropy_bonus=0.1)
+    client.forward_backward(SmallBatch(), loss, loss_weight=0.5, grad_accumulation_sequences=4)
+    second = client.forward_backward(SmallBatch(), loss)
+    assert second["pending_batches"] == 2 and second["metrics"] == {"loss": 1.0} and second["seconds"]["total"] > 0
+    client.optim_step(OptimParams(lr=0.25))
+    assert trainer.weights == [12, 22, 32]
+    client.save_checkpoint(str(tmp_path / "saved"), client_state={"row": 7})
+    client.export_hf(str(tmp_path / "hf"))
+    client.forward_backward(SmallBatch())
+    assert client.load_checkpoint(str(tmp_path / "saved"))["dropped_batches"] == 1
+    first, _, step, save, export, _ = trainer.messages
+    assert (first.loss, first.loss_weight, first.grad_accumulation_sequences, first.tensors) == (loss, 0.5, 4, BATCH)
+    assert step.optim.lr == 0.25 and export.output_dir == str(tmp_path / "hf")
+    assert (save.client_state, save.version, save.checkpoint_dir) == ({"row": 7}, 0, str(tmp_path / "saved"))
+
+
+def test_forward_brings_its_buffers_back(run):
+    trainer = run.trainer()
+    result = run.client.forward(SmallBatch(), adapters=False, allowed_token_ids=[3, 4])
+    assert result.logprobs == array.array("f", [0, 1]) and result.entropy == array.array("f", [0, 0])
+    (asked,) = trainer.messages
+    assert [t.name for t in asked.tensors] == ["tokens", "sequence_lengths"]
+    assert asked.adapters is False and asked.allowed_token_ids == (3, 4)
+
+
+def test_the_same_forward_id_runs_once_and_old_results_go(run):
+    trainer = run.trainer()
+    a = run.client.forward(SmallBatch(), job_id="one")
+    b = run.client.forward(SmallBatch(), job_id="one")
+    assert a == b and trainer.log.count("Forward") == 1
+    for _ in range(BUFFERS_KEPT):
+        run.client.forward(SmallBatch())
+    with pytest.raises(JobFailed, match="newest 16 results") as failure:
+        run.client.forward(SmallBatch(), job_id="one")
+    assert failure.value.code == "not_ready" and trainer.log.count("Forward") == 1 + BUFFERS_KEPT
+
+
+def test_asynchronous_client(run, tmp_path):
+    trainer = run.trainer()
+
+    async def go():
+        async with AsyncSpliceClient(endpoint=run.endpoint, run_token=TOKEN) as client:
+            await client.forward_backward(SmallBatch(), loss_weight=2.0)
+            await client.optim_step(OptimParams(lr=0.5))
+            await client.save_checkpoint(str(tmp_path / "a"))
+            await client.load_checkpoint(str(tmp_path / "a"))
+            await client.export_hf(str(tmp_path / "b"))
+            return await client.forward(SmallBatch())
+
+    assert list(asyncio.run(go()).logprobs) == [0, 1]
+    assert trainer.log == ["ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "ExportHf", "Forward"]
+
+
+def test_steps_of_ones_own_are_published(run):
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    with pytest.raises(JobFailed, match="InitialSync first"):
+        run.client.publish()
+    run.client.run(InitialSyncJob())
+    run.client.forward_backward(SmallBatch())
+    run.client.forward_backward(SmallBatch())
+    with pytest.raises(JobFailed, match="gradients of 2 batches are pending"):
+        run.client.publish()
+    run.client.optim_step()
+    assert replica.served == [(0, [10, 20, 30])]
+    assert run.client.publish()["alias"] == "m@1"
+    assert replica.served[-1] == (1, [12, 22, 32])
+    run.client.forward_backward(SmallBatch())
+    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 2  # what was pending is part of the step
+    assert replica.served[-1] == (2, [14, 24, 34])
+
+
+def replace(run, first, then):
+    """The trainer dies and another comes."""
+    first.die()
+    then.append(run.trainer())
+
+
+def test_a_trainer_lost_with_gradients_pending_is_not_asked_again(run):
+    current = [run.trainer()]
+    first = current[0]
+    run.client.forward_backward(SmallBatch())
+    first.script["ForwardBackward"] = lambda _: threading.Thread(target=replace, args=(run, first, current)).start()
+    with pytest.raises(
+        JobFailed, match="0 optimizer steps and the gradients of 1 batches since the base weights are lost"
+    ) as lost:
+        run.client.forward_backward(SmallBatch())
+    assert lost.value.code == "node_lost"
+    while len(current) == 1:
+        time.sleep(0.01)
+    assert run.client.forward_backward(SmallBatch())["pending_batches"] == 1  # said once; the next job runs
+    assert "ForwardBackward" not in first.log[2:] and current[1].log == ["ForwardBackward"]
+
+
+def test_a_trainer_lost_between_jobs_is_put_back_and_the_loss_is_said(run, tmp_path):
+    current = [run.trainer()]
+    saved = str(tmp_path / "saved")
+    for _ in range(2):
+        run.client.forward_backward(SmallBatch())
+        run.client.optim_step()
+        if current[0].log.count("SaveCheckpoint") == 0:
+            run.client.save_checkpoint(saved)
+    replace(run, current[0], current)
+    with pytest.raises(
+        JobFailed, match=f"1 optimizer steps and the gradients of 0 batches since {saved} are lost.*stands there again"
+    ):
+        run.client.optim_step()
+    assert current[1].weights == [11, 21, 31]
+    replace(run, current[1], current)
+    run.client.forward_backward(SmallBatch())  # nothing was lost this time: put back without a word
+    assert current[2].log == ["LoadCheckpoint", "ForwardBackward"] and current[2].weights == [11, 21, 31]
+
+
+def test_a_trainer_restarted_between_step_and_publication_never_sends_its_base(run):
+    current = [run.trainer()]
+    replica = run.replica(lambda: current[-1])
+    run.client.run(InitialSyncJob())
+    publish = run.orchestrator._publish
+
+    async def restarted_first(*args, **kwargs):
+        run.orchestrator._publish = publish
+        await asyncio.to_thread(replace, run, current[0], current)
+        return await publish(*args, **kwargs)
+
+    run.orchestrator._publish = restarted_first
+    assert run.client.run(JOB, buffers=BUFFERS)["attempts"] == 2
+    assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
+
+
+def test_a_forward_backward_without_anything_pending_is_repeated(run):
+    current = [run.trainer()]
+    first = current[0]
+    first.script["ForwardBackward"] = lambda _: threading.Thread(target=replace, args=(run, first, current)).start()
+    assert run.client.forward_backward(SmallBatch())["pending_batches"] == 1
+    assert current[1].log == ["ForwardBackward"]
+
+
+def test_memory_after_failures():
+    memory = TrainerMemory(pending=2, steps=1)
+    memory.failed(ErrorCode.BAD_INPUT, trains=True)
+    memory.failed(ErrorCode.CHECKPOINT_FAILED, trains=False)  # a save or load that was refused changes nothing
+    assert (memory.pending, memory.steps) == (2, 1)
+    memory.failed(ErrorCode.NON_FINITE_GRADIENT, trains=False)
+    assert (memory.pending, memory.steps) == (0, 1)
+    memory.failed(ErrorCode.CHECKPOINT_FAILED, trains=True)  # the step was taken, and no checkpoint has it
+    assert memory.steps == 2
+    memory.saved("x")
+    assert memory.take_loss() is None
+
+
+def test_versions_that_are_not_kept_go_but_never_the_one_served(tmp_path):
+    with Run(tmp_path) as run:
+        object.__setattr__(run.config, "keep_versions", 2)
+        trainer = run.trainer()
+        replica = run.replica(trainer)
+        run.client.run(InitialSyncJob())
+        run.client.run(JOB, buffers=BUFFERS)
+        run.client.run(JOB, buffers=BUFFERS)
+        run.orchestrator._publisher._planned = {}  # as after a change of processes: the manifest is checked anew
+        replica.script["PrepareUpdate"] = replica.refuse
+        with pytest.raises(JobFailed):
+            run.client.run(JOB, buffers=BUFFERS)  # version 3 is durable, 2 goes on being served
+        run.client.publish()
+        gone = [[d.rpartition("/")[2] for d in m.delete_after] for m in trainer.messages]
+        assert gone == [[], [], ["0"], ["1"], []]
+        run.client.publish()
+        assert [d.rpartition("/")[2] for d in trainer.messages[-1].delete_after] == ["2", "3"]
+
+
+def test_configurations_that_lose_what_is_served(tmp_path):
+    from dataclasses import replace as changed
+
+    with Run(tmp_path) as run, pytest.raises(ConfigError, match="at least 2"):
+        changed(run.config, keep_versions=1)
+
+
+def test_a_clients_checkpoint_is_not_put_among_the_versions(run):
+    run.trainer()
+    with pytest.raises(JobFailed, match="choose a folder outside"):
+        run.client.save_checkpoint(str(run.dir / "versions" / "7"))
+
+
+def test_specs():
+    specs = batch_specs(num_sequences=2, num_tokens=5, optional=["reference_logprobs"])
+    assert [s.name for s in specs] == [*BATCH_TENSORS, "reference_logprobs"] and specs[-1].shape == (5,)
+    assert [s.shape for s in forward_specs(num_sequences=2, num_tokens=5)] == [(5,), (2,)]
+    assert ForwardJob(tensors=specs[:2]).adapters
+    for weight in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite"):
+            TrainMergedJob(tensors=specs, optim={"lr": weight})

@@ -1,0 +1,268 @@
+"""One rank of a check of the operations: forward, forward_backward in pieces, every normalisation, KL and entropy.
+
+    torchrun ... -m tests.trainer_node.operations OUT MODEL TENSOR PIPELINE EXPERT
+
+Leaves log-probs, entropies and whole gradients in OUT/result.pt, and the adapter they belong to in OUT/random. What needs no second
+topology (failures, skipped steps, checkpoints) runs where there is one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams
+from tests.trainer_node.data import make_batch
+from tests.trainer_node.worker import make_runtime, random_adapters
+from trainer_node import checkpoint
+from trainer_node.batch import Batch, BatchError
+from trainer_node.runtime import NonFiniteGradient, NothingPending, TrainerRuntime
+
+SPECS = {
+    "dapo_kl_entropy": LossSpec(name="dapo", kl=KlSpec(coefficient=0.3, estimator="k3"), entropy_bonus=0.05),
+    "gspo_kl_given": LossSpec(
+        name="gspo", clip_low=0.2, clip_high=0.2, kl=KlSpec(coefficient=0.2, estimator="k2", reference="given")
+    ),
+    "truncated_old": LossSpec(name="truncated_importance_sampling", normalize_by=7.0),
+    "cross_entropy": LossSpec(name="cross_entropy", entropy_bonus=0.1),
+    "cispo_sequences": LossSpec(name="cispo", normalize_by="sequences"),
+}
+
+
+def whole_batch() -> Batch:
+    """The shared batch with the optional tensors; the last sequence carries no loss at all."""
+    batch = make_batch()
+    mask_T = batch.loss_mask_T.clone()
+    mask_T[-batch.lengths[-1] :] = 0
+    generator = torch.Generator().manual_seed(5)
+    near_T = batch.sampler_logprobs_T + 0.3 * torch.randn(mask_T.shape, generator=generator)
+    return replace(batch, loss_mask_T=mask_T, old_logprobs_T=near_T * mask_T, reference_logprobs_T=near_T.flip(0) * mask_T)
+
+
+def batch_for(name: str) -> Batch:
+    """Only what the loss is to see."""
+    batch = whole_batch()
+    old = batch.old_logprobs_T if name == "truncated_old" else None
+    reference = batch.reference_logprobs_T if name == "gspo_kl_given" else None
+    return replace(batch, old_logprobs_T=old, reference_logprobs_T=reference)
+
+
+def part(batch: Batch, first: int, last: int) -> Batch:
+    """Sequences [first, last) alone."""
+    start, end = sum(batch.lengths[:first]), sum(batch.lengths[:last])
+    rows = {n: None if (t := getattr(batch, n)) is None else t[start:end] for n in Batch.__slots__ if n.endswith("_T")}
+    return Batch(**rows, lengths=batch.lengths[first:last])
+
+
+def take_gradients(runtime: TrainerRuntime) -> dict[str, torch.Tensor]:
+    """The finalised gradients as whole HF matrices, on rank 0; nothing is pending afterwards."""
+    runtime._finalize_gradients(runtime.pending.denominator)
+    kept = [p.param.data for p in runtime.params]
+    try:
+        for p in runtime.params:
+            p.param.data = p.param.grad.clone()
+        deltas = runtime.adapters.gather()
+        found = {}
+        for name, delta in deltas.items():
+            found[f"{name}.A"], found[f"{name}.B"] = delta.lora_A_RI.clone(), delta.lora_B_OR.clone()
+        return found
+    finally:
+        for p, data in zip(runtime.params, kept, strict=True):
+            p.param.data = data
+        runtime.drop_pending()
+
+
+def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], *, relative: float) -> None:
+    """Every element within `relative` of the largest element of all gradients."""
+    assert ours.keys() == theirs.keys()
+    largest = max((t.abs().max().item() for t in theirs.values()), default=0.0)
+    for name, tensor in ours.items():
+        assert (tensor - theirs[name]).abs().max().item() <= relative * largest, name
+
+
+def check_pieces(runtime: TrainerRuntime) -> dict[str, dict]:
+    """Each loss: as one batch, in pieces, with padding sequences, and weighted; returns gradients and metrics of the first."""
+    results = {}
+    for name, spec in SPECS.items():
+        batch = batch_for(name)
+        whole_sums = runtime.forward_backward(batch, spec)
+        metrics = whole_sums.metrics(spec.normalize_by)
+        results[name] = {"metrics": metrics, "gradients": take_gradients(runtime)}
+        parts = [part(batch, 0, 2), part(batch, 2, 3), part(batch, 3, 4)]
+        sums = [runtime.forward_backward(p, spec) for p in parts]
+        together = runtime.pending.sums.metrics(spec.normalize_by)
+        # Relative to the number of terms, each of order one: terms of both signs cancel, so the sum itself may be small.
+        terms = metrics["tokens"] / whole_sums.denominator(spec.normalize_by)
+        assert together["loss"] == pytest.approx(metrics["loss"], rel=1e-6, abs=1e-6 * terms), name
+        assert sum(s.num_tokens for s in sums) == metrics["tokens"]
+        close(take_gradients(runtime), results[name]["gradients"], relative=2e-6)
+
+        runtime.forward_backward(batch, spec, grad_accumulation_sequences=8)
+        close(take_gradients(runtime), results[name]["gradients"], relative=2e-6)
+
+        whole = runtime.forward_backward(batch, spec)
+        half = runtime.forward_backward(batch, spec, loss_weight=-0.5)
+        assert half.loss == pytest.approx(-0.5 * whole.loss, rel=1e-6, abs=1e-6 * whole.num_tokens)
+        assert runtime.pending.num_batches == 2
+        # half the sum; twice the count, except where a constant divides
+        factor = 0.5 if isinstance(spec.normalize_by, float) else 0.25
+        expected = {n: t * factor for n, t in results[name]["gradients"].items()}
+        close(take_gradients(runtime), expected, relative=2e-6)
+    return results
+
+
+def check_refusals(runtime: TrainerRuntime) -> None:
+    """What is refused leaves what is pending; a number that does not divide is named with the data-parallel size."""
+    from megatron.core import parallel_state
+
+    batch = batch_for("cross_entropy")
+    runtime.forward_backward(batch, SPECS["cross_entropy"])
+    with pytest.raises(ConfigError, match="normalize_by = 'sequences', but the 1 pending batches came with 'tokens'"):
+        runtime.forward_backward(batch, SPECS["cispo_sequences"])
+    size = parallel_state.get_data_parallel_world_size()
+    if size > 1:
+        with pytest.raises(
+            BatchError, match=f"grad_accumulation_sequences = 3 is not a multiple of the data-parallel size {size}"
+        ):
+            runtime.forward_backward(batch, SPECS["cross_entropy"], grad_accumulation_sequences=3)
+    assert runtime.pending.num_batches == 1
+    assert runtime.drop_pending() == 1
+    with pytest.raises(NothingPending):
+        runtime.optim_step(OptimParams())
+
+
+def state(runtime: TrainerRuntime) -> list[torch.Tensor]:
+    """Weights and optimizer, copied."""
+    found = [p.param.detach().clone() for p in runtime.params]
+    for values in runtime.optimizer.state.values():
+        found += [v.clone() for v in values.values()]
+    return found
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def check_skipped_step(runtime: TrainerRuntime, out: Path) -> None:
+    """A gradient that is not finite changes nothing and is counted, in the checkpoint too; a good step after it is as without it."""
+    batch, spec, optim = batch_for("cispo_sequences"), SPECS["cispo_sequences"], OptimParams(lr=1e-2)
+    runtime.train_step(batch, spec, optim)
+    checkpoint.save(runtime, out / "before", version=1, client_state={"row": 3})
+    good = runtime.train_step(batch, spec, optim)
+    after = state(runtime)
+    runtime.forward_backward(batch, spec)
+    loaded = checkpoint.load(runtime, out / "before")
+    assert (loaded.version, loaded.client_state, loaded.dropped_batches) == (1, {"row": 3}, 1)
+    assert all(p.param.grad is None for p in runtime.params)
+    before = state(runtime)
+    runtime.forward_backward(batch, spec)
+    ones_T = torch.ones_like(batch.advantages_T)
+    runtime.forward_backward(replace(batch, advantages_T=ones_T * 3e38, sampler_logprobs_T=ones_T * -300), spec)
+    with pytest.raises(NonFiniteGradient) as caught:
+        runtime.optim_step(optim)
+    assert "gradients of 2 batches were dropped. Steps skipped so far: 1." in caught.value.__notes__[0]
+    assert same(state(runtime), before)
+    assert not runtime.pending.num_batches
+    checkpoint.save(runtime, out / "skipped", version=1)
+    again = runtime.train_step(batch, spec, optim)
+    assert again["skipped_steps"] == 1
+    assert (again["loss"], again["grad_norm"]) == (good["loss"], good["grad_norm"])
+    assert same(state(runtime), after)
+    runtime.num_skipped_steps = 0
+    checkpoint.load(runtime, out / "skipped")
+    assert runtime.num_skipped_steps == 1
+
+
+def check_failures_drop(runtime: TrainerRuntime, out: Path) -> None:
+    """A failure after the first micro-batch's backward leaves no half of a gradient; a refused checkpoint leaves all of it."""
+    batch, spec = batch_for("cross_entropy"), SPECS["cross_entropy"]
+    runtime.forward_backward(batch, spec)
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.load(runtime, out / "nowhere")
+    assert runtime.pending.num_batches == 1
+    original, calls = runtime._loss, []
+
+    def fails(*args):
+        calls.append(0)
+        if len(calls) == 2:
+            raise MemoryError("told to")
+        return original(*args)
+
+    runtime._loss = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError) as caught:
+        runtime.forward_backward(batch, spec)
+    runtime._loss = original  # type: ignore[method-assign]
+    assert caught.value.__notes__ == ["Gradients pending from 1 batches before it were dropped with it."]
+    assert not runtime.pending.num_batches
+    assert all(p.param.grad is None for p in runtime.params)
+
+
+def check_composition(runtime: TrainerRuntime) -> None:
+    """train_step is forward_backward and optim_step, and takes along what is pending."""
+    batch, spec, optim = batch_for("cross_entropy"), SPECS["cross_entropy"], OptimParams(lr=1e-3)
+    first, second = part(batch, 0, 2), part(batch, 2, 5)
+    start = [p.param.detach().clone() for p in runtime.params]
+    results = []
+    for composed in (False, True):
+        for p, data in zip(runtime.params, start, strict=True):
+            p.param.data.copy_(data)
+        runtime.optimizer.state.clear()
+        runtime.forward_backward(first, spec)
+        if composed:
+            metrics = runtime.train_step(second, spec, optim)
+        else:
+            runtime.forward_backward(second, spec)
+            metrics = runtime.optim_step(optim)
+        assert metrics["num_batches"] == 2
+        results.append((metrics["loss"], metrics["grad_norm"], metrics["tokens"], state(runtime)))
+    assert results[0][:3] == results[1][:3]
+    assert same(results[0][3], results[1][3])
+
+
+def check_identity_adapters(runtime: TrainerRuntime) -> None:
+    """Fresh adapters are the base: the same log-probs to the bit, so no divergence from it."""
+    batch = batch_for("cross_entropy")
+    on, off = runtime.forward(batch), runtime.forward(batch, adapters=False)
+    assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
+    sums = runtime.forward_backward(batch, SPECS["dapo_kl_entropy"])
+    assert sums.kl == 0.0
+    assert sums.kl_tokens == sums.num_tokens
+    runtime.drop_pending()
+
+
+def main() -> None:
+    """See the module's docstring."""
+    out, model = Path(sys.argv[1]), Path(sys.argv[2])
+    runtime = make_runtime(model, *map(int, sys.argv[3:6]))
+    check_identity_adapters(runtime)
+    random_adapters(runtime)
+    checkpoint.save_adapter(runtime, out / "random")
+    everything = make_batch()
+    ones_T = torch.ones(len(everything.tokens_T))
+    ones_T[torch.tensor([0, *everything.lengths[:-1]]).cumsum(0)] = 0
+    scored = replace(everything, loss_mask_T=ones_T)
+    result = {
+        "policy": torch.stack(runtime.forward(scored)),
+        "base": torch.stack(runtime.forward(scored, adapters=False)),
+        "allowed": torch.stack(runtime.forward(scored, allowed_token_ids=range(150))),
+        "losses": check_pieces(runtime),
+    }
+    assert runtime.pending.num_batches == 0, "a forward pass leaves no gradient"
+    check_refusals(runtime)
+    if dist.get_world_size() == 1:
+        check_composition(runtime)
+        check_skipped_step(runtime, out)
+        check_failures_drop(runtime, out)
+    if dist.get_rank() == 0:
+        torch.save(result, out / "result.pt")
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main()

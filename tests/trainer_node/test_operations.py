@@ -1,0 +1,131 @@
+"""Operations on real Megatron: against transformers and PEFT on one rank, and one rank against other topologies. See `operations.py`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.trainer_node.conftest import REPO, child_env
+
+TOPOLOGIES = {
+    "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
+    "dp2": ("dense_untied", 2, (1, 1, 1)),
+    "moe_tp2pp2ep2": ("moe", 4, (2, 2, 2)),
+}
+
+
+@pytest.fixture(scope="session")
+def single_operations(models, tmp_path_factory):
+    """Model name -> folder with what one rank did; made once."""
+    done: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in done:
+            out = tmp_path_factory.mktemp(f"operations_{name}")
+            command = [sys.executable, "-m", "tests.trainer_node.operations", str(out), str(models[name]), "1", "1", "1"]
+            ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=120, check=False)
+            assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+            done[name] = out
+        return done[name]
+
+    return get
+
+
+def result(folder: Path) -> dict:
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_topology_changes_nothing(topology: str, models, single_operations, torchrun, tmp_path: Path) -> None:
+    """Log-probs and entropies within 5e-6 (fp32, vocabulary summed in another order), losses within 2e-6 for each of their terms (terms
+    of both signs cancel, so relative to the sum says nothing), gradients within 1e-5 of the largest (sums over layers in
+    another order)."""
+    from tests.trainer_node.operations import SPECS, close
+
+    name, ranks, sizes = TOPOLOGIES[topology]
+    torchrun(ranks, "operations", tmp_path, models[name], *sizes)
+    one, other = result(single_operations(name)), result(tmp_path)
+    for key in ("policy", "base", "allowed"):
+        assert torch.equal(one[key].isinf(), other[key].isinf())
+        finite = one[key].isfinite()
+        assert (one[key] - other[key])[finite].abs().max() < 5e-6, key
+    for loss, ours in other["losses"].items():
+        theirs = one["losses"][loss]
+        tokens = theirs["metrics"]["tokens"]
+        terms = {"tokens": 1.0, "sequences": tokens / 4}.get(SPECS[loss].normalize_by, tokens / 7)
+        assert ours["metrics"].keys() == theirs["metrics"].keys()
+        for key, value in theirs["metrics"].items():
+            assert ours["metrics"][key] == pytest.approx(
+                value, rel=2e-6 if key == "loss" else 1e-5, abs=2e-6 * max(terms, 1)
+            ), (
+                loss,
+                key,
+            )
+        close(ours["gradients"], theirs["gradients"], relative=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dense_untied", "moe"])
+def test_one_rank_equals_transformers_and_peft(name: str, models, single_operations) -> None:
+    """Log-probs, entropy, and loss and gradient of a loss with KL to the base and entropy bonus, written again for one sequence at a
+    time; and of the sequence-level one."""
+    out = single_operations(name)
+    ours = result(out)
+    base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
+    frozen = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
+    policy = PeftModel.from_pretrained(base, out / "random", is_trainable=True)
+    from tests.trainer_node.operations import whole_batch
+
+    batch = whole_batch()
+    start, losses = 0, {"dapo_kl_entropy": 0.0, "gspo_kl_given": 0.0}
+    scored = {"policy": [], "base": [], "allowed": []}
+    for length in batch.lengths:
+        ids = batch.tokens_T[start : start + length]
+        rows = slice(start + 1, start + length)
+        logits = policy(input_ids=ids[None]).logits[0, :-1]
+        full = logits.log_softmax(-1)
+        with torch.no_grad():
+            reference = frozen(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            some = logits[:, :150].log_softmax(-1)
+            for key, table in (("policy", full), ("base", reference), ("allowed", some)):
+                entropy = -(table.exp() * table).sum(-1)
+                padded = torch.nn.functional.pad(table, (0, 300 - table.shape[1]), value=-torch.inf)
+                scored[key].append(torch.stack([padded.gather(-1, ids[1:, None])[:, 0], entropy]))
+        entropy = -(full.exp() * full).sum(-1)
+        lp, ref = (t.gather(-1, ids[1:, None])[:, 0] for t in (full, reference))
+        mask = batch.loss_mask_T[rows] == 1
+        adv, old = batch.advantages_T[rows], batch.sampler_logprobs_T[rows]
+        ratio = (lp - old).exp()
+        surrogate = torch.minimum(ratio * adv, ratio.clamp(0.8, 1.28) * adv)
+        kl = (ref - lp).exp() - 1 - (ref - lp)
+        losses["dapo_kl_entropy"] = losses["dapo_kl_entropy"] - ((surrogate - 0.3 * kl + 0.05 * entropy) * mask).sum()
+        if mask.any():
+            s = (lp - old)[mask].mean().exp()
+            a = adv[mask].mean()
+            k2 = (batch.reference_logprobs_T[rows] - lp)[mask].square().sum() / 2
+            losses["gspo_kl_given"] = losses["gspo_kl_given"] - torch.minimum(s * a, s.clamp(0.8, 1.2) * a) + 0.2 * k2
+        start += length
+    for key, pieces in scored.items():
+        zero = torch.zeros(2, 1)
+        theirs = torch.cat([t for piece in pieces for t in (zero, piece)], dim=1)
+        assert torch.equal(ours[key].isinf(), theirs.isinf()), key
+        finite = theirs.isfinite()
+        assert (ours[key] - theirs)[finite].abs().max() < 1e-5, key
+    trainable = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+    for loss, count in (("dapo_kl_entropy", batch.num_loss_tokens), ("gspo_kl_given", 4)):
+        found = ours["losses"][loss]
+        value = losses[loss] / count
+        assert found["metrics"]["loss"] == pytest.approx(value.item(), rel=1e-5)
+        gradients = torch.autograd.grad(value, list(trainable.values()), retain_graph=True, allow_unused=True)
+        largest = max(g.abs().max().item() for g in gradients if g is not None)
+        assert len(found["gradients"]) == len(trainable)
+        for n, gradient in zip(trainable, gradients, strict=True):
+            hf_name, _, rest = n.removeprefix("base_model.model.").partition(".lora_")
+            mine = found["gradients"][f"{hf_name}.{rest[0]}"]
+            expected = torch.zeros_like(mine) if gradient is None else gradient
+            assert (mine - expected).abs().max().item() <= 1e-5 * largest, (loss, n)

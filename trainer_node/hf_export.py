@@ -1,0 +1,102 @@
+"""The merged model as an HF checkpoint on disk: what transformers and vLLM load without knowing of splice.
+
+    <dir>/config.json, tokenizer files                       copied from the model's folder
+    <dir>/model-00001-of-0000N.safetensors ...               in the manifest's order
+    <dir>/model.safetensors.index.json                       which tensor is where
+
+Streamed: at most one file's tensors are in memory. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from orchestrator.protocol.messages import Manifest
+from trainer_node import generations
+from trainer_node.export import Exporter
+from trainer_node.generations import CheckpointError, write_file
+from trainer_node.runtime import TrainerRuntime
+
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+INDEX = "model.safetensors.index.json"
+
+
+def plan_files(manifest: Manifest, *, shard_bytes: int) -> dict[str, tuple[str, ...]]:
+    """File name -> its tensors, in the manifest's order; a tensor larger than `shard_bytes` gets a file of its own."""
+    files: list[list[str]] = [[]]
+    used = 0
+    for spec in manifest.tensors:
+        if files[-1] and used + spec.nbytes > shard_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(spec.name)
+        used += spec.nbytes
+    if len(files) == 1:
+        return {"model.safetensors": tuple(files[0])}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tuple(names) for i, names in enumerate(files, 1)}
+
+
+def export_hf(runtime: TrainerRuntime, exporter: Exporter, folder: Path, *, shard_bytes: int) -> list[str]:
+    """Write the checkpoint; returns its files. A collective.
+
+    Raises:
+        CheckpointError: on every rank: the folder exists, or rank 0 could not write.
+        ManifestError, MergePlanError: as the exporter does.
+    """
+    manifest = exporter.manifest()
+    plan = plan_files(manifest, shard_bytes=shard_bytes)
+    stream = exporter.merged_tensors()
+    error: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            _write(runtime.config.model, folder, manifest, plan, stream)
+        except OSError as caught:
+            error = caught
+    for _ in stream:  # every rank finishes the export, so that they stay in step
+        pass
+    said = cast(list[str | None], [None if error is None else f"{type(error).__name__}: {error}"])
+    dist.broadcast_object_list(said, src=0, group=runtime.control_group)
+    if said[0] is not None:
+        raise CheckpointError(f"exporting to {folder} failed: {said[0]}")
+    return [*plan, INDEX] if len(plan) > 1 else [*plan]
+
+
+def _write(
+    model: Path, folder: Path, manifest: Manifest, plan: dict[str, tuple[str, ...]], stream: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
+    temp = generations.new_folder(folder)
+    shutil.rmtree(temp, ignore_errors=True)
+    temp.mkdir(parents=True)
+    try:
+        for name, tensors in plan.items():
+            _write_shard(temp / name, tensors, stream)
+        if len(plan) > 1:
+            index = {"metadata": {"total_size": manifest.nbytes}, "weight_map": {t: f for f, ts in plan.items() for t in ts}}
+            write_file(temp / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
+        for source in sorted({p for pattern in _COPIED for p in model.glob(pattern)}):
+            if source.name != INDEX:
+                write_file(temp / source.name, lambda path, source=source: shutil.copyfile(source, path))  # type: ignore[misc]
+        temp.replace(folder)  # an empty folder may stand there
+        generations.DISK.flush(folder.parent)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def _write_shard(path: Path, names: Sequence[str], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    # A merged tensor may be a view of the model, or of a larger one: safetensors wants each on its own.
+    tensors = {}
+    for wanted in names:
+        name, tensor = next(stream)
+        assert name == wanted, f"the export gave {name} where the plan has {wanted}"
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
+    write_file(path, lambda temp: save_file(tensors, temp, metadata={"format": "pt"}))

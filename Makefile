@@ -16,7 +16,7 @@ LOCKS := requirements/torch-cpu.lock requirements/make_env.sh pyproject.toml
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: help envs envs-both dev smoke test check lint-fix clean
+.PHONY: help envs envs-both dev smoke test mutants check lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +52,10 @@ test: dev
 	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
 	exit $$status
+
+# Wrong versions of the production code; each must be found by the test it names.
+mutants: dev
+	$(TRAINER)/bin/python -m pytest tests/trainer_node/test_mutants.py -m mutants $(PYTEST_ARGS)
 
 check: $(TRAINER)/.dev
 	$(TRAINER)/bin/ruff check .

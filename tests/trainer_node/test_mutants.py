@@ -20,6 +20,8 @@ GENERATIONS, OPERATIONS = "tests/trainer_node/test_generations.py", "tests/train
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 TWO_RANKS = f"{OPERATIONS}::test_topology_changes_nothing[dp2]"
 
+pytestmark = pytest.mark.mutants
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:

@@ -22,7 +22,7 @@ import torch
 from inference_node import verify
 from inference_node.placement import PlacementPlan, Region
 from orchestrator.protocol.messages import Manifest, WireChunk, WireLayout
-from weight_transfer.digest import PreparedDigest
+from weight_transfer.digest import PreparedDigest, row_major_strides
 from weight_transfer.groups import TransferGroup
 
 MAX_CHUNK_BYTES = 512 * 2**20
@@ -91,7 +91,7 @@ def _whole_run(
     tensor = live[fmt.alias_of or key]
     if isinstance(tensor, str):
         return tensor
-    dense = _dense_strides(region.size)
+    dense = row_major_strides(region.size)
     if region.numel != numel or region.first_index != 0 or not _same(region.index_strides, dense, region.size):
         return "only a part of it lands here"
     if not _same(region.strides, dense, region.size):
@@ -149,14 +149,6 @@ def _packed(indices: Sequence[int], manifest: Manifest) -> list[tuple[int, ...]]
             pieces.append([index])
             size = nbytes
     return [tuple(p) for p in pieces]
-
-
-def _dense_strides(size: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(size):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 def _same(strides: Sequence[int], dense: Sequence[int], size: Sequence[int]) -> bool:

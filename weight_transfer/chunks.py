@@ -10,16 +10,15 @@ Axes: B = bytes, N = tensors of the manifest.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from orchestrator.errors import ManifestError, TransferAborted, TransferTimeout
+from orchestrator.errors import ManifestError, TransferTimeout
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
 from weight_transfer.digest import PreparedDigest
-from weight_transfer.groups import TransferGroup
+from weight_transfer.groups import GroupOwner, TransferGroup
 from weight_transfer.layout import view_of
 from weight_transfer.sender import SendReport, named_replica
 
@@ -28,7 +27,7 @@ RING_SLOTS = 4
 Fill = Callable[[int, torch.Tensor], None]
 
 
-class ChunkSender:
+class ChunkSender(GroupOwner):
     """Sends one manifest in one layout, again and again.
 
     Args:
@@ -53,15 +52,14 @@ class ChunkSender:
             raise ManifestError(
                 f"the layout's {len(chunks)} chunks are not a partition of the manifest's {len(manifest.tensors)} tensors"
             )
-        self._groups, self._manifest, self._fill, self._device = dict(groups), manifest, fill, torch.device(device)
+        super().__init__(groups)
+        self._manifest, self._fill, self._device = manifest, fill, torch.device(device)
         self._chunks = [tuple(c) for c in chunks]
         self._nbytes = [sum(manifest.tensors[i].nbytes for i in c) for c in self._chunks]
         self._is_cuda = self._device.type == "cuda"
         self._ring = self._make_ring()
         self._digests = [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
         self._streams = (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)) if self._is_cuda else None
-        self._aborted: str | None = None
-        self._lock = threading.Lock()
 
     def _make_ring(self) -> list[torch.Tensor]:
         largest = max(self._nbytes)
@@ -96,32 +94,6 @@ class ChunkSender:
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
-
-    def abort(self, reason: str) -> None:
-        """End a `send` under way and every group; from any thread. The first reason counts."""
-        with self._lock:
-            if self._aborted is None:
-                self._aborted = reason
-        for group in self._groups.values():
-            group.abort(reason)
-
-    def release(self) -> None:
-        """Free the ring but leave the groups open, for another sender. This one is of no more use."""
-        with self._lock:
-            self._aborted = self._aborted or "the sender was replaced"
-        self._groups.clear()
-        self._ring.clear()
-
-    def close(self) -> None:
-        """Close every group and free the ring. Safe to call twice."""
-        with self._lock:
-            if self._aborted is None:
-                self._aborted = "the sender is closed"
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
-        self._ring.clear()
-        self._digests.clear()
 
     # ------------------------------------------------------------ one send
 
@@ -200,10 +172,6 @@ class ChunkSender:
         if left_s <= 0:
             raise TransferTimeout("the send's deadline passed before all chunks had left")
         return left_s
-
-    def _raise_if_aborted(self) -> None:
-        if self._aborted is not None:
-            raise TransferAborted(f"transfer aborted: {self._aborted}")
 
 
 @contextlib.contextmanager

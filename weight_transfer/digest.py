@@ -45,7 +45,7 @@ def tensor_digest(t: torch.Tensor) -> torch.Tensor:
     """Digest of a whole HF tensor, any shape, strides and dtype; an int64 0-dim tensor on `t`'s device."""
     if t.is_contiguous():
         return region_digest(t.reshape(-1), first_index=0, index_strides=(1,))
-    return region_digest(t, first_index=0, index_strides=_row_major_strides(t.shape))
+    return region_digest(t, first_index=0, index_strides=row_major_strides(t.shape))
 
 
 def region_digest(region: torch.Tensor, *, first_index: int, index_strides: Sequence[int]) -> torch.Tensor:
@@ -128,7 +128,8 @@ def _int_dtype(dtype: torch.dtype) -> torch.dtype:
     return _INT_VIEW[dtype.itemsize]
 
 
-def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a dense row-major tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

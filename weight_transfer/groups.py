@@ -15,11 +15,13 @@ Axes: B = bytes.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, TransferAborted
 from orchestrator.protocol.messages import Rendezvous, Transport
 
 
@@ -113,3 +115,42 @@ def join_gloo(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> Transf
     from weight_transfer.gloo_group import join
 
     return join(rendezvous, rank=rank, deadline_s=deadline_s)
+
+
+class GroupOwner:
+    """The groups of one sender, ended together, and the ring of buffers beside them."""
+
+    def __init__(self, groups: Mapping[str, TransferGroup]) -> None:
+        self._groups = dict(groups)
+        self._ring: list[torch.Tensor] = []
+        self._aborted: str | None = None
+        self._lock = threading.Lock()
+
+    def abort(self, reason: str) -> None:
+        """End a `send` under way and every group; from any thread. The first reason counts."""
+        self._note(reason)
+        for group in list(self._groups.values()):
+            group.abort(reason)
+
+    def release(self) -> None:
+        """Free the ring but leave the groups open, for another sender. This one is of no more use."""
+        self._note("the sender was replaced")
+        self._groups.clear()
+        self._ring.clear()
+
+    def close(self) -> None:
+        """Close every group and free the ring. Safe to call twice."""
+        self._note("the sender is closed")
+        for group in list(self._groups.values()):
+            group.close()
+        self._groups.clear()
+        self._ring.clear()
+
+    def _note(self, reason: str) -> None:
+        with self._lock:
+            if self._aborted is None:
+                self._aborted = reason
+
+    def _raise_if_aborted(self) -> None:
+        if self._aborted is not None:
+            raise TransferAborted(f"transfer aborted: {self._aborted}")

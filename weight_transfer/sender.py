@@ -10,18 +10,17 @@ Axes: B = bytes, N = tensors of the manifest, T = tensors of a bucket.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from orchestrator.errors import ManifestError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.errors import ManifestError, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from weight_transfer.buckets import Bucket, plan_buckets
 from weight_transfer.digest import digest_many, tensor_digest
-from weight_transfer.groups import TransferGroup
+from weight_transfer.groups import GroupOwner, TransferGroup
 from weight_transfer.layout import as_bytes, bucket_layout, torch_dtype, view_of
 
 RING_BUFFERS = 2
@@ -40,7 +39,7 @@ class SendReport:
     seconds: dict[str, float]
 
 
-class WeightSender:
+class WeightSender(GroupOwner):
     """Sends one model structure, again and again.
 
     Args:
@@ -53,14 +52,13 @@ class WeightSender:
     def __init__(
         self, *, groups: Mapping[str, TransferGroup], manifest: Manifest, bucket_bytes: int, device: torch.device | str
     ) -> None:
-        self._groups, self._manifest, self._device = dict(groups), manifest, torch.device(device)
+        super().__init__(groups)
+        self._manifest, self._device = manifest, torch.device(device)
         self._buckets = plan_buckets(manifest, bucket_bytes)
         size = max(b.nbytes for b in self._buckets)
         ring = min(RING_BUFFERS, len(self._buckets)) if self._device.type == "cuda" else 1
         self._ring = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(ring)]
         self._pack_stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._aborted: str | None = None
-        self._lock = threading.Lock()
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], *, deadline_s: float) -> SendReport:
         """Send every tensor of the manifest, in its order, to every group.
@@ -80,35 +78,6 @@ class WeightSender:
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
-
-    def abort(self, reason: str) -> None:
-        """End a `send` under way and every group; from any thread. The first reason counts."""
-        with self._lock:
-            if self._aborted is None:
-                self._aborted = reason
-        for group in self._groups.values():
-            group.abort(reason)
-
-    def release(self) -> None:
-        """Free the ring but leave the groups open, for another sender. This one is of no more use."""
-        with self._lock:
-            self._aborted = self._aborted or "the sender was replaced"
-        self._groups.clear()
-        self._ring.clear()
-
-    def close(self) -> None:
-        """Close every group and free the ring. Safe to call twice."""
-        with self._lock:
-            if self._aborted is None:
-                self._aborted = "the sender is closed"
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
-        self._ring.clear()
-
-    def _raise_if_aborted(self) -> None:
-        if self._aborted is not None:
-            raise TransferAborted(f"transfer aborted: {self._aborted}")
 
 
 class _Send:

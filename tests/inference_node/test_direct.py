@@ -10,6 +10,7 @@ from inference_node.direct import DirectReceiver, plan_layout
 from inference_node.placement import ParamFormat, PlacementPlan, Region
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import Manifest, TensorSpec
+from weight_transfer.digest import row_major_strides
 
 H, I, E = 4, 6, 3  # hidden, intermediate, experts  # noqa: E741
 
@@ -19,7 +20,7 @@ def spec(name, *shape, dtype="float32"):
 
 
 def whole(name, shape, module, param, offset, strides=None):
-    dense = direct._dense_strides(shape)
+    dense = row_major_strides(shape)
     return Region(
         name=name,
         first_index=0,
@@ -38,7 +39,7 @@ def fmt(module, param, *shape, dtype="float32", alias_of=None):
         module=module,
         param=param,
         shape=shape,
-        stride=direct._dense_strides(shape),
+        stride=row_major_strides(shape),
         dtype=dtype,
         numel=numel,
         alias_of=alias_of,

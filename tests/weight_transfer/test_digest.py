@@ -47,7 +47,7 @@ def by_definition(t: torch.Tensor) -> int:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return digest._row_major_strides(shape)
+    return digest.row_major_strides(shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -220,7 +220,7 @@ class DirectReceiver:
         """
         deadline = time.monotonic() + deadline_s
         seconds = {"wire": 0.0, "load": 0.0}
-        pending: list[torch.cuda.Event] = []
+        last: torch.cuda.Event | None = None  # a group's broadcasts end in their order
         self._digests_N.zero_()
         for chunk in self._chunks:
             if chunk.kind == "live":
@@ -240,10 +240,10 @@ class DirectReceiver:
             self._after(chunk, buffer_B, event, load)
             seconds["load"] += time.monotonic() - began
             if event is not None:
-                pending.append(event)
+                last = event
         began = time.monotonic()
-        for event in pending[-1:]:
-            group.synchronize(event, deadline_s=max(0.001, deadline - time.monotonic()))
+        if last is not None:
+            group.synchronize(last, deadline_s=max(0.001, deadline - time.monotonic()))
         if self._digest_stream is not None:
             self._digest_stream.synchronize()
         seconds["wire"] += time.monotonic() - began

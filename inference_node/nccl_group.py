@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
+from weight_transfer.groups import wait_for_event
 
 UNIQUE_ID_BYTES = 128
-FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
 ABORT_WAIT_S = 2.0
 
 
@@ -76,15 +75,12 @@ class NcclWorkerGroup:
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
         """Wait for `event` (None: for all that was queued), watching `abort` and the deadline."""
-        deadline = time.monotonic() + deadline_s
-        event = event if event is not None else self._recorded()
-        poll_s = FIRST_POLL_S
-        while not event.query():
-            self._raise_if_aborted()
-            if time.monotonic() > deadline:
-                raise TransferTimeout(f"NCCL was not done after {deadline_s:.1f} s; the trainer is stuck or gone")
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, LAST_POLL_S)
+        wait_for_event(
+            event if event is not None else self._recorded(),
+            deadline_s=deadline_s,
+            check=self._raise_if_aborted,
+            late=f"NCCL was not done after {deadline_s:.1f} s; the trainer is stuck or gone",
+        )
         self._raise_if_aborted()
 
     def abort(self, reason: str) -> None:

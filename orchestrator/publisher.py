@@ -109,6 +109,7 @@ class Publisher:
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
         self._planned: dict[str, str] = {}  # what `_joined` was when the replicas had checked the manifest
         self._is_direct = False
+        self._pause_started_s = 0.0
         self._holder: str | None = None  # incarnation of the trainer that holds what is to be published; None: not known
 
     async def publish(

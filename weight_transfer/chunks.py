@@ -18,7 +18,7 @@ import torch
 from orchestrator.errors import ManifestError, TransferTimeout
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
 from weight_transfer.digest import PreparedDigest
-from weight_transfer.groups import GroupOwner, TransferGroup
+from weight_transfer.groups import GroupOwner, TransferGroup, wait_for_event
 from weight_transfer.layout import view_of
 from weight_transfer.sender import SendReport, named_replica
 
@@ -154,13 +154,14 @@ class ChunkSender(GroupOwner):
             self._digests[k].launch(digests_N)
             event = torch.cuda.Event()
             event.record()
-        # The next fill of this slot must come after its digest: a wait between streams, not on the host.
+        # The next fill of this slot must come after its digest.
         busy[slot].append(("", event))
 
     def _wait(self, busy: list[list[tuple[str, torch.cuda.Event]]], slot: int, deadline: float) -> None:
         for name, event in busy[slot]:
             if name == "":
-                event.synchronize()
+                late = "the digest of a chunk was not done before the send's deadline; the GPU is stuck"
+                wait_for_event(event, deadline_s=self._left_s(deadline), check=self._raise_if_aborted, late=late)
                 continue
             with named_replica(name):
                 self._groups[name].synchronize(event, deadline_s=self._left_s(deadline))

@@ -16,12 +16,13 @@ Axes: B = bytes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
-from orchestrator.errors import ConfigError, TransferAborted
+from orchestrator.errors import ConfigError, TransferAborted, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous, Transport
 
 
@@ -115,6 +116,28 @@ def join_gloo(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> Transf
     from weight_transfer.gloo_group import join
 
     return join(rendezvous, rank=rank, deadline_s=deadline_s)
+
+
+FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
+
+
+def wait_for_event(event: torch.cuda.Event, *, deadline_s: float, check: Callable[[], None], late: str) -> None:
+    """Wait for a CUDA event by polling, so that an abort and the deadline are heard.
+
+    Args:
+        check: called between polls; raises what should end the wait.
+        late: what to say when the deadline has passed.
+
+    Raises:
+        TransferTimeout: not done after `deadline_s`.
+    """
+    deadline, poll_s = time.monotonic() + deadline_s, FIRST_POLL_S
+    while not event.query():
+        check()
+        if time.monotonic() > deadline:
+            raise TransferTimeout(late)
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, LAST_POLL_S)
 
 
 class GroupOwner:

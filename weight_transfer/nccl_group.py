@@ -25,9 +25,9 @@ import torch
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
+from weight_transfer.groups import wait_for_event
 
 ABORT_GRACE_S = 0.2
-FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
 
 
 def _cupy_nccl() -> Any:
@@ -88,15 +88,12 @@ class NcclSenderGroup:
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
         """Wait for `event` (None: for all that was queued), watching NCCL's asynchronous error, `abort` and the deadline."""
-        deadline = time.monotonic() + deadline_s
-        event = event if event is not None else self._recorded()
-        poll_s = FIRST_POLL_S
-        while not event.query():
-            self._call("check_async_error")
-            if time.monotonic() > deadline:
-                raise TransferTimeout(f"NCCL was not done after {deadline_s:.1f} s; a worker is stuck or gone")
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, LAST_POLL_S)
+        wait_for_event(
+            event if event is not None else self._recorded(),
+            deadline_s=deadline_s,
+            check=lambda: self._call("check_async_error"),
+            late=f"NCCL was not done after {deadline_s:.1f} s; a worker is stuck or gone",
+        )
         self._raise_if_aborted()
 
     def abort(self, reason: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.errors import ManifestError, TransferAborted, TransferError
+from orchestrator.errors import ManifestError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from weight_transfer import chunks
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import PreparedDigest, tensor_digest
+from weight_transfer.groups import wait_for_event
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)]
 
@@ -122,3 +123,28 @@ def test_one_failing_replica_ends_all_and_is_named():
     assert groups["good"].reason and groups["bad"].reason
     with pytest.raises(TransferAborted):
         sender.send(deadline_s=5)
+
+
+class Event:
+    """A CUDA event that is done after some polls."""
+
+    def __init__(self, polls):
+        self.polls = polls
+
+    def query(self):
+        self.polls -= 1
+        return self.polls < 0
+
+
+def test_waiting_for_an_event_hears_the_deadline_and_the_abort():
+    checked = []
+    wait_for_event(Event(3), deadline_s=5, check=lambda: checked.append(1), late="late")
+    assert len(checked) == 3
+    with pytest.raises(TransferTimeout, match="stuck"):
+        wait_for_event(Event(10**9), deadline_s=0.05, check=lambda: None, late="stuck")
+
+    def abort():
+        raise TransferAborted("told to")
+
+    with pytest.raises(TransferAborted):
+        wait_for_event(Event(10**9), deadline_s=60, check=abort, late="late")

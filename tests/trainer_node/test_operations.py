@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-
-from tests.trainer_node.conftest import REPO, child_env
 
 TOPOLOGIES = {
     "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
@@ -21,16 +17,14 @@ TOPOLOGIES = {
 
 
 @pytest.fixture(scope="session")
-def single_operations(models, tmp_path_factory):
+def single_operations(models, torchrun, tmp_path_factory):
     """Model name -> folder with what one rank did; made once."""
     done: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in done:
             out = tmp_path_factory.mktemp(f"operations_{name}")
-            command = [sys.executable, "-m", "tests.trainer_node.operations", str(out), str(models[name]), "1", "1", "1"]
-            ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=120, check=False)
-            assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+            torchrun(1, "operations", out, models[name], 1, 1, 1)
             done[name] = out
         return done[name]
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator import doctor as doctoring
+from orchestrator import trainer_host
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import LORA_TARGETS, LoraConfig, ParallelConfig
 from orchestrator.publisher import PublicationConfig
@@ -155,6 +156,32 @@ async def _serve(config: OrchestratorConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, orchestrator.stop)
     await orchestrator.serve()
+
+
+@app.command()
+def trainer(
+    endpoint: Annotated[str, typer.Option(help="The orchestrator's address, tcp://host:port.")],
+    config: Annotated[Path, typer.Option(help="TrainerConfig as JSON.")],
+    nodes: Annotated[int, typer.Option(help="Hosts that the trainer runs on; run this command on each.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Which of them this is; 0 is the one that --rendezvous names.")] = 0,
+    rendezvous: Annotated[str, typer.Option(help="HOST:PORT on node rank 0, the same on every host.")] = "",
+    prefix: Annotated[str, typer.Option(help="Put before the command line, such as 'docker run --rm --init ... IMAGE'.")] = "",
+    python: Annotated[str, typer.Option(help="Interpreter of the trainer environment, as the prefix's command sees it.")] = "",
+    node_id: str = "trainer",
+    max_restarts: Annotated[int, typer.Option(help="How often a crashed trainer is started again.")] = 2,
+    module: Annotated[str, typer.Option(hidden=True, help="For tests that inject failures.")] = "trainer_node",
+) -> None:
+    """Launch the trainer on this host and keep it: restarts, memory mode 'exit', several hosts. Token as for `serve`."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        launch = trainer_host.TrainerLaunch(
+            endpoint=endpoint, config=config, python=python or sys.executable, module=module, node_id=node_id, nodes=nodes,
+            node_rank=node_rank, rendezvous=rendezvous, prefix=tuple(trainer_host.split_prefix(prefix)), max_restarts=max_restarts,
+        )  # fmt: skip
+        code = trainer_host.run(launch, run_token=os.environ.get("SPLICE_RUN_TOKEN", ""))
+    except (SpliceError, ValidationError, OSError) as error:
+        _die(Console(stderr=True), error)
+    raise typer.Exit(code)
 
 
 @app.command()

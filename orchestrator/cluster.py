@@ -131,9 +131,8 @@ class Cluster:
         path = config.run_dir / "trainer.json"
         path.write_text(config.trainer.model_dump_json(indent=1))
         argv = [
-            str(config.trainer_python), "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
-            f"--nproc-per-node={config.trainer.parallel.world_size}", "--max-restarts=0", "-m", config.trainer_module,
-            *_node_arguments(endpoint, "trainer", path),
+            str(config.trainer_python), "-m", "orchestrator", "trainer", *_node_arguments(endpoint, "trainer", path),
+            "--module", config.trainer_module, "--max-restarts", str(config.trainer_restarts),
         ]  # fmt: skip
         own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **config.trainer_env}
         if config.trainer.device == "cuda":
@@ -143,7 +142,6 @@ class Cluster:
             argv=argv,
             env={**env, **own},
             log_file=config.run_dir / "logs" / "trainer.log",
-            max_restarts=config.trainer_restarts,
         )
         self.launcher.start(node)
 

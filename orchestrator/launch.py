@@ -38,14 +38,14 @@ class NodeProcess:
     Attributes:
         argv: command line.
         env: added to ours.
-        log_file: stdout and stderr, appended.
+        log_file: stdout and stderr, appended; None: where ours go.
         max_restarts: how often `watch` restarts it after it died on its own.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
-    log_file: Path
+    log_file: Path | None
     max_restarts: int = 0
     restarts: int = 0
     stopping: bool = False
@@ -53,14 +53,18 @@ class NodeProcess:
 
     def start(self) -> None:
         """Start it."""
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("ab") as log:
+        self.stopping = False
+        with contextlib.ExitStack() as stack:
+            log = None
+            if self.log_file is not None:
+                self.log_file.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(self.log_file.open("ab"))
             self.process = subprocess.Popen(
                 list(self.argv),
                 env={**os.environ, **self.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=None if log is None else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
@@ -77,6 +81,8 @@ class NodeProcess:
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
         with contextlib.suppress(OSError):
+            if self.log_file is None:
+                return "(its log is where ours is)"
             return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
         return "(no log)"
 
@@ -85,7 +91,7 @@ class NodeProcess:
         self.stopping = True
         if self.process is None:
             return
-        family = _descendants(self.process.pid)
+        family = descendants(self.process.pid)
         _signal_group(self.process.pid, signal.SIGTERM)
         deadline_s = time.monotonic() + grace_s
         while time.monotonic() < deadline_s and (self.process.poll() is None or any(p.is_running() for p in family)):
@@ -101,7 +107,7 @@ class NodeProcess:
     def kill(self) -> None:
         """SIGKILL to the whole group, as a crash would."""
         if self.process is not None:
-            for process in _descendants(self.process.pid):
+            for process in descendants(self.process.pid):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             _signal_group(self.process.pid, signal.SIGKILL)
@@ -168,7 +174,7 @@ class Launcher:
     def _memory_bytes(self) -> int:
         total = 0
         roots = [os.getpid(), *(n.pid for n in self.nodes.values() if n.pid is not None)]
-        family = {p.pid: p for root in roots for p in _descendants(root, and_self=True)}
+        family = {p.pid: p for root in roots for p in descendants(root, and_self=True)}
         for process in family.values():
             with contextlib.suppress(psutil.Error):
                 info = process.memory_full_info()
@@ -176,7 +182,8 @@ class Launcher:
         return total
 
 
-def _descendants(pid: int, *, and_self: bool = False) -> list[psutil.Process]:
+def descendants(pid: int, *, and_self: bool = False) -> list[psutil.Process]:
+    """The processes below `pid`, all the way down."""
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(pid)
         return [*([root] if and_self else []), *root.children(recursive=True)]

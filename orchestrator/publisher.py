@@ -342,6 +342,12 @@ class Publisher:
             except SpliceError as error:
                 log.warning("%s did not leave the transfer group: %s", node_id, error)
 
+    async def leave_all(self) -> None:
+        """Everybody that joined leaves the groups; the next publication joins anew."""
+        joined = [i for i in self._joined if i != self._trainer and self._router.is_connected(i)]
+        if self._joined:
+            await self.leave(joined)
+
     # ------------------------------------------------------------ failure and recovery
 
     async def _abort(self, replicas: Sequence[str], why: str) -> None:

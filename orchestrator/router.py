@@ -238,6 +238,16 @@ class ControlRouter:
         except TimeoutError:
             raise NodeLost(f"not ready within {timeout_s:.0f} s: {', '.join(missing())}; look at their logs") from None
 
+    def is_connected(self, peer_id: str) -> bool:
+        """Whether the peer has said Hello and was heard of since."""
+        return peer_id in self.peers and self.peers[peer_id].state != "lost"
+
+    def forget(self, peer_id: str) -> None:
+        """The peer's process was ended on purpose: it is not lost, it is gone."""
+        peer = self.peers.pop(peer_id, None)
+        if peer is not None:
+            self._fail_open(peer_id, "its process was ended", incarnation=peer.hello.incarnation)
+
     def nodes(self, role: str, *, state: str = "ready") -> list[str]:
         """Ids of the nodes of this role in this state, sorted."""
         return sorted(i for i, p in self.peers.items() if p.hello.role == role and p.state == state)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.between_jobs import BetweenJobs
 from orchestrator.errors import ConfigError, JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
 from orchestrator.journal import Journal
 from orchestrator.protocol.frames import Envelope, decode, encode
@@ -130,6 +131,13 @@ class Orchestrator:
             attempts=config.publication.attempts,
             ready_timeout_s=config.ready_timeout_s,
             load_timeout_s=config.publication.plan_timeout_s,
+        )
+        self._between = BetweenJobs(
+            router=self._router,
+            trainer=self._trainer,
+            publisher=self._publisher,
+            state_dir=config.run_dir / "trainer_state",
+            timeout_s=config.train_timeout_s,
         )
 
     async def serve(self) -> None:
@@ -268,10 +276,13 @@ class Orchestrator:
     async def _resync_bare_replicas(self) -> None:
         """Give the served version to replicas that were started anew; they answer 503 until then."""
         bare, version = self._publisher.bare_replicas(), self._publisher.version
-        if not bare or version is None or self._trainer.memory.pending or "trainer" not in self._router.nodes("trainer"):
+        if not bare or version is None or self._trainer.memory.pending:
+            return
+        if "trainer" not in self._router.nodes("trainer") and not self._between.can_wake:
             return
         log.info("%s was started anew; sending %s@%d to it", ", ".join(bare), self._config.name, version)
         try:
+            await self._between.wake(_log_phase)
             async with self._served_state(version, _log_phase) as served_dir:
                 await self._publisher.publish(
                     version,
@@ -280,6 +291,7 @@ class Orchestrator:
                     report=_log_phase,
                     holder=self._trainer.memory.incarnation,
                 )
+            await self._between.release(_log_phase)
         except (SpliceError, OSError) as error:
             log.warning("the resync failed and will be tried again: %s", error)
 
@@ -288,6 +300,7 @@ class Orchestrator:
         """Inside, the trainer holds the served version, whose folder is given; outside, what it held before, which may be further on."""
         memory = self._trainer.memory
         served_dir = self._journal.checkpoint_dir(version) or str(self._version_dir(version))
+        await self._trainer.ready(report)
         if memory.durable_dir == served_dir and not memory.steps:
             yield served_dir
             return
@@ -312,15 +325,27 @@ class Orchestrator:
         self._journal.set_job_state(job_id, "running")
         started_s = time.monotonic()
         try:
+            if isinstance(job.submit.job, ForwardBackwardJob):
+                await self._between.refuse_pending()
+            await self._between.wake(lambda phase, detail: self._progress(job_id, phase, detail))
             outcome = await self._dispatch(job_id, job)
         except (SpliceError, OSError) as error:
+            await self._between.release_after_failure()
             await self._end(job_id, _failed(job_id, error, serving=self._serving()))
             return
         except Exception as error:
             log.exception("job %s failed by a defect of the orchestrator", job_id)
+            await self._between.release_after_failure()
             await self._end(job_id, _failed(job_id, error, serving=self._serving()))
             return
-        seconds: dict[str, object] = {**outcome.result.get("seconds", {}), "total": time.monotonic() - started_s}  # type: ignore[dict-item]
+        working_s = time.monotonic() - started_s
+        try:
+            await self._between.release(lambda phase, detail: self._progress(job_id, phase, detail))
+        except (SpliceError, OSError) as error:
+            await self._end(job_id, _failed(job_id, _unreleased(error, self._between.mode), serving=self._serving()))
+            return
+        took: dict[str, object] = dict(outcome.result.get("seconds", {}))  # type: ignore[call-overload]
+        seconds = {**took, "total": working_s, "release": time.monotonic() - started_s - working_s}
         result = {**outcome.result, "seconds": seconds}
         await self._end(job_id, Completed(request_id=job_id, result=result, tensors=outcome.tensors), outcome.buffers)
 
@@ -392,7 +417,7 @@ class Orchestrator:
 
     def _made(self, version: int, checkpoint_dir: str, gone: Sequence[int]) -> None:
         """`version` is durable and the trainer stands at it."""
-        self._trained_version = version
+        self._trained_version = self._trainer.memory.version = version
         self._versions = [v for v in self._versions if v not in gone and v != version] + [version]
         self._trainer.memory.saved(checkpoint_dir)
 
@@ -556,6 +581,16 @@ def _fields(spec: JobSpec) -> dict[str, Any]:
 
 def _log_phase(phase: str, detail: dict[str, object]) -> None:
     log.info("resync: %s %s", phase, detail)
+
+
+def _unreleased(error: Exception, mode: object) -> Exception:
+    """A job whose work is done, but not what the memory mode promises of the time after it."""
+    if isinstance(error, JobFailed):
+        return JobFailed(
+            code=error.code, node=error.node, phase=error.phase, remedy=error.remedy,
+            message=f"the job itself is done, but the trainer did not come to memory mode {mode}: {error}",
+        )  # fmt: skip
+    return type(error)(f"the job itself is done, but the trainer did not come to memory mode {mode}: {error}")
 
 
 def _failed(job_id: str, error: Exception, *, serving: str) -> Failed:

@@ -30,6 +30,8 @@ class TrainerMemory:
     """The checkpoint that its state came from or went to last; empty: the base weights."""
     steps: int = 0
     """Optimizer steps since then."""
+    version: int = 0
+    """The newest version that was made of its state."""
     pending: int = 0
     """Batches whose gradients wait for a step."""
 
@@ -72,6 +74,15 @@ class TrainerRequests:
         self._ready_timeout_s, self._load_timeout_s = ready_timeout_s, load_timeout_s
         self.memory = TrainerMemory()
 
+    async def ready(self, report: Report) -> None:
+        """Wait for the trainer; another process than the last one is put back to the last durable state.
+
+        Raises:
+            NodeLost: it is not ready in time, or something was lost with the old one.
+        """
+        await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
+        await self._settle(report)
+
     async def ask(
         self,
         make_request: Callable[[], AnyMessage],
@@ -89,8 +100,7 @@ class TrainerRequests:
         """
         on_progress: OnProgress = lambda _, p: report(p.phase, p.detail)  # noqa: E731
         for attempt in range(1, self._attempts + 1):
-            await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
-            await self._settle(report)
+            await self.ready(report)
             request = make_request()
             try:
                 return await self._router.request("trainer", request, buffers, phase=phase, on_progress=on_progress)

@@ -53,6 +53,7 @@ from orchestrator.protocol.messages import (
     OptimStep,
     PlanPublication,
     Ready,
+    ReleaseMemory,
     SaveCheckpoint,
     SendWeights,
     TensorSpec,
@@ -177,6 +178,7 @@ class Node:
             ExportHf: self._export_hf,
             SaveCheckpoint: self._save_checkpoint,
             LoadCheckpoint: self._load_checkpoint,
+            ReleaseMemory: self._release_memory,
             PlanPublication: self._plan_publication,
             UseLayout: self._use_layout,
             OpenTransferGroup: self._open_transfer_group,
@@ -194,6 +196,7 @@ class Node:
                 "trainable_parameters": self.runtime.num_parameters,
                 "dtype": self.config.dtype,
                 "device": self.config.device,
+                "memory": self.config.memory,
             }
             self.link.send(Ready(node_id=self.link.node_id, detail=detail))
         while True:
@@ -240,6 +243,9 @@ class Node:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ConfigError(f"the trainer does not know {message.kind}")
+        if self.runtime.is_offloaded and not isinstance(message, ReleaseMemory | OpenTransferGroup):
+            self._progress("reloading")
+            self.runtime.reload()
         return handler(message, buffers) if isinstance(message, TrainStep | Forward | ForwardBackward) else handler(message)
 
     def _answer(self, outcome: Outcome, error: BaseException | None, errors: list[str | None], *, diverged: bool) -> None:
@@ -429,6 +435,15 @@ class Node:
             }
         )
 
+    def _release_memory(self, message: ReleaseMemory) -> Outcome:
+        self._progress("offloading")
+        started = time.monotonic()
+        self._transfer.free_buffers()
+        moved = self.runtime.offload()
+        seconds = {"offload": time.monotonic() - started}
+        result = {"offloaded_bytes": moved, "resident_bytes": self.runtime.resident_bytes(), "seconds": seconds}
+        return Outcome(result=result)
+
     def _plan_publication(self, message: PlanPublication) -> Outcome:
         self._progress("planning")
         manifest = self.exporter.manifest()
@@ -575,6 +590,10 @@ class Transfer:
     def use_chunks(self, chunks: Chunks | None) -> None:
         """From the next send on: these chunks, or (None) a stream in manifest order."""
         self._chunks = chunks
+        self.free_buffers()
+
+    def free_buffers(self) -> None:
+        """Free the sender's buffers; groups stay joined, and the next send makes new ones."""
         with self._lock:
             if self._sender is not None:
                 self._sender.release()

@@ -29,6 +29,7 @@ from trainer_node.batch import Batch, MicroBatch, cut, micro_batches, rows_per_r
 from trainer_node.hf import HfCheckpoint, read_config
 from trainer_node.losses import LossInputs, bind_loss, import_losses, total_loss, vocab_parallel_statistics
 from trainer_node.merge import strip_wrappers
+from trainer_node.offload import HostCopies, held_tensors, storage_bytes
 from trainer_node.sums import Pending, StepSums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -472,6 +473,36 @@ class TrainerRuntime:
                 total += p.param.grad.double().square().sum()  # type: ignore[union-attr]
         dist.all_reduce(total)
         return total.sqrt()
+
+    # ------------------------------------------------------------ memory between jobs
+
+    _host_copies: HostCopies | None = None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether `offload` was the last of the two."""
+        return self._host_copies is not None and self._host_copies.holds_data
+
+    def offload(self) -> int:
+        """Move every tensor of the model, adapters, optimizer and pending gradients to host memory and free the device's.
+
+        Returns the bytes that this rank holds on the host. Twice is once.
+        """
+        if self._host_copies is None:
+            self._host_copies = HostCopies(pinned=self.device.type == "cuda")
+        self._host_copies.take(held_tensors(self))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._host_copies.nbytes
+
+    def reload(self) -> None:
+        """Undo `offload`: every tensor has its bytes again, and every view of it is a view of it still."""
+        if self._host_copies is not None:
+            self._host_copies.give_back()
+
+    def resident_bytes(self) -> int:
+        """Bytes of the model, adapters, optimizer and pending gradients where they compute."""
+        return storage_bytes(held_tensors(self))
 
     def close(self) -> None:
         """Leave the process groups. Safe to call twice."""

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from orchestrator.protocol.messages import Message, Transport
 
 Device = Literal["cpu", "cuda"]
+MemoryMode = Literal["resident", "offload", "exit"]
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -69,6 +70,10 @@ class TrainerConfig(Message):
     """Most sequences that go through a rank's model at once; memory, not numbers, depends on it."""
     loss_modules: tuple[str, ...] = ()
     """Python modules imported at the start, which register losses of the user's own (`trainer_node.losses.register_loss`)."""
+    memory: MemoryMode = "resident"
+    """What the trainer holds between jobs. resident: everything, nothing is rebuilt or moved. offload: weights, adapters, optimizer state and
+    pending gradients lie in (pinned) host memory until the next request needs them. exit: its processes end after each job, so that all
+    GPU memory is free; `splice trainer` starts them again for the next one, from the last durable state. `ForwardBackward` is refused then."""
     seed: int = 1234
     collective_timeout_s: float = Field(default=120.0, gt=0)
 

@@ -20,7 +20,7 @@ PROTOCOL_VERSION = 1
 """Peers of another version are answered `Rejected`."""
 
 Transport = Literal["gloo", "nccl"]
-Role = Literal["trainer", "inference", "client"]
+Role = Literal["trainer", "inference", "client", "launcher"]
 PauseMode = Literal["keep", "keep_kv", "wait", "abort"]
 Dtype = Literal["float32", "bfloat16", "float16", "int64", "int32", "uint8", "float64"]
 
@@ -514,6 +514,16 @@ class ExportHf(_Request):
     shard_bytes: int = Field(gt=0)
 
 
+class ReleaseMemory(_Request):
+    """Move weights, adapters, optimizer state and pending gradients to host memory and free the device's; transfer groups stay joined.
+
+    The next request that needs them brings them back. `Completed.result` has `offloaded_bytes` and `resident_bytes` (what is left: 0)
+    of rank 0.
+    """
+
+    kind: Literal["ReleaseMemory"] = "ReleaseMemory"
+
+
 class PlanPublication(_Request):
     """Declare the manifest. `Completed.result` is a `Manifest` as a dict; no data moves."""
 
@@ -617,6 +627,20 @@ class AbortUpdate(Message):
     reason: str
 
 
+class StartTrainer(_Request):
+    """Launcher: start the trainer's processes of this host unless they run. `Completed` once they are started, not once they are ready."""
+
+    kind: Literal["StartTrainer"] = "StartTrainer"
+
+
+class StopTrainer(_Request):
+    """Launcher: `Completed` once no process of the trainer is left on this host."""
+
+    kind: Literal["StopTrainer"] = "StopTrainer"
+    grace_s: float = Field(ge=0)
+    """How long they get to end by themselves, having been sent `Shutdown`, before they are ended by signals."""
+
+
 class Shutdown(Message):
     """End the node in order. Not a request."""
 
@@ -663,7 +687,7 @@ class Ready(Message):
     kind: Literal["Ready"] = "Ready"
     node_id: str
     detail: dict[str, Any] = {}
-    """trainer: {"model", "parallel": {...}, "trainable_parameters"}; inference: {"base_url", "workers", "model", "model_dtype"}"""
+    """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}; launcher: {"memory", "node_rank", "num_nodes"}; inference: {"base_url", "workers", "model", "model_dtype"}"""
 
 
 class Heartbeat(Message):
@@ -739,6 +763,7 @@ AnyMessage = (
     SubmitJob | CancelJob | GetStatus | Subscribe | StopRun
     | Forward | ForwardBackward | OptimStep | ExportHf
     | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
+    | ReleaseMemory | StartTrainer | StopTrainer
     | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | ReceiveWeights | CommitUpdate | AbortUpdate | Shutdown
     | Hello | Welcome | Rejected | Ready | Heartbeat | Progress | Completed | Failed | Cancelled | Status
 )  # fmt: skip

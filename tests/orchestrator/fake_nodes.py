@@ -29,6 +29,7 @@ class FakeNode:
     """Answers requests by `on_<Kind>` methods on a thread; `script[kind]` replaces one answer, once."""
 
     role = "trainer"
+    detail: dict[str, object] = {"workers": 1, "base_url": "http://none"}  # noqa: RUF012 - replaced, never changed
 
     def __init__(self, *, endpoint: str, node_id: str, token: str) -> None:
         self.log: list[str] = []
@@ -42,7 +43,7 @@ class FakeNode:
 
     def start(self) -> FakeNode:
         self.link.start(timeout_s=10)
-        self.link.send(Ready(node_id=self.link.node_id, detail={"workers": 1, "base_url": "http://none"}))
+        self.link.send(Ready(node_id=self.link.node_id, detail=self.detail))
         self._thread.start()
         return self
 
@@ -76,6 +77,27 @@ class FakeNode:
     def refuse(self, message: object, *, code: ErrorCode = ErrorCode.PLAN_REFUSED) -> None:
         """Answer Failed."""
         self.link.fail(message.request_id, code=code, phase="test", message="told to", remedy="nothing")  # type: ignore[attr-defined]
+
+
+class FakeLauncher(FakeNode):
+    """`splice trainer` in memory mode exit: starts and ends a fake trainer."""
+
+    role = "launcher"
+    detail: dict[str, object] = {"memory": "exit"}  # noqa: RUF012
+
+    def __init__(self, *, make: Callable[[], FakeTrainer], **kwargs: str) -> None:
+        super().__init__(**kwargs)
+        self.make, self.trainer = make, None
+
+    def on_StartTrainer(self, message) -> None:
+        self.trainer = self.make()
+        self._done(message)
+
+    def on_StopTrainer(self, message) -> None:
+        if self.trainer is not None:
+            self.trainer.die()
+        self.trainer = None
+        self._done(message)
 
 
 class FakeTrainer(FakeNode):

@@ -225,6 +225,40 @@ def check_composition(runtime: TrainerRuntime) -> None:
     assert same(results[0][3], results[1][3])
 
 
+def check_offload(runtime: TrainerRuntime, out: Path) -> None:
+    """Offloaded, every storage is empty; back, weights, optimizer, pending gradients and every view are as if nothing had been."""
+    batch, spec, optim = batch_for("cross_entropy"), SPECS["cross_entropy"], OptimParams(lr=1e-2)
+    checkpoint.save(runtime, out / "to_offload", version=1)
+    checkpoint.load(runtime, out / "to_offload")  # its optimizer state lies in storages that torch cannot resize
+    results = []
+    for offloads in (False, True):
+        checkpoint.load(runtime, out / "to_offload")
+        before = state(runtime)
+        for _ in range(2):
+            runtime.forward_backward(batch, spec)
+            if offloads:
+                held = runtime.resident_bytes()
+                assert runtime.offload() == held == runtime.offload() > 0
+                assert runtime.is_offloaded
+                tensors = [
+                    *runtime.model[0].parameters(),
+                    *(p.param for p in runtime.params),
+                    *(p.param.grad for p in runtime.params),
+                ]
+                tensors += [v for values in runtime.optimizer.state.values() for v in values.values() if v.dim()]
+                assert len(tensors) > 4 * len(runtime.params)
+                assert all(t is None or t.untyped_storage().nbytes() == 0 for t in tensors)
+                runtime.reload()
+                assert runtime.resident_bytes() == held
+                assert not runtime.is_offloaded
+            metrics = runtime.optim_step(optim)
+        shards = [s.tensor.clone() for s in runtime.adapters.shards()]
+        results.append((metrics["loss"], metrics["grad_norm"], [*state(runtime), *shards]))
+        assert not same(before, state(runtime))
+    assert results[0][:2] == results[1][:2]
+    assert same(results[0][2], results[1][2])
+
+
 def check_identity_adapters(runtime: TrainerRuntime) -> None:
     """Fresh adapters are the base: the same log-probs to the bit, so no divergence from it."""
     batch = batch_for("cross_entropy")
@@ -259,6 +293,7 @@ def main() -> None:
         check_composition(runtime)
         check_skipped_step(runtime, out)
         check_failures_drop(runtime, out)
+        check_offload(runtime, out)
     if dist.get_rank() == 0:
         torch.save(result, out / "result.pt")
     runtime.close()

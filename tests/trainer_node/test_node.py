@@ -36,6 +36,7 @@ from orchestrator.protocol.messages import (
     OptimParams,
     OptimStep,
     PlanPublication,
+    ReleaseMemory,
     Rendezvous,
     SaveCheckpoint,
     SendWeights,
@@ -249,7 +250,10 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
         assert result["metrics"]["grad_norm"] > 0
         assert result["seconds"]["train"] > 0
-        at_1 = check_publication(control, receiver, manifest, version=1)
+        released, _ = control.ok(ReleaseMemory)
+        assert released["offloaded_bytes"] > sum(t.nbytes for t in base.values()) // (2 * ranks)
+        assert released["resident_bytes"] == 0
+        at_1 = check_publication(control, receiver, manifest, version=1)  # the groups stayed, the weights came back
         theirs = peft_merged(models[name], tmp_path / "v1" / "adapter")
         assert all(torch.equal(at_1[n], theirs[n]) for n in at_1)
 
@@ -350,6 +354,8 @@ def test_operations(models, tmp_path: Path) -> None:
             start += length
 
         control.ok(ForwardBackward, buffers, **batch)
+        control.ok(ReleaseMemory)
+        assert control.ok(ReleaseMemory)[0]["resident_bytes"] == 0
         huge = arrays()
         huge["sampler_logprobs"] = np.where(huge["loss_mask"] > 0, -3e38, 0).astype(np.float32)
         huge["advantages"] = -huge["loss_mask"]

@@ -1,0 +1,132 @@
+"""What the orchestrator asks of trainer and launchers between jobs, and that the client hears of a job's end only after it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    ForwardBackwardJob,
+    ForwardJob,
+    InitialSyncJob,
+    OptimStepJob,
+    TrainLoraJob,
+    forward_specs,
+)
+from orchestrator.trainer_host import TrainerLaunch, torchrun_command
+from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer
+from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
+
+FORWARD = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(tmp_path) as r:
+        yield r
+
+
+class Offloading(FakeTrainer):
+    """A trainer in memory mode offload."""
+
+    detail = {"memory": "offload"}  # noqa: RUF012
+
+
+def test_offload_comes_before_the_outcome(run):
+    trainer = Offloading(endpoint=run.endpoint, node_id="trainer", token=TOKEN).start()
+    run.nodes.append(trainer)
+    run.replica(trainer)
+    for job, buffers in ((InitialSyncJob(), ()), (JOB, BUFFERS), (FORWARD, BUFFERS[:2])):
+        run.client.run(job, buffers=buffers)
+        assert trainer.log[-1] == "ReleaseMemory"
+    assert trainer.log.count("ReleaseMemory") == 3
+    trainer.script["ForwardBackward"] = trainer.refuse
+    with pytest.raises(JobFailed, match="told to"):
+        run.client.run(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS)
+    assert trainer.log[-1] == "ReleaseMemory"
+    trainer.script["ReleaseMemory"] = lambda m: trainer.refuse(m, code=ErrorCode.INTERNAL)
+    with pytest.raises(JobFailed, match="the job itself is done, but the trainer did not come to memory mode offload"):
+        run.client.run(JOB, buffers=BUFFERS)
+    assert run.client.status().version == 2
+
+
+@pytest.fixture
+def exiting(run):
+    """A run in memory mode exit: every trainer that was started, in order."""
+    trainers: list[FakeTrainer] = []
+
+    def make():
+        trainers.append(FakeTrainer(endpoint=run.endpoint, node_id="trainer", token=TOKEN).start())
+        return trainers[-1]
+
+    launcher = FakeLauncher(make=make, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN)
+    run.nodes.append(launcher.start())
+    yield run, launcher, trainers
+    for trainer in trainers:
+        trainer.die()
+
+
+def test_exit_ends_the_trainer_and_the_next_job_has_the_state(exiting):
+    run, launcher, trainers = exiting
+    replica = run.replica(lambda: trainers[-1])
+    run.client.run(InitialSyncJob())
+    assert launcher.trainer is None and trainers[0].log[-1] == "Shutdown"
+    assert "trainer" not in {n.node_id for n in run.client.status().nodes}
+    run.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS)
+    assert trainers[1].log == ["LoadCheckpoint", "TrainLora", "SaveCheckpoint", "Shutdown"]
+    run.client.run(OptimStepJob())
+    saved = str(run.dir.absolute() / "trainer_state")
+    assert saved in trainers[2].saved and trainers[2].log[0] == "LoadCheckpoint"
+    run.client.run(FORWARD, buffers=BUFFERS[:2])
+    assert trainers[3].log == ["LoadCheckpoint", "Forward", "Shutdown"]  # nothing new, so nothing saved
+    run.client.run(JOB, buffers=BUFFERS)
+    assert replica.log.count("JoinTransferGroup") == replica.log.count("LeaveTransferGroup") == 2
+    assert launcher.log.count("StartTrainer") == launcher.log.count("StopTrainer") == len(trainers) == 5
+    with pytest.raises(JobFailed, match="Submit TrainMerged or TrainLora with the whole batch"):
+        run.client.run(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS)
+    assert len(trainers) == 5, "a job that is refused starts nothing"
+
+
+def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):
+    from orchestrator.protocol.messages import Ready
+
+    run, launcher, trainers = exiting
+    replica = run.replica(lambda: trainers[-1])
+    run.client.run(InitialSyncJob())
+    replica.live = [0, 0, 0]
+    replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    deadline = time.monotonic() + 10
+    while (len(replica.served) < 2 or launcher.trainer is not None) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert replica.served == [(0, [10, 20, 30])] * 2 and launcher.trainer is None
+
+
+def test_exit_needs_somebody_who_starts_it_again(run):
+    class Exiting(FakeTrainer):
+        detail = {"memory": "exit"}  # noqa: RUF012
+
+    run.nodes.append(Exiting(endpoint=run.endpoint, node_id="trainer", token=TOKEN).start())
+    deadline = time.monotonic() + 5
+    while not run.client.status().nodes and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with pytest.raises(JobFailed, match="start it by `splice trainer`"):
+        run.client.run(FORWARD, buffers=BUFFERS[:2])
+
+
+def test_torchrun_command(tmp_path):
+    launch = {"endpoint": "tcp://h:1", "config": tmp_path / "t.json", "python": "py"}
+    alone = torchrun_command(TrainerLaunch(**launch, prefix=("docker", "run", "img")), world_size=4)
+    assert alone[:6] == ["docker", "run", "img", "py", "-m", "torch.distributed.run"]
+    assert {"--standalone", "--nproc-per-node=4"} <= set(alone)
+    second = torchrun_command(TrainerLaunch(**launch, nodes=2, node_rank=1, rendezvous="[::1]:29400"), world_size=4)
+    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--master-addr=::1", "--master-port=29400"} <= set(second)
+    for bad, says in (
+        ({"nodes": 3, "rendezvous": "h:1"}, "4 ranks do not divide over --nodes 3"),
+        ({"nodes": 2}, "needs --rendezvous HOST:PORT"),
+        ({"nodes": 2, "node_rank": 2, "rendezvous": "h:1"}, "--node-rank 2 is not one of 0 to 1"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            torchrun_command(TrainerLaunch(**launch, **bad), world_size=4)

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node.batch import Batch, MicroBatch, cut, micro_batches, rows_per_rank, unpad
+from trainer_node.batch import Batch, MicroBatch, check_accumulation, micro_batches
 from trainer_node.hf import HfCheckpoint, read_config
-from trainer_node.losses import LossInputs, bind_loss, import_losses, total_loss, vocab_parallel_statistics
+from trainer_node.losses import LossInputs, bind_loss, import_losses, linear_statistics, total_loss
 from trainer_node.merge import strip_wrappers
 from trainer_node.offload import HostCopies, held_tensors, storage_bytes
 from trainer_node.sums import Pending, StepSums
@@ -134,8 +134,12 @@ class TrainerRuntime:
         first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
         model = self.provider.provide(pre_process=first, post_process=last)
         model.to(self.device)
+        if last:
+            self._head = model
+            # The model ends with its hidden states: logits are made where there is loss, a chunk at a time (`_statistics`).
+            model.output_layer.forward = lambda hidden, **_: (hidden, None)
         for module in model.modules():
-            if isinstance(module, MoELayer):
+            if isinstance(module, MoELayer) and not self.provider.sequence_parallel:
                 # In training mode the layer refuses tensor parallelism without sequence parallelism, for speed only. Its own flag
                 # decides nothing else; the modules below it keep theirs.
                 module.training = False
@@ -230,20 +234,14 @@ class TrainerRuntime:
 
         bind_loss(loss)
         self.pending.check(loss.normalize_by)
-        data_size = parallel_state.get_data_parallel_world_size()
-        rows_per_rank(grad_accumulation_sequences, dp_size=data_size)
+        check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
         try:
             if loss.kl is not None and loss.kl.reference == "base":
                 base_T, _ = self.forward(batch, allowed_token_ids=loss.allowed_token_ids, adapters=False)
                 batch = replace(batch, reference_logprobs_T=base_T)
-            micro = micro_batches(
-                batch,
-                max_rows=self.config.micro_batch_sequences,
-                dp_rank=parallel_state.get_data_parallel_rank(),
-                dp_size=data_size,
-                grad_accumulation_sequences=grad_accumulation_sequences,
+            reports = self._schedule(
+                self._cut(batch), partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight)
             )
-            reports = self._schedule(micro, partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight))
             sums = self._reduce_sums(reports, batch, loss)
         except BaseException as error:
             dropped = self.drop_pending()
@@ -263,17 +261,13 @@ class TrainerRuntime:
         Args:
             adapters: False: the base model's.
         """
-        from megatron.core import parallel_state
-
-        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        rows = self.config.micro_batch_sequences
-        micro = micro_batches(batch, max_rows=rows, dp_rank=rank, dp_size=size)
-        scores = partial(self._scores, self._allowed(allowed_token_ids))
+        micro = self._cut(batch)
         with self.adapters.switched(on=adapters):
-            values = self._schedule(micro, scores, forward_only=True)
+            values = self._schedule(micro, partial(self._scores, self._allowed(allowed_token_ids)), forward_only=True)
         result_2T = torch.zeros(2, len(batch.tokens_T), device=self.device)
-        if values and self._speaks():
-            result_2T = unpad(batch, cut(len(batch.lengths), max_rows=rows, dp_rank=rank, dp_size=size), values)
+        if self._speaks():
+            for one, value_2N in zip(micro, values, strict=True):
+                result_2T[:, one.rows_N] = value_2N
         dist.all_reduce(result_2T)
         logprobs_T, entropy_T = result_2T.cpu()
         return logprobs_T, entropy_T
@@ -281,77 +275,109 @@ class TrainerRuntime:
     def _allowed(self, ids: Sequence[int] | None) -> torch.Tensor | None:
         return None if ids is None else torch.tensor(sorted(set(ids)), device=self.device)
 
+    def _cut(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's micro-batches, on its device."""
+        from megatron.core import parallel_state
+
+        parallel = self.config.parallel
+        micro = micro_batches(
+            batch,
+            budget=self.config.micro_batch_tokens,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            least=parallel.pipeline,
+            same_length=parallel.pipeline > 1 or parallel.expert > 1,
+            multiple=parallel.tensor if self.provider.sequence_parallel else 1,
+        )
+        return [m.to(self.device) for m in micro]
+
     def _schedule(self, micro: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool = False) -> list[torch.Tensor]:
-        """Megatron's schedule over these micro-batches; `loss(micro, logits)`'s reports, on the last pipeline stage only."""
+        """Megatron's schedule over these micro-batches; `loss(micro, hidden)`'s reports, on the last pipeline stage only.
+
+        Nothing in it waits for the device: what depends on the data (positions with loss, sequence bounds) was worked out on the CPU.
+        """
+        from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             one = next(data)
-            positions = torch.arange(one.tokens_BL.shape[1], device=self.device).expand_as(one.tokens_BL)
-            output = model(input_ids=one.tokens_BL, position_ids=positions, attention_mask=None)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=one.cu_seqlens,
+                cu_seqlens_kv=one.cu_seqlens,
+                max_seqlen_q=one.max_seqlen,
+                max_seqlen_kv=one.max_seqlen,
+            )
+            output = model(
+                input_ids=one.tokens_L[None], position_ids=one.positions_L[None], attention_mask=None, packed_seq_params=packed
+            )
             return output, partial(loss, one)
 
-        rows, length = micro[0].tokens_BL.shape
         reports: list[torch.Tensor] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter([m.to(self.device) for m in micro]),
+            data_iterator=iter(micro),
             model=self.model,
             num_microbatches=len(micro),
-            seq_length=length,
-            micro_batch_size=rows,
+            seq_length=len(micro[0].tokens_L),
+            micro_batch_size=1,
             forward_only=forward_only,
         )
         return reports
 
     def _statistics(
-        self, micro: MicroBatch, allowed_K: torch.Tensor | None, logits_BLV: torch.Tensor, *, with_entropy: bool
+        self, micro: MicroBatch, allowed_K: torch.Tensor | None, hidden_1LH: torch.Tensor, *, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy where the micro-batch has loss, [N] each."""
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state, tensor_parallel
 
-        picked = micro.loss_mask_BL.bool()
-        rank, rows = parallel_state.get_tensor_model_parallel_rank(), logits_BLV.shape[-1]
-        return vocab_parallel_statistics(
-            logits_BLV[picked],
-            micro.targets_BL[picked],
-            vocab_start=rank * rows,
+        group, head, hidden_LH = parallel_state.get_tensor_model_parallel_group(), self._head, hidden_1LH[0]
+        tied = head.share_embeddings_and_output_weights
+        weight_VH = head.shared_embedding_or_output_weight() if tied else head.output_layer.weight
+        # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the region's backward adds them up.
+        if self.provider.sequence_parallel:
+            hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
+        hidden_NH = hidden_LH.index_select(0, micro.predictors_N)
+        if not self.provider.sequence_parallel:
+            hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH, group=group)
+        return linear_statistics(
+            hidden_NH,
+            weight_VH,
+            micro.targets_N,
+            vocab_start=group.rank() * weight_VH.shape[0],
             vocab_size=self.vocab_size,
             allowed_K=allowed_K,
-            group=parallel_state.get_tensor_model_parallel_group(),
+            group=group,
             with_entropy=with_entropy,
         )
 
     def _scores(
-        self, allowed_K: torch.Tensor | None, micro: MicroBatch, logits_BLV: torch.Tensor
+        self, allowed_K: torch.Tensor | None, micro: MicroBatch, hidden_1LH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For the schedule's forward-only run: nothing, no count, and [log-prob, entropy] as [2, B, L]."""
-        picked = micro.loss_mask_BL.bool()
-        result = torch.zeros(2, *picked.shape, device=self.device)
-        if picked.any():
-            result[:, picked] = torch.stack(self._statistics(micro, allowed_K, logits_BLV, with_entropy=True))
+        """For the schedule's forward-only run: nothing, no count, and [log-prob, entropy] as [2, N]."""
+        result = torch.zeros(2, len(micro.rows_N), device=self.device)
+        if len(micro.rows_N):
+            result = torch.stack(self._statistics(micro, allowed_K, hidden_1LH, with_entropy=True))
         nothing = torch.zeros((), device=self.device)
         return nothing, nothing.to(torch.int), result
 
     def _loss(
-        self, spec: LossSpec, allowed_K: torch.Tensor | None, weight: float, micro: MicroBatch, logits_BLV: torch.Tensor
+        self, spec: LossSpec, allowed_K: torch.Tensor | None, weight: float, micro: MicroBatch, hidden_1LH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the schedule wants on the last stage: summed loss, its token count, and the NUM_REPORTED sums for the report."""
-        picked = micro.loss_mask_BL.bool()
-        count = picked.sum().to(torch.int)
-        if not picked.any():
+        count = torch.full((), len(micro.rows_N), dtype=torch.int, device=self.device)
+        if not len(micro.rows_N):
             zeros = torch.zeros(NUM_REPORTED, dtype=torch.float64, device=self.device)
-            return logits_BLV[..., 0].float().sum() * 0.0, count, zeros
-        log_probs_N, entropy_N = self._statistics(micro, allowed_K, logits_BLV, with_entropy=spec.entropy_bonus != 0.0)
+            return hidden_1LH.float().sum() * 0.0, count, zeros
+        log_probs_N, entropy_N = self._statistics(micro, allowed_K, hidden_1LH, with_entropy=spec.entropy_bonus != 0.0)
         inputs = LossInputs(
             log_probs_N=log_probs_N,
-            sampler_logprobs_N=micro.sampler_logprobs_BL[picked],
-            advantages_N=micro.advantages_BL[picked],
-            old_logprobs_N=None if micro.old_logprobs_BL is None else micro.old_logprobs_BL[picked],
-            sequence_N=picked.nonzero()[:, 0],
-            num_sequences=picked.shape[0],
+            sampler_logprobs_N=micro.sampler_logprobs_N,
+            advantages_N=micro.advantages_N,
+            old_logprobs_N=micro.old_logprobs_N,
+            sequence_N=micro.sequence_N,
+            num_sequences=micro.num_sequences,
         )
-        reference_N = None if micro.reference_logprobs_BL is None else micro.reference_logprobs_BL[picked]
-        terms = total_loss(inputs, spec, entropy_N=entropy_N, reference_logprobs_N=reference_N)
+        terms = total_loss(inputs, spec, entropy_N=entropy_N, reference_logprobs_N=micro.reference_logprobs_N)
         total = terms.total * weight
         reported = (total.detach(), terms.num_clipped, terms.logprob_gap, terms.kl, terms.entropy, terms.logprob_gap_max)
         return total, count, torch.stack([x.double() for x in reported])

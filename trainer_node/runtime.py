@@ -3,7 +3,8 @@
     init process groups -> build the model through Megatron-Bridge -> freeze it -> hook adapters on
     forward_backward over micro-batches (sums) ... forward_backward -> optim_step (reduce once, divide once, clip, AdamW)
 
-The base is frozen; only fp32 adapters train. Every method is a collective: all ranks call it with the same arguments.
+With finetuning_type "lora" the base is frozen and fp32 adapters train; with "full" every parameter of the model does, and there is no
+adapter. Every method is a collective: all ranks call it with the same arguments.
 A loss is a sum over tokens, and gradients are reduced and divided once, at `optim_step`, so a step does not depend on how its tokens were
 cut into micro-batches or calls, or where they ran. What is pending is dropped, never half kept, where a call fails after it has begun.
 """
@@ -170,20 +171,40 @@ class TrainerRuntime:
             param.normal_(0.0, self.hf_config.initializer_range, generator=generator)
 
     def _adapt(self) -> None:
+        """Decide what trains: adapters on the frozen model, or (with none) the model itself."""
         from trainer_node.lora import AdapterSet
+        from trainer_node.optimizer import ShardedAdamW
+        from trainer_node.parameters import count, model_parameters
 
         self.adapters = AdapterSet(
-            tasks=self.conversion_tasks,
+            tasks=() if self.trains_all else self.conversion_tasks,
             config=self.provider,
             lora=self.config.lora,
             seed=self.config.seed,
             device=self.device,
         )
-        self.params = self.adapters.params()
-        self.optimizer = torch.optim.AdamW([p.param for p in self.params], lr=1e-4) if self.params else None
-        self.num_parameters = self.adapters.num_parameters()
+        if self.trains_all:
+            self.model[0].requires_grad_(True)
+            tied = bool(self.hf_config.tie_word_embeddings)
+            self.params = model_parameters(
+                self.model[0], self.conversion_tasks, config=self.provider, tied=tied, vocab_size=self.vocab_size
+            )
+        else:
+            self.params = self.adapters.params()
+        self.optimizer = ShardedAdamW(self.params)
+        self.num_parameters = count(self.params, self.device)
         if self.num_parameters == 0:
             raise ConfigError(f"no linear of the model is among the lora targets {self.config.lora.targets}")
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether the model's own parameters train; there are no adapters then."""
+        return self.config.finetuning_type == "full"
+
+    def need_adapters(self, what: str) -> None:
+        """Raises ConfigError in full-parameter training, for what only adapters make possible."""
+        if self.trains_all:
+            raise ConfigError(f"{what} needs adapters, and this trainer has none: it was started with finetuning_type = 'full'")
 
     @property
     def vocab_size(self) -> int:
@@ -216,7 +237,7 @@ class TrainerRuntime:
         dropped = self.pending.num_batches
         self.pending = Pending()
         for p in self.params:
-            p.param.grad = None
+            p.drop_grad()
         return dropped
 
     def forward_backward(
@@ -234,6 +255,8 @@ class TrainerRuntime:
 
         bind_loss(loss)
         self.pending.check(loss.normalize_by)
+        if loss.kl is not None and loss.kl.reference == "base":
+            self.need_adapters("a KL term with reference 'base' (send reference log-probs and use 'given')")
         check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
         try:
             if loss.kl is not None and loss.kl.reference == "base":
@@ -261,6 +284,8 @@ class TrainerRuntime:
         Args:
             adapters: False: the base model's.
         """
+        if not adapters:
+            self.need_adapters("a forward pass of the base model")
         micro = self._cut(batch)
         with self.adapters.switched(on=adapters):
             values = self._schedule(micro, partial(self._scores, self._allowed(allowed_token_ids)), forward_only=True)
@@ -449,56 +474,65 @@ class TrainerRuntime:
     @torch.no_grad()
     def _step(self, optim: OptimParams, *, denominator: float) -> float:
         """Returns the norm before clipping."""
+        from trainer_node.parameters import global_norm
+
         self._finalize_gradients(denominator)
-        norm = self._global_norm()
+        norm = global_norm(self.params, self.device)
         if not torch.isfinite(norm):
             raise NonFiniteGradient(f"the gradient's norm is {float(norm)}")
-        if optim.max_grad_norm is not None:
-            # torch.nn.utils.clip_grad_norm_'s formula.
-            factor = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            for p in self.params:
-                p.param.grad.mul_(factor)  # type: ignore[union-attr]
-        if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group.update(lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay)
-            self.optimizer.step()
+        # torch.nn.utils.clip_grad_norm_'s formula.
+        factor = None if optim.max_grad_norm is None else (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.optimizer.step(optim, factor=factor)
         return float(norm)
 
     def _finalize_gradients(self, denominator: float) -> None:
-        """Sum over data-parallel ranks, make copies agree, divide once.
+        from trainer_node.parameters import finalize_gradients
 
-        Experts see every token of their expert-data-parallel group; without sequence parallelism each token is there once per tensor
-        rank, hence the division by the tensor size.
+        sequence_parallel = bool(self.provider.sequence_parallel)
+        finalize_gradients(self.params, denominator=denominator, sequence_parallel=sequence_parallel)
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """The pending gradient, finalised as `optim_step` does (summed, divided once, not clipped); nothing is pending afterwards.
+
+        Returns whole fp32 tensors by HF name on the CPU of rank 0, an empty dict elsewhere; of adapters under PEFT's names, `lora_A` and
+        `lora_B` after the module's, experts one by one. For checks: everything passes through rank 0's memory.
+
+        Raises:
+            NothingPending: no forward_backward since the last step.
         """
-        from megatron.core import parallel_state
+        if not self.pending.num_batches:
+            raise NothingPending("no gradients are pending: send ForwardBackward first")
+        try:
+            self._finalize_gradients(self.pending.denominator)
+            return self._whole([p.grad for p in self.params])
+        finally:
+            self.drop_pending()
 
-        tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-        for p in self.params:
-            if p.param.grad is None:
-                p.param.grad = torch.zeros_like(p.param)
-        dense = [p.param.grad for p in self.params if not p.expert]
-        experts = [p.param.grad for p in self.params if p.expert]
-        copies = [p.param.grad for p in self.params if not p.expert and not p.split]
-        _all_reduce_flat(dense, parallel_state.get_data_parallel_group(), 1 / denominator)
-        _all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (denominator * tensor_size))
-        # Complete already on every tensor rank (the adapters exchange their hidden layer's gradient); averaging keeps the copies
-        # equal to the bit where a kernel's order is not deterministic.
-        if tensor_size > 1:
-            _all_reduce_flat(copies, parallel_state.get_tensor_model_parallel_group(), 1 / tensor_size)
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """What is trained, as `take_gradients` returns the gradients. A collective; for checks."""
+        return self._whole([p.param.detach() for p in self.params])
 
-    def _global_norm(self) -> torch.Tensor:
-        """L2 norm over all ranks, each parameter counted once."""
-        from megatron.core import parallel_state
+    def _whole(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One tensor for each parameter, gathered to whole ones by HF name on rank 0, experts one by one."""
+        from trainer_node.parameters import gather
 
-        first_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
-        first_data = parallel_state.get_data_parallel_rank() == 0
-        first_expert_data = parallel_state.get_expert_data_parallel_rank() == 0
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for p in self.params:
-            if first_expert_data if p.expert else first_data and (p.split or first_tensor):
-                total += p.param.grad.double().square().sum()  # type: ignore[union-attr]
-        dist.all_reduce(total)
-        return total.sqrt()
+        whole = gather(self.params, tensors, self.control_group)
+        found = {}
+        for name, tensor in whole.items():
+            before, stacked, rest = name.partition(".experts.")
+            if stacked and tensor.dim() == 3:
+                found.update({f"{before}.experts.{e}.{rest}": one for e, one in enumerate(tensor)})
+            else:
+                found[name] = tensor
+        return found
+
+    def seed(self, step: int) -> None:
+        """Seed this process's generators for what follows `step`; for a state that was saved at another topology."""
+        from megatron.core import tensor_parallel
+
+        torch.manual_seed(self.config.seed + step)
+        if self.device.type == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(self.config.seed + step)
 
     # ------------------------------------------------------------ memory between jobs
 
@@ -537,19 +571,6 @@ class TrainerRuntime:
 
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-def _all_reduce_flat(grads: list[Any], group: Any, factor: float) -> None:
-    """Sum over the group and scale, in one message."""
-    if not grads:
-        return
-    if group.size() > 1:
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat, group=group)
-        for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(piece.view_as(grad))
-    if factor != 1.0:
-        torch._foreach_mul_(grads, factor)
 
 
 def _padded_vocab(provider: Any) -> int:

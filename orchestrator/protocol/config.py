@@ -61,6 +61,9 @@ class TrainerConfig(Message):
     init: Literal["hf", "random"] = "hf"
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    finetuning_type: Literal["lora", "full"] = "lora"
+    """What trains: adapters on the frozen model, or every parameter of it (`lora` is then not used). Of bf16 parameters AdamW keeps fp32
+    masters."""
     lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     transport: Transport = "gloo"

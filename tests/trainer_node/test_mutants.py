@@ -178,9 +178,9 @@ MUTANTS = [
     ),
     Mutant(
         name="gradients not reduced over data-parallel ranks",
-        file="trainer_node/runtime.py",
-        old="_all_reduce_flat(dense, parallel_state.get_data_parallel_group(), 1 / denominator)",
-        new="_all_reduce_flat(dense, parallel_state.get_tensor_model_parallel_group(), 1 / denominator)",
+        file="trainer_node/parameters.py",
+        old="all_reduce_flat(dense, parallel_state.get_data_parallel_group(with_context_parallel=True), 1 / denominator)",
+        new="all_reduce_flat(dense, tensor_group, 1 / denominator)",
         killer=TWO_RANKS,
     ),
 ]

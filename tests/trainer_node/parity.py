@@ -1,10 +1,10 @@
-"""One rank of the parity matrix: the same batches, RL and SFT, LoRA and full parameters, on whatever topology it is started with.
+"""One rank of one cell of the parity matrix: the same batches on whatever topology it is started with.
 
-    torchrun ... -m tests.trainer_node.parity OUT MODEL TENSOR PIPELINE EXPERT
+    torchrun ... -m tests.trainer_node.parity OUT MODEL TENSOR PIPELINE EXPERT {lora,full} {rl,sft}
 
-For each cell (finetuning type, kind of training) rank 0 leaves OUT/<type>_<kind>.pt: log-probs and entropies of every token, routing, the sums and
-metrics of two optimizer steps, the first step's gradients, and after the second the trained tensors and the exported ones. Each cell
-begins with the same weights. Within a cell the tokens are also cut otherwise (`CUTS`), which must change nothing.
+Rank 0 leaves OUT/cell.pt: log-probs and entropies of every token, the metrics of two optimizer steps, the first step's gradients, and
+after the second the trained tensors and the exported ones; with LoRA also the adapter that it began with, in OUT/adapter. The tokens are also cut
+otherwise (`CUTS`), which must change nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.trainer_node.data import arrays, make_batch
 from tests.trainer_node.operations import close, part
 from tests.trainer_node.worker import make_runtime, random_adapters
+from trainer_node import checkpoint
 from trainer_node.batch import Batch
 from trainer_node.export import Exporter
 from trainer_node.runtime import TrainerRuntime
 
-TYPES = ("lora", "full")
 LOSSES = {
     "rl": LossSpec(name="ppo", clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_bonus=0.02),
     "sft": LossSpec(name="cross_entropy"),
 }
-OPTIM = OptimParams(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+OPTIM = OptimParams(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, eps=1e-4)
+"""AdamW's step is g / (|g| + eps) at first: with the usual 1e-8 it would blow the rounding of gradients near 0 up to steps of lr."""
 CUTS = (7, 200)
 """Other budgets of tokens for a micro-batch: less than the longest sequence, and more than all of them."""
 
@@ -82,15 +83,15 @@ def check_cuts(runtime: TrainerRuntime, loss: LossSpec, gradients: dict[str, tor
 def main() -> None:
     """See the module's docstring."""
     out, model = Path(sys.argv[1]), Path(sys.argv[2])
-    for finetuning_type in TYPES:
-        for kind, loss in LOSSES.items():
-            runtime = make_runtime(model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type)
-            if finetuning_type == "lora":
-                random_adapters(runtime)
-            result = cell(runtime, loss)
-            if dist.get_rank() == 0:
-                torch.save(result, out / f"{finetuning_type}_{kind}.pt")
-            runtime.close()
+    finetuning_type, kind = sys.argv[6:8]
+    runtime = make_runtime(model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type)
+    if finetuning_type == "lora":
+        random_adapters(runtime)
+        checkpoint.save_adapter(runtime, out / "adapter")
+    result = cell(runtime, LOSSES[kind])
+    if dist.get_rank() == 0:
+        torch.save(result, out / "cell.pt")
+    runtime.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""The parity matrix: topologies x dense, MoE x RL, SFT x LoRA, full parameters, against one rank; and one rank against transformers, PEFT and
+torch.optim. See `parity.py`.
+
+Tolerances (fp32): losses 1e-6 relative to their terms. Log-probs 5e-6 nats: a vocabulary summed in parts. Gradients 1e-5 of the largest
+element: sums over ranks and layers in another order. Trained and exported tensors 0.5 % of the learning rate: the step's own size is the
+learning rate, and AdamW's division makes gradients near 0 less exact than the largest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.trainer_node.data import LENGTHS
+
+DENSE = {"tp2": (2, (2, 1, 1)), "pp2": (2, (1, 2, 1)), "dp2": (2, (1, 1, 1)), "tp2pp2": (4, (2, 2, 1))}
+MOE = DENSE | {"ep2": (2, (1, 1, 2)), "tp2ep2": (2, (2, 1, 2)), "dp2ep2": (4, (1, 1, 2))}
+LAUNCHES = [("dense_tied", t) for t in DENSE] + [("dense_untied", "tp2pp2")] + [("moe", t) for t in MOE]
+CELLS = [f"{t}-{k}" for t in ("lora", "full") for k in ("rl", "sft")]
+LOSS_TOLERANCE, SCORE_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-6, 5e-6, 1e-5, 0.005
+
+
+@pytest.fixture(scope="session")
+def single_parity(models, torchrun, tmp_path_factory):
+    """(model, cell) -> folder with what one rank did; made once."""
+    done: dict[tuple[str, str], Path] = {}
+
+    def get(model: str, cell: str) -> Path:
+        if (model, cell) not in done:
+            done[model, cell] = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
+            torchrun(1, "parity", done[model, cell], models[model], 1, 1, 1, *cell.split("-"))
+        return done[model, cell]
+
+    return get
+
+
+def load(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "cell.pt", weights_only=True)
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Two cells, by every tolerance."""
+    from tests.trainer_node.parity import OPTIM
+
+    assert (ours["scores"] - theirs["scores"]).abs().max() < SCORE_TOLERANCE
+    for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
+        for key in ("loss", "tokens", "num_sequences", "clip_fraction", "grad_norm", "entropy_mean"):
+            # Losses and advantages are of order one, and terms of both signs cancel in RL: relative to the terms, not to the sum.
+            slack = {"grad_norm": GRADIENT_TOLERANCE, "entropy_mean": SCORE_TOLERANCE}.get(key, LOSS_TOLERANCE)
+            assert (key in mine) == (key in other)
+            assert mine.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=slack, abs=slack), key
+    near(ours["gradients"], theirs["gradients"], GRADIENT_TOLERANCE * largest(theirs["gradients"]))
+    near(ours["trained"], theirs["trained"], WEIGHT_TOLERANCE * OPTIM.lr)
+    near(ours["exported"], theirs["exported"], WEIGHT_TOLERANCE * OPTIM.lr)
+
+
+def largest(tensors: dict[str, torch.Tensor]) -> float:
+    return max(t.abs().max().item() for t in tensors.values())
+
+
+def near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bound: float) -> None:
+    assert ours.keys() == theirs.keys()
+    difference, name = max(((ours[n] - theirs[n]).abs().max().item(), n) for n in ours)
+    assert difference <= bound, f"{name} differs by {difference:.1e}, {bound:.1e} allowed"
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("model", "topology"), LAUNCHES)
+def test_topology_changes_nothing(
+    model: str, topology: str, cell: str, models, single_parity, torchrun, tmp_path: Path
+) -> None:
+    ranks, sizes = MOE[topology]
+    torchrun(ranks, "parity", tmp_path, models[model], *sizes, *cell.split("-"))
+    compare(load(tmp_path), load(single_parity(model, cell)))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("model", ["dense_tied", "dense_untied", "moe"])
+def test_one_rank_equals_the_reference(model: str, cell: str, models, single_parity) -> None:
+    """Two steps by transformers, PEFT and torch.optim, one sequence at a time."""
+    folder, kind, is_lora = single_parity(model, cell), cell.partition("-")[2], cell.startswith("lora")
+    policy: Any = AutoModelForCausalLM.from_pretrained(models[model], torch_dtype=torch.float32)
+    if is_lora:
+        policy = PeftModel.from_pretrained(policy, folder / "adapter", is_trainable=True)
+    compare(reference_cell(policy, kind, is_lora=is_lora), load(folder))
+
+
+def reference_cell(model: Any, kind: str, *, is_lora: bool) -> dict[str, Any]:
+    """What `parity.cell` returns, by none of its code."""
+    from tests.trainer_node.parity import OPTIM, batches
+
+    named = {hf_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    decays = [p for p in named.values() if p.dim() > 1]
+    others = [p for p in named.values() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decays, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps,
+    )  # fmt: skip
+    first, second = batches()
+    with torch.no_grad():
+        rows = [torch.nn.functional.pad(torch.stack(score(model, ids)), (1, 0)) for ids in first.tokens_T.split(LENGTHS)]
+    result: dict[str, Any] = {"scores": torch.cat(rows, dim=1), "metrics": []}
+    for step, batch in enumerate((first, second)):
+        optimizer.zero_grad()
+        metrics, loss = reference_loss(model, batch, kind)
+        loss.backward()
+        for p in named.values():
+            # An expert without tokens has no gradient in transformers.
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if step == 0:
+            result["gradients"] = {n: p.grad.clone() for n, p in named.items()}
+            result["metrics"].append(metrics)
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.max_grad_norm)
+        optimizer.step()
+        result["metrics"].append(metrics | {"grad_norm": norm.item()})
+    result["trained"] = {n: p.detach().clone() for n, p in named.items()}
+    whole = model.merge_and_unload() if is_lora else model
+    tied = whole.config.tie_word_embeddings
+    result["exported"] = {n: t for n, t in whole.state_dict().items() if not (tied and n == "lm_head.weight")}
+    return result
+
+
+def hf_name(name: str) -> str:
+    """PEFT's parameter names to those of `TrainerRuntime.take_gradients`."""
+    bare = name.removeprefix("base_model.model.").replace(".default", "")
+    return bare.removesuffix(".weight") if ".lora_" in bare else bare
+
+
+def score(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of each token but the first, [L - 1] each."""
+    table = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return table.gather(-1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+def reference_loss(model: Any, batch: Any, kind: str) -> tuple[dict[str, float], torch.Tensor]:
+    """The losses of `parity.LOSSES` written again: cross-entropy, and PPO's clipped surrogate with dual clip and an entropy bonus."""
+    total, entropies, clipped = torch.zeros(()), torch.zeros(()), 0.0
+    fields = (batch.tokens_T, batch.loss_mask_T, batch.advantages_T, batch.sampler_logprobs_T)
+    for ids, mask, advantage, old in zip(*(t.split(LENGTHS) for t in fields), strict=True):
+        logp, entropy = score(model, ids)
+        picked, a = mask[1:] == 1, advantage[1:]
+        if kind == "sft":
+            total = total - logp[picked].sum()
+            continue
+        ratio = (logp - old[1:]).exp()
+        surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
+        dual = torch.where(a < 0, torch.maximum(surrogate, 3.0 * a), surrogate)
+        total = total - dual[picked].sum() - 0.02 * entropy[picked].sum()
+        entropies = entropies + entropy[picked].sum()
+        binds = (dual != ratio * a)[picked]
+        clipped += binds.sum().item()
+    count = batch.num_loss_tokens
+    metrics = {"loss": total.item() / count, "tokens": count, "num_sequences": len(LENGTHS), "clip_fraction": clipped / count}
+    if kind == "rl":
+        metrics["entropy_mean"] = entropies.item() / count
+    return metrics, total / count

@@ -250,8 +250,8 @@ class TrainerRuntime:
 
         bind_loss(loss)
         self.pending.check(loss.normalize_by)
-        if loss.kl is not None and loss.kl.reference == "base":
-            self.need_adapters("a KL term with reference 'base' (send reference log-probs and use 'given')")
+        if loss.kl is not None and loss.kl.reference != "given":
+            self.need_adapters(f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and use 'given')")
         data_size = parallel_state.get_data_parallel_world_size()
         rows_per_rank(grad_accumulation_sequences, dp_size=data_size)
         try:

@@ -196,7 +196,8 @@ class SpliceClient:
         return self.run(SaveCheckpointJob(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})), **run)
 
     def load_checkpoint(self, checkpoint_dir: str, **run: Any) -> dict[str, Any]:
-        """Restore it; `["client_state"]` is what was saved with it, `["dropped_batches"]` how many batches' gradients were dropped."""
+        """Restore it; `["client_state"]` is what was saved with it, `["dropped_batches"]` how many batches' gradients were
+        dropped, `["rng_restored"]` whether the random number generators go on where they were (at the same topology)."""
         return self.run(LoadCheckpointJob(checkpoint_dir=checkpoint_dir), **run)
 
     def export_hf(self, output_dir: str, **run: Any) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
     with _together(runtime, f"reading {folder}"):
         generations.check_whole(folder)
         meta = json.loads((folder / "meta.json").read_text())
-        _check_meta(folder, meta, _meta(runtime, meta["version"]))
+        _check_meta(folder, meta, _identity(runtime))
         if not runtime.trains_all:
             whole = read_adapter(folder / ADAPTER, runtime=runtime)
         same_place = meta["parallel"] == runtime.config.parallel.model_dump(mode="json")
@@ -232,26 +232,32 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _meta(runtime: TrainerRuntime, version: int) -> dict[str, Any]:
-    """A collective."""
-    hf_config, full = runtime.hf_config, runtime.trains_all
+def _identity(runtime: TrainerRuntime) -> dict[str, Any]:
+    """What a checkpoint and the trainer that loads it must have in common."""
     return {
         "format": _FORMAT,
-        "version": version,
         "finetuning_type": runtime.config.finetuning_type,
+        "lora": None if runtime.trains_all else runtime.config.lora.model_dump(mode="json"),
+        "architecture": list(runtime.hf_config.architectures or ()),
+        "sizes": {name: getattr(runtime.hf_config, name, None) for name in _SIZES},
+    }
+
+
+def _meta(runtime: TrainerRuntime, version: int) -> dict[str, Any]:
+    """A collective."""
+    return {
+        **_identity(runtime),
+        "version": version,
         "parallel": runtime.config.parallel.model_dump(mode="json"),
-        "lora": None if full else runtime.config.lora.model_dump(mode="json"),
-        "architecture": list(hf_config.architectures or ()),
-        "sizes": {name: getattr(hf_config, name, None) for name in _SIZES},
-        "optimizer_steps": runtime.optimizer.num_steps(),
+        "optimizer_steps": runtime.optimizer.num_steps(runtime.control_group),
         "counters": {"steps": runtime.num_steps, "skipped_steps": runtime.num_skipped_steps},
     }
 
 
 def _check_meta(folder: Path, meta: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    for field in ("format", "finetuning_type", "lora", "architecture", "sizes"):
-        if meta.get(field) != wanted[field]:
-            raise CheckpointError(f"{folder} was written with {field} {meta.get(field)}; this trainer has {wanted[field]}")
+    for field, value in wanted.items():
+        if meta.get(field) != value:
+            raise CheckpointError(f"{folder} was written with {field} {meta.get(field)}; this trainer has {value}")
 
 
 # ---------------------------------------------------------------- sharded state

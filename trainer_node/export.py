@@ -4,7 +4,7 @@
     merged_tensors()  the tensors in that order; a collective: every rank iterates to the end, rank 0's tensors are the real ones
 
 Bridge's export gathers one HF tensor at a time over pipeline, tensor and expert ranks; here its padding goes, its adapter is merged in,
-and it is checked against the manifest. The model is never staged whole.
+and it is checked against the manifest. The model is never staged whole. In full-parameter training there is nothing to merge.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Exporter:
 
     @torch.no_grad()
     def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The pristine base under HF names, vocabulary padding removed. A collective; tensors may be views of the model."""
+        """The model without adapters under HF names, vocabulary padding removed. A collective; tensors may be views of the model.
+
+        With finetuning_type "lora" that is the pristine base; with "full" the parameters as they are.
+        """
         runtime = self._runtime
         pairs = runtime.bridge.stream_weights_megatron_to_hf(
             runtime.model,

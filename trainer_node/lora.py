@@ -357,7 +357,7 @@ class AdapterSet:
         """The pieces this rank answers for, so that every element is counted once over all ranks."""
         answers = parallel_state.get_expert_data_parallel_rank() == 0
         experts = [s for s in self.shards() if s.expert and answers]
-        if parallel_state.get_data_parallel_rank() != 0:
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
             return experts
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         return [s for s in self.shards() if not s.expert and (s.dim is not None or first)] + experts

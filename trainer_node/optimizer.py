@@ -63,6 +63,11 @@ class ShardedAdamW:
         """torch's: what this rank owns -> step, exp_avg, exp_avg_sq."""
         return {} if self._adam is None else self._adam.state
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """torch's: the fp32 weights that this rank owns."""
+        return [] if self._adam is None else self._adam.param_groups
+
     @torch.no_grad()
     def step(self, optim: OptimParams, *, factor: torch.Tensor | None) -> None:
         """One AdamW step with the finalised gradients, each first multiplied by `factor`. A collective."""
@@ -89,12 +94,12 @@ class ShardedAdamW:
 
     # ------------------------------------------------------------ checkpoints
 
-    def num_steps(self) -> int:
-        """Steps that the moments have seen, the same on every parameter. A collective."""
+    def num_steps(self, group: Any) -> int:
+        """Steps that the moments have seen, the same for every parameter. A collective over a CPU group of all ranks."""
         mine = max((int(s["step"]) for s in self.state.values()), default=0)
-        steps = [0] * dist.get_world_size()
-        dist.all_gather_object(steps, mine)
-        return max(steps)
+        steps = torch.tensor(mine)
+        dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group)
+        return int(steps)
 
     def tensors(self) -> Iterator[tuple[TrainedParam, dict[str, torch.Tensor]]]:
         """What this rank owns: the fp32 weight and, after the first step, the moments; live."""

@@ -9,7 +9,7 @@ whole gradients are made of pieces, so they know neither fused nor sharded tenso
 Copies and pieces of a gradient over tensor ranks, as in Megatron-Core 0.16's `_allreduce_non_tensor_model_parallel_grads`: a
 column- or row-parallel weight is split; the norms and the router are copied, their gradients complete on each rank, because the inputs'
 gradients of the column-parallel linears behind them are summed; the q and k norms see this rank's heads only, and with sequence
-parallelism (`param.sequence_parallel`) a copied parameter sees this rank's positions only: those gradients are parts, to be added.
+parallelism every copy sees this rank's positions only: those gradients are parts, to be added.
 """
 
 from __future__ import annotations
@@ -72,13 +72,11 @@ class TrainedParam:
     expert: bool
     """Belongs to experts: never split over tensor ranks, summed over expert-data-parallel ranks."""
     partial: bool = False
-    """A copy whose gradient is this tensor rank's part."""
+    """A copy whose gradient is this tensor rank's part, without sequence parallelism too."""
     tied: bool = False
     """Embedding and head in one, with a copy on the first and one on the last pipeline stage."""
-    main_grad: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.partial = not self.split and not self.expert and (self.partial or getattr(self.param, "sequence_parallel", False))
         if self.param.dtype is not torch.float32:
             self.param.register_post_accumulate_grad_hook(self._accumulate)
 
@@ -90,6 +88,15 @@ class TrainedParam:
         else:
             self.main_grad.add_(param.grad)
         param.grad = None
+
+    @property
+    def main_grad(self) -> torch.Tensor | None:
+        """Of a bf16 parameter; an attribute of it, as in Megatron."""
+        return getattr(self.param, "main_grad", None)
+
+    @main_grad.setter
+    def main_grad(self, grad: torch.Tensor | None) -> None:
+        self.param.main_grad = grad  # type: ignore[attr-defined]
 
     @property
     def grad(self) -> torch.Tensor:
@@ -104,7 +111,9 @@ class TrainedParam:
 
     def drop_grad(self) -> None:
         """Forget it."""
-        self.param.grad = self.main_grad = None
+        self.param.grad = None
+        if self.param.dtype is not torch.float32:
+            self.main_grad = None
 
     @property
     def counted(self) -> bool:
@@ -271,11 +280,13 @@ def finalize_gradients(params: Sequence[TrainedParam], *, denominator: float, se
     if tied:
         all_reduce_flat(tied, parallel_state.get_embedding_group(), 1.0)
     if tensor_group.size() > 1:
-        all_reduce_flat([p.grad for p in params if p.partial], tensor_group, 1.0)
+        copies = [p for p in params if not (p.expert or p.split)]
+        parts = [p.grad for p in copies if p.partial or sequence_parallel]
+        all_reduce_flat(parts, tensor_group, 1.0)
         # Complete already on every tensor rank; averaging keeps the copies equal to the bit where a kernel's order is not
         # deterministic.
-        copies = [p.grad for p in params if not (p.expert or p.split or p.partial)]
-        all_reduce_flat(copies, tensor_group, 1 / tensor_group.size())
+        complete = [p.grad for p in copies if not (p.partial or sequence_parallel)]
+        all_reduce_flat(complete, tensor_group, 1 / tensor_group.size())
 
 
 @torch.no_grad()

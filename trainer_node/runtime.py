@@ -255,8 +255,8 @@ class TrainerRuntime:
 
         bind_loss(loss)
         self.pending.check(loss.normalize_by)
-        if loss.kl is not None and loss.kl.reference == "base":
-            self.need_adapters("a KL term with reference 'base' (send reference log-probs and use 'given')")
+        if loss.kl is not None and loss.kl.reference != "given":
+            self.need_adapters(f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and use 'given')")
         check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
         try:
             if loss.kl is not None and loss.kl.reference == "base":

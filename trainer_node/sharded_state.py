@@ -73,7 +73,7 @@ def plan(boxes: Mapping[str, Box], folder: Path) -> LoadPlan:
     """What to read into these boxes; reads the index only, and is no collective.
 
     Raises:
-        CheckpointError: a tensor is not there, or has another shape; names it.
+        CheckpointError: a tensor is not there, not whole, or has another shape; names it.
     """
     stored = _read_index(folder / INDEX).state_dict_metadata
     items: list[ReadItem] = []
@@ -82,8 +82,10 @@ def plan(boxes: Mapping[str, Box], folder: Path) -> LoadPlan:
         if not isinstance(found, TensorStorageMetadata) or tuple(found.size) != box.shape:
             what = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "nothing"
             raise CheckpointError(f"{folder}: {name} should have shape {box.shape}; found {what}")
-        if math.prod(box.sizes):
-            items += create_read_items_for_chunk_list(name, found, [box.chunk])
+        reads = create_read_items_for_chunk_list(name, found, [box.chunk]) if math.prod(box.sizes) else []
+        if sum(math.prod(read.lengths) for read in reads) != math.prod(box.sizes):
+            raise CheckpointError(f"{folder}: {name} is not whole; a part of {box.sizes} at {box.offsets} was never written")
+        items += reads
     return LoadPlan(items, planner_data=boxes)
 
 

@@ -489,7 +489,7 @@ class TrainLora(TrainStep):
 
 
 class SaveCheckpoint(_Request):
-    """Write adapters (PEFT format in `<dir>/adapter`), optimizer and version; fsync; marker last, then the rename."""
+    """Write adapters (PEFT format in `<dir>/adapter`) or full weights, optimizer and version; fsync; marker last, then the rename."""
 
     kind: Literal["SaveCheckpoint"] = "SaveCheckpoint"
     version: int = Field(ge=0)

@@ -73,7 +73,13 @@ def check_checkpoints(model: Path, out: Path) -> None:
     checkpoint.save(runtime, whole, version=4)  # over the first
     assert not [p for p in out.iterdir() if p.name.startswith(".")]
     runtime.train_step(make_batch(), LossSpec(), OptimParams())
-    for victim in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "rank_0.pt", checkpoint.MARKER):
+    for victim in (
+        "adapter/adapter_model.safetensors",
+        "adapter/adapter_config.json",
+        "state/__0_0.distcp",
+        "rank_0.pt",
+        checkpoint.MARKER,
+    ):
         shutil.copytree(whole, broken)
         (broken / victim).unlink()
         refuses(runtime, broken, victim.rpartition("/")[2])

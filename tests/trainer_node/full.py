@@ -9,21 +9,29 @@ OUT/one_step and OUT/facts.json; of each other folder its checkpoint as loaded (
 from __future__ import annotations
 
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams
+from orchestrator.protocol.config import ParallelConfig, TrainerConfig
+from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams, TrainLora
 from tests.trainer_node.data import make_batch
+from tests.trainer_node.operations import part
 from tests.trainer_node.worker import make_runtime
 from trainer_node import checkpoint
 from trainer_node.export import Exporter
+from trainer_node.hf_export import export_hf
+from trainer_node.node import Node
 from trainer_node.runtime import TrainerRuntime
+from trainer_node.wire_export import WireExport
+from weight_transfer.digest import tensor_digest
 
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 
@@ -69,6 +77,86 @@ def check_refusals(runtime: TrainerRuntime, out: Path) -> None:
     assert runtime.drop_pending() == 1
 
 
+def check_exports(runtime: TrainerRuntime, exporter: Exporter, out: Path) -> None:
+    """All three ways out give the parameters as they are now: nothing is kept from the publication before."""
+    manifest = exporter.manifest()
+    order = [list(range(0, len(manifest.tensors), 2)), list(range(1, len(manifest.tensors), 2))]
+    wire = WireExport(runtime, manifest, order)
+    digests: list[list[int]] = []
+    for n in range(2):
+        now = exported(exporter)
+        digests.append([])
+        for k, indices in enumerate(order):
+            out_B = torch.empty(wire.chunk_nbytes(k), dtype=torch.uint8)
+            wire.fill(k, out_B)
+            specs = [manifest.tensors[i] for i in indices]
+            for spec, bytes_B in zip(specs, out_B.split([spec.nbytes for spec in specs]), strict=True):
+                tensor = bytes_B.view(runtime.dtype).view(spec.shape)
+                assert torch.equal(tensor, now[spec.name]), spec.name
+                digests[n].append(tensor_digest(tensor))
+        export_hf(runtime, exporter, out / f"hf_{n}", shard_bytes=1 << 18)
+        files = [load_file(path) for path in sorted((out / f"hf_{n}").glob("*.safetensors"))]
+        written = {name: tensor for file in files for name, tensor in file.items()}
+        assert written.keys() == now.keys()
+        assert all(torch.equal(tensor, now[name]) for name, tensor in written.items())
+        runtime.train_step(make_batch(), LOSS, OptimParams(lr=1e-2))
+    assert all(a != b for a, b in zip(*digests, strict=True))
+
+
+def check_bfloat16(model: Path, out: Path) -> None:
+    """bf16 weights are the rounding of fp32 masters, which step as fp32 weights do; micro-batches add up in fp32; a reload goes on
+    to the bit. The node refuses what needs adapters before it trains."""
+    parallel, folder = ParallelConfig(), out / "bf16"
+    config = TrainerConfig(model=model, finetuning_type="full", dtype="bfloat16", parallel=parallel, micro_batch_sequences=1)
+    node = Node(config, None)
+    runtime, exporter, batch = node.runtime, node.exporter, make_batch()
+    message = TrainLora(request_id="r", deadline_s=60, output_dir=str(out), tensors=(), loss=LOSS, optim=OPTIM)
+    with pytest.raises(ConfigError, match=r"TrainLora \(use TrainMerged\) needs adapters"):
+        node._train_lora(message, ())
+    start = exported(exporter)
+    assert {t.dtype for n, t in start.items() if n.endswith("_proj.weight")} == {
+        torch.bfloat16
+    }  # torch's norms are fp32 on a CPU
+    parts = [part(batch, i, i + 1) for i in range(len(batch.lengths))]
+    alone = []
+    for one in parts:
+        runtime.forward_backward(one, LOSS)
+        runtime.pending = replace(runtime.pending, normalize_by=1.0)
+        alone.append(runtime.take_gradients())
+    for one in parts:
+        runtime.forward_backward(one, LOSS)
+    together = runtime.take_gradients()
+    for name, tensor in together.items():
+        total = torch.zeros_like(tensor)
+        for gradients in alone:
+            total += gradients[name]
+        assert tensor.dtype is torch.float32
+        assert torch.equal(tensor, total * (1 / batch.num_loss_tokens)), name
+    masters = {n: torch.nn.Parameter(t.float()) for n, t in start.items()}
+    small = OptimParams(lr=1e-5, weight_decay=0.0, max_grad_norm=None)
+    optimizer = torch.optim.AdamW(
+        masters.values(), lr=small.lr, betas=(small.beta1, small.beta2), eps=small.eps, weight_decay=0.0
+    )
+    for step in range(4):
+        runtime.forward_backward(batch, LOSS)
+        for name, gradient in runtime.take_gradients().items():
+            masters[name].grad = gradient
+        optimizer.step()
+        if step == 2:
+            checkpoint.save(runtime, folder, version=3)
+        runtime.train_step(batch, LOSS, small)
+        last = exported(exporter)
+        assert all(torch.equal(t, masters[n].detach().to(t.dtype)) for n, t in last.items())
+    # Steps of 1e-5 are far below bf16's distance between most weights: without masters they would have been lost.
+    changed = sum(int((last[n] != start[n]).sum()) for n in last) / sum(t.numel() for t in last.values())
+    assert 0.001 < changed < 0.5, changed
+    checkpoint.load(runtime, folder)
+    for _ in range(2):
+        runtime.train_step(batch, LOSS, small)
+    assert all(torch.equal(t, last[n]) for n, t in exported(exporter).items())
+    node.close()
+
+
 def main() -> None:
     """See the module's docstring."""
     out, model, foreign = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[6:]
@@ -93,7 +181,7 @@ def main() -> None:
     assert all(torch.equal(t, exports[2][n]) for n, t in exported(exporter).items())
     checkpoint.load(runtime, out / "initial")
     assert all(torch.equal(t, exports[0][n]) for n, t in exported(exporter).items())
-    assert runtime.optimizer.num_steps() == 0
+    assert runtime.optimizer.num_steps(runtime.control_group) == 0
     resumed = []
     for folder in foreign:
         assert not checkpoint.load(runtime, Path(folder) / "one_step").rng_restored
@@ -106,6 +194,8 @@ def main() -> None:
         else:
             exported(exporter)
     check_refusals(runtime, out)
+    if dist.get_world_size() == 1:
+        check_exports(runtime, exporter, out)
     if root:
         save_file(gradients, out / "gradients.safetensors")
         for n, tensors in enumerate(exports):
@@ -114,6 +204,8 @@ def main() -> None:
             json.dumps({"steps": steps, "num_parameters": runtime.num_parameters, "resumed": resumed})
         )
     runtime.close()
+    if "RANK" not in os.environ:
+        check_bfloat16(model, out)
 
 
 if __name__ == "__main__":

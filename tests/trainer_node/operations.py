@@ -62,20 +62,7 @@ def part(batch: Batch, first: int, last: int) -> Batch:
 
 def take_gradients(runtime: TrainerRuntime) -> dict[str, torch.Tensor]:
     """The finalised gradients as whole HF matrices, on rank 0; nothing is pending afterwards."""
-    runtime._finalize_gradients(runtime.pending.denominator)
-    kept = [p.param.data for p in runtime.params]
-    try:
-        for p in runtime.params:
-            p.param.data = p.param.grad.clone()
-        deltas = runtime.adapters.gather()
-        found = {}
-        for name, delta in deltas.items():
-            found[f"{name}.A"], found[f"{name}.B"] = delta.lora_A_RI.clone(), delta.lora_B_OR.clone()
-        return found
-    finally:
-        for p, data in zip(runtime.params, kept, strict=True):
-            p.param.data = data
-        runtime.drop_pending()
+    return {name.replace(".lora_", "."): gradient for name, gradient in runtime.take_gradients().items()}
 
 
 def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], *, relative: float) -> None:

@@ -19,6 +19,9 @@ LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pur
 PACKING = "tests/trainer_node/test_packing.py"
 GENERATIONS, OPERATIONS = "tests/trainer_node/test_generations.py", "tests/trainer_node/test_operations.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
+FULL = "tests/trainer_node/test_full.py"
+FULL_ONE_RANK = f"{FULL}::test_two_steps_equal_transformers[dense_tied]"
+FULL_TOPOLOGIES = f"{FULL}::test_topology_changes_nothing[dense_tied]"
 TWO_RANKS = f"{OPERATIONS}::test_topology_changes_nothing[dp2]"
 
 pytestmark = pytest.mark.mutants
@@ -182,6 +185,48 @@ MUTANTS = [
         old="all_reduce_flat(dense, parallel_state.get_data_parallel_group(with_context_parallel=True), 1 / denominator)",
         new="all_reduce_flat(dense, tensor_group, 1 / denominator)",
         killer=TWO_RANKS,
+    ),
+    Mutant(
+        name="a tied embedding's two gradients not added",
+        file="trainer_node/parameters.py",
+        old="        all_reduce_flat(tied, parallel_state.get_embedding_group(), 1.0)\n",
+        new="        pass\n",
+        killer=FULL_TOPOLOGIES,
+    ),
+    Mutant(
+        name="the q and k norms' partial gradients averaged",
+        file="trainer_node/parameters.py",
+        old='partial=bare.endswith(("q_layernorm.weight", "k_layernorm.weight")),',
+        new="partial=False,",
+        killer=FULL_TOPOLOGIES,
+    ),
+    Mutant(
+        name="sharded tensor dropped on save",
+        file="trainer_node/checkpoint.py",
+        old="            for piece in p.pieces:\n                box = ",
+        new="            for piece in p.pieces[:1]:\n                box = ",
+        killer=FULL_ONE_RANK,
+    ),
+    Mutant(
+        name="bf16 weights stepped without a master",
+        file="trainer_node/optimizer.py",
+        old="p.param.detach().float()",
+        new="p.param.detach()",
+        killer=FULL_ONE_RANK,
+    ),
+    Mutant(
+        name="norms decay",
+        file="trainer_node/optimizer.py",
+        old='optim.weight_decay if group["decays"] else 0.0',
+        new="optim.weight_decay",
+        killer=FULL_ONE_RANK,
+    ),
+    Mutant(
+        name="owners keep their step to themselves",
+        file="trainer_node/optimizer.py",
+        old="        for share in self._shares:\n            share.broadcast()\n",
+        new="        pass\n",
+        killer=FULL_TOPOLOGIES,
     ),
 ]
 

@@ -1,6 +1,6 @@
 """One rank of a check on real Megatron: trains, exports, saves, and leaves what it saw in a folder.
 
-    torchrun ... -m tests.trainer_node.worker OUT MODEL TENSOR PIPELINE EXPERT
+    torchrun ... -m tests.trainer_node.worker OUT MODEL TENSOR PIPELINE EXPERT [CHECKPOINT OF ANOTHER TOPOLOGY ...]
 
 Several checks share a launch, because a launch costs seconds.
 """
@@ -67,6 +67,9 @@ def main() -> None:
     assert checkpoint.load(runtime, out / "trained").version == 2
     again = runtime.train_step(batch, LOSS, OPTIM)
     assert again["loss"] == steps[2]["loss"] and again["grad_norm"] == steps[2]["grad_norm"], (again, steps[2])
+    for folder in sys.argv[6:]:
+        assert not checkpoint.load(runtime, Path(folder)).rng_restored
+        steps.append(runtime.train_step(batch, LOSS, OPTIM))
     random_adapters(runtime)
     checkpoint.save_adapter(runtime, out / "random")
     merged = {n: t.clone() for n, t in exporter.merged_tensors()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
@@ -37,8 +37,16 @@ class BetweenJobs:
     """
 
     def __init__(
-        self, *, router: ControlRouter, trainer: TrainerRequests, publisher: Publisher, state_dir: Path, timeout_s: float
+        self,
+        *,
+        router: ControlRouter,
+        trainer: TrainerRequests,
+        publisher: Publisher,
+        state_dir: Path,
+        timeout_s: float,
+        remember: Callable[[], None] = lambda: None,
     ) -> None:
+        self._remember = remember
         self._router, self._trainer, self._publisher = router, trainer, publisher
         self._state_dir, self._timeout_s = str(state_dir.absolute()), timeout_s
         self._mode: MemoryMode | None = None
@@ -143,6 +151,7 @@ class BetweenJobs:
         )
         await self._trainer.ask(lambda: save, phase="saving before the trainer ends", report=report)
         memory.saved(self._state_dir)
+        self._remember()
 
     async def _ask_launchers(
         self, requests: Sequence[StartTrainer | StopTrainer], launchers: Sequence[str], *, phase: str

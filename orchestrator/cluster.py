@@ -19,7 +19,8 @@ from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 from orchestrator.protocol.messages import Status
 
 OnWait = Callable[[str], None]
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+_ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,9 @@ class Cluster:
 
     def _start(self) -> None:
         config = self.config
-        env = {**_OFFLINE, "SPLICE_RUN_TOKEN": self.run_token}
+        # With folders nothing is ever looked up; with a hub id the user's own HF_HUB_OFFLINE decides.
+        folders = all(model.is_dir() for model in (config.trainer.model, *(i.model for i in config.inference)))
+        env = {**_ENV, **(_OFFLINE if folders else {}), "SPLICE_RUN_TOKEN": self.run_token}
         logs = config.run_dir / "logs"
         argv = [
             str(config.trainer_python), "-m", "orchestrator", "serve", "--run-dir", str(config.run_dir), "--name", config.name,

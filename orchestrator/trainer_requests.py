@@ -29,7 +29,7 @@ class TrainerMemory:
     durable_dir: str = ""
     """The checkpoint that its state came from or went to last; empty: the base weights."""
     steps: int = 0
-    """Optimizer steps since then."""
+    """Optimizer steps since then, and adapters loaded."""
     version: int = 0
     """The newest version that was made of its state."""
     pending: int = 0
@@ -61,7 +61,7 @@ class TrainerMemory:
         if not self.steps and not self.pending:
             return None
         where = self.durable_dir or "the base weights"
-        said = f"{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
+        said = f"{self.steps} optimizer steps (or loaded adapters) and the gradients of {self.pending} batches since {where} are lost with it"
         self.steps = self.pending = 0
         return said
 
@@ -69,9 +69,18 @@ class TrainerMemory:
 class TrainerRequests:
     """Sends requests to the trainer; one at a time."""
 
-    def __init__(self, *, router: ControlRouter, attempts: int, ready_timeout_s: float, load_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        router: ControlRouter,
+        attempts: int,
+        ready_timeout_s: float,
+        load_timeout_s: float,
+        remember: Callable[[], None] = lambda: None,
+    ) -> None:
         self._router, self._attempts = router, attempts
         self._ready_timeout_s, self._load_timeout_s = ready_timeout_s, load_timeout_s
+        self._remember = remember
         self.memory = TrainerMemory()
 
     async def ready(self, report: Report) -> None:
@@ -90,8 +99,10 @@ class TrainerRequests:
         *,
         phase: str,
         report: Report,
+        key: str | None = None,
     ) -> tuple[Completed, tuple[bytes, ...]]:
-        """Run one request. A trainer that dies in it is waited for, put back to the last durable state and asked again, if that is all
+        """Run one request, once in each of the trainer's processes if it has a `key`: a node that is asked the same again, by an
+        orchestrator that was restarted meanwhile, repeats its answer. A trainer that dies in it is waited for, put back to the last durable state and asked again, if that is all
         that it held.
 
         Raises:
@@ -101,7 +112,10 @@ class TrainerRequests:
         on_progress: OnProgress = lambda _, p: report(p.phase, p.detail)  # noqa: E731
         for attempt in range(1, self._attempts + 1):
             await self.ready(report)
+            self._remember()
             request = make_request()
+            if key is not None:
+                request = request.model_copy(update={"request_id": f"{key}-{(self.memory.incarnation or '')[:12]}"})
             try:
                 return await self._router.request("trainer", request, buffers, phase=phase, on_progress=on_progress)
             except JobFailed as error:

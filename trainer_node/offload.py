@@ -123,6 +123,8 @@ def held_tensors(runtime: Any) -> Iterator[torch.Tensor]:
             yield param
             yield from (g for g in (param.grad, getattr(param, "main_grad", None)) if g is not None)
         yield from module.buffers()
+    for pieces in runtime.references.values():
+        yield from pieces
     if runtime.optimizer is not None:
         yield from _tensors_in([runtime.optimizer.state, runtime.optimizer.param_groups])
 

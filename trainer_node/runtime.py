@@ -10,6 +10,7 @@ cut into micro-batches or calls, or where they ran. What is pending is dropped, 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from trainer_node.hf import HfCheckpoint, read_config
 from trainer_node.losses import LossInputs, bind_loss, import_losses, total_loss, vocab_parallel_statistics
 from trainer_node.merge import strip_wrappers
 from trainer_node.offload import HostCopies, held_tensors, storage_bytes
+from trainer_node.peft_io import read_together
 from trainer_node.sums import Pending, StepSums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,6 +75,9 @@ class TrainerRuntime:
         self.control_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=CONTROL_TIMEOUT_S))
         self._build_model()
         self._adapt()
+        self.references: dict[Path, list[torch.Tensor]] = {}
+        if config.adapter is not None:
+            self.load_adapter(config.adapter)
 
     # ------------------------------------------------------------ building
 
@@ -232,9 +238,14 @@ class TrainerRuntime:
         self.pending.check(loss.normalize_by)
         data_size = parallel_state.get_data_parallel_world_size()
         rows_per_rank(grad_accumulation_sequences, dp_size=data_size)
+        if loss.kl is not None and loss.kl.adapter_dir is not None:
+            self.read_reference(Path(loss.kl.adapter_dir))
         try:
-            if loss.kl is not None and loss.kl.reference == "base":
-                base_T, _ = self.forward(batch, allowed_token_ids=loss.allowed_token_ids, adapters=False)
+            if loss.kl is not None and loss.kl.reference != "given":
+                with self.reference_in_place(loss.kl.adapter_dir):
+                    base_T, _ = self.forward(
+                        batch, allowed_token_ids=loss.allowed_token_ids, adapters=loss.kl.reference == "adapter"
+                    )
                 batch = replace(batch, reference_logprobs_T=base_T)
             micro = micro_batches(
                 batch,
@@ -473,6 +484,47 @@ class TrainerRuntime:
                 total += p.param.grad.double().square().sum()  # type: ignore[union-attr]
         dist.all_reduce(total)
         return total.sqrt()
+
+    # ------------------------------------------------------------ adapters from PEFT
+
+    def load_adapter(self, folder: Path) -> int:
+        """Put a PEFT adapter in the place of the present one; the optimizer starts afresh. Returns the batches whose gradients were dropped.
+
+        Raises:
+            AdapterError: on every rank, it does not fit or is not whole; nothing changed.
+        """
+        whole = read_together(self, folder)
+        self.adapters.load(whole)  # type: ignore[arg-type]
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        return self.drop_pending()
+
+    def read_reference(self, folder: Path) -> None:
+        """Keep this rank's pieces of a PEFT adapter for `reference_in_place`; a folder is read once.
+
+        Raises:
+            AdapterError: as `load_adapter`.
+        """
+        if folder in self.references:
+            return
+        whole = read_together(self, folder)
+        pieces = [torch.empty_like(p.param.data) for p in self.params]
+        self.references[folder] = pieces
+        with self.reference_in_place(str(folder)):
+            self.adapters.load(whole)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def reference_in_place(self, folder: str | None) -> Iterator[None]:
+        """Within the block the adapters are those that `read_reference` kept (None: the present ones); no number is copied."""
+        pieces = self.references[Path(folder)] if folder is not None else []
+        present = [p.param.data for p in self.params] if pieces else []
+        try:
+            for p, piece in zip(self.params, pieces, strict=False):
+                p.param.data = piece
+            yield
+        finally:
+            for p, data in zip(self.params, present, strict=False):
+                p.param.data = data
 
     # ------------------------------------------------------------ memory between jobs
 

@@ -46,6 +46,7 @@ class ClusterConfig:
     pause_mode: str = "keep"
     ready_timeout_s: float = 600.0
     trainer_restarts: int = 2
+    orchestrator_restarts: int = 2
     control_endpoint: str = "tcp://127.0.0.1:0"
 
 
@@ -106,9 +107,17 @@ class Cluster:
         argv = [
             str(config.trainer_python), "-m", "orchestrator", "serve", "--run-dir", str(config.run_dir), "--name", config.name,
             "--endpoint", config.control_endpoint, "--transport", config.trainer.transport, "--replicas", str(len(config.inference)),
-            "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode,
+            "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode, "--resume",
         ]  # fmt: skip
-        self.launcher.start(NodeProcess(name="orchestrator", argv=argv, env=env, log_file=logs / "orchestrator.log"))
+        self.launcher.start(
+            NodeProcess(
+                name="orchestrator",
+                argv=argv,
+                env=env,
+                log_file=logs / "orchestrator.log",
+                max_restarts=config.orchestrator_restarts,
+            )
+        )
         endpoint = self._wait_endpoint()
         for index, inference in enumerate(config.inference):
             self._start_inference(f"inference-{index}", inference, endpoint=endpoint, env=env)

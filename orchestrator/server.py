@@ -151,13 +151,13 @@ class Orchestrator:
 
     async def serve(self) -> None:
         """Bind, write `endpoint` into the run folder, run jobs until `StopRun`, then shut the nodes down."""
-        if self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
-            if not self._config.resume:
-                self._journal.close()
-                raise ConfigError(
-                    f"{self._config.run_dir} holds an earlier run; choose a new run folder, or go on with it: --resume"
-                )
+        if self._config.resume:
             self._resume()
+        elif self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
+            self._journal.close()
+            raise ConfigError(
+                f"{self._config.run_dir} holds an earlier run; choose a new run folder, or go on with it: --resume"
+            )
         await self._router.start()
         endpoint_file = self._config.run_dir / "endpoint"
         part = endpoint_file.with_suffix(".part")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import JobFailed, NodeLost
+from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, TrainStep
 from orchestrator.router import ControlRouter, OnProgress, new_id
 
@@ -32,6 +33,8 @@ class TrainerMemory:
     """Optimizer steps since then, and adapters loaded."""
     version: int = 0
     """The newest version that was made of its state."""
+    mode: MemoryMode | None = None
+    """What becomes of it between jobs; None: it was never there yet."""
     pending: int = 0
     """Batches whose gradients wait for a step."""
 

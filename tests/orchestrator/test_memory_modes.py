@@ -112,7 +112,7 @@ def test_exit_needs_somebody_who_starts_it_again(run):
     deadline = time.monotonic() + 5
     while not run.client.status().nodes and time.monotonic() < deadline:
         time.sleep(0.02)
-    with pytest.raises(JobFailed, match="start it by `splice trainer`"):
+    with pytest.raises(JobFailed, match=r"of 1 launchers.* 0 are there: start it by `splice trainer`"):
         run.client.run(FORWARD, buffers=BUFFERS[:2])
 
 

@@ -14,9 +14,16 @@ import pytest
 from orchestrator.client import SpliceClient
 from orchestrator.errors import JobFailed
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import ForwardBackwardJob, InitialSyncJob, OptimStepJob
+from orchestrator.protocol.messages import (
+    ForwardBackwardJob,
+    ForwardJob,
+    InitialSyncJob,
+    OptimStepJob,
+    TrainLoraJob,
+    forward_specs,
+)
 from orchestrator.publication import State, after_restart
-from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
+from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
 
 REPO = Path(__file__).resolve().parents[2]
@@ -167,6 +174,34 @@ def test_killed_with_queued_jobs_and_pending_gradients(killed):
     with pytest.raises(JobFailed, match="gradients of 2 batches since the base weights are lost") as lost:
         killed.client.run(OptimStepJob(), timeout_s=40)
     assert lost.value.code == "node_lost"
+
+
+def test_killed_in_memory_mode_exit(killed):
+    """Whenever it dies, the trainer is found or started, and its step is neither lost nor taken twice."""
+    trainers = [killed.trainer]
+
+    def make():
+        trainers.append(FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start())
+        killed.trainer = trainers[-1]
+        killed.kill_in(killed.trainer, ("TrainLora", "SaveCheckpoint", "Forward")[len(trainers) - 2], after=len(trainers) == 3)
+        return trainers[-1]
+
+    launcher = FakeLauncher(make=make, endpoint=killed.endpoint, node_id="trainer-launcher-0", token=TOKEN).start()
+    launcher.trainer = killed.trainer
+    try:
+        killed.client.run(InitialSyncJob(), timeout_s=40)
+        for _ in range(2):
+            killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+        forward = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
+        killed.client.run(forward, buffers=BUFFERS[:2], timeout_s=40)
+        assert killed.starts == 4 and launcher.trainer is None
+        assert [t.log.count("TrainLora") for t in trainers] == [0, 1, 1, 0]
+        assert trainers[3].log.count("Forward") == 1
+        assert "LoadCheckpoint" in trainers[3].log
+    finally:
+        launcher.stop()
+        for trainer in trainers:
+            trainer.die()
 
 
 def test_a_run_is_not_resumed_unasked(killed):

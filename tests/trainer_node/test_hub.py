@@ -22,9 +22,9 @@ from trainer_node.hub import is_hub_id
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def make_cache(model: Path, cache: Path) -> Path:
-    """`models--tiny--dense` with one revision; returns its snapshot folder."""
-    repo = cache / "models--tiny--dense"
+def make_cache(model: Path, cache: Path, *, name: str = "dense") -> Path:
+    """`models--tiny--<name>` with one revision; returns its snapshot folder."""
+    repo = cache / f"models--tiny--{name}"
     snapshot = repo / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (repo / "refs").mkdir()
@@ -37,35 +37,45 @@ def make_cache(model: Path, cache: Path) -> Path:
     return snapshot
 
 
-def fetch(model: str, cache: Path, **env: str) -> tuple[int, str]:
-    """In a process of its own, because huggingface_hub reads the environment when it is imported."""
-    code = "import sys; from pathlib import Path; from trainer_node.hub import fetch; print(fetch(Path(sys.argv[1])))"
+FETCH = """
+import json, sys
+from pathlib import Path
+from trainer_node.hub import fetch
+for model in sys.argv[1:]:
+    try:
+        print(json.dumps(str(fetch(Path(model)))))
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def fetch(*models: str, cache: Path, **env: str) -> list[str]:
+    """What comes of each, in a process of its own, because huggingface_hub reads the environment when it is imported."""
     ran = subprocess.run(
-        [sys.executable, "-c", code, model], cwd=REPO, capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", FETCH, *models], cwd=REPO, capture_output=True, text=True, timeout=60, check=True,
         env={**child_env(), "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **env},
     )  # fmt: skip
-    return ran.returncode, ran.stdout.strip() or ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
 def test_out_of_the_cache(models, tmp_path: Path) -> None:
     snapshot = make_cache(models["dense_tied"], tmp_path)
-    assert fetch("tiny/dense", tmp_path) == (0, str(snapshot))
-    assert fetch(f"tiny/dense@{COMMIT}", tmp_path) == (0, str(snapshot))
-    code, said = fetch("tiny/other", tmp_path)
-    assert code == 1
+    partial = make_cache(models["dense_tied"], tmp_path, name="partial")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index))
+    asked = ("tiny/dense", f"tiny/dense@{COMMIT}", "tiny/other", "tiny/partial")
+    plain, by_commit, other, part = fetch(*asked, cache=tmp_path)
+    assert plain == by_commit == str(snapshot)
     for words in (
         "ConfigError: model tiny/other is no folder",
         "HF_HUB_OFFLINE is set",
         str(tmp_path),
         "hf download tiny/other",
     ):
-        assert words in said, said
-    code, said = fetch("tiny/other", tmp_path, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
-    assert (code, "it cannot be fetched" in said) == (1, True), said
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    code, said = fetch("tiny/dense", tmp_path)
-    assert (code, "has no model-2.safetensors; download it again" in said) == (1, True), said
+        assert words in other, other
+    assert "has no model-2.safetensors; download it again" in part, part
+    (online,) = fetch("tiny/other", cache=tmp_path, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "it cannot be fetched" in online, online
 
 
 def test_what_is_a_hub_id(tmp_path: Path, monkeypatch) -> None:

@@ -60,6 +60,7 @@ def test_what_peft_wrote(peft, expected, models, tmp_path) -> None:
         again = read_adapter(folder, lora=LORA, expected=expected)
         assert again.keys() == found.keys()
         assert all(torch.equal(again[k], found[k]) for k in found), folder
+    del stored
     mapped = Path("/proc/self/maps").read_text()
     assert str(peft) not in mapped, "a file of the adapter stayed mapped"
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks import harness
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-BENCHMARKS = ("control", "wire", "merge", "sync")
+BENCHMARKS = ("control", "merge", "sync", "convergence")
 
 
 def _add(name: str) -> None:
@@ -30,8 +30,7 @@ def _add(name: str) -> None:
 
 
 for _name in BENCHMARKS:
-    if importlib.util.find_spec(f"benchmarks.{_name}") is not None:
-        _add(_name)
+    _add(_name)
 
 
 @app.command()
@@ -48,8 +47,10 @@ def compare(before: Path, after: Path) -> None:
 
 @app.command()
 def plot(path: Path, out: Path) -> None:
-    """Draw a result as PNG."""
-    harness.plot(harness.load(path), out)
+    """Draw a result as PNG, in the benchmark's own way if it has one."""
+    result = harness.load(path)
+    module = importlib.import_module(f"benchmarks.{result.benchmark}")
+    getattr(module, "plot", harness.plot)(result, out)
 
 
 app()

@@ -140,7 +140,7 @@ def print_table(result: Result, console: Console) -> None:
         "case", "metric", "value", "unit", "peer", "peer value", "ratio", title=f"{result.benchmark} on {result.device}"
     )
     for c in result.cases:
-        ratio = "" if c.peer_value is None else f"{c.value / c.peer_value:.3f}"
+        ratio = f"{c.value / c.peer_value:.3f}" if c.peer_value else ""
         peer = "" if c.peer_value is None else f"{c.peer_value:.4g}"
         table.add_row(c.name, c.metric, f"{c.value:.4g}", c.unit, c.peer or "", peer, ratio)
     console.print(table)

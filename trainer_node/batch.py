@@ -1,10 +1,12 @@
-"""A training message's buffers to micro-batches: decode, refuse what is wrong, pad. No collective, no model.
+"""A training message's buffers to micro-batches: decode, refuse what is wrong, pack. No collective, no model.
 
-Shapes: S = sequences, T = tokens of all sequences laid end to end; B = rows of a micro-batch, L = its padded length.
+Shapes: S = sequences, T = tokens of all sequences laid end to end; L = tokens of a micro-batch, padding included, N = those of its
+tokens that carry loss.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,6 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import BATCH_TENSORS, FORWARD_TENSORS, OPTIONAL_BATCH_TENSORS, LossSpec, TensorSpec
 
 _FLOATS = ("loss_mask", "advantages", "sampler_logprobs")
-_NO_SEQUENCE = -1
 
 
 class BatchError(ConfigError):
@@ -48,20 +49,37 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Right-padded rows. Position l of all but the first speaks of token l + 1, which the model predicts at l."""
+    """Whole sequences laid end to end, then padding; what the losses need is there for the N tokens with loss only.
 
-    tokens_BL: torch.Tensor
-    targets_BL: torch.Tensor
-    loss_mask_BL: torch.Tensor
-    advantages_BL: torch.Tensor
-    sampler_logprobs_BL: torch.Tensor
-    old_logprobs_BL: torch.Tensor | None = None
-    reference_logprobs_BL: torch.Tensor | None = None
+    Padding is sequences of its own, so that nothing attends to it, and no longer ones than the batch's longest.
+    """
+
+    tokens_L: torch.Tensor
+    positions_L: torch.Tensor
+    """From 0 in each sequence."""
+    cu_seqlens: torch.Tensor
+    """int32: where each sequence begins, and L at the end."""
+    max_seqlen: int
+    """Longest piece of this micro-batch. Never more: Megatron (0.16) takes rotary tables of length L to be a whole pack's."""
+    predictors_N: torch.Tensor
+    """Where in L the model predicts the token: one before it."""
+    rows_N: torch.Tensor
+    """The token's row in the batch."""
+    sequence_N: torch.Tensor
+    """The token's sequence, below `num_sequences`."""
+    num_sequences: int
+    targets_N: torch.Tensor
+    advantages_N: torch.Tensor
+    sampler_logprobs_N: torch.Tensor
+    old_logprobs_N: torch.Tensor | None = None
+    reference_logprobs_N: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        moved: dict[str, Any] = {n: None if t is None else t.to(device, non_blocking=True) for n, t in fields.items()}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {
+            n: t.to(device, non_blocking=True) if isinstance(t, torch.Tensor) else t for n, t in fields.items()
+        }
         return MicroBatch(**moved)
 
 
@@ -180,11 +198,11 @@ def _check_allowed(allowed: Sequence[int], vocab_size: int) -> None:
         raise BatchError(f"allowed_token_ids must be a non-empty set of ids below {vocab_size}; got {wrong[:5] or 'none'}")
 
 
-def rows_per_rank(grad_accumulation_sequences: int | None, *, dp_size: int) -> int:
-    """A data-parallel rank's share of every `grad_accumulation_sequences` sequences; None: the data-parallel size, so 1.
+def check_accumulation(grad_accumulation_sequences: int | None, *, dp_size: int) -> None:
+    """Refuse a number that does not divide over the data-parallel ranks; None is their number.
 
     Raises:
-        BatchError: it does not divide; with the numbers.
+        BatchError: with the numbers.
     """
     wanted = dp_size if grad_accumulation_sequences is None else grad_accumulation_sequences
     if wanted < 1 or wanted % dp_size:
@@ -193,74 +211,101 @@ def rows_per_rank(grad_accumulation_sequences: int | None, *, dp_size: int) -> i
             f"grad_accumulation_sequences = {wanted} is not a multiple of the data-parallel size {dp_size}; "
             f"choose {' or '.join(map(str, near))}"
         )
-    return wanted // dp_size
 
 
-def cut(num_sequences: int, *, max_rows: int, dp_rank: int, dp_size: int, share: int = 1) -> list[tuple[int, ...]]:
-    """Which sequences stand in which row of which micro-batch of this rank; -1: a row without a sequence, of weight zero.
+def pack(lengths: Sequence[int], *, budget: int, dp_size: int = 1, least: int = 1) -> list[list[tuple[int, ...]]]:
+    """Which sequences share which pack of which data-parallel rank: [rank][micro-batch] -> indices in ascending order.
 
-    All ranks get the same number of micro-batches with the same number of rows: as many rows as `max_rows` allows, the whole a
-    multiple of `share`.
+    All ranks get the same number of packs; some may be empty. First-fit decreasing (Johnson 1973) finds how many packs it takes; the
+    sequences are then spread over as many, longest first to the emptiest (Graham 1969, LPT), where that keeps the budget, so that
+    packs, and with them ranks, are about equal. A sequence longer than the budget sets the budget of its batch.
+
+    Args:
+        budget: most tokens of a pack.
+        least: packs for each rank at least, where there are sequences enough: a pipeline needs several.
     """
-    rounds = -(-num_sequences // (share * dp_size))
-    total = rounds * share
-    rows = min(max_rows, total)
-    while share > 1 and total % rows:
-        rows -= 1
-    count = -(-total // rows)
-    result = []
-    for m in range(count):
-        first = (m * dp_size + dp_rank) * rows
-        result.append(tuple(i if i < num_sequences else _NO_SEQUENCE for i in range(first, first + rows)))
-    return result
+    capacity = max(budget, *lengths)
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    fitted: list[list[int]] = []
+    fills: list[int] = []
+    for i in longest_first:
+        place = next((p for p, fill in enumerate(fills) if fill + lengths[i] <= capacity), None)
+        if place is None:
+            fitted, fills, place = [*fitted, []], [*fills, 0], len(fitted)
+        fitted[place].append(i)
+        fills[place] += lengths[i]
+    count = max(len(fitted), min(least * dp_size, len(lengths)))
+    count = -(-count // dp_size) * dp_size
+    packs = _spread(lengths, longest_first, count)
+    if max(sum(lengths[i] for i in p) for p in packs) > capacity:
+        packs = fitted + [[] for _ in range(count - len(fitted))]
+    packs.sort(key=lambda p: -sum(lengths[i] for i in p))
+    return [[tuple(sorted(p)) for p in packs[rank::dp_size]] for rank in range(dp_size)]
+
+
+def _spread(lengths: Sequence[int], longest_first: Sequence[int], count: int) -> list[list[int]]:
+    """Each to the pack with the fewest tokens so far."""
+    packs: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, p) for p in range(count)]
+    for i in longest_first:
+        fill, p = heapq.heappop(heap)
+        packs[p].append(i)
+        heapq.heappush(heap, (fill + lengths[i], p))
+    return packs
 
 
 def micro_batches(
-    batch: Batch, *, max_rows: int, dp_rank: int, dp_size: int, grad_accumulation_sequences: int | None = None
+    batch: Batch,
+    *,
+    budget: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    least: int = 1,
+    same_length: bool = False,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches.
+    """This data-parallel rank's micro-batches, as `pack` cuts them.
 
-    All ranks get the same number, of the same [B, L]: pipeline stages exchange tensors of one shape, and expert-parallel ranks
-    gather equal token counts. Rows without a sequence carry no loss.
-
-    Raises:
-        BatchError: `grad_accumulation_sequences` is no multiple of `dp_size`.
+    Args:
+        same_length: all micro-batches of all ranks have one L: pipeline stages exchange tensors of one shape, and expert-parallel ranks
+            gather equal token counts.
+        multiple: L is a multiple of it (sequence parallelism: the tensor-parallel size).
     """
-    share = rows_per_rank(grad_accumulation_sequences, dp_size=dp_size)
-    padded = max(max(batch.lengths), 2)
-    plan = cut(len(batch.lengths), max_rows=max_rows, dp_rank=dp_rank, dp_size=dp_size, share=share)
-    return [_pad(batch, rows, padded) for rows in plan]
+    ranks = pack(batch.lengths, budget=budget, dp_size=dp_size, least=least)
+    fills = [[sum(batch.lengths[i] for i in p) for p in packs] for packs in ranks]
+    most = max(max(f) for f in fills)
+    padded = [most if same_length else max(fill, 1) for fill in fills[dp_rank]]
+    return [_lay_out(batch, p, -(-n // multiple) * multiple) for p, n in zip(ranks[dp_rank], padded, strict=True)]
 
 
-def _pad(batch: Batch, sequences: tuple[int, ...], padded: int) -> MicroBatch:
+def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int) -> MicroBatch:
     starts = np.cumsum([0, *batch.lengths])
-    spans = [(0, 0) if i == _NO_SEQUENCE else (int(starts[i]), batch.lengths[i]) for i in sequences]
+    pieces = [batch.lengths[i] for i in sequences]
+    rows_R = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences] or [np.arange(0)])
+    left, longest = length - len(rows_R), max(batch.lengths)
+    whole, rest = divmod(left, longest)
+    pieces += [longest] * whole + [rest] * (rest > 0)
+    tokens_L = torch.zeros(length, dtype=torch.int64)
+    tokens_L[: len(rows_R)] = batch.tokens_T[torch.from_numpy(rows_R)]
+    places_N = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])
+    rows_N = torch.from_numpy(rows_R[places_N])
+    owners_R = np.repeat(np.arange(len(sequences)), np.array([batch.lengths[i] for i in sequences], dtype=np.int64))
 
-    def rows(flat_T: torch.Tensor, shift: int) -> torch.Tensor:
-        out = flat_T.new_zeros((len(spans), padded))
-        for row, (start, length) in enumerate(spans):
-            kept = max(length - shift, 0)
-            out[row, :kept] = flat_T[start + shift : start + shift + kept]
-        return out
+    def of(flat_T: torch.Tensor | None) -> torch.Tensor | None:
+        return None if flat_T is None else flat_T[rows_N]
 
     return MicroBatch(
-        tokens_BL=rows(batch.tokens_T, 0),
-        targets_BL=rows(batch.tokens_T, 1),
-        loss_mask_BL=rows(batch.loss_mask_T, 1),
-        advantages_BL=rows(batch.advantages_T, 1),
-        sampler_logprobs_BL=rows(batch.sampler_logprobs_T, 1),
-        old_logprobs_BL=None if batch.old_logprobs_T is None else rows(batch.old_logprobs_T, 1),
-        reference_logprobs_BL=None if batch.reference_logprobs_T is None else rows(batch.reference_logprobs_T, 1),
+        tokens_L=tokens_L,
+        positions_L=torch.from_numpy(np.concatenate([np.arange(n) for n in pieces])),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *pieces], dtype=np.int32)),
+        max_seqlen=max(pieces),
+        predictors_N=torch.from_numpy(places_N - 1),
+        rows_N=rows_N,
+        sequence_N=torch.from_numpy(owners_R[places_N]),
+        num_sequences=len(sequences),
+        targets_N=batch.tokens_T[rows_N],
+        advantages_N=batch.advantages_T[rows_N],
+        sampler_logprobs_N=batch.sampler_logprobs_T[rows_N],
+        old_logprobs_N=of(batch.old_logprobs_T),
+        reference_logprobs_N=of(batch.reference_logprobs_T),
     )
-
-
-def unpad(batch: Batch, plan: Sequence[tuple[int, ...]], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Micro-batch rows back to the batch's: [..., B, L] for each micro-batch, position l speaking of token l + 1 -> [..., T], row t
-    speaking of token t. Rows of sequences that are not in `plan`, and each sequence's first, are 0."""
-    starts = np.cumsum([0, *batch.lengths])
-    out = values[0].new_zeros((*values[0].shape[:-2], int(starts[-1])))
-    for sequences, value in zip(plan, values, strict=True):
-        for row, i in enumerate(sequences):
-            if i != _NO_SEQUENCE:
-                out[..., starts[i] + 1 : starts[i + 1]] = value[..., row, : batch.lengths[i] - 1]
-    return out

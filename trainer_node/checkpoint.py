@@ -1,9 +1,13 @@
 """The trainer's state on disk: what a version is made of.
 
-    <dir>/adapter/adapter_model.safetensors, adapter_config.json    PEFT's format, whole tensors in fp32
-    <dir>/rank_<r>.pt                                               optimizer and RNG of each rank
+    <dir>/adapter/adapter_model.safetensors, adapter_config.json    adapters in PEFT's format, whole tensors in fp32
+    <dir>/state/                                                    moments (and with finetuning_type "full" the fp32 weights), sharded
+    <dir>/rank_<r>.pt                                               RNG of each rank
     <dir>/meta.json                                                 version, topology, LoRA settings, counters, the client's state
     <dir>/COMPLETE                                                  written last: every file's size
+
+`state/` is what is known as torch_dist: torch.distributed.checkpoint's files, every tensor whole under its HF name (`sharded_state`), so
+any topology can load what any other wrote. RNG states are of a rank: at another topology generators are seeded anew, and `Loaded` says so.
 
 Written beside the target, flushed, marked, and then put in its place (`generations`): at every instant one whole generation can be
 found, and `load` finds it. A folder without its marker, or with a file missing or of another size, is refused, never read as far as
@@ -14,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +28,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from trainer_node import generations
+from trainer_node import generations, sharded_state
 from trainer_node.generations import MARKER, CheckpointError, write_file
 from trainer_node.lora import Matrix
 from trainer_node.merge import LoraDelta
+from trainer_node.optimizer import MOMENTS
+from trainer_node.parameters import Piece, TrainedParam
 from trainer_node.runtime import TrainerRuntime
+from trainer_node.sharded_state import Box
 
 __all__ = [
     "ADAPTER",
@@ -41,8 +49,8 @@ __all__ = [
     "save_adapter",
     "write_adapter",
 ]
-ADAPTER = "adapter"
-_FORMAT = 1
+ADAPTER, STATE = "adapter", "state"
+_FORMAT = 2
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -54,6 +62,8 @@ class Loaded:
     client_state: dict[str, Any]
     dropped_batches: int
     """Batches whose pending gradients were dropped."""
+    rng_restored: bool
+    """False: it was written at another topology, and the generators were seeded anew."""
 
 
 # ---------------------------------------------------------------- PEFT's format
@@ -114,8 +124,10 @@ def save_adapter(runtime: TrainerRuntime, folder: Path) -> None:
     """Gather the adapters and write them in PEFT's format. A collective.
 
     Raises:
+        ConfigError: the trainer has no adapters.
         CheckpointError: on every rank, if rank 0 could not write.
     """
+    runtime.need_adapters("an adapter in PEFT's format")
     deltas = runtime.adapters.gather()
     with _together(runtime, f"writing the adapter to {folder}"):
         if dist.get_rank() == 0:
@@ -136,45 +148,61 @@ def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: M
             for one in (folder, temp, generations.old_folder(folder)):
                 generations.refuse_foreign(one, names=_names())
             generations.begin(folder)
-            write_adapter(temp / ADAPTER, runtime=runtime, deltas=deltas)
+            if not runtime.trains_all:
+                write_adapter(temp / ADAPTER, runtime=runtime, deltas=deltas)
             write_file(temp / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=1)))
+    sharded_state.save(_boxes(runtime), temp / STATE, group=runtime.control_group)
     with _together(runtime, f"writing rank {rank}'s state to {temp}"):
-        write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(_rank_state(runtime), path))
+        write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(_rng_state(runtime), path))
     with _together(runtime, f"moving {temp} to {folder}"):
         if rank == 0:
             generations.finish(folder, facts={"version": version})
 
 
 def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
-    """Restore what `save` wrote, after mending what a crash left; nothing changes unless all of it can be read. A collective.
+    """Restore what `save` wrote, at this topology or another, after mending what a crash left; nothing changes unless all of it can be
+    read: what this rank owns is in CPU memory twice for a moment. A collective.
 
     Pending gradients are dropped.
 
     Raises:
-        CheckpointError: on every rank: no such checkpoint, a partial one, or one of another model, topology or LoRA setting.
+        CheckpointError: on every rank: no such checkpoint, a partial one, or one of another model or LoRA setting.
     """
     with _together(runtime, f"mending {folder}"):
         if dist.get_rank() == 0:
             generations.recover(folder)
+    whole: dict[tuple[str, Matrix], torch.Tensor] = {}
     with _together(runtime, f"reading {folder}"):
         generations.check_whole(folder)
         meta = json.loads((folder / "meta.json").read_text())
-        wanted = _meta(runtime, meta["version"])
-        for field in ("format", "parallel", "lora", "architecture"):
-            if meta.get(field) != wanted[field]:
-                raise CheckpointError(f"{folder} was written with {field} {meta.get(field)}; this trainer has {wanted[field]}")
-        whole = read_adapter(folder / ADAPTER, runtime=runtime)
-        state = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location=runtime.device, weights_only=True)
-    runtime.adapters.load(whole)
+        _check_meta(folder, meta, _meta(runtime, meta["version"]))
+        if not runtime.trains_all:
+            whole = read_adapter(folder / ADAPTER, runtime=runtime)
+        same_place = meta["parallel"] == runtime.config.parallel.model_dump(mode="json")
+        rng = None
+        if same_place:
+            rng = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
+        num_steps = int(meta["optimizer_steps"])
+        boxes = _room(runtime, with_moments=num_steps > 0)
+        plan = sharded_state.plan(boxes, folder / STATE)
+    sharded_state.load(plan, folder / STATE, group=runtime.control_group)
     dropped = runtime.drop_pending()
-    if runtime.optimizer is not None:
-        runtime.optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"].cpu())
-    if runtime.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda_rng"].cpu(), runtime.device)
-    counters = meta.get("counters", {})
-    runtime.num_steps, runtime.num_skipped_steps = counters.get("steps", 0), counters.get("skipped_steps", 0)
-    return Loaded(version=int(meta["version"]), client_state=meta.get("client_state", {}), dropped_batches=dropped)
+    if not runtime.trains_all:
+        runtime.adapters.load(whole)
+    del plan
+    runtime.optimizer.restore(_values(runtime, boxes, with_moments=num_steps > 0), num_steps=num_steps)
+    if rng is not None:
+        _set_rng_state(runtime, rng)
+    else:
+        runtime.seed(meta["counters"]["steps"])
+    counters = meta["counters"]
+    runtime.num_steps, runtime.num_skipped_steps = counters["steps"], counters["skipped_steps"]
+    return Loaded(
+        version=int(meta["version"]),
+        client_state=meta.get("client_state", {}),
+        dropped_batches=dropped,
+        rng_restored=same_place,
+    )
 
 
 def delete(folders: Iterable[Path]) -> dict[str, str]:
@@ -194,33 +222,107 @@ def delete(folders: Iterable[Path]) -> dict[str, str]:
 
 def _names() -> set[str]:
     """Everything that may stand in a checkpoint's folder, half-written files included."""
-    names = {ADAPTER, "meta.json", *(f"rank_{r}.pt" for r in range(4096))}
+    names = {ADAPTER, STATE, "meta.json", *(f"rank_{r}.pt" for r in range(4096))}
     return names | {f".{n}.tmp" for n in names}
 
 
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "num_experts", "moe_intermediate_size", "tie_word_embeddings",
+)  # fmt: skip
+
+
 def _meta(runtime: TrainerRuntime, version: int) -> dict[str, Any]:
+    """A collective."""
+    hf_config, full = runtime.hf_config, runtime.trains_all
     return {
         "format": _FORMAT,
         "version": version,
+        "finetuning_type": runtime.config.finetuning_type,
         "parallel": runtime.config.parallel.model_dump(mode="json"),
-        "lora": runtime.config.lora.model_dump(mode="json"),
-        "architecture": list(runtime.hf_config.architectures or ()),
+        "lora": None if full else runtime.config.lora.model_dump(mode="json"),
+        "architecture": list(hf_config.architectures or ()),
+        "sizes": {name: getattr(hf_config, name, None) for name in _SIZES},
+        "optimizer_steps": runtime.optimizer.num_steps(),
         "counters": {"steps": runtime.num_steps, "skipped_steps": runtime.num_skipped_steps},
     }
 
 
-def _rank_state(runtime: TrainerRuntime) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "optimizer": runtime.optimizer.state_dict() if runtime.optimizer is not None else {},
-        "rng": torch.get_rng_state(),
-    }
+def _check_meta(folder: Path, meta: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for field in ("format", "finetuning_type", "lora", "architecture", "sizes"):
+        if meta.get(field) != wanted[field]:
+            raise CheckpointError(f"{folder} was written with {field} {meta.get(field)}; this trainer has {wanted[field]}")
+
+
+# ---------------------------------------------------------------- sharded state
+
+
+def _kinds(runtime: TrainerRuntime, *, with_moments: bool) -> tuple[str, ...]:
+    """What of each parameter is in `state/`: adapters' weights are in PEFT's file."""
+    return ("weight",) * runtime.trains_all + MOMENTS * with_moments
+
+
+def _boxes(runtime: TrainerRuntime) -> dict[str, Box]:
+    """What this rank writes."""
+    boxes = {}
+    for p, tensors in runtime.optimizer.tensors():
+        for kind in _kinds(runtime, with_moments=len(tensors) > 1) if p.counted else ():
+            for piece in p.pieces:
+                box = _box(p, piece, partial(piece.read, tensors[kind]))
+                boxes[f"{kind}.{piece.key}"] = box
+    return boxes
+
+
+def _room(runtime: TrainerRuntime, *, with_moments: bool) -> dict[str, Box]:
+    """Memory for what this rank owns."""
+    boxes = {}
+    for p, _ in runtime.optimizer.tensors():
+        for kind in _kinds(runtime, with_moments=with_moments):
+            for piece in p.pieces:
+                memory = torch.empty(piece.box_shape(p.param))
+                boxes[f"{kind}.{piece.key}"] = _box(p, piece, partial(lambda t: t, memory))
+    return boxes
+
+
+def _box(p: TrainedParam, piece: Piece, tensor: Callable[[], torch.Tensor]) -> Box:
+    return Box(sizes=piece.box_shape(p.param), offsets=piece.offsets, shape=piece.shape, tensor=tensor)
+
+
+def _values(runtime: TrainerRuntime, boxes: dict[str, Box], *, with_moments: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """For each parameter that this rank owns, what was read; boxes are let go on the way. Padding is 0."""
+    for p, _ in runtime.optimizer.tensors():
+        found = {}
+        for kind in _kinds(runtime, with_moments=with_moments):
+            found[kind] = torch.zeros(p.param.shape)
+            for piece in p.pieces:
+                piece.write(found[kind], boxes.pop(f"{kind}.{piece.key}").tensor())
+        yield found
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def _rng_state(runtime: TrainerRuntime) -> dict[str, Any]:
+    state: dict[str, Any] = {"rng": torch.get_rng_state()}
     if runtime.device.type == "cuda":
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
         state["cuda_rng"] = torch.cuda.get_rng_state(runtime.device)
+        state["cuda_rng_tracker"] = get_cuda_rng_tracker().get_states()
     return state
 
 
+def _set_rng_state(runtime: TrainerRuntime, state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["rng"])
+    if runtime.device.type == "cuda":
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.cuda.set_rng_state(state["cuda_rng"], runtime.device)
+        get_cuda_rng_tracker().set_states(state["cuda_rng_tracker"])
+
+
 @contextlib.contextmanager
-def _together(runtime: TrainerRuntime, what: str) -> Any:
+def _together(runtime: TrainerRuntime, what: str) -> Iterator[None]:
     """Run a block that holds no collective; if it fails on one rank, it fails on all."""
     error: str | None = None
     try:

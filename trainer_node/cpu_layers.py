@@ -6,6 +6,7 @@ The classes bear TransformerEngine's names because Megatron-Bridge picks a param
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class TERowParallelGroupedLinear(_GroupedLinear):
 
 
 class CausalSdpa(nn.Module):
-    """Causal grouped-query attention by torch's own kernel; no dropout."""
+    """Causal grouped-query attention within each sequence of a pack, by torch's own kernel; no dropout."""
 
     def __init__(self, *, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -83,12 +84,25 @@ class CausalSdpa(nn.Module):
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: Any,
+        **_: Any,
     ) -> torch.Tensor:
-        """[s, b, heads, d] -> [s, b, heads * d]; the mask argument is ignored, attention is always causal."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        """[t, heads, d] -> [t, heads * d], sequences as `cu_seqlens_q` says; the mask argument is ignored."""
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        lengths = [end - start for start, end in pairwise(bounds)]
+        pieces = zip(*(t.split(lengths) for t in (query, key, value)), strict=True)
+        return torch.cat([self._one_sequence(*piece) for piece in pieces])
+
+    def _one_sequence(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out[0].transpose(0, 1).flatten(1)

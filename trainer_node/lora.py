@@ -34,6 +34,7 @@ from torch.nn import functional
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from trainer_node.merge import LoraDelta, decoder_name
+from trainer_node.parameters import Piece, TrainedParam
 
 Matrix = Literal["A", "B"]
 
@@ -49,16 +50,6 @@ class Shard:
     """A view of the parameter."""
     dim: int | None
     """Dimension split over tensor-parallel ranks; None: whole on each."""
-    expert: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterParam:
-    """A trainable parameter and how its copies and pieces lie over the ranks."""
-
-    param: nn.Parameter
-    split: bool
-    """Pieces on tensor-parallel ranks (True) or copies (False)."""
     expert: bool
 
 
@@ -137,11 +128,20 @@ class DenseAdapter(nn.Module):
                 yield Shard(name=name, matrix="A", tensor=a, dim=1 if self.row_parallel else None, expert=False)
                 yield Shard(name=name, matrix="B", tensor=b, dim=None if self.row_parallel else 0, expert=False)
 
-    def adapter_params(self) -> Iterable[AdapterParam]:
+    def trained_params(self) -> Iterable[TrainedParam]:
         """The parameters and their layout."""
         for key in self.lora_A:
-            yield AdapterParam(param=self.lora_A[key], split=self.row_parallel, expert=False)
-            yield AdapterParam(param=self.lora_B[key], split=not self.row_parallel, expert=False)
+            name = self.names[int(key)]
+            yield self._trained(f"{name}.lora_A", self.lora_A[key], 1 if self.row_parallel else None)
+            yield self._trained(f"{name}.lora_B", self.lora_B[key], None if self.row_parallel else 0)
+
+    def _trained(self, key: str, param: nn.Parameter, dim: int | None) -> TrainedParam:
+        shape, offsets = list(param.shape), [0, 0]
+        if dim is not None:
+            shape[dim] *= self._group.size()
+            offsets[dim] = param.shape[dim] * self._group.rank()
+        piece = Piece(key=key, shape=tuple(shape), offsets=tuple(offsets), rows=param.shape[0])
+        return TrainedParam(param=param, pieces=(piece,), split=dim is not None, expert=False)
 
 
 class ExpertAdapter(nn.Module):
@@ -193,10 +193,21 @@ class ExpertAdapter(nn.Module):
                 for matrix, params in (("A", self.lora_A), ("B", self.lora_B)):
                     yield Shard(name=name, matrix=matrix, tensor=params[str(i)].data[e], dim=None, expert=True)  # type: ignore[arg-type]
 
-    def adapter_params(self) -> Iterable[AdapterParam]:
-        """The parameters and their layout."""
-        for param in self.parameters():
-            yield AdapterParam(param=param, split=False, expert=True)
+    def trained_params(self) -> Iterable[TrainedParam]:
+        """The parameters and their layout: rows of one tensor that stacks all experts of the model, [experts, ...]."""
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        for matrix, params in (("A", self.lora_A), ("B", self.lora_B)):
+            for key, param in params.items():
+                name = (self.names[int(key)] or ())[0]
+                before, _, rest = name.partition(".experts.")
+                first, _, linear = rest.partition(".")
+                piece = Piece(
+                    key=f"{before}.experts.{linear}.lora_{matrix}",
+                    shape=(param.shape[0] * ranks, *param.shape[1:]),
+                    offsets=(int(first), 0, 0),
+                    rows=param.shape[0],
+                )
+                yield TrainedParam(param=param, pieces=(piece,), split=False, expert=True)
 
 
 class _Groups:
@@ -334,19 +345,13 @@ class AdapterSet:
 
     # ------------------------------------------------------------ parameters
 
-    def params(self) -> list[AdapterParam]:
+    def params(self) -> list[TrainedParam]:
         """Every trainable parameter of this rank with its layout, in a stable order."""
-        return [p for adapter in self.adapters for p in adapter.adapter_params()]
+        return [p for adapter in self.adapters for p in adapter.trained_params()]
 
     def shards(self) -> list[Shard]:
         """Every piece of this rank, by HF name."""
         return [s for adapter in self.adapters for s in adapter.shards()]
-
-    def num_parameters(self) -> int:
-        """Trainable elements of the whole model, each counted once. A collective."""
-        total = torch.tensor(sum(s.tensor.numel() for s in self._owned()), dtype=torch.int64, device=self._device)
-        dist.all_reduce(total)
-        return int(total)
 
     def _owned(self) -> list[Shard]:
         """The pieces this rank answers for, so that every element is counted once over all ranks."""

@@ -8,8 +8,8 @@ parameters. `register_loss` adds one of the user's own:
 
     LossSpec(name="soft_clip", params={"sharpness": 3.0})      with TrainerConfig(loss_modules=("my_losses",))
 
-Shapes: N = positions with loss, S = sequences of the micro-batch, V = vocabulary rows on this tensor-parallel rank, K = allowed
-token ids. Symbols: p = the policy that is trained, mu = the sampler, old = the trainer before the first step on the batch,
+Shapes: N = positions with loss, S = sequences of the micro-batch, V = vocabulary rows on this tensor-parallel rank, H = hidden size, C = a
+chunk of N, K = allowed token ids. Symbols: p = the policy that is trained, mu = the sampler, old = the trainer before the first step on the batch,
 A = advantage.
 """
 
@@ -24,62 +24,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, LossSpec, ParamValue
 
-
-class _SumOverRanks(torch.autograd.Function):
-    """All-reduce forward, identity backward: every rank then computes the same loss, which counts once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        """Sum over the group."""
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Identity."""
-        return grads[0], None
+LOGITS_PER_CHUNK = 2**26
+"""Logits that exist at a time, in the forward as in the backward pass: 256 MiB in fp32, and as much again a few times over."""
 
 
-def vocab_parallel_log_probs(
-    logits_NV: torch.Tensor,
+def linear_statistics(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
     targets_N: torch.Tensor,
     *,
-    vocab_start: int,
-    vocab_size: int,
-    allowed_K: torch.Tensor | None = None,
-    group: Any = None,
-) -> torch.Tensor:
-    """log p(target) in fp32; see `vocab_parallel_statistics`."""
-    return vocab_parallel_statistics(
-        logits_NV,
-        targets_N,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        allowed_K=allowed_K,
-        group=group,
-        with_entropy=False,
-    )[0]
-
-
-def vocab_parallel_statistics(
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
-    *,
-    vocab_start: int,
+    vocab_start: int = 0,
     vocab_size: int,
     allowed_K: torch.Tensor | None = None,
     group: Any = None,
     with_entropy: bool = True,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and entropy (nats), fp32, from logits whose vocabulary is split over `group`; the full logits are never gathered.
+    """log p(target) and entropy (nats), fp32, of `softmax(hidden @ weight.T)`, the vocabulary split over `group`.
+
+    The logits are made a chunk of positions at a time and again in the backward pass, so memory is that of one chunk, whatever N is; they
+    are never gathered. (Memory-efficient linear cross entropy: Wijmans et al. 2024, arXiv:2411.09009; here with the entropy.)
 
     Rows at or beyond `vocab_size` (Megatron's padding) do not count. With `allowed_K`, probabilities are normalised over
     those ids only, as a sampler restricted to them does; a target outside them has -inf.
+
+    The gradient of `hidden_NH` is this rank's share of a sum over `group`; that of `weight_VH` is whole.
 
     Args:
         vocab_start: id of this rank's first row.
@@ -87,30 +61,116 @@ def vocab_parallel_statistics(
         group: tensor-parallel group; None or of size 1: this rank holds all rows.
         with_entropy: False: the entropy is not computed; zeros.
     """
-    split = group is not None and group.size() > 1
-    num_rows = logits_NV.shape[1]
-    valid_V = _valid_rows(num_rows, vocab_start, vocab_size, allowed_K, logits_NV.device)
-    logits = logits_NV.float() if logits_NV.dtype is not torch.float64 else logits_NV
-    logits = logits.masked_fill(~valid_V, -torch.inf)
-    with torch.no_grad():
-        top_N = logits.max(dim=-1).values
-        if split:
-            dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
-    logits = logits - top_N[:, None]
-    local_N = targets_N - vocab_start
-    here_N = (local_N >= 0) & (local_N < num_rows)
-    picked_N = logits.gather(-1, local_N.clamp(0, num_rows - 1)[:, None])[:, 0]
-    target_N = torch.where(here_N, picked_N, torch.zeros_like(picked_N))
+    num_rows = weight_VH.shape[0]
+    head = _Head(
+        local_N=targets_N - vocab_start,
+        invalid_V=~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, weight_VH.device),
+        group=group if group is not None and group.size() > 1 else None,
+        with_entropy=with_entropy,
+        chunk=max(1, logits_per_chunk // num_rows),
+    )
+    log_probs_N, entropy_N = _LinearStatistics.apply(hidden_NH.to(weight_VH.dtype), weight_VH, head)
+    return log_probs_N, entropy_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """What stays the same over the chunks."""
+
+    local_N: torch.Tensor
+    """The target's row on this rank; outside [0, V) where another rank has it."""
+    invalid_V: torch.Tensor
+    group: Any
+    with_entropy: bool
+    chunk: int
+
+    def chunks(self) -> list[slice]:
+        """Which positions go together."""
+        size = len(self.local_N)
+        return [slice(i, min(i + self.chunk, size)) for i in range(0, size, self.chunk)]
+
+    def logits(self, hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        """fp32 (or fp64), -inf where a row does not count. [C, V], the caller's to overwrite."""
+        logits = functional.linear(hidden_CH, weight_VH)
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        return logits.masked_fill_(self.invalid_V, -torch.inf)
+
+    def here(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each target, clamped into this rank's, and whether it is this rank's. [C] each."""
+        local_C = self.local_N[chunk]
+        num_rows = len(self.invalid_V)
+        return local_C.clamp(0, num_rows - 1), (local_C >= 0) & (local_C < num_rows)
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """With l the logits, Z = sum_v e^(l_v), p_v = e^(l_v) / Z and H = log Z - sum_v p_v l_v:
+
+    d log p_t / d l_v = [v = t] - p_v        d H / d l_v = -p_v (log p_v + H)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, head: _Head) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of each chunk against the rank's own maximum, then once over the ranks."""
+        parts = [_chunk_sums(head, c, hidden_NH[c], weight_VH) for c in head.chunks()]
+        target_N, local_top_N, sum_N, energy_N = torch.cat(parts, dim=1)
+        top_N = local_top_N.clone()
+        if head.group is not None:
+            dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=head.group)
+        # A rank without a row that counts has top -inf and sums of 0.
+        shift_N = torch.where(local_top_N.isinf(), torch.zeros_like(top_N), local_top_N - top_N)
+        # sum e^(l - top) (l - top), from the sums against the rank's own maximum
+        energy_N = (energy_N + shift_N * sum_N) * shift_N.exp()
+        sum_N = sum_N * shift_N.exp()
+        if head.group is not None:
+            sums_3N = torch.stack([target_N, sum_N, energy_N])
+            dist.all_reduce(sums_3N, group=head.group)
+            target_N, sum_N, energy_N = sums_3N
+        log_sum_N = sum_N.log()
+        entropy_N = log_sum_N - energy_N / sum_N if head.with_entropy else torch.zeros_like(log_sum_N)
+        ctx.head = head
+        ctx.save_for_backward(hidden_NH, weight_VH, top_N, log_sum_N, entropy_N)
+        return target_N - top_N - log_sum_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """The logits again, chunk by chunk; no collective."""
+        hidden_NH, weight_VH, top_N, log_sum_N, entropy_N = ctx.saved_tensors
+        head: _Head = ctx.head
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        sum_dtype = torch.promote_types(weight_VH.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
+        for c in head.chunks():
+            grad_log_prob_C1, grad_entropy_C1 = (g[c, None] for g in grads)
+            log_p_CV = head.logits(hidden_NH[c], weight_VH).sub_((top_N[c] + log_sum_N[c])[:, None])
+            p_CV = log_p_CV.exp()
+            grad_CV = p_CV * -grad_log_prob_C1
+            if head.with_entropy:
+                log_p_CV.masked_fill_(head.invalid_V, 0.0).add_(entropy_N[c, None]).mul_(p_CV)
+                grad_CV.addcmul_(log_p_CV, grad_entropy_C1, value=-1.0)
+            row_C, here_C = head.here(c)
+            grad_CV.scatter_add_(1, row_C[:, None], grad_log_prob_C1 * here_C[:, None])
+            grad_CV = grad_CV.to(weight_VH.dtype)
+            grad_hidden_NH[c] = grad_CV @ weight_VH
+            if grad_weight is not None:
+                grad_weight += grad_CV.T @ hidden_NH[c]
+        return grad_hidden_NH, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None
+
+
+def _chunk_sums(head: _Head, chunk: slice, hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+    """[4, C]: the target's logit (0 where it is another rank's), and over this rank's rows max l, sum e^(l - max), and
+    sum e^(l - max) (l - max)."""
+    logits = head.logits(hidden_CH, weight_VH)
+    row_C, here_C = head.here(chunk)
+    picked_C = logits.gather(1, row_C[:, None])[:, 0]
+    target_C = torch.where(here_C, picked_C, torch.zeros_like(picked_C))
+    top_C = logits.amax(dim=1)
+    logits.sub_(top_C.masked_fill(top_C.isinf(), 0.0)[:, None])
     weights = logits.exp()
-    denominator_N = weights.sum(dim=-1)
-    # sum of e^l * l, for H = log Z - (sum of e^l * l) / Z; rows that do not count are 0 * 0, not 0 * -inf.
-    energy_N = (weights * logits.masked_fill(~valid_V, 0.0)).sum(dim=-1) if with_entropy else torch.zeros_like(denominator_N)
-    if split:
-        parts = _SumOverRanks.apply(torch.stack([target_N, denominator_N, energy_N]), group)
-        target_N, denominator_N, energy_N = parts[0], parts[1], parts[2]
-    log_denominator_N = denominator_N.log()
-    entropy_N = log_denominator_N - energy_N / denominator_N if with_entropy else torch.zeros_like(log_denominator_N)
-    return target_N - log_denominator_N, entropy_N
+    energy_C = torch.zeros_like(top_C)
+    if head.with_entropy:
+        # Rows that do not count are 0 * 0, not 0 * -inf.
+        energy_C = logits.masked_fill_(head.invalid_V, 0.0).mul_(weights).sum(dim=1)
+    return torch.stack([target_C, top_C, weights.sum(dim=1), energy_C])
 
 
 def _valid_rows(
@@ -144,7 +204,7 @@ class LossInputs:
     sequence_N: torch.Tensor
     """int64: which sequence of the micro-batch a position belongs to, below `num_sequences`. Whole sequences, never parts."""
     num_sequences: int
-    """Rows of the micro-batch; some may have no positions here."""
+    """Of the micro-batch; some may have no positions here."""
 
 
 INPUTS = ("sampler_logprobs_N", "advantages_N", "old_logprobs_N", "sequence_N", "num_sequences")

@@ -391,6 +391,7 @@ class Node:
     def _train_lora(self, message: TrainLora, buffers: Sequence[bytes]) -> Outcome:
         from trainer_node import checkpoint
 
+        self.runtime.need_adapters("TrainLora (use TrainMerged)")
         metrics, train_s = self._train(message, buffers)
         self._progress("saving", metrics=metrics)
         started = time.monotonic()
@@ -433,6 +434,7 @@ class Node:
                 "version": loaded.version,
                 "client_state": loaded.client_state,
                 "dropped_batches": loaded.dropped_batches,
+                "rng_restored": loaded.rng_restored,
                 "seconds": {"load": time.monotonic() - started},
             }
         )

@@ -121,12 +121,14 @@ def held_tensors(runtime: Any) -> Iterator[torch.Tensor]:
     for module in modules:
         for param in module.parameters():
             yield param
-            yield from (g for g in (param.grad, getattr(param, "main_grad", None)) if g is not None)
+            if param.grad is not None:
+                yield param.grad
         yield from module.buffers()
     for pieces in runtime.references.values():
         yield from pieces
+    yield from (p.main_grad for p in runtime.params if p.main_grad is not None)
     if runtime.optimizer is not None:
-        yield from _tensors_in([runtime.optimizer.state, runtime.optimizer.param_groups])
+        yield from _tensors_in([[master for _, master in runtime.optimizer.masters], runtime.optimizer.state])
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

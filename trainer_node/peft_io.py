@@ -201,8 +201,6 @@ def read_together(runtime: TrainerRuntime, folder: Path) -> dict[Key, torch.Tens
     expected = expected_tensors(runtime)
     error, found = None, {}
     try:
-        if not expected:
-            raise AdapterError(f"the trainer has no adapters to load {folder} into: it trains full parameters")
         found = read_adapter(folder, lora=runtime.config.lora, expected=expected)
     except AdapterError as caught:
         error = str(caught)

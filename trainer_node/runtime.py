@@ -3,7 +3,8 @@
     init process groups -> build the model through Megatron-Bridge -> freeze it -> hook adapters on
     forward_backward over micro-batches (sums) ... forward_backward -> optim_step (reduce once, divide once, clip, AdamW)
 
-The base is frozen; only fp32 adapters train. Every method is a collective: all ranks call it with the same arguments.
+With finetuning_type "lora" the base is frozen and fp32 adapters train; with "full" every parameter of the model does, and there is no
+adapter. Every method is a collective: all ranks call it with the same arguments.
 A loss is a sum over tokens, and gradients are reduced and divided once, at `optim_step`, so a step does not depend on how its tokens were
 cut into micro-batches or calls, or where they ran. What is pending is dropped, never half kept, where a call fails after it has begun.
 """
@@ -27,9 +28,9 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node.batch import Batch, MicroBatch, cut, micro_batches, rows_per_rank, unpad
+from trainer_node.batch import Batch, MicroBatch, check_accumulation, micro_batches
 from trainer_node.hf import HfCheckpoint, read_config
-from trainer_node.losses import LossInputs, bind_loss, import_losses, total_loss, vocab_parallel_statistics
+from trainer_node.losses import LossInputs, bind_loss, import_losses, linear_statistics, total_loss
 from trainer_node.merge import strip_wrappers
 from trainer_node.offload import HostCopies, held_tensors, storage_bytes
 from trainer_node.peft_io import read_together
@@ -140,8 +141,12 @@ class TrainerRuntime:
         first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
         model = self.provider.provide(pre_process=first, post_process=last)
         model.to(self.device)
+        if last:
+            self._head = model
+            # The model ends with its hidden states: logits are made where there is loss, a chunk at a time (`_statistics`).
+            model.output_layer.forward = lambda hidden, **_: (hidden, None)
         for module in model.modules():
-            if isinstance(module, MoELayer):
+            if isinstance(module, MoELayer) and not self.provider.sequence_parallel:
                 # In training mode the layer refuses tensor parallelism without sequence parallelism, for speed only. Its own flag
                 # decides nothing else; the modules below it keep theirs.
                 module.training = False
@@ -172,20 +177,40 @@ class TrainerRuntime:
             param.normal_(0.0, self.hf_config.initializer_range, generator=generator)
 
     def _adapt(self) -> None:
+        """Decide what trains: adapters on the frozen model, or (with none) the model itself."""
         from trainer_node.lora import AdapterSet
+        from trainer_node.optimizer import ShardedAdamW
+        from trainer_node.parameters import count, model_parameters
 
         self.adapters = AdapterSet(
-            tasks=self.conversion_tasks,
+            tasks=() if self.trains_all else self.conversion_tasks,
             config=self.provider,
             lora=self.config.lora,
             seed=self.config.seed,
             device=self.device,
         )
-        self.params = self.adapters.params()
-        self.optimizer = torch.optim.AdamW([p.param for p in self.params], lr=1e-4) if self.params else None
-        self.num_parameters = self.adapters.num_parameters()
+        if self.trains_all:
+            self.model[0].requires_grad_(True)
+            tied = bool(self.hf_config.tie_word_embeddings)
+            self.params = model_parameters(
+                self.model[0], self.conversion_tasks, config=self.provider, tied=tied, vocab_size=self.vocab_size
+            )
+        else:
+            self.params = self.adapters.params()
+        self.optimizer = ShardedAdamW(self.params)
+        self.num_parameters = count(self.params, self.device)
         if self.num_parameters == 0:
             raise ConfigError(f"no linear of the model is among the lora targets {self.config.lora.targets}")
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether the model's own parameters train; there are no adapters then."""
+        return self.config.finetuning_type == "full"
+
+    def need_adapters(self, what: str) -> None:
+        """Raises ConfigError in full-parameter training, for what only adapters make possible."""
+        if self.trains_all:
+            raise ConfigError(f"{what} needs adapters, and this trainer has none: it was started with finetuning_type = 'full'")
 
     @property
     def vocab_size(self) -> int:
@@ -218,7 +243,7 @@ class TrainerRuntime:
         dropped = self.pending.num_batches
         self.pending = Pending()
         for p in self.params:
-            p.param.grad = None
+            p.drop_grad()
         return dropped
 
     def forward_backward(
@@ -236,10 +261,11 @@ class TrainerRuntime:
 
         bind_loss(loss)
         self.pending.check(loss.normalize_by)
-        data_size = parallel_state.get_data_parallel_world_size()
-        rows_per_rank(grad_accumulation_sequences, dp_size=data_size)
+        if loss.kl is not None and loss.kl.reference == "base":
+            self.need_adapters("a KL term with reference 'base' (send reference log-probs and use 'given')")
         if loss.kl is not None and loss.kl.adapter_dir is not None:
             self.read_reference(Path(loss.kl.adapter_dir))
+        check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
         try:
             if loss.kl is not None and loss.kl.reference != "given":
                 with self.reference_in_place(loss.kl.adapter_dir):
@@ -247,14 +273,9 @@ class TrainerRuntime:
                         batch, allowed_token_ids=loss.allowed_token_ids, adapters=loss.kl.reference == "adapter"
                     )
                 batch = replace(batch, reference_logprobs_T=base_T)
-            micro = micro_batches(
-                batch,
-                max_rows=self.config.micro_batch_sequences,
-                dp_rank=parallel_state.get_data_parallel_rank(),
-                dp_size=data_size,
-                grad_accumulation_sequences=grad_accumulation_sequences,
+            reports = self._schedule(
+                self._cut(batch), partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight)
             )
-            reports = self._schedule(micro, partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight))
             sums = self._reduce_sums(reports, batch, loss)
         except BaseException as error:
             dropped = self.drop_pending()
@@ -274,17 +295,15 @@ class TrainerRuntime:
         Args:
             adapters: False: the base model's.
         """
-        from megatron.core import parallel_state
-
-        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        rows = self.config.micro_batch_sequences
-        micro = micro_batches(batch, max_rows=rows, dp_rank=rank, dp_size=size)
-        scores = partial(self._scores, self._allowed(allowed_token_ids))
+        if not adapters:
+            self.need_adapters("a forward pass of the base model")
+        micro = self._cut(batch)
         with self.adapters.switched(on=adapters):
-            values = self._schedule(micro, scores, forward_only=True)
+            values = self._schedule(micro, partial(self._scores, self._allowed(allowed_token_ids)), forward_only=True)
         result_2T = torch.zeros(2, len(batch.tokens_T), device=self.device)
-        if values and self._speaks():
-            result_2T = unpad(batch, cut(len(batch.lengths), max_rows=rows, dp_rank=rank, dp_size=size), values)
+        if self._speaks():
+            for one, value_2N in zip(micro, values, strict=True):
+                result_2T[:, one.rows_N] = value_2N
         dist.all_reduce(result_2T)
         logprobs_T, entropy_T = result_2T.cpu()
         return logprobs_T, entropy_T
@@ -292,77 +311,109 @@ class TrainerRuntime:
     def _allowed(self, ids: Sequence[int] | None) -> torch.Tensor | None:
         return None if ids is None else torch.tensor(sorted(set(ids)), device=self.device)
 
+    def _cut(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's micro-batches, on its device."""
+        from megatron.core import parallel_state
+
+        parallel = self.config.parallel
+        micro = micro_batches(
+            batch,
+            budget=self.config.micro_batch_tokens,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            least=parallel.pipeline,
+            same_length=parallel.pipeline > 1 or parallel.expert > 1,
+            multiple=parallel.tensor if self.provider.sequence_parallel else 1,
+        )
+        return [m.to(self.device) for m in micro]
+
     def _schedule(self, micro: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool = False) -> list[torch.Tensor]:
-        """Megatron's schedule over these micro-batches; `loss(micro, logits)`'s reports, on the last pipeline stage only."""
+        """Megatron's schedule over these micro-batches; `loss(micro, hidden)`'s reports, on the last pipeline stage only.
+
+        Nothing in it waits for the device: what depends on the data (positions with loss, sequence bounds) was worked out on the CPU.
+        """
+        from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             one = next(data)
-            positions = torch.arange(one.tokens_BL.shape[1], device=self.device).expand_as(one.tokens_BL)
-            output = model(input_ids=one.tokens_BL, position_ids=positions, attention_mask=None)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=one.cu_seqlens,
+                cu_seqlens_kv=one.cu_seqlens,
+                max_seqlen_q=one.max_seqlen,
+                max_seqlen_kv=one.max_seqlen,
+            )
+            output = model(
+                input_ids=one.tokens_L[None], position_ids=one.positions_L[None], attention_mask=None, packed_seq_params=packed
+            )
             return output, partial(loss, one)
 
-        rows, length = micro[0].tokens_BL.shape
         reports: list[torch.Tensor] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter([m.to(self.device) for m in micro]),
+            data_iterator=iter(micro),
             model=self.model,
             num_microbatches=len(micro),
-            seq_length=length,
-            micro_batch_size=rows,
+            seq_length=len(micro[0].tokens_L),
+            micro_batch_size=1,
             forward_only=forward_only,
         )
         return reports
 
     def _statistics(
-        self, micro: MicroBatch, allowed_K: torch.Tensor | None, logits_BLV: torch.Tensor, *, with_entropy: bool
+        self, micro: MicroBatch, allowed_K: torch.Tensor | None, hidden_1LH: torch.Tensor, *, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy where the micro-batch has loss, [N] each."""
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state, tensor_parallel
 
-        picked = micro.loss_mask_BL.bool()
-        rank, rows = parallel_state.get_tensor_model_parallel_rank(), logits_BLV.shape[-1]
-        return vocab_parallel_statistics(
-            logits_BLV[picked],
-            micro.targets_BL[picked],
-            vocab_start=rank * rows,
+        group, head, hidden_LH = parallel_state.get_tensor_model_parallel_group(), self._head, hidden_1LH[0]
+        tied = head.share_embeddings_and_output_weights
+        weight_VH = head.shared_embedding_or_output_weight() if tied else head.output_layer.weight
+        # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the region's backward adds them up.
+        if self.provider.sequence_parallel:
+            hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
+        hidden_NH = hidden_LH.index_select(0, micro.predictors_N)
+        if not self.provider.sequence_parallel:
+            hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH, group=group)
+        return linear_statistics(
+            hidden_NH,
+            weight_VH,
+            micro.targets_N,
+            vocab_start=group.rank() * weight_VH.shape[0],
             vocab_size=self.vocab_size,
             allowed_K=allowed_K,
-            group=parallel_state.get_tensor_model_parallel_group(),
+            group=group,
             with_entropy=with_entropy,
         )
 
     def _scores(
-        self, allowed_K: torch.Tensor | None, micro: MicroBatch, logits_BLV: torch.Tensor
+        self, allowed_K: torch.Tensor | None, micro: MicroBatch, hidden_1LH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For the schedule's forward-only run: nothing, no count, and [log-prob, entropy] as [2, B, L]."""
-        picked = micro.loss_mask_BL.bool()
-        result = torch.zeros(2, *picked.shape, device=self.device)
-        if picked.any():
-            result[:, picked] = torch.stack(self._statistics(micro, allowed_K, logits_BLV, with_entropy=True))
+        """For the schedule's forward-only run: nothing, no count, and [log-prob, entropy] as [2, N]."""
+        result = torch.zeros(2, len(micro.rows_N), device=self.device)
+        if len(micro.rows_N):
+            result = torch.stack(self._statistics(micro, allowed_K, hidden_1LH, with_entropy=True))
         nothing = torch.zeros((), device=self.device)
         return nothing, nothing.to(torch.int), result
 
     def _loss(
-        self, spec: LossSpec, allowed_K: torch.Tensor | None, weight: float, micro: MicroBatch, logits_BLV: torch.Tensor
+        self, spec: LossSpec, allowed_K: torch.Tensor | None, weight: float, micro: MicroBatch, hidden_1LH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the schedule wants on the last stage: summed loss, its token count, and the NUM_REPORTED sums for the report."""
-        picked = micro.loss_mask_BL.bool()
-        count = picked.sum().to(torch.int)
-        if not picked.any():
+        count = torch.full((), len(micro.rows_N), dtype=torch.int, device=self.device)
+        if not len(micro.rows_N):
             zeros = torch.zeros(NUM_REPORTED, dtype=torch.float64, device=self.device)
-            return logits_BLV[..., 0].float().sum() * 0.0, count, zeros
-        log_probs_N, entropy_N = self._statistics(micro, allowed_K, logits_BLV, with_entropy=spec.entropy_bonus != 0.0)
+            return hidden_1LH.float().sum() * 0.0, count, zeros
+        log_probs_N, entropy_N = self._statistics(micro, allowed_K, hidden_1LH, with_entropy=spec.entropy_bonus != 0.0)
         inputs = LossInputs(
             log_probs_N=log_probs_N,
-            sampler_logprobs_N=micro.sampler_logprobs_BL[picked],
-            advantages_N=micro.advantages_BL[picked],
-            old_logprobs_N=None if micro.old_logprobs_BL is None else micro.old_logprobs_BL[picked],
-            sequence_N=picked.nonzero()[:, 0],
-            num_sequences=picked.shape[0],
+            sampler_logprobs_N=micro.sampler_logprobs_N,
+            advantages_N=micro.advantages_N,
+            old_logprobs_N=micro.old_logprobs_N,
+            sequence_N=micro.sequence_N,
+            num_sequences=micro.num_sequences,
         )
-        reference_N = None if micro.reference_logprobs_BL is None else micro.reference_logprobs_BL[picked]
-        terms = total_loss(inputs, spec, entropy_N=entropy_N, reference_logprobs_N=reference_N)
+        terms = total_loss(inputs, spec, entropy_N=entropy_N, reference_logprobs_N=micro.reference_logprobs_N)
         total = terms.total * weight
         reported = (total.detach(), terms.num_clipped, terms.logprob_gap, terms.kl, terms.entropy, terms.logprob_gap_max)
         return total, count, torch.stack([x.double() for x in reported])
@@ -434,56 +485,65 @@ class TrainerRuntime:
     @torch.no_grad()
     def _step(self, optim: OptimParams, *, denominator: float) -> float:
         """Returns the norm before clipping."""
+        from trainer_node.parameters import global_norm
+
         self._finalize_gradients(denominator)
-        norm = self._global_norm()
+        norm = global_norm(self.params, self.device)
         if not torch.isfinite(norm):
             raise NonFiniteGradient(f"the gradient's norm is {float(norm)}")
-        if optim.max_grad_norm is not None:
-            # torch.nn.utils.clip_grad_norm_'s formula.
-            factor = (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            for p in self.params:
-                p.param.grad.mul_(factor)  # type: ignore[union-attr]
-        if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group.update(lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay)
-            self.optimizer.step()
+        # torch.nn.utils.clip_grad_norm_'s formula.
+        factor = None if optim.max_grad_norm is None else (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.optimizer.step(optim, factor=factor)
         return float(norm)
 
     def _finalize_gradients(self, denominator: float) -> None:
-        """Sum over data-parallel ranks, make copies agree, divide once.
+        from trainer_node.parameters import finalize_gradients
 
-        Experts see every token of their expert-data-parallel group; without sequence parallelism each token is there once per tensor
-        rank, hence the division by the tensor size.
+        sequence_parallel = bool(self.provider.sequence_parallel)
+        finalize_gradients(self.params, denominator=denominator, sequence_parallel=sequence_parallel)
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """The pending gradient, finalised as `optim_step` does (summed, divided once, not clipped); nothing is pending afterwards.
+
+        Returns whole fp32 tensors by HF name on the CPU of rank 0, an empty dict elsewhere; of adapters under PEFT's names, `lora_A` and
+        `lora_B` after the module's, experts one by one. For checks: everything passes through rank 0's memory.
+
+        Raises:
+            NothingPending: no forward_backward since the last step.
         """
-        from megatron.core import parallel_state
+        if not self.pending.num_batches:
+            raise NothingPending("no gradients are pending: send ForwardBackward first")
+        try:
+            self._finalize_gradients(self.pending.denominator)
+            return self._whole([p.grad for p in self.params])
+        finally:
+            self.drop_pending()
 
-        tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-        for p in self.params:
-            if p.param.grad is None:
-                p.param.grad = torch.zeros_like(p.param)
-        dense = [p.param.grad for p in self.params if not p.expert]
-        experts = [p.param.grad for p in self.params if p.expert]
-        copies = [p.param.grad for p in self.params if not p.expert and not p.split]
-        _all_reduce_flat(dense, parallel_state.get_data_parallel_group(), 1 / denominator)
-        _all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (denominator * tensor_size))
-        # Complete already on every tensor rank (the adapters exchange their hidden layer's gradient); averaging keeps the copies
-        # equal to the bit where a kernel's order is not deterministic.
-        if tensor_size > 1:
-            _all_reduce_flat(copies, parallel_state.get_tensor_model_parallel_group(), 1 / tensor_size)
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """What is trained, as `take_gradients` returns the gradients. A collective; for checks."""
+        return self._whole([p.param.detach() for p in self.params])
 
-    def _global_norm(self) -> torch.Tensor:
-        """L2 norm over all ranks, each parameter counted once."""
-        from megatron.core import parallel_state
+    def _whole(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One tensor for each parameter, gathered to whole ones by HF name on rank 0, experts one by one."""
+        from trainer_node.parameters import gather
 
-        first_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
-        first_data = parallel_state.get_data_parallel_rank() == 0
-        first_expert_data = parallel_state.get_expert_data_parallel_rank() == 0
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for p in self.params:
-            if first_expert_data if p.expert else first_data and (p.split or first_tensor):
-                total += p.param.grad.double().square().sum()  # type: ignore[union-attr]
-        dist.all_reduce(total)
-        return total.sqrt()
+        whole = gather(self.params, tensors, self.control_group)
+        found = {}
+        for name, tensor in whole.items():
+            before, stacked, rest = name.partition(".experts.")
+            if stacked and tensor.dim() == 3:
+                found.update({f"{before}.experts.{e}.{rest}": one for e, one in enumerate(tensor)})
+            else:
+                found[name] = tensor
+        return found
+
+    def seed(self, step: int) -> None:
+        """Seed this process's generators for what follows `step`; for a state that was saved at another topology."""
+        from megatron.core import tensor_parallel
+
+        torch.manual_seed(self.config.seed + step)
+        if self.device.type == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(self.config.seed + step)
 
     # ------------------------------------------------------------ adapters from PEFT
 
@@ -493,10 +553,10 @@ class TrainerRuntime:
         Raises:
             AdapterError: on every rank, it does not fit or is not whole; nothing changed.
         """
+        self.need_adapters(f"loading the adapter {folder}")
         whole = read_together(self, folder)
         self.adapters.load(whole)  # type: ignore[arg-type]
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
+        self.optimizer.state.clear()
         return self.drop_pending()
 
     def read_reference(self, folder: Path) -> None:
@@ -507,6 +567,7 @@ class TrainerRuntime:
         """
         if folder in self.references:
             return
+        self.need_adapters("a KL term with reference 'adapter' (send reference log-probs and use 'given')")
         whole = read_together(self, folder)
         pieces = [torch.empty_like(p.param.data) for p in self.params]
         self.references[folder] = pieces
@@ -563,19 +624,6 @@ class TrainerRuntime:
 
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-def _all_reduce_flat(grads: list[Any], group: Any, factor: float) -> None:
-    """Sum over the group and scale, in one message."""
-    if not grads:
-        return
-    if group.size() > 1:
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat, group=group)
-        for grad, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(piece.view_as(grad))
-    if factor != 1.0:
-        torch._foreach_mul_(grads, factor)
 
 
 def _padded_vocab(provider: Any) -> int:

@@ -64,6 +64,9 @@ class TrainerConfig(Message):
     init: Literal["hf", "random"] = "hf"
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    finetuning_type: Literal["lora", "full"] = "lora"
+    """What trains: adapters on the frozen model, or every parameter of it (`lora` is then not used). Of bf16 parameters AdamW keeps fp32
+    masters."""
     lora: LoraConfig = LoraConfig()
     adapter: Path | None = None
     """A PEFT adapter folder to start from, on every host; its r, lora_alpha and target_modules must be those of `lora`. None: PEFT's
@@ -72,8 +75,9 @@ class TrainerConfig(Message):
     transport: Transport = "gloo"
     host: str = "127.0.0.1"
     """Address that inference workers reach the trainer at."""
-    micro_batch_sequences: int = Field(default=8, ge=1)
-    """Most sequences that go through a rank's model at once; memory, not numbers, depends on it."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Most tokens that go through a rank's model at once: sequences are packed up to it, without seeing each other; a longer sequence
+    goes alone. Memory and speed, not numbers, depend on it."""
     loss_modules: tuple[str, ...] = ()
     """Python modules imported at the start, which register losses of the user's own (`trainer_node.losses.register_loss`)."""
     memory: MemoryMode = "resident"

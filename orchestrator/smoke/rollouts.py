@@ -69,14 +69,20 @@ async def sample(
     http: httpx.AsyncClient,
     *,
     model: str,
+    prompts: Sequence[str],
     rewards: dict[int, float],
-    num_prompts: int,
     group_size: int,
     max_tokens: int,
     seed: int,
+    restrict: bool = True,
 ) -> list[list[Rollout]]:
-    """Groups of `group_size` answers to `num_prompts` prompts from the alias `model`; the reward is the mean over the answer's tokens."""
-    prompts = random.Random(seed).sample(PROMPTS, k=min(num_prompts, len(PROMPTS)))
+    """A group of `group_size` answers to each prompt from the alias `model`.
+
+    The reward is the mean over the answer's tokens; a token that is no answer earns nothing.
+
+    Args:
+        restrict: draw only the answers' tokens; the log-probs are then of that restricted distribution.
+    """
     return list(
         await asyncio.gather(
             *(
@@ -88,6 +94,7 @@ async def sample(
                     group_size=group_size,
                     max_tokens=max_tokens,
                     seed=seed * 1000 + i,
+                    restrict=restrict,
                 )
                 for i, p in enumerate(prompts)
             )
@@ -95,13 +102,28 @@ async def sample(
     )
 
 
+def choose_prompts(*, count: int, seed: int) -> list[str]:
+    """`count` different prompts, or all of them."""
+    return random.Random(seed).sample(PROMPTS, k=min(count, len(PROMPTS)))
+
+
 async def _sample_group(
-    http: httpx.AsyncClient, *, model: str, prompt: str, rewards: dict[int, float], group_size: int, max_tokens: int, seed: int
+    http: httpx.AsyncClient,
+    *,
+    model: str,
+    prompt: str,
+    rewards: dict[int, float],
+    group_size: int,
+    max_tokens: int,
+    seed: int,
+    restrict: bool,
 ) -> list[Rollout]:
     body = {
         "model": model, "prompt": prompt, "n": group_size, "max_tokens": max_tokens, "min_tokens": max_tokens, "temperature": 1.0,
-        "logprobs": 1, "seed": seed, "allowed_token_ids": sorted(rewards), "return_token_ids": True, "ignore_eos": True,
+        "logprobs": 1, "seed": seed, "return_token_ids": True, "ignore_eos": True,
     }  # fmt: skip
+    if restrict:
+        body["allowed_token_ids"] = sorted(rewards)
     response = await http.post("/v1/completions", json=body)
     if response.status_code != 200:
         raise RolloutError(f"{model} answered {response.status_code}: {response.text[:500]}")
@@ -114,7 +136,7 @@ async def _sample_group(
                 prompt_ids=tuple(choice["prompt_token_ids"]),
                 answer_ids=answer,
                 logprobs=tuple(choice["logprobs"]["token_logprobs"]),
-                reward=fmean(rewards[t] for t in answer),
+                reward=fmean(rewards.get(t, 0.0) for t in answer),
                 version=version,
             )
         )

@@ -114,8 +114,8 @@ class _Smoke:
         config = self._config
         groups = self._http(
             lambda http: rollouts.sample(
-                http, model=config.name, rewards=self._rewards, num_prompts=config.num_prompts, group_size=config.group_size,
-                max_tokens=config.max_tokens, seed=step,
+                http, model=config.name, prompts=rollouts.choose_prompts(count=config.num_prompts, seed=step),
+                rewards=self._rewards, group_size=config.group_size, max_tokens=config.max_tokens, seed=step,
             )
         )  # fmt: skip
         versions = {r.version for g in groups for r in g}

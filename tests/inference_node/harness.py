@@ -100,7 +100,7 @@ class Node:
         self.router = Router()
         self.log = folder / "vllm.log"
         config = {
-            "model": str(folder / "model"), "name": "tiny", "max_model_len": 512, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
+            "model": str(folder / "model"), "name": "tiny", "max_model_len": 1024, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
             "max_num_seqs": 8, "startup_timeout_s": 170.0,
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))

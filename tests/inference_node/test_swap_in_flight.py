@@ -12,7 +12,7 @@ import pytest
 
 from tests.inference_node.harness import Node, ensure_published, moved
 
-LONG = {"prompt": [5, 6, 7], "max_tokens": 490, "ignore_eos": True, "temperature": 1.0}
+LONG = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "temperature": 1.0}
 
 
 class Request(threading.Thread):
@@ -40,12 +40,24 @@ class Request(threading.Thread):
                     self.events.append(json.loads(line[6:]))
 
 
+def two_running(node: Node, model: str) -> tuple[Request, Request]:
+    """A streaming request and a plain one, both admitted: one that is still on its way would run on the next version alone."""
+    plain = Request(node, model, stream=False)
+    deadline, running = time.monotonic() + 20.0, 0.0
+    while not running:
+        assert time.monotonic() < deadline, "the plain request never ran"
+        lines = node.get("/metrics").text.splitlines()
+        running = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
+    stream = Request(node, model, stream=True)
+    assert stream.first.wait(20.0)
+    return stream, plain
+
+
 @pytest.mark.parametrize("mode", ["keep", "keep_kv"])
 def test_unpinned_requests_span_the_swap_and_say_so(dense: Node, mode: str) -> None:
     old = ensure_published(dense)
     tensors = moved(dense.base, 20)
-    stream, plain = Request(dense, "tiny", stream=True), Request(dense, "tiny", stream=False)
-    assert stream.first.wait(20.0)
+    stream, plain = two_running(dense, "tiny")
     dense.publish(old + 1, tensors, mode=mode)
     stream.join(60.0)
     plain.join(60.0)
@@ -59,12 +71,10 @@ def test_unpinned_requests_span_the_swap_and_say_so(dense: Node, mode: str) -> N
 
 def test_pinned_requests_are_finished_before_the_swap_or_ended(dense: Node) -> None:
     old = ensure_published(dense)
-    requests = [Request(dense, f"tiny@{old}", stream=stream) for stream in (True, False)]
-    assert requests[0].first.wait(20.0)
+    stream, plain = two_running(dense, f"tiny@{old}")
     dense.publish(old + 1, moved(dense.base, 21))
-    for request in requests:
-        request.join(60.0)
-    stream, plain = requests
+    stream.join(60.0)
+    plain.join(60.0)
     if plain.status == 200:
         assert plain.json["model"] == f"tiny@{old}" and "versions" not in plain.json
     else:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.trainer_node import tiny
 
@@ -28,28 +31,52 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return tiny.make_all(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture
-def torchrun():
-    """Run `python -m tests.trainer_node.<module> args` on n ranks; fails with the ranks' output."""
+class Ranks:
+    """Runs `tests.trainer_node.<module>` on n ranks, as torchrun would, from a process that has Megatron imported already."""
 
-    def run(num_ranks: int, module: str, *args: object, timeout_s: float = 120.0) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        command += ["-m", f"tests.trainer_node.{module}", *map(str, args)]
-        process = subprocess.Popen(
-            command,
-            cwd=REPO,
-            env=child_env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        self._server: subprocess.Popen[str] | None = None
+
+    def __call__(self, num_ranks: int, module: str, *args: object, timeout_s: float = 120.0) -> None:
+        """Fails the test with the ranks' output if one of them fails or none ends within `timeout_s`."""
+        if self._server is None:
+            command = [sys.executable, "-m", "tests.trainer_node.forkserver"]
+            self._server = subprocess.Popen(
+                command,
+                cwd=REPO,
+                env=child_env(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._count += 1
+        log = self._folder / f"{self._count}-{module}.log"
+        request = {
+            "module": f"tests.trainer_node.{module}", "args": list(map(str, args)), "num_ranks": num_ranks, "port": store.port,
+            "log": str(log), "timeout_s": timeout_s,
+        }  # fmt: skip
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        codes = json.loads(self._server.stdout.readline())["codes"]
+        output = log.read_text()[-6000:] if log.exists() else ""
+        assert codes == [0] * num_ranks, (
+            f"exit codes {codes} (null: killed after {timeout_s} s, or after another failed)\n{output}"
         )
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            pytest.fail(f"no end within {timeout_s} s:\n{output[-6000:]}")
-        assert process.returncode == 0, output[-6000:]
 
-    return run
+    def close(self) -> None:
+        """End the process that forks."""
+        if self._server is not None:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """See `Ranks`."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()

@@ -13,10 +13,8 @@ from orchestrator.errors import ConfigError
 from tests.trainer_node.conftest import REPO, child_env
 
 
-def test_extras(models, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.trainer_node.extras", str(tmp_path), str(models["dense_tied"]), str(models["moe"])]
-    ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+def test_extras(models, torchrun, tmp_path: Path) -> None:
+    torchrun(1, "extras", tmp_path, models["dense_tied"], models["moe"])
 
 
 def test_reference_shares_no_code() -> None:

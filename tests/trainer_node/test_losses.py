@@ -22,10 +22,10 @@ from trainer_node.losses import (
     bind_loss,
     import_losses,
     kl_to_reference,
+    linear_statistics,
     register_loss,
     registered,
     total_loss,
-    vocab_parallel_statistics,
 )
 
 RATIOS = torch.tensor([2.0, 2.0, 0.5, 0.5, 1.0, 8.0], dtype=torch.float64)
@@ -197,25 +197,48 @@ def test_kl_gradients(estimator: str) -> None:
     assert torch.allclose(ours, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("logits_per_chunk", [1, 24, 1000])
 @pytest.mark.parametrize("allowed", [None, (2, 5, 7)])
-def test_log_probs_and_entropy_with_gradients(allowed: tuple[int, ...] | None) -> None:
-    """Against log_softmax over the rows that count, in fp64; the padding's rows get no gradient."""
+def test_log_probs_and_entropy_with_gradients(allowed: tuple[int, ...] | None, logits_per_chunk: int) -> None:
+    """Against log_softmax over the rows that count, in fp64, whatever the chunk; the padding's rows get no gradient."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 12, generator=generator, dtype=torch.float64).requires_grad_()
-    targets = torch.tensor([5, 2, 7, 7])
-    allowed_K = None if allowed is None else torch.tensor(allowed)
+    hidden = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(12, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    targets = torch.tensor([5, 2, 7, 7, 5])
     kept = list(allowed or range(10))
-    log_probs, entropy = vocab_parallel_statistics(logits, targets, vocab_start=0, vocab_size=10, allowed_K=allowed_K)
-    reference = logits[:, kept].log_softmax(-1)
+    log_probs, entropy = linear_statistics(
+        hidden,
+        weight,
+        targets,
+        vocab_size=10,
+        allowed_K=None if allowed is None else torch.tensor(allowed),
+        logits_per_chunk=logits_per_chunk,
+    )
+    reference = (hidden @ weight.T)[:, kept].log_softmax(-1)
     place = torch.tensor([kept.index(int(t)) for t in targets])
-    for ours, theirs in (
-        (log_probs, reference[torch.arange(4), place]),
-        (entropy, -(reference.exp() * reference).sum(-1)),
-    ):
+    plain = (reference[torch.arange(5), place], -(reference.exp() * reference).sum(-1))
+    some = torch.randn(5, generator=generator, dtype=torch.float64)
+    for ours, theirs in ((log_probs, plain[0]), (entropy, plain[1]), (log_probs * some - entropy, plain[0] * some - plain[1])):
         assert torch.allclose(ours, theirs, rtol=1e-12)
-        gradient = torch.autograd.grad(ours.sum(), logits, retain_graph=True)[0]
-        assert torch.allclose(gradient, torch.autograd.grad(theirs.sum(), logits, retain_graph=True)[0], rtol=1e-10, atol=1e-14)
-        assert gradient[:, 10:].abs().max() == 0
+        gradients = torch.autograd.grad((ours * some).sum(), (hidden, weight), retain_graph=True)
+        expected = torch.autograd.grad((theirs * some).sum(), (hidden, weight), retain_graph=True)
+        for gradient, other in zip(gradients, expected, strict=True):
+            assert torch.allclose(gradient, other, rtol=1e-10, atol=1e-13)
+        assert gradients[1][10:].abs().max() == 0
+
+
+def test_saved_memory_does_not_grow_with_the_vocabulary() -> None:
+    """What autograd keeps between forward and backward is the hidden states, the weight and a few numbers for each position."""
+    saved: list[torch.Tensor] = []
+    hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        log_probs, _ = linear_statistics(hidden, weight, torch.arange(64), vocab_size=1000)
+    assert sum(t.numel() for t in saved) <= hidden.numel() + weight.numel() + 3 * 64
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        (hidden @ weight.T).log_softmax(-1)[torch.arange(64), torch.arange(64)].sum()
+    assert sum(t.numel() for t in saved) >= 64 * 1000, "the accounting sees full logits"
+    log_probs.sum().backward()
 
 
 class TestRegistry:

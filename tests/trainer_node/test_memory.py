@@ -75,7 +75,7 @@ class Replica(FakeReplica):
 @contextlib.contextmanager
 def trainer(run: Run, model: Path, folder: Path, *arguments: str, **options):
     """`splice trainer` as a user starts it."""
-    config = TrainerConfig(model=model, lora=LoraConfig(rank=4, alpha=8), micro_batch_sequences=2, **options)
+    config = TrainerConfig(model=model, lora=LoraConfig(rank=4, alpha=8), micro_batch_tokens=16, **options)
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())
     argv = [sys.executable, "-m", "orchestrator", "trainer", "--endpoint", run.endpoint, "--config", str(path), *arguments]

@@ -16,6 +16,7 @@ import pytest
 from tests.trainer_node.conftest import REPO, child_env
 
 LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pure.py"
+PACKING = "tests/trainer_node/test_packing.py"
 GENERATIONS, OPERATIONS = "tests/trainer_node/test_generations.py", "tests/trainer_node/test_operations.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 TWO_RANKS = f"{OPERATIONS}::test_topology_changes_nothing[dp2]"
@@ -52,23 +53,23 @@ MUTANTS = [
     Mutant(
         name="off-by-one log-prob shift",
         file="trainer_node/batch.py",
-        old="targets_BL=rows(batch.tokens_T, 1)",
-        new="targets_BL=rows(batch.tokens_T, 0)",
-        killer=f"{PURE}::TestBatch::test_targets_are_shifted",
+        old="targets_N=batch.tokens_T[rows_N]",
+        new="targets_N=batch.tokens_T[rows_N - 1]",
+        killer=f"{PACKING}::test_by_hand",
     ),
     Mutant(
         name="forward results returned a row early",
-        file="trainer_node/batch.py",
-        old="out[..., starts[i] + 1 : starts[i + 1]]",
-        new="out[..., starts[i] : starts[i + 1] - 1]",
-        killer=f"{PURE}::TestForward::test_rows_come_back_in_the_batchs_order",
+        file="trainer_node/runtime.py",
+        old="result_2T[:, one.rows_N] = value_2N",
+        new="result_2T[:, one.rows_N - 1] = value_2N",
+        killer=ONE_RANK,
     ),
     Mutant(
         name="a number that does not divide is rounded",
         file="trainer_node/batch.py",
         old="if wanted < 1 or wanted % dp_size:",
         new="if wanted < 1:",
-        killer=f"{PURE}::TestCut::test_a_number_that_does_not_divide",
+        killer=f"{PURE}::TestAccumulation::test_a_number_that_does_not_divide",
     ),
     Mutant(
         name="infinite log-probs let through",
@@ -177,9 +178,9 @@ MUTANTS = [
     ),
     Mutant(
         name="gradients not reduced over data-parallel ranks",
-        file="trainer_node/runtime.py",
-        old="_all_reduce_flat(dense, parallel_state.get_data_parallel_group(), 1 / denominator)",
-        new="_all_reduce_flat(dense, parallel_state.get_tensor_model_parallel_group(), 1 / denominator)",
+        file="trainer_node/parameters.py",
+        old="all_reduce_flat(dense, parallel_state.get_data_parallel_group(with_context_parallel=True), 1 / denominator)",
+        new="all_reduce_flat(dense, tensor_group, 1 / denominator)",
         killer=TWO_RANKS,
     ),
 ]

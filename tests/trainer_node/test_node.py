@@ -173,7 +173,7 @@ def node(model: Path, folder: Path, *, ranks: int = 1, **parallel) -> Iterator[t
         model=model,
         lora=LoraConfig(rank=4, alpha=8),
         parallel=ParallelConfig(world_size=ranks, **parallel),
-        micro_batch_sequences=2,
+        micro_batch_tokens=16,
         collective_timeout_s=30,
     )
     path = folder / "trainer.json"

@@ -34,17 +34,14 @@ def peft_adapters(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def single_operations(models, peft_adapters, tmp_path_factory):
+def single_operations(models, peft_adapters, torchrun, tmp_path_factory):
     """Model name -> folder with what one rank did; made once."""
     done: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in done:
             out = tmp_path_factory.mktemp(f"operations_{name}")
-            command = [sys.executable, "-m", "tests.trainer_node.operations", str(out), str(models[name])]
-            command += ["1", "1", "1", str(peft_adapters[name])]
-            ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=120, check=False)
-            assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+            torchrun(1, "operations", out, models[name], 1, 1, 1, peft_adapters[name])
             done[name] = out
         return done[name]
 

@@ -9,9 +9,9 @@ import torch
 from orchestrator.errors import ConfigError, MergePlanError
 from orchestrator.protocol.messages import KlSpec, LossSpec, Manifest, TensorSpec, forward_specs
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
-from trainer_node.batch import BatchError, cut, decode_forward, micro_batches, rows_per_rank, unpad
+from trainer_node.batch import BatchError, check_accumulation, decode_forward, micro_batches
 from trainer_node.hf_export import plan_files
-from trainer_node.losses import cross_entropy, grpo, vocab_parallel_log_probs
+from trainer_node.losses import cross_entropy, grpo, linear_statistics
 from trainer_node.merge import LoraDelta, MergeOp, decoder_name, merge_tensor, plan_merge, strip_wrappers
 from trainer_node.sums import Pending, StepSums
 
@@ -77,18 +77,24 @@ class TestMerge:
         assert decoder_name("embedding.word_embeddings.weight") is None
 
 
+def log_probs_of(logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, allowed_K: torch.Tensor | None = None):
+    """Log-probs of given logits: those of a head that is the identity."""
+    weight = torch.eye(logits.shape[1])
+    return linear_statistics(logits, weight, targets, vocab_size=vocab_size, allowed_K=allowed_K, with_entropy=False)[0]
+
+
 class TestLosses:
     def test_log_probs_ignore_padding(self) -> None:
         logits, targets = torch.randn(5, 12), torch.tensor([0, 3, 9, 1, 2])
         logits[:, 10:] = 50.0
-        ours = vocab_parallel_log_probs(logits, targets, vocab_start=0, vocab_size=10)
+        ours = log_probs_of(logits, targets, vocab_size=10)
         assert torch.allclose(ours, logits[:, :10].log_softmax(-1).gather(1, targets[:, None])[:, 0], atol=1e-6)
-        counted = vocab_parallel_log_probs(logits, targets, vocab_start=0, vocab_size=12)
+        counted = log_probs_of(logits, targets, vocab_size=12)
         assert (counted < ours - 30).all(), "the mutant that counts the padding is told apart"
 
     def test_log_probs_over_allowed_ids(self) -> None:
         logits, allowed = torch.randn(3, 10, requires_grad=True), torch.tensor([2, 5, 7])
-        ours = vocab_parallel_log_probs(logits, torch.tensor([5, 2, 7]), vocab_start=0, vocab_size=10, allowed_K=allowed)
+        ours = log_probs_of(logits, torch.tensor([5, 2, 7]), vocab_size=10, allowed_K=allowed)
         theirs = logits[:, allowed].log_softmax(-1)[torch.arange(3), torch.tensor([1, 0, 2])]
         assert torch.allclose(ours, theirs, atol=1e-6)
         gradient = torch.autograd.grad(ours.sum(), logits, retain_graph=True)[0]
@@ -144,24 +150,6 @@ class TestBatch:
         with pytest.raises(BatchError, match="ids below 300"):
             make_batch(loss=LossSpec(allowed_token_ids=(1, 300)))
 
-    def test_micro_batches_cover_every_loss_token_once(self) -> None:
-        batch = make_batch()
-        for dp_size, rows in ((1, 1), (1, 2), (2, 2), (3, 8), (4, 1)):
-            cut = [micro_batches(batch, max_rows=rows, dp_rank=r, dp_size=dp_size) for r in range(dp_size)]
-            assert len({len(c) for c in cut}) == 1
-            assert len({m.tokens_BL.shape for c in cut for m in c}) == 1
-            picked = [(m.targets_BL, m.loss_mask_BL.bool()) for c in cut for m in c]
-            got = torch.cat([t[k] for t, k in picked]).sort().values
-            assert torch.equal(got, batch.tokens_T[batch.loss_mask_T.bool()].sort().values)
-
-    def test_targets_are_shifted(self) -> None:
-        values = {k: v[:3] for k, v in arrays().items()}
-        values |= {"tokens": np.array([7, 8, 9], np.int32), "sequence_lengths": np.array([3], np.int32)}
-        micro = micro_batches(make_batch(values), max_rows=1, dp_rank=0, dp_size=1)[0]
-        assert micro.tokens_BL.tolist() == [[7, 8, 9]]
-        assert micro.targets_BL.tolist() == [[8, 9, 0]]
-        assert micro.loss_mask_BL.tolist() == [[0, 1, 0]]
-
     @pytest.mark.parametrize(
         ("field", "value", "message"),
         [
@@ -173,8 +161,8 @@ class TestBatch:
         values = arrays() | {field: np.zeros(sum(LENGTHS), np.float32)}
         batch = make_batch(values)
         assert getattr(batch, f"{field}_T") is not None
-        micro = micro_batches(batch, max_rows=8, dp_rank=0, dp_size=1)[0]
-        assert getattr(micro, f"{field}_BL").shape == micro.tokens_BL.shape
+        micro = micro_batches(batch, budget=99)[0]
+        assert getattr(micro, f"{field}_N").shape == micro.targets_N.shape
         values[field][11] = value
         with pytest.raises(BatchError, match=message):
             make_batch(values)
@@ -216,53 +204,16 @@ class TestForward:
         with pytest.raises(BatchError, match=message):
             forward_batch(tokens, lengths, allowed)
 
-    def test_rows_come_back_in_the_batchs_order(self) -> None:
-        """Every way to cut: each token's value returns to its row, by ranks that each know only theirs."""
-        batch = make_batch()
-        for dp_size, rows, share in ((1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 8, 1), (2, 3, 4)):
-            total = 0
-            for rank in range(dp_size):
-                micro = micro_batches(
-                    batch, max_rows=rows, dp_rank=rank, dp_size=dp_size, grad_accumulation_sequences=share * dp_size
-                )
-                plan = cut(5, max_rows=rows, dp_rank=rank, dp_size=dp_size, share=share)
-                total = total + unpad(batch, plan, [m.targets_BL + 1000 for m in micro])
-            starts = np.cumsum([0, *LENGTHS[:-1]])
-            expected = batch.tokens_T + 1000
-            expected[starts] = 0
-            assert torch.equal(total, expected)
 
-
-class TestCut:
+class TestAccumulation:
     def test_none_is_the_data_parallel_size(self) -> None:
-        assert rows_per_rank(None, dp_size=4) == 1
-        assert rows_per_rank(12, dp_size=4) == 3
+        check_accumulation(None, dp_size=4)
+        check_accumulation(12, dp_size=4)
 
     @pytest.mark.parametrize(("wanted", "choices"), [(6, "4 or 8"), (3, "4$"), (9, "8 or 12")])
     def test_a_number_that_does_not_divide(self, wanted: int, choices: str) -> None:
         with pytest.raises(BatchError, match=f"= {wanted} is not a multiple of the data-parallel size 4; choose {choices}"):
-            rows_per_rank(wanted, dp_size=4)
-
-    @pytest.mark.parametrize("num_sequences", [1, 4, 5, 13])
-    def test_every_sequence_once_and_all_ranks_alike(self, num_sequences: int) -> None:
-        for dp_size in (1, 2, 3):
-            for share in (1, 2, 5):
-                for max_rows in (1, 3, 8):
-                    plans = [
-                        cut(num_sequences, max_rows=max_rows, dp_rank=r, dp_size=dp_size, share=share) for r in range(dp_size)
-                    ]
-                    assert len({tuple(map(len, p)) for p in plans}) == 1
-                    flat = [i for p in plans for rows in p for i in rows]
-                    assert sorted(i for i in flat if i >= 0) == list(range(num_sequences))
-                    assert all(len(rows) <= max_rows for p in plans for rows in p)
-                    if share > 1:
-                        assert len(flat) == -(-num_sequences // (share * dp_size)) * share * dp_size
-
-    def test_padding_sequences_have_no_loss(self) -> None:
-        batch = make_batch()
-        padded = micro_batches(batch, max_rows=8, dp_rank=0, dp_size=1, grad_accumulation_sequences=8)
-        assert sum(m.tokens_BL.shape[0] for m in padded) == 8
-        assert sum(int(m.loss_mask_BL.sum()) for m in padded) == batch.num_loss_tokens
+            check_accumulation(wanted, dp_size=4)
 
 
 class TestSums:

@@ -27,21 +27,14 @@ TOPOLOGIES = {
 
 
 @pytest.fixture(scope="session")
-def single(models, tmp_path_factory):
+def single(models, torchrun, tmp_path_factory):
     """Model name -> folder with what one rank did; made once."""
-    import subprocess
-    import sys
-
-    from tests.trainer_node.conftest import REPO, child_env
-
     done: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in done:
             out = tmp_path_factory.mktemp(name)
-            command = [sys.executable, "-m", "tests.trainer_node.worker", str(out), str(models[name]), "1", "1", "1"]
-            ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=120, check=False)
-            assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+            torchrun(1, "worker", out, models[name], 1, 1, 1)
             done[name] = out
         return done[name]
 

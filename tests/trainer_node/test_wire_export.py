@@ -33,8 +33,8 @@ def run_self(*args: object, timeout_s: float = 150.0, **env: str) -> None:
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
 
 
-def test_bytes_equal_the_export(models) -> None:
-    run_self("models", models["dense_tied"], models["dense_untied"], models["moe"])
+def test_bytes_equal_the_export(models, torchrun) -> None:
+    torchrun(1, "test_wire_export", "models", models["dense_tied"], models["dense_untied"], models["moe"])
 
 
 def test_the_kernel_interpreted() -> None:

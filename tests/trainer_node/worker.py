@@ -34,7 +34,7 @@ def make_runtime(model: Path, tensor: int, pipeline: int, expert: int, **options
     config = TrainerConfig(
         model=model,
         parallel=parallel,
-        micro_batch_sequences=2,
+        micro_batch_tokens=16,
         collective_timeout_s=60,
         **{"lora": LoraConfig(rank=4, alpha=8), **options},
     )

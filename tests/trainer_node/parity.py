@@ -1,0 +1,97 @@
+"""One rank of the parity matrix: the same batches, RL and SFT, LoRA and full parameters, on whatever topology it is started with.
+
+    torchrun ... -m tests.trainer_node.parity OUT MODEL TENSOR PIPELINE EXPERT
+
+For each cell (finetuning type, kind of training) rank 0 leaves OUT/<type>_<kind>.pt: log-probs and entropies of every token, routing, the sums and
+metrics of two optimizer steps, the first step's gradients, and after the second the trained tensors and the exported ones. Each cell
+begins with the same weights. Within a cell the tokens are also cut otherwise (`CUTS`), which must change nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.protocol.messages import LossSpec, OptimParams
+from tests.trainer_node.data import arrays, make_batch
+from tests.trainer_node.operations import close, part
+from tests.trainer_node.worker import make_runtime, random_adapters
+from trainer_node.batch import Batch
+from trainer_node.export import Exporter
+from trainer_node.runtime import TrainerRuntime
+
+TYPES = ("lora", "full")
+LOSSES = {
+    "rl": LossSpec(name="ppo", clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_bonus=0.02),
+    "sft": LossSpec(name="cross_entropy"),
+}
+OPTIM = OptimParams(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+CUTS = (7, 200)
+"""Other budgets of tokens for a micro-batch: less than the longest sequence, and more than all of them."""
+
+
+def batches() -> tuple[Batch, Batch]:
+    """One for each step; the second's last sequence carries no loss."""
+    first, second = make_batch(arrays(0)), make_batch(arrays(1))
+    mask_T = second.loss_mask_T.clone()
+    mask_T[-second.lengths[-1] :] = 0
+    return first, replace(second, loss_mask_T=mask_T)
+
+
+def everything_scored() -> Batch:
+    """The first batch, with every token but the first of each sequence marked."""
+    batch = batches()[0]
+    ones_T = torch.ones(len(batch.tokens_T))
+    ones_T[torch.tensor([0, *batch.lengths[:-1]]).cumsum(0)] = 0
+    return replace(batch, loss_mask_T=ones_T)
+
+
+def cell(runtime: TrainerRuntime, loss: LossSpec) -> dict[str, Any]:
+    """What one cell of the matrix is compared by. Two optimizer steps."""
+    first, second = batches()
+    result: dict[str, Any] = {"scores": torch.stack(runtime.forward(everything_scored()))}
+    sums = runtime.forward_backward(first, loss)
+    result["metrics"] = [sums.metrics(loss.normalize_by)]
+    result["gradients"] = runtime.take_gradients()
+    check_cuts(runtime, loss, result["gradients"], sums.loss)
+    for batch in (first, second):
+        result["metrics"].append(runtime.train_step(batch, loss, OPTIM))
+    result["trained"] = runtime.trained_tensors()
+    result["exported"] = {n: t.detach().clone() for n, t in Exporter(runtime).merged_tensors()}
+    return result
+
+
+def check_cuts(runtime: TrainerRuntime, loss: LossSpec, gradients: dict[str, torch.Tensor], total: float) -> None:
+    """Other packs, and several calls instead of one: the gradient within 2e-6 of its largest element, the loss's sum within 1e-6 a token."""
+    batch, budget = batches()[0], runtime.config.micro_batch_tokens
+    calls = [[batch]] * len(CUTS) + [[part(batch, 0, 2), part(batch, 2, 5)]]
+    for tokens, pieces in zip((*CUTS, budget), calls, strict=True):
+        runtime.config = runtime.config.model_copy(update={"micro_batch_tokens": tokens})
+        sums = [runtime.forward_backward(piece, loss) for piece in pieces]
+        assert abs(sum(s.loss for s in sums) - total) < 1e-6 * batch.num_loss_tokens, tokens
+        again = runtime.take_gradients()
+        if dist.get_rank() == 0:
+            close(again, gradients, relative=2e-6)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    out, model = Path(sys.argv[1]), Path(sys.argv[2])
+    for finetuning_type in TYPES:
+        for kind, loss in LOSSES.items():
+            runtime = make_runtime(model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type)
+            if finetuning_type == "lora":
+                random_adapters(runtime)
+            result = cell(runtime, loss)
+            if dist.get_rank() == 0:
+                torch.save(result, out / f"{finetuning_type}_{kind}.pt")
+            runtime.close()
+
+
+if __name__ == "__main__":
+    main()

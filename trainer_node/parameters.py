@@ -1,0 +1,323 @@
+"""What is trained, and how it lies over the ranks: one description for adapters and for the whole model.
+
+    TrainedParam    a parameter of this rank: whose gradients add up where, who else has it, and
+    Piece           which rows of which whole tensor (by its HF name) stand in it
+
+Gradients (`TrainedParam.grad`) are fp32: those of bf16 weights are added up in `main_grad` after every backward pass. Checkpoints and
+whole gradients are made of pieces, so they know neither fused nor sharded tensors.
+
+Copies and pieces of a gradient over tensor ranks, as in Megatron-Core 0.16's `_allreduce_non_tensor_model_parallel_grads`: a
+column- or row-parallel weight is split; the norms and the router are copied, their gradients complete on each rank, because the inputs'
+gradients of the column-parallel linears behind them are summed; the q and k norms see this rank's heads only, and with sequence
+parallelism (`param.sequence_parallel`) a copied parameter sees this rank's positions only: those gradients are parts, to be added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from orchestrator.errors import ConfigError
+from trainer_node.hf import VOCAB_TENSORS
+from trainer_node.merge import strip_wrappers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows of a local tensor that are a box of a whole one: rows [first, first + rows) of each of `groups` equal groups of rows."""
+
+    key: str
+    """The whole tensor's name, unique in the model."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where in the whole tensor the box begins."""
+    rows: int
+    first: int = 0
+    groups: int = 1
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[groups, rows, ...] of a local tensor, sharing its memory."""
+        return tensor.detach().unflatten(0, (self.groups, -1)).narrow(1, self.first, self.rows)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The box, [groups * rows, ...]; a view where it is one run."""
+        return self.view(tensor).flatten(0, 1)
+
+    def write(self, tensor: torch.Tensor, box: torch.Tensor) -> None:
+        """Put a box where `read` takes it from."""
+        view = self.view(tensor)
+        view.copy_(box.view(view.shape))
+
+    def box_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Of `read`'s result."""
+        return (self.groups * self.rows, *tensor.shape[1:])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TrainedParam:
+    """A trainable parameter of this rank."""
+
+    param: nn.Parameter
+    pieces: tuple[Piece, ...]
+    split: bool
+    """Pieces on tensor-parallel ranks (True) or copies (False)."""
+    expert: bool
+    """Belongs to experts: never split over tensor ranks, summed over expert-data-parallel ranks."""
+    partial: bool = False
+    """A copy whose gradient is this tensor rank's part."""
+    tied: bool = False
+    """Embedding and head in one, with a copy on the first and one on the last pipeline stage."""
+    main_grad: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.partial = not self.split and not self.expert and (self.partial or getattr(self.param, "sequence_parallel", False))
+        if self.param.dtype is not torch.float32:
+            self.param.register_post_accumulate_grad_hook(self._accumulate)
+
+    def _accumulate(self, param: torch.Tensor) -> None:
+        """Add a backward pass's gradient, of the weights' precision, to the fp32 sum."""
+        assert param.grad is not None
+        if self.main_grad is None:
+            self.main_grad = param.grad.float()
+        else:
+            self.main_grad.add_(param.grad)
+        param.grad = None
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The fp32 gradient so far; zeros, kept, where there is none."""
+        if self.param.dtype is torch.float32:
+            if self.param.grad is None:
+                self.param.grad = torch.zeros_like(self.param)
+            return self.param.grad
+        if self.main_grad is None:
+            self.main_grad = torch.zeros_like(self.param, dtype=torch.float32)
+        return self.main_grad
+
+    def drop_grad(self) -> None:
+        """Forget it."""
+        self.param.grad = self.main_grad = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether of all copies over tensor ranks and pipeline stages this is the one that counts (data-parallel ranks aside)."""
+        if self.tied and not parallel_state.is_pipeline_first_stage():
+            return False
+        return self.expert or self.split or parallel_state.get_tensor_model_parallel_rank() == 0
+
+    @property
+    def group(self) -> Any:
+        """The ranks that have the same parameter and see other data."""
+        if self.expert:
+            return parallel_state.get_expert_data_parallel_group()
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+# ---------------------------------------------------------------- the whole model's
+
+
+def model_parameters(model: nn.Module, tasks: Sequence[Any], *, config: Any, tied: bool, vocab_size: int) -> list[TrainedParam]:
+    """Every parameter of this rank's part of the model, for full-parameter training. Padding rows of the vocabulary are set to 0.
+
+    Args:
+        tasks: Bridge's conversion tasks for the model.
+        config: Megatron's transformer config.
+        tied: embedding and head are one.
+
+    Raises:
+        ConfigError: a parameter that no HF tensor is made of; names it.
+    """
+    by_param = {id(task.param_weight): task for task in tasks if task is not None and task.param_weight is not None}
+    head_apart = tied and parallel_state.get_pipeline_model_parallel_world_size() > 1
+    params = []
+    for name, param in model.named_parameters():
+        bare, task = strip_wrappers(name), by_param.get(id(param))
+        is_vocab = bare in ("embedding.word_embeddings.weight", "output_layer.weight")
+        if task is None and not (tied and is_vocab):
+            raise ConfigError(
+                f"{bare} belongs to no tensor of the HF checkpoint: it cannot be trained with finetuning_type='full'"
+            )
+        dim = 0 if task is None else _split_dim(task)
+        if is_vocab:
+            pieces = [_vocab_piece(param, VOCAB_TENSORS[0] if task is None else task.mapping.hf_param, vocab_size)]
+        else:
+            pieces = list(_pieces(param, task, config=config, dim=dim))
+        params.append(
+            TrainedParam(
+                param=param,
+                pieces=tuple(pieces),
+                split=dim is not None,
+                expert=bool(task is not None and task.mapping.is_expert),
+                partial=bare.endswith(("q_layernorm.weight", "k_layernorm.weight")),
+                tied=head_apart and is_vocab,
+            )
+        )
+    return params
+
+
+def _split_dim(task: Any) -> int | None:
+    """The dimension split over tensor ranks, as Bridge's mapping says; None: copies. Subclasses may do more, so types are compared exactly."""
+    # Late, because on a CPU Bridge can be imported only after `cpu_shims.apply`.
+    from megatron.bridge.models.conversion import param_mapping as bridge
+
+    mapping, kind = task.mapping, type(task.mapping)
+    layouts: dict[type, int | None] = {
+        bridge.QKVMapping: 0,
+        bridge.GatedMLPMapping: 0,
+        bridge.ColumnParallelMapping: 0,
+        bridge.RowParallelMapping: 1,
+        bridge.ReplicatedMapping: None,
+        bridge.DirectMapping: None,
+    }
+    if kind is bridge.AutoMapping and mapping.permute_dims is None:
+        layouts[kind] = {"column": 0, "row": 1}.get(mapping._detect_parallelism_type(task.megatron_module))
+    if kind not in layouts:
+        raise ConfigError(
+            f"{task.global_param_name} is mapped by {kind.__name__}; finetuning_type='full' does not know it, use 'lora'"
+        )
+    return None if mapping.is_expert else layouts[kind]
+
+
+def _pieces(param: nn.Parameter, task: Any, *, config: Any, dim: int | None) -> Iterator[Piece]:
+    """The HF tensors in a weight: q, k and v interleaved by query group, gate above up, or one alone."""
+    names = task.mapping.hf_param
+    if isinstance(names, str):
+        yield _piece(names, param, groups=1, first=0, rows=param.shape[0], dim=dim)
+    elif "gate" in names:
+        half = param.shape[0] // 2
+        yield _piece(names["gate"], param, groups=1, first=0, rows=half, dim=dim)
+        yield _piece(names["up"], param, groups=1, first=half, rows=half, dim=dim)
+    else:
+        size = config.kv_channels
+        heads = config.num_attention_heads // config.num_query_groups
+        groups = param.shape[0] // ((heads + 2) * size)
+        for key, first, width in ((names["q"], 0, heads), (names["k"], heads, 1), (names["v"], heads + 1, 1)):
+            yield _piece(key, param, groups=groups, first=first * size, rows=width * size, dim=dim)
+
+
+def _piece(key: str, param: torch.Tensor, *, groups: int, first: int, rows: int, dim: int | None) -> Piece:
+    box = [groups * rows, *param.shape[1:]]
+    shape, offsets = list(box), [0] * len(box)
+    if dim is not None:
+        shape[dim] *= parallel_state.get_tensor_model_parallel_world_size()
+        offsets[dim] = box[dim] * parallel_state.get_tensor_model_parallel_rank()
+    return Piece(key=key, shape=tuple(shape), offsets=tuple(offsets), rows=rows, first=first, groups=groups)
+
+
+@torch.no_grad()
+def _vocab_piece(param: nn.Parameter, key: str, vocab_size: int) -> Piece:
+    """Only rows of real tokens; Megatron pads to a number that depends on the tensor-parallel size."""
+    start = parallel_state.get_tensor_model_parallel_rank() * param.shape[0]
+    rows = min(max(vocab_size - start, 0), param.shape[0])
+    # Their gradient is 0, and so they stay.
+    param[rows:].zero_()
+    return Piece(key=key, shape=(vocab_size, *param.shape[1:]), offsets=(min(start, vocab_size), 0), rows=rows)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+BUCKET_ELEMENTS = 1 << 26
+"""Elements that are reduced or broadcast in one message: 256 MiB of scratch in fp32."""
+
+
+def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors, at most `BUCKET_ELEMENTS` together unless one alone is larger."""
+    bucket: list[torch.Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if bucket and filled + tensor.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += tensor.numel()
+    if bucket:
+        yield bucket
+
+
+def all_reduce_flat(grads: Sequence[torch.Tensor], group: Any, factor: float) -> None:
+    """Sum over the group and scale, in few messages."""
+    for bucket in buckets(grads) if group.size() > 1 else ():
+        flat = torch.cat([g.reshape(-1) for g in bucket])
+        dist.all_reduce(flat, group=group)
+        for grad, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            grad.copy_(piece.view_as(grad))
+    if factor != 1.0 and grads:
+        torch._foreach_mul_(list(grads), factor)
+
+
+@torch.no_grad()
+def finalize_gradients(params: Sequence[TrainedParam], *, denominator: float, sequence_parallel: bool) -> None:
+    """Sum over data-parallel ranks, over both copies of a tied embedding, and over partial copies; make copies agree; divide once.
+
+    Experts see every token of their expert-data-parallel group; without sequence parallelism each token is there once per tensor
+    rank, hence the division by the tensor size.
+    """
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    copies_of_tokens = 1 if sequence_parallel else tensor_group.size()
+    dense = [p.grad for p in params if not p.expert]
+    experts = [p.grad for p in params if p.expert]
+    all_reduce_flat(dense, parallel_state.get_data_parallel_group(with_context_parallel=True), 1 / denominator)
+    all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (denominator * copies_of_tokens))
+    tied = [p.grad for p in params if p.tied]
+    if tied:
+        all_reduce_flat(tied, parallel_state.get_embedding_group(), 1.0)
+    if tensor_group.size() > 1:
+        all_reduce_flat([p.grad for p in params if p.partial], tensor_group, 1.0)
+        # Complete already on every tensor rank; averaging keeps the copies equal to the bit where a kernel's order is not
+        # deterministic.
+        copies = [p.grad for p in params if not (p.expert or p.split or p.partial)]
+        all_reduce_flat(copies, tensor_group, 1 / tensor_group.size())
+
+
+@torch.no_grad()
+def global_norm(params: Sequence[TrainedParam], device: torch.device) -> torch.Tensor:
+    """L2 norm of the finalised gradient over all ranks, each element counted once."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for p in params:
+        if p.counted and p.group.rank() == 0:
+            total += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def count(params: Sequence[TrainedParam], device: torch.device) -> int:
+    """Trainable elements of the whole model, each counted once, padding not. A collective."""
+    mine = [math.prod(piece.box_shape(p.param)) for p in params if p.counted and p.group.rank() == 0 for piece in p.pieces]
+    total = torch.tensor(sum(mine), dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def gather(params: Sequence[TrainedParam], tensors: Sequence[torch.Tensor], group: Any) -> dict[str, torch.Tensor]:
+    """Whole tensors by their pieces' keys, on the CPU of rank 0; an empty dict elsewhere. A collective over a CPU group.
+
+    For checks: everything passes through rank 0's memory.
+
+    Args:
+        tensors: for each parameter one of its shape, say its gradient.
+    """
+    mine = [
+        (piece.key, piece.shape, piece.offsets, piece.read(tensor).cpu().clone())
+        for p, tensor in zip(params, tensors, strict=True)
+        if p.counted and p.group.rank() == 0
+        for piece in p.pieces
+    ]
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0, group=group)
+    whole: dict[str, torch.Tensor] = {}
+    if dist.get_rank() != 0:
+        return whole
+    for key, shape, offsets, box in (part for rank in parts for part in rank):
+        # A box that no rank brings stays NaN.
+        target = whole.setdefault(key, torch.full(shape, torch.nan, dtype=box.dtype))
+        target[tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))] = box
+    return whole

@@ -74,17 +74,17 @@ def after_restart(steps: Iterable[tuple[int, str]]) -> tuple[int | None, State]:
     was the last word; whether every replica heard it is not known, which is why all are resynced after a restart in any case.
     """
     served: int | None = None
-    begun, poisoned = -1, False
+    begun, poisoned, in_doubt = -1, False, False
     for version, said in steps:
         failed, _, where = said.partition(":")
         state = State(where if failed == "failed" else said)
         if failed == "failed":
-            poisoned = after_failure(state, was_poisoned=poisoned) is State.POISONED
+            poisoned, in_doubt = after_failure(state, was_poisoned=poisoned) is State.POISONED, False
         elif state is State.COMMITTED:
-            served, poisoned = version, False
+            served, poisoned, in_doubt = version, False, False
         elif state not in (State.IDLE, State.PLANNED, State.DURABLE):
-            poisoned = True
+            in_doubt = True
         begun = version
-    if not poisoned:
+    if not poisoned and not in_doubt:
         return served, State.IDLE
     return (served if served == begun else None), State.POISONED

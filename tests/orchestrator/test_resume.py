@@ -116,14 +116,18 @@ def test_killed_while_idle_and_in_the_step(killed):
     result = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)  # the same call: the client notices and asks again
     assert (result["version"], result["metrics"]) == (2, {"loss": 1.0})
     assert killed.served((2, [12, 22, 32])) and killed.trainer.log.count("TrainMerged") == 2
-    again = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)
-    assert again["version"] == 3 and killed.starts == 3
+    killed.kill()
+    threading.Timer(0.5, killed.start).start()
+    again = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)  # submitted while nobody was there
+    assert again["version"] == 3 and killed.starts == 4
     journal = Journal(killed.dir / "journal.sqlite", run_token=TOKEN, name="m")
     assert journal.unfinished_jobs() == []
     journal.close()
 
 
-@pytest.mark.parametrize("moment", ["SaveCheckpoint", "ReceiveWeights", "applying", "CommitUpdate", "committed"])
+@pytest.mark.parametrize(
+    "moment", ["SaveCheckpoint", "ReceiveWeights", "applying", "CommitUpdate", "committed", "with the trainer"]
+)
 def test_killed_in_a_publication(moment, killed):
     """It rolls forward from its durable state: what is served at the end is the version the job made, once trained, and the job ends."""
     killed.client.run(InitialSyncJob())
@@ -138,13 +142,23 @@ def test_killed_in_a_publication(moment, killed):
             killed.restart()
 
         killed.replica.script["ReceiveWeights"] = receive
+    elif moment == "with the trainer":
+
+        def die(_message) -> None:
+            killed.restart()
+            killed.trainer.die()
+            killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+
+        killed.replica.script["CommitUpdate"] = die
     elif moment == "committed":
         killed.kill_in(killed.replica, "CommitUpdate", after=True)
     else:
         killed.kill_in(killed.replica, moment)
     result = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)
     assert (result["version"], result["metrics"]) == (1, {"loss": 1.0}) and killed.starts == 2
-    assert killed.served((1, [11, 21, 31])) and killed.trainer.log.count("TrainMerged") == 1
+    assert killed.served((1, [11, 21, 31])), "what the disk had, trained once"
+    assert killed.trainer.log.count("TrainMerged") == (0 if moment == "with the trainer" else 1)
+    assert killed.trainer.aborted.is_set() and killed.replica.aborted.is_set(), "what may have been in flight was ended"
     assert killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)["version"] == 2
     assert killed.served((2, [12, 22, 32]))
 

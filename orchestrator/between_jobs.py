@@ -159,7 +159,7 @@ class BetweenJobs:
 
     async def _save_what_is_new(self, report: Report) -> None:
         memory = self._trainer.memory
-        if not memory.steps:
+        if not memory.is_ahead:
             return
         await self.wake(report)
         report("saving", {"checkpoint_dir": self._state_dir})

@@ -348,7 +348,7 @@ class Orchestrator:
         memory = self._trainer.memory
         served_dir = self._journal.checkpoint_dir(version) or str(self._version_dir(version))
         await self._trainer.ready(report)
-        if memory.durable_dir == served_dir and not memory.steps:
+        if memory.durable_dir == served_dir and not memory.is_ahead:
             yield served_dir
             return
         set_aside = self._journal.fact(_SET_ASIDE).get("folder")
@@ -584,8 +584,10 @@ class Orchestrator:
             phase=phase,
         )
         memory, result = self._trainer.memory, dict(completed.result)
-        if isinstance(spec, TrainLoraJob | OptimStepJob | LoadAdapterJob):
+        if isinstance(spec, TrainLoraJob | OptimStepJob):
             memory.stepped()
+        elif isinstance(spec, LoadAdapterJob):
+            memory.took_adapter(spec.adapter_dir)
         elif isinstance(spec, ForwardBackwardJob):
             memory.pending = int(result.get("pending_batches", memory.pending + 1))
         elif isinstance(spec, SaveCheckpointJob):

@@ -30,7 +30,9 @@ class TrainerMemory:
     durable_dir: str = ""
     """The checkpoint that its state came from or went to last; empty: the base weights."""
     steps: int = 0
-    """Optimizer steps since then, and adapters loaded."""
+    """Optimizer steps since then."""
+    adapter: str = ""
+    """The PEFT folder that its adapters came from since then; empty: from none."""
     version: int = 0
     """The newest version that was made of its state."""
     mode: MemoryMode | None = None
@@ -40,11 +42,20 @@ class TrainerMemory:
 
     def saved(self, folder: str) -> None:
         """The state is in `folder`; pending gradients are in no checkpoint."""
-        self.durable_dir, self.steps = folder, 0
+        self.durable_dir, self.steps, self.adapter = folder, 0, ""
 
     def loaded(self, folder: str) -> None:
         """The state came from `folder`."""
-        self.durable_dir, self.steps, self.pending = folder, 0, 0
+        self.durable_dir, self.steps, self.pending, self.adapter = folder, 0, 0, ""
+
+    def took_adapter(self, folder: str) -> None:
+        """Its adapters came from `folder`; what was pending is gone."""
+        self.adapter, self.pending = folder, 0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it holds what no checkpoint has, pending gradients aside."""
+        return bool(self.steps or self.adapter)
 
     def stepped(self) -> None:
         """An optimizer step used up what was pending."""
@@ -61,11 +72,15 @@ class TrainerMemory:
 
     def take_loss(self) -> str | None:
         """What is lost if the process is gone, in words, or None; asked once."""
-        if not self.steps and not self.pending:
+        if not self.is_ahead and not self.pending:
             return None
         where = self.durable_dir or "the base weights"
-        said = f"{self.steps} optimizer steps (or loaded adapters) and the gradients of {self.pending} batches since {where} are lost with it"
+        loaded = f"the adapter {self.adapter}, " if self.adapter else ""
+        said = (
+            f"{loaded}{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
+        )
         self.steps = self.pending = 0
+        self.adapter = ""
         return said
 
 

@@ -82,12 +82,14 @@ def test_exit_ends_the_trainer_and_the_next_job_has_the_state(exiting):
     assert saved in trainers[2].saved and trainers[2].log[0] == "LoadCheckpoint"
     run.client.run(FORWARD, buffers=BUFFERS[:2])
     assert trainers[3].log == ["LoadCheckpoint", "Forward", "Shutdown"]  # nothing new, so nothing saved
+    run.client.load_adapter("/theirs")
+    assert trainers[4].log == ["LoadCheckpoint", "LoadAdapter", "SaveCheckpoint", "Shutdown"]
     run.client.run(JOB, buffers=BUFFERS)
     assert replica.log.count("JoinTransferGroup") == replica.log.count("LeaveTransferGroup") == 2
-    assert launcher.log.count("StartTrainer") == launcher.log.count("StopTrainer") == len(trainers) == 5
+    assert launcher.log.count("StartTrainer") == launcher.log.count("StopTrainer") == len(trainers) == 6
     with pytest.raises(JobFailed, match="Submit TrainMerged or TrainLora with the whole batch"):
         run.client.run(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS)
-    assert len(trainers) == 5, "a job that is refused starts nothing"
+    assert len(trainers) == 6, "a job that is refused starts nothing"
 
 
 def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -81,6 +82,10 @@ class Killed:
         return self.replica.served[-1] == wanted
 
     def close(self) -> None:
+        for _ in range(15):  # what is sent before it knows us again is dropped
+            with contextlib.suppress(TimeoutError):
+                self.client.status(timeout_s=1)
+                break
         self.client.stop_run()
         try:
             self.process.wait(10)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from orchestrator import between_jobs
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.protocol.messages import (
     ErrorCode,
@@ -106,7 +107,9 @@ def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):
     assert replica.served == [(0, [10, 20, 30])] * 2 and launcher.trainer is None
 
 
-def test_exit_needs_somebody_who_starts_it_again(run):
+def test_exit_needs_somebody_who_starts_it_again(run, monkeypatch):
+    monkeypatch.setattr(between_jobs, "LAUNCHERS_BACK_S", 0.3)
+
     class Exiting(FakeTrainer):
         detail = {"memory": "exit"}  # noqa: RUF012
 

@@ -136,8 +136,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.dim():
             yield value
-            if value.grad is not None:
-                yield value.grad
     elif isinstance(value, dict):
         for inner in value.values():
             yield from _tensors_in(inner)

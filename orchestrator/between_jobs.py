@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
@@ -25,6 +26,7 @@ from orchestrator.trainer_requests import Report, TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
 LAUNCH_TIMEOUT_S, ORDERLY_END_S = 120.0, 45.0
+LAUNCHERS_BACK_S = 5.0
 MODES: tuple[MemoryMode, ...] = ("resident", "offload", "exit")
 
 
@@ -37,19 +39,27 @@ class BetweenJobs:
     """
 
     def __init__(
-        self, *, router: ControlRouter, trainer: TrainerRequests, publisher: Publisher, state_dir: Path, timeout_s: float
+        self,
+        *,
+        router: ControlRouter,
+        trainer: TrainerRequests,
+        publisher: Publisher,
+        state_dir: Path,
+        timeout_s: float,
+        remember: Callable[[], None] = lambda: None,
     ) -> None:
+        self._remember = remember
         self._router, self._trainer, self._publisher = router, trainer, publisher
         self._state_dir, self._timeout_s = str(state_dir.absolute()), timeout_s
-        self._mode: MemoryMode | None = None
 
     @property
     def mode(self) -> MemoryMode | None:
         """What launchers or trainer said; None before one of them was there."""
+        memory = self._trainer.memory
         for node_id in [*self._router.nodes("launcher"), *self._router.nodes("trainer")]:
             said = self._router.peers[node_id].detail.get("memory")
-            self._mode = next((m for m in MODES if m == said), self._mode)
-        return self._mode
+            memory.mode = next((m for m in MODES if m == said), memory.mode)
+        return memory.mode
 
     @property
     def can_wake(self) -> bool:
@@ -78,12 +88,7 @@ class BetweenJobs:
         """
         if self.mode != "exit":
             return
-        launchers = self._router.nodes("launcher")
-        if not launchers:
-            raise ConfigError(
-                "the trainer's memory mode is 'exit', but nobody is there to start it again: start it by `splice trainer`, not by "
-                "torchrun, or choose another mode"
-            )
+        launchers = await self._launchers()
         if not self._router.is_connected("trainer"):
             report("starting the trainer", {"hosts": launchers})
             await self._ask_launchers(
@@ -116,8 +121,8 @@ class BetweenJobs:
 
     async def _end_trainer(self, report: Report) -> None:
         grace_s = 0.0
+        await self._save_what_is_new(report)
         if self._router.is_connected("trainer"):
-            await self._save_what_is_new(report)
             await self._publisher.leave_all()
             try:
                 await self._router.send("trainer", Shutdown(reason="memory mode exit: the job is done"))
@@ -125,7 +130,7 @@ class BetweenJobs:
             except NodeLost as error:
                 log.info("the trainer is gone already: %s", error)
         report("ending the trainer", {})
-        launchers = self._router.nodes("launcher")
+        launchers = await self._launchers()
         await self._ask_launchers(
             [StopTrainer(request_id=new_id("stop"), deadline_s=LAUNCH_TIMEOUT_S, grace_s=grace_s) for _ in launchers],
             launchers,
@@ -133,16 +138,37 @@ class BetweenJobs:
         )
         self._router.forget("trainer")
 
+    async def _launchers(self) -> list[str]:
+        """Those of all hosts; after a restart of ours they come back within seconds.
+
+        Raises:
+            ConfigError: not all of them are there.
+        """
+        deadline = time.monotonic() + LAUNCHERS_BACK_S
+        while True:
+            here = self._router.nodes("launcher")
+            wanted = max([1, *(int(self._router.peers[i].detail.get("num_nodes", 1)) for i in here)])  # type: ignore[call-overload]
+            if len(here) >= wanted:
+                return here
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"the trainer's memory mode is 'exit', but of {wanted} launchers, which start it again, {len(here)} are there: start it "
+                    "by `splice trainer` on each of its hosts, not by torchrun, or choose another mode"
+                )
+            await asyncio.sleep(0.1)
+
     async def _save_what_is_new(self, report: Report) -> None:
         memory = self._trainer.memory
-        if not memory.steps:
+        if not memory.is_ahead:
             return
+        await self.wake(report)
         report("saving", {"checkpoint_dir": self._state_dir})
         save = SaveCheckpoint(
             request_id=new_id("save"), deadline_s=self._timeout_s, version=memory.version, checkpoint_dir=self._state_dir
         )
         await self._trainer.ask(lambda: save, phase="saving before the trainer ends", report=report)
         memory.saved(self._state_dir)
+        self._remember()
 
     async def _ask_launchers(
         self, requests: Sequence[StartTrainer | StopTrainer], launchers: Sequence[str], *, phase: str

@@ -122,6 +122,9 @@ def serve(
     bucket_bytes: int = 2**30,
     pause_mode: Annotated[str, typer.Option(help="keep, keep_kv, wait or abort.")] = "keep",
     curve_dir: Annotated[Path | None, typer.Option(help="CURVE keys from `splice keys`; mandatory off loopback.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in RUN_DIR, if there is one, at the endpoint it had.")
+    ] = False,
     keep_versions: Annotated[
         int | None,
         typer.Option(help="Versions' checkpoints to keep on disk, at least 2; the one served always stays. Default: all."),
@@ -142,12 +145,18 @@ def serve(
     )
     try:
         config = OrchestratorConfig(
-            run_dir=run_dir, run_token=token, name=name, endpoint=endpoint, publication=publication, replicas=replicas,
-            curve_dir=curve_dir, keep_versions=keep_versions,
+            run_dir=run_dir, run_token=token, name=name, endpoint=_old_endpoint(run_dir, endpoint, resume=resume), publication=publication, replicas=replicas,
+            curve_dir=curve_dir, keep_versions=keep_versions, resume=resume,
         )  # fmt: skip
         asyncio.run(_serve(config))
     except SpliceError as error:
         _die(console, error)
+
+
+def _old_endpoint(run_dir: Path, endpoint: str, *, resume: bool) -> str:
+    """Where nodes and clients look for the run that is resumed."""
+    path = run_dir / "endpoint"
+    return path.read_text().strip() if resume and path.is_file() else endpoint
 
 
 async def _serve(config: OrchestratorConfig) -> None:

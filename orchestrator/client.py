@@ -37,6 +37,7 @@ from orchestrator.protocol.messages import (
     GetStatus,
     Hello,
     JobSpec,
+    LoadAdapterJob,
     LoadCheckpointJob,
     LossSpec,
     OptimParams,
@@ -139,6 +140,9 @@ class SpliceClient:
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             envelope = self._link.recv(timeout_s=min(left_s, 1.0))
+            if envelope is not None and isinstance(envelope.message, Hello):
+                self._link.send(SubmitJob(job_id=job_id, job=job), buffers)  # the orchestrator was restarted; it knows the id
+                continue
             if envelope is None or getattr(envelope.message, "request_id", None) != job_id:
                 continue
             if not isinstance(envelope.message, Progress):
@@ -199,6 +203,10 @@ class SpliceClient:
         """Restore it; `["client_state"]` is what was saved with it, `["dropped_batches"]` how many batches' gradients were
         dropped, `["rng_restored"]` whether the random number generators go on where they were (at the same topology)."""
         return self.run(LoadCheckpointJob(checkpoint_dir=checkpoint_dir), **run)
+
+    def load_adapter(self, adapter_dir: str, **run: Any) -> dict[str, Any]:
+        """Put a PEFT adapter (a folder on the trainer's hosts) in the place of the trainer's; `["dropped_batches"]` as `load_checkpoint`."""
+        return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **run)
 
     def export_hf(self, output_dir: str, **run: Any) -> dict[str, Any]:
         """Write the merged model as an HF checkpoint into a new folder on the trainer's host."""
@@ -267,6 +275,10 @@ class AsyncSpliceClient:
     async def load_checkpoint(self, checkpoint_dir: str, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.load_checkpoint`."""
         return await asyncio.to_thread(self._client.load_checkpoint, checkpoint_dir, **kwargs)
+
+    async def load_adapter(self, adapter_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.load_adapter`."""
+        return await asyncio.to_thread(self._client.load_adapter, adapter_dir, **kwargs)
 
     async def export_hf(self, output_dir: str, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.export_hf`."""

@@ -19,7 +19,8 @@ from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 from orchestrator.protocol.messages import Status
 
 OnWait = Callable[[str], None]
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+_ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class ClusterConfig:
     pause_mode: str = "keep"
     ready_timeout_s: float = 600.0
     trainer_restarts: int = 2
+    orchestrator_restarts: int = 2
     control_endpoint: str = "tcp://127.0.0.1:0"
 
 
@@ -98,14 +100,24 @@ class Cluster:
 
     def _start(self) -> None:
         config = self.config
-        env = {**_OFFLINE, "SPLICE_RUN_TOKEN": self.run_token}
+        # With folders nothing is ever looked up; with a hub id the user's own HF_HUB_OFFLINE decides.
+        folders = all(model.is_dir() for model in (config.trainer.model, *(i.model for i in config.inference)))
+        env = {**_ENV, **(_OFFLINE if folders else {}), "SPLICE_RUN_TOKEN": self.run_token}
         logs = config.run_dir / "logs"
         argv = [
             str(config.trainer_python), "-m", "orchestrator", "serve", "--run-dir", str(config.run_dir), "--name", config.name,
             "--endpoint", config.control_endpoint, "--transport", config.trainer.transport, "--replicas", str(len(config.inference)),
-            "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode,
+            "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode, "--resume",
         ]  # fmt: skip
-        self.launcher.start(NodeProcess(name="orchestrator", argv=argv, env=env, log_file=logs / "orchestrator.log"))
+        self.launcher.start(
+            NodeProcess(
+                name="orchestrator",
+                argv=argv,
+                env=env,
+                log_file=logs / "orchestrator.log",
+                max_restarts=config.orchestrator_restarts,
+            )
+        )
         endpoint = self._wait_endpoint()
         for index, inference in enumerate(config.inference):
             self._start_inference(f"inference-{index}", inference, endpoint=endpoint, env=env)

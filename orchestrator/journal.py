@@ -1,4 +1,5 @@
-"""The run's memory: jobs, their outcomes, and every step of every publication, in SQLite (WAL, synchronous=FULL).
+"""The run's memory: jobs, their outcomes, every step of every publication, and facts (what the trainer holds, how far a job has
+come), in SQLite (WAL, synchronous=FULL).
 
 What is written here is on disk when the call returns. One file per run; a file of another run is refused.
 """
@@ -7,9 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
@@ -22,6 +24,7 @@ CREATE TABLE IF NOT EXISTS jobs (
   state TEXT NOT NULL, outcome BLOB, ended REAL);
 CREATE TABLE IF NOT EXISTS publications (
   id INTEGER PRIMARY KEY, version INTEGER NOT NULL, state TEXT NOT NULL, checkpoint_dir TEXT, detail TEXT, at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 """
 
 
@@ -110,6 +113,26 @@ class Journal:
     def publication_steps(self, version: int) -> list[str]:
         """Every state that the publication of `version` went through, in order."""
         return [r[0] for r in self._db.execute("SELECT state FROM publications WHERE version = ? ORDER BY id", (version,))]
+
+    def all_publication_steps(self) -> list[tuple[int, str]]:
+        """(version, state) of every step of every publication, in order."""
+        return [(r[0], r[1]) for r in self._db.execute("SELECT version, state FROM publications ORDER BY id")]
+
+    def set_facts(self, facts: Mapping[str, dict[str, Any] | None]) -> None:
+        """All of them or none; None: the fact goes."""
+        self._db.execute("BEGIN")
+        for key, value in facts.items():
+            if value is None:
+                self._db.execute("DELETE FROM facts WHERE key = ?", (key,))
+            else:
+                self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, msgpack.packb(value)))
+        self._db.execute("COMMIT")
+
+    def fact(self, key: str) -> dict[str, Any]:
+        """What was set last; empty without it."""
+        row = self._db.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
+        found: dict[str, Any] = {} if row is None else msgpack.unpackb(row[0])
+        return found
 
     def close(self) -> None:
         """Close the file."""

@@ -11,6 +11,7 @@ parts are durable on disk. `poisoned -> planned` is that resync.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from orchestrator.errors import PublicationError
@@ -64,3 +65,26 @@ def after_failure(state: State, *, was_poisoned: bool) -> State:
     if state in REVERSIBLE and not was_poisoned:
         return State.IDLE
     return State.POISONED
+
+
+def after_restart(steps: Iterable[tuple[int, str]]) -> tuple[int | None, State]:
+    """(version served, state) of an orchestrator that was restarted, from the journaled (version, state or "failed:<state>") steps.
+
+    Replicas that a publication had begun to pause may be in any state by now, so it counts as poisoned. It is committed only where that
+    was the last word; whether every replica heard it is not known, which is why all are resynced after a restart in any case.
+    """
+    served: int | None = None
+    begun, poisoned, in_doubt = -1, False, False
+    for version, said in steps:
+        failed, _, where = said.partition(":")
+        state = State(where if failed == "failed" else said)
+        if failed == "failed":
+            poisoned, in_doubt = after_failure(state, was_poisoned=poisoned) is State.POISONED, False
+        elif state is State.COMMITTED:
+            served, poisoned, in_doubt = version, False, False
+        elif state not in (State.IDLE, State.PLANNED, State.DURABLE):
+            in_doubt = True
+        begun = version
+    if not poisoned and not in_doubt:
+        return served, State.IDLE
+    return (served if served == begun else None), State.POISONED

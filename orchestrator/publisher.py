@@ -110,6 +110,7 @@ class Publisher:
         self._planned: dict[str, str] = {}  # what `_joined` was when the replicas had checked the manifest
         self._is_direct = False
         self._pause_started_s = 0.0
+        self._abort_first = False
         self._holder: str | None = None  # incarnation of the trainer that holds what is to be published; None: not known
 
     async def publish(
@@ -125,6 +126,9 @@ class Publisher:
                 (`self.state` says which).
         """
         self._holder = holder
+        if self._abort_first:
+            await self._abort(replicas, "the orchestrator was restarted in the middle of a publication")
+            self._abort_first = False
         for attempt in range(1, self._config.attempts + 1):
             was_poisoned = self.state is State.POISONED
             try:
@@ -158,6 +162,10 @@ class Publisher:
         self.version, self.state = version, advance(self.state, State.IDLE)
         self.holding |= {r: self._router.peers[r].life for r in replicas}
         return result
+
+    def resume(self, *, version: int | None, state: State) -> None:
+        """Stand where the orchestrator stood that was restarted; a transfer that may be in flight is aborted before the next one."""
+        self.version, self.state, self._abort_first = version, state, True
 
     def bare_replicas(self) -> list[str]:
         """Ready replicas that do not hold the served version: started anew since, or never served it."""

@@ -36,6 +36,8 @@ from orchestrator.protocol.messages import (
     GetStatus,
     InitialSyncJob,
     JobSpec,
+    LoadAdapter,
+    LoadAdapterJob,
     LoadCheckpoint,
     LoadCheckpointJob,
     NodeStatus,
@@ -58,6 +60,7 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     TrainMergedJob,
 )
+from orchestrator.publication import after_restart
 from orchestrator.publisher import PublicationConfig, Publisher
 from orchestrator.retention import expired
 from orchestrator.router import ControlRouter, new_id
@@ -65,6 +68,8 @@ from orchestrator.trainer_requests import TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
 RESYNC_POLL_S = 1.0
+_TRAINER, _SET_ASIDE = "trainer", "set aside"
+"""Facts in the journal: what the trainer holds; the folder with its state while it holds the served version for a resync."""
 BUFFERS_KEPT = 16
 """Outcomes with buffers (log-probs of forward passes) that are kept for a client that asks again with the same job id."""
 
@@ -82,6 +87,8 @@ class OrchestratorConfig:
     ready_timeout_s: float = 600.0
     train_timeout_s: float = 3600.0
     curve_dir: Path | None = None
+    resume: bool = False
+    """Go on with the run in `run_dir`, if there is one, where an orchestrator that ended left it."""
     keep_versions: int | None = None
     """How many versions' checkpoints stay on disk, the newest included; at least 2. What is served is never deleted. None: all."""
 
@@ -131,6 +138,7 @@ class Orchestrator:
             attempts=config.publication.attempts,
             ready_timeout_s=config.ready_timeout_s,
             load_timeout_s=config.publication.plan_timeout_s,
+            remember=self._remember,
         )
         self._between = BetweenJobs(
             router=self._router,
@@ -138,13 +146,18 @@ class Orchestrator:
             publisher=self._publisher,
             state_dir=config.run_dir / "trainer_state",
             timeout_s=config.train_timeout_s,
+            remember=self._remember,
         )
 
     async def serve(self) -> None:
         """Bind, write `endpoint` into the run folder, run jobs until `StopRun`, then shut the nodes down."""
-        if self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
+        if self._config.resume:
+            self._resume()
+        elif self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
             self._journal.close()
-            raise ConfigError(f"{self._config.run_dir} holds an earlier run; choose a new run folder")
+            raise ConfigError(
+                f"{self._config.run_dir} holds an earlier run; choose a new run folder, or go on with it: --resume"
+            )
         await self._router.start()
         endpoint_file = self._config.run_dir / "endpoint"
         part = endpoint_file.with_suffix(".part")
@@ -164,6 +177,38 @@ class Orchestrator:
             await self._router.close()
             self._journal.close()
             endpoint_file.unlink(missing_ok=True)
+
+    def _resume(self) -> None:
+        """Version counter, what the trainer holds, the publication's state and the open jobs, as the journal has them."""
+        version, state = after_restart(self._journal.all_publication_steps())
+        self._publisher.resume(version=version, state=state)
+        said = self._journal.fact(_TRAINER)
+        self._trained_version = int(said.pop("trained_version", 0))
+        for name, value in said.items():
+            setattr(self._trainer.memory, name, value)
+        folders = self._version_dir(0).parent
+        self._versions = sorted(int(p.name) for p in folders.iterdir() if p.name.isdigit()) if folders.is_dir() else []
+        for job_id in self._journal.unfinished_jobs():
+            row = self._journal.job(job_id)
+            assert row is not None
+            envelope = decode(row.request)
+            assert isinstance(envelope.message, SubmitJob)
+            clients = set(self._journal.fact(_job_key(job_id)).get("clients", ()))
+            self._jobs[job_id] = _Job(submit=envelope.message, buffers=envelope.buffers, clients=clients)
+            self._queue.put_nowait(job_id)
+        log.info(
+            "resuming: version %s, publication %s, trained version %d, open jobs %s",
+            version, state, self._trained_version, list(self._jobs),
+        )  # fmt: skip
+
+    def _remember(self, more: dict[str, dict[str, Any] | None] | None = None) -> None:
+        """Journal what the trainer holds, and with it, all or nothing, more facts."""
+        held = dataclasses.asdict(self._trainer.memory) | {"trained_version": self._trained_version}
+        self._journal.set_facts({_TRAINER: held, **(more or {})})
+
+    def _note(self, job_id: str, **facts: object) -> None:
+        """How far a job has come, together with what the trainer holds then."""
+        self._remember({_job_key(job_id): self._journal.fact(_job_key(job_id)) | facts})
 
     def stop(self) -> None:
         """End `serve`; callable from a signal handler of the loop."""
@@ -197,6 +242,7 @@ class Orchestrator:
             return
         self._journal.add_job(job_id=submit.job_id, kind=submit.job.kind, frames=encode(submit, buffers))
         self._jobs[submit.job_id] = _Job(submit=submit, buffers=buffers, clients={client})
+        self._note(submit.job_id, clients=[client])
         self._queue.put_nowait(submit.job_id)
         self._progress(submit.job_id, "queued", {})
 
@@ -241,6 +287,7 @@ class Orchestrator:
     async def _end(self, job_id: str, message: Terminal, buffers: Sequence[bytes] = ()) -> None:
         job = self._jobs.pop(job_id)
         self._journal.end_job(job_id, state=message.kind.lower(), frames=encode(message, buffers))
+        self._remember({_job_key(job_id): None})
         if buffers:
             self._forget_buffers(job_id)
         for client in job.clients | self._subscribers:
@@ -301,34 +348,47 @@ class Orchestrator:
         memory = self._trainer.memory
         served_dir = self._journal.checkpoint_dir(version) or str(self._version_dir(version))
         await self._trainer.ready(report)
-        if memory.durable_dir == served_dir and not memory.steps:
+        if memory.durable_dir == served_dir and not memory.is_ahead:
             yield served_dir
             return
+        set_aside = self._journal.fact(_SET_ASIDE).get("folder")
+        if set_aside is not None:  # an orchestrator ended inside this block
+            await self._load(set_aside, report)
+            self._remember({_SET_ASIDE: None})
         kept, timeout_s = str(self._config.run_dir.absolute() / "resync" / new_id("state")), self._config.train_timeout_s
         save = SaveCheckpoint(
             request_id=new_id("save"), deadline_s=timeout_s, version=self._trained_version, checkpoint_dir=kept
         )
         await self._trainer.ask(lambda: save, phase="saving what is ahead of the served version", report=report)
         memory.saved(kept)
+        self._remember({_SET_ASIDE: {"folder": kept}})
         await self._load(served_dir, report)
         yield served_dir
         await self._load(kept, report)
+        self._remember({_SET_ASIDE: None})
 
     async def _load(self, folder: str, report: Callable[[str, dict[str, object]], None]) -> None:
         load = LoadCheckpoint(request_id=new_id("load"), deadline_s=self._config.train_timeout_s, checkpoint_dir=folder)
         await self._trainer.ask(lambda: load, phase="loading", report=report)
         self._trainer.memory.loaded(folder)
+        self._remember()
 
     async def _run_job(self, job_id: str) -> None:
         job = self._jobs[job_id]
         job.running = True
+        done = self._journal.fact(_job_key(job_id)).get("result")
         self._journal.set_job_state(job_id, "running")
         started_s = time.monotonic()
         try:
             if isinstance(job.submit.job, ForwardBackwardJob):
                 await self._between.refuse_pending()
-            await self._between.wake(lambda phase, detail: self._progress(job_id, phase, detail))
-            outcome = await self._dispatch(job_id, job)
+            if done is None:
+                await self._between.wake(lambda phase, detail: self._progress(job_id, phase, detail))
+                outcome = await self._dispatch(job_id, job)
+            else:  # an orchestrator ended after the work and before the outcome
+                outcome = _Outcome(result=done)
+            if not outcome.buffers:
+                self._note(job_id, result=outcome.result)
         except (SpliceError, OSError) as error:
             await self._between.release_after_failure()
             await self._end(job_id, _failed(job_id, error, serving=self._serving()))
@@ -377,14 +437,17 @@ class Orchestrator:
         return self._router.nodes("inference")
 
     async def _initial_sync(self, job_id: str) -> dict[str, object]:
-        if self._publisher.version is not None:
+        if self._publisher.version is not None and "version" not in self._journal.fact(_job_key(job_id)):
             raise ConfigError(f"{self._config.name}@{self._publisher.version} is served already; InitialSync comes once, first")
         replicas = await self._replicas()
         checkpoint_dir = await self._save_version(job_id, 0)
         return await self._publish(job_id, 0, checkpoint_dir, replicas, metrics={}, seconds={})
 
     async def _save_version(self, job_id: str, version: int) -> str:
-        """The trainer's state, durable as `version`."""
+        """The trainer's state, durable as `version`; what an earlier orchestrator had done of it is not done again."""
+        if "made" in self._journal.fact(_job_key(job_id)):
+            await self._trainer.ready(lambda phase, detail: self._progress(job_id, phase, detail))
+            return str(self._version_dir(version))
         if self._trainer.memory.pending:
             # They are in no checkpoint, and a publication that has to be repeated starts from one.
             raise ConfigError(
@@ -393,6 +456,7 @@ class Orchestrator:
             )
         checkpoint_dir = str(self._version_dir(version))
         going = self._expired(version)
+        self._note(job_id, version=version)
         self._progress(job_id, "saving", {"checkpoint_dir": checkpoint_dir})
         await self._ask(
             job_id,
@@ -405,7 +469,7 @@ class Orchestrator:
             ),
             phase=f"saving version {version}",
         )
-        self._made(version, checkpoint_dir, going)
+        self._made(job_id, version, checkpoint_dir, going)
         return checkpoint_dir
 
     def _expired(self, new: int) -> list[int]:
@@ -415,16 +479,22 @@ class Orchestrator:
         served = [self._publisher.version, self._journal.committed_version()]
         return expired(self._versions, new=new, keep=self._config.keep_versions, protected=[*served, *durable])
 
-    def _made(self, version: int, checkpoint_dir: str, gone: Sequence[int]) -> None:
-        """`version` is durable and the trainer stands at it."""
+    def _next_version(self, job_id: str) -> int:
+        """The version that the job makes; the same again after a restart."""
+        said = self._journal.fact(_job_key(job_id)).get("version")
+        return self._trained_version + 1 if said is None else int(said)
+
+    def _made(self, job_id: str, version: int, checkpoint_dir: str, gone: Sequence[int], **result: object) -> None:
+        """`version` is durable and the trainer stands at it; `result` is what the job says of it."""
         self._trained_version = self._trainer.memory.version = version
         self._versions = [v for v in self._versions if v not in gone and v != version] + [version]
         self._trainer.memory.saved(checkpoint_dir)
+        self._note(job_id, made=result)
 
     async def _publish_as_it_is(self, job_id: str) -> dict[str, object]:
         self._refuse_before_initial_sync()
         replicas = await self._replicas()
-        version = self._trained_version + 1
+        version = self._next_version(job_id)
         checkpoint_dir = await self._save_version(job_id, version)
         return await self._publish(job_id, version, checkpoint_dir, replicas, metrics={}, seconds={})
 
@@ -444,8 +514,23 @@ class Orchestrator:
     async def _train_merged(self, job_id: str, spec: TrainMergedJob, buffers: Sequence[bytes]) -> dict[str, object]:
         self._refuse_before_initial_sync()
         replicas = await self._replicas()
-        version = self._trained_version + 1
-        checkpoint_dir, going = str(self._version_dir(version)), self._expired(version)
+        version = self._next_version(job_id)
+        checkpoint_dir = str(self._version_dir(version))
+        made = self._journal.fact(_job_key(job_id)).get("made")
+        if made is None:
+            made = await self._train_version(job_id, spec, buffers, version=version, checkpoint_dir=checkpoint_dir)
+        else:  # by an orchestrator that ended before it was published
+            await self._trainer.ready(lambda step, detail: self._progress(job_id, step, detail))
+        return await self._publish(
+            job_id, version, checkpoint_dir, replicas, metrics=made["metrics"], seconds=dict(made["seconds"])
+        )
+
+    async def _train_version(
+        self, job_id: str, spec: TrainMergedJob, buffers: Sequence[bytes], *, version: int, checkpoint_dir: str
+    ) -> dict[str, Any]:
+        """One step, durable as `version`; returns its metrics and seconds."""
+        going = self._expired(version)
+        self._note(job_id, version=version)
         completed, _ = await self._ask(
             job_id,
             lambda: TrainMerged(
@@ -459,10 +544,10 @@ class Orchestrator:
             buffers,
             phase="training",
         )
+        made = {"metrics": completed.result.get("metrics", {}), "seconds": completed.result.get("seconds", {})}
         self._trainer.memory.stepped()
-        self._made(version, checkpoint_dir, going)
-        metrics, seconds = completed.result.get("metrics", {}), completed.result.get("seconds", {})
-        return await self._publish(job_id, version, checkpoint_dir, replicas, metrics=metrics, seconds=seconds)
+        self._made(job_id, version, checkpoint_dir, going, **made)
+        return made
 
     async def _forward(self, job_id: str, spec: ForwardJob, buffers: Sequence[bytes]) -> _Outcome:
         deadline_s = self._config.train_timeout_s
@@ -477,7 +562,13 @@ class Orchestrator:
     async def _operate(
         self,
         job_id: str,
-        spec: TrainLoraJob | ForwardBackwardJob | OptimStepJob | SaveCheckpointJob | LoadCheckpointJob | ExportHfJob,
+        spec: TrainLoraJob
+        | ForwardBackwardJob
+        | OptimStepJob
+        | SaveCheckpointJob
+        | LoadCheckpointJob
+        | LoadAdapterJob
+        | ExportHfJob,
         buffers: Sequence[bytes],
     ) -> dict[str, object]:
         """A job that is one request to the trainer."""
@@ -495,6 +586,8 @@ class Orchestrator:
         memory, result = self._trainer.memory, dict(completed.result)
         if isinstance(spec, TrainLoraJob | OptimStepJob):
             memory.stepped()
+        elif isinstance(spec, LoadAdapterJob):
+            memory.took_adapter(spec.adapter_dir)
         elif isinstance(spec, ForwardBackwardJob):
             memory.pending = int(result.get("pending_batches", memory.pending + 1))
         elif isinstance(spec, SaveCheckpointJob):
@@ -512,7 +605,11 @@ class Orchestrator:
         self, job_id: str, make_request: Callable[[], AnyMessage], buffers: Sequence[bytes] = (), *, phase: str
     ) -> tuple[Completed, tuple[bytes, ...]]:
         return await self._trainer.ask(
-            make_request, buffers, phase=phase, report=lambda step, detail: self._progress(job_id, step, detail)
+            make_request,
+            buffers,
+            phase=phase,
+            report=lambda step, detail: self._progress(job_id, step, detail),
+            key=f"{phase.replace(' ', '-')}-{job_id}",
         )
 
     async def _publish(
@@ -569,9 +666,15 @@ _REQUESTS: dict[type, tuple[type[Any], str]] = {
     OptimStepJob: (OptimStep, "optimizer step"),
     SaveCheckpointJob: (SaveCheckpoint, "saving"),
     LoadCheckpointJob: (LoadCheckpoint, "loading"),
+    LoadAdapterJob: (LoadAdapter, "loading an adapter"),
     ExportHfJob: (ExportHf, "exporting"),
 }
 """A job's request, whose fields are the job's own, and its phase."""
+
+
+def _job_key(job_id: str) -> str:
+    """Fact in the journal: how far the job has come."""
+    return f"job:{job_id}"
 
 
 def _fields(spec: JobSpec) -> dict[str, Any]:

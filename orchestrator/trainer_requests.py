@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import JobFailed, NodeLost
+from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, TrainStep
 from orchestrator.router import ControlRouter, OnProgress, new_id
 
@@ -30,18 +31,31 @@ class TrainerMemory:
     """The checkpoint that its state came from or went to last; empty: the base weights."""
     steps: int = 0
     """Optimizer steps since then."""
+    adapter: str = ""
+    """The PEFT folder that its adapters came from since then; empty: from none."""
     version: int = 0
     """The newest version that was made of its state."""
+    mode: MemoryMode | None = None
+    """What becomes of it between jobs; None: it was never there yet."""
     pending: int = 0
     """Batches whose gradients wait for a step."""
 
     def saved(self, folder: str) -> None:
         """The state is in `folder`; pending gradients are in no checkpoint."""
-        self.durable_dir, self.steps = folder, 0
+        self.durable_dir, self.steps, self.adapter = folder, 0, ""
 
     def loaded(self, folder: str) -> None:
         """The state came from `folder`."""
-        self.durable_dir, self.steps, self.pending = folder, 0, 0
+        self.durable_dir, self.steps, self.pending, self.adapter = folder, 0, 0, ""
+
+    def took_adapter(self, folder: str) -> None:
+        """Its adapters came from `folder`; what was pending is gone."""
+        self.adapter, self.pending = folder, 0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it holds what no checkpoint has, pending gradients aside."""
+        return bool(self.steps or self.adapter)
 
     def stepped(self) -> None:
         """An optimizer step used up what was pending."""
@@ -58,20 +72,33 @@ class TrainerMemory:
 
     def take_loss(self) -> str | None:
         """What is lost if the process is gone, in words, or None; asked once."""
-        if not self.steps and not self.pending:
+        if not self.is_ahead and not self.pending:
             return None
         where = self.durable_dir or "the base weights"
-        said = f"{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
+        loaded = f"the adapter {self.adapter}, " if self.adapter else ""
+        said = (
+            f"{loaded}{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
+        )
         self.steps = self.pending = 0
+        self.adapter = ""
         return said
 
 
 class TrainerRequests:
     """Sends requests to the trainer; one at a time."""
 
-    def __init__(self, *, router: ControlRouter, attempts: int, ready_timeout_s: float, load_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        router: ControlRouter,
+        attempts: int,
+        ready_timeout_s: float,
+        load_timeout_s: float,
+        remember: Callable[[], None] = lambda: None,
+    ) -> None:
         self._router, self._attempts = router, attempts
         self._ready_timeout_s, self._load_timeout_s = ready_timeout_s, load_timeout_s
+        self._remember = remember
         self.memory = TrainerMemory()
 
     async def ready(self, report: Report) -> None:
@@ -90,8 +117,10 @@ class TrainerRequests:
         *,
         phase: str,
         report: Report,
+        key: str | None = None,
     ) -> tuple[Completed, tuple[bytes, ...]]:
-        """Run one request. A trainer that dies in it is waited for, put back to the last durable state and asked again, if that is all
+        """Run one request, once in each of the trainer's processes if it has a `key`: a node that is asked the same again, by an
+        orchestrator that was restarted meanwhile, repeats its answer. A trainer that dies in it is waited for, put back to the last durable state and asked again, if that is all
         that it held.
 
         Raises:
@@ -101,7 +130,10 @@ class TrainerRequests:
         on_progress: OnProgress = lambda _, p: report(p.phase, p.detail)  # noqa: E731
         for attempt in range(1, self._attempts + 1):
             await self.ready(report)
+            self._remember()
             request = make_request()
+            if key is not None:
+                request = request.model_copy(update={"request_id": f"{key}-{(self.memory.incarnation or '')[:12]}"})
             try:
                 return await self._router.request("trainer", request, buffers, phase=phase, on_progress=on_progress)
             except JobFailed as error:

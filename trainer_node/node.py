@@ -48,6 +48,7 @@ from orchestrator.protocol.messages import (
     Forward,
     ForwardBackward,
     Hello,
+    LoadAdapter,
     LoadCheckpoint,
     OpenTransferGroup,
     OptimStep,
@@ -178,6 +179,7 @@ class Node:
             ExportHf: self._export_hf,
             SaveCheckpoint: self._save_checkpoint,
             LoadCheckpoint: self._load_checkpoint,
+            LoadAdapter: self._load_adapter,
             ReleaseMemory: self._release_memory,
             PlanPublication: self._plan_publication,
             UseLayout: self._use_layout,
@@ -436,6 +438,13 @@ class Node:
                 "seconds": {"load": time.monotonic() - started},
             }
         )
+
+    def _load_adapter(self, message: LoadAdapter) -> Outcome:
+        self._progress("loading")
+        started = time.monotonic()
+        dropped = self.runtime.load_adapter(Path(message.adapter_dir))
+        seconds = {"load": time.monotonic() - started}
+        return Outcome(result={"adapter_dir": message.adapter_dir, "dropped_batches": dropped, "seconds": seconds})
 
     def _release_memory(self, message: ReleaseMemory) -> Outcome:
         self._progress("offloading")
@@ -726,7 +735,9 @@ def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> in
 
 
 def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node]) -> int:
-    node = nodes["node"] = Node(config, link)
+    from trainer_node.hub import with_local_model
+
+    node = nodes["node"] = Node(with_local_model(config), link)
     code = EXIT_DIVERGED
     try:
         code = node.serve()

@@ -124,6 +124,8 @@ def held_tensors(runtime: Any) -> Iterator[torch.Tensor]:
             if param.grad is not None:
                 yield param.grad
         yield from module.buffers()
+    for pieces in runtime.references.values():
+        yield from pieces
     yield from (p.main_grad for p in runtime.params if p.main_grad is not None)
     if runtime.optimizer is not None:
         yield from _tensors_in([[master for _, master in runtime.optimizer.masters], runtime.optimizer.state])
@@ -134,8 +136,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.dim():
             yield value
-            if value.grad is not None:
-                yield value.grad
     elif isinstance(value, dict):
         for inner in value.values():
             yield from _tensors_in(inner)

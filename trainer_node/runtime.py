@@ -11,6 +11,7 @@ cut into micro-batches or calls, or where they ran. What is pending is dropped, 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from trainer_node.hf import HfCheckpoint, read_config
 from trainer_node.losses import LossInputs, bind_loss, import_losses, linear_statistics, total_loss
 from trainer_node.merge import strip_wrappers
 from trainer_node.offload import HostCopies, held_tensors, storage_bytes
+from trainer_node.peft_io import read_together
 from trainer_node.sums import Pending, StepSums
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,6 +76,9 @@ class TrainerRuntime:
         self.control_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=CONTROL_TIMEOUT_S))
         self._build_model()
         self._adapt()
+        self.references: dict[Path, list[torch.Tensor]] = {}
+        if config.adapter is not None:
+            self.load_adapter(config.adapter)
 
     # ------------------------------------------------------------ building
 
@@ -257,10 +263,15 @@ class TrainerRuntime:
         self.pending.check(loss.normalize_by)
         if loss.kl is not None and loss.kl.reference != "given":
             self.need_adapters(f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and use 'given')")
+        if loss.kl is not None and loss.kl.adapter_dir is not None:
+            self.read_reference(Path(loss.kl.adapter_dir))
         check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
         try:
-            if loss.kl is not None and loss.kl.reference == "base":
-                base_T, _ = self.forward(batch, allowed_token_ids=loss.allowed_token_ids, adapters=False)
+            if loss.kl is not None and loss.kl.reference != "given":
+                with self.reference_in_place(loss.kl.adapter_dir):
+                    base_T, _ = self.forward(
+                        batch, allowed_token_ids=loss.allowed_token_ids, adapters=loss.kl.reference == "adapter"
+                    )
                 batch = replace(batch, reference_logprobs_T=base_T)
             reports = self._schedule(
                 self._cut(batch), partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight)
@@ -533,6 +544,48 @@ class TrainerRuntime:
         torch.manual_seed(self.config.seed + step)
         if self.device.type == "cuda":
             tensor_parallel.model_parallel_cuda_manual_seed(self.config.seed + step)
+
+    # ------------------------------------------------------------ adapters from PEFT
+
+    def load_adapter(self, folder: Path) -> int:
+        """Put a PEFT adapter in the place of the present one; the optimizer starts afresh. Returns the batches whose gradients were dropped.
+
+        Raises:
+            AdapterError: on every rank, it does not fit or is not whole; nothing changed.
+        """
+        self.need_adapters(f"loading the adapter {folder}")
+        whole = read_together(self, folder)
+        self.adapters.load(whole)  # type: ignore[arg-type]
+        self.optimizer.state.clear()
+        return self.drop_pending()
+
+    def read_reference(self, folder: Path) -> None:
+        """Keep this rank's pieces of a PEFT adapter for `reference_in_place`; a folder is read once.
+
+        Raises:
+            AdapterError: as `load_adapter`.
+        """
+        if folder in self.references:
+            return
+        self.need_adapters("a KL term with reference 'adapter' (send reference log-probs and use 'given')")
+        whole = read_together(self, folder)
+        pieces = [torch.empty_like(p.param.data) for p in self.params]
+        self.references[folder] = pieces
+        with self.reference_in_place(str(folder)):
+            self.adapters.load(whole)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def reference_in_place(self, folder: str | None) -> Iterator[None]:
+        """Within the block the adapters are those that `read_reference` kept (None: the present ones); no number is copied."""
+        pieces = self.references[Path(folder)] if folder is not None else []
+        present = [p.param.data for p in self.params] if pieces else []
+        try:
+            for p, piece in zip(self.params, pieces, strict=False):
+                p.param.data = piece
+            yield
+        finally:
+            for p, data in zip(self.params, present, strict=False):
+                p.param.data = data
 
     # ------------------------------------------------------------ memory between jobs
 

@@ -57,7 +57,10 @@ class TrainerConfig(Message):
     """The trainer node: model, adapters, parallelism."""
 
     model: Path
-    """HF checkpoint folder (config.json, tokenizer, safetensors); with init="random" config.json alone is enough."""
+    """HF checkpoint folder (config.json, tokenizer, safetensors); with init="random" config.json alone is enough. Or a hub id, org/name or
+    org/name@revision, which is fetched once on each host."""
+    model_fetch_timeout_s: float = Field(default=3600.0, gt=0)
+    """Deadline of that."""
     init: Literal["hf", "random"] = "hf"
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -65,6 +68,9 @@ class TrainerConfig(Message):
     """What trains: adapters on the frozen model, or every parameter of it (`lora` is then not used). Of bf16 parameters AdamW keeps fp32
     masters."""
     lora: LoraConfig = LoraConfig()
+    adapter: Path | None = None
+    """A PEFT adapter folder to start from, on every host; its r, lora_alpha and target_modules must be those of `lora`. None: PEFT's
+    initial values (B is zero)."""
     parallel: ParallelConfig = ParallelConfig()
     transport: Transport = "gloo"
     host: str = "127.0.0.1"

@@ -156,8 +156,16 @@ class KlSpec(Message):
     coefficient: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     """0: the divergence is logged and pulls nothing."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    reference: Literal["base", "given"] = "base"
-    """base: the model with its adapters off. given: the batch's `reference_logprobs`."""
+    reference: Literal["base", "given", "adapter"] = "base"
+    """base: the model with its adapters off. given: the batch's `reference_logprobs`. adapter: the model with `adapter_dir` in its place."""
+    adapter_dir: str | None = Field(default=None, min_length=1)
+    """adapter: a PEFT adapter folder on the trainer's hosts, of the trainer's LoRA settings; read once and kept."""
+
+    @model_validator(mode="after")
+    def _adapter_is_named(self) -> KlSpec:
+        if (self.reference == "adapter") != (self.adapter_dir is not None):
+            raise ValueError("kl.adapter_dir names the PEFT folder of kl.reference = 'adapter', and goes with nothing else")
+        return self
 
 
 class LossSpec(Message):
@@ -369,6 +377,15 @@ class LoadCheckpointJob(Message):
     checkpoint_dir: str = Field(min_length=1)
 
 
+class LoadAdapterJob(Message):
+    """Put a PEFT adapter in the place of the trainer's. The optimizer starts afresh, pending gradients are dropped and the result says of how
+    many batches; an adapter that is refused changes nothing. What is served does not change: train or publish to do that."""
+
+    kind: Literal["LoadAdapterJob"] = "LoadAdapterJob"
+    adapter_dir: str = Field(min_length=1)
+    """On each of the trainer's hosts."""
+
+
 class ExportHfJob(Message):
     """Write the merged model as an HF checkpoint into `output_dir`, a new folder on the trainer's host."""
 
@@ -393,6 +410,7 @@ JobSpec = Annotated[
     | OptimStepJob
     | SaveCheckpointJob
     | LoadCheckpointJob
+    | LoadAdapterJob
     | ExportHfJob
     | PublishJob
     | ResyncJob,
@@ -504,6 +522,13 @@ class LoadCheckpoint(_Request):
 
     kind: Literal["LoadCheckpoint"] = "LoadCheckpoint"
     checkpoint_dir: str
+
+
+class LoadAdapter(_Request):
+    """Put a PEFT adapter in the place of the trainer's; the optimizer starts afresh, pending gradients are dropped."""
+
+    kind: Literal["LoadAdapter"] = "LoadAdapter"
+    adapter_dir: str
 
 
 class ExportHf(_Request):
@@ -763,7 +788,7 @@ AnyMessage = (
     SubmitJob | CancelJob | GetStatus | Subscribe | StopRun
     | Forward | ForwardBackward | OptimStep | ExportHf
     | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
-    | ReleaseMemory | StartTrainer | StopTrainer
+    | LoadAdapter | ReleaseMemory | StartTrainer | StopTrainer
     | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | ReceiveWeights | CommitUpdate | AbortUpdate | Shutdown
     | Hello | Welcome | Rejected | Ready | Heartbeat | Progress | Completed | Failed | Cancelled | Status
 )  # fmt: skip

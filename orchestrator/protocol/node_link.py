@@ -282,6 +282,8 @@ class NodeLink:
             self._send_now(socket, self._hello, ())
             if self._resend_ready is not None:
                 self._send_now(socket, self._resend_ready, ())
+            if self._hello.role == "client":
+                self._inbox.put(envelope)
         elif isinstance(message, Heartbeat):
             pass
         elif message.kind in self._urgent:

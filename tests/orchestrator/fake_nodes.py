@@ -90,7 +90,7 @@ class FakeLauncher(FakeNode):
         self.make, self.trainer = make, None
 
     def on_StartTrainer(self, message) -> None:
-        self.trainer = self.make()
+        self.trainer = self.trainer or self.make()
         self._done(message)
 
     def on_StopTrainer(self, message) -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from orchestrator import between_jobs
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.protocol.messages import (
     ErrorCode,
@@ -82,12 +83,14 @@ def test_exit_ends_the_trainer_and_the_next_job_has_the_state(exiting):
     assert saved in trainers[2].saved and trainers[2].log[0] == "LoadCheckpoint"
     run.client.run(FORWARD, buffers=BUFFERS[:2])
     assert trainers[3].log == ["LoadCheckpoint", "Forward", "Shutdown"]  # nothing new, so nothing saved
+    run.client.load_adapter("/theirs")
+    assert trainers[4].log == ["LoadCheckpoint", "LoadAdapter", "SaveCheckpoint", "Shutdown"]
     run.client.run(JOB, buffers=BUFFERS)
     assert replica.log.count("JoinTransferGroup") == replica.log.count("LeaveTransferGroup") == 2
-    assert launcher.log.count("StartTrainer") == launcher.log.count("StopTrainer") == len(trainers) == 5
+    assert launcher.log.count("StartTrainer") == launcher.log.count("StopTrainer") == len(trainers) == 6
     with pytest.raises(JobFailed, match="Submit TrainMerged or TrainLora with the whole batch"):
         run.client.run(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS)
-    assert len(trainers) == 5, "a job that is refused starts nothing"
+    assert len(trainers) == 6, "a job that is refused starts nothing"
 
 
 def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):
@@ -104,7 +107,9 @@ def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):
     assert replica.served == [(0, [10, 20, 30])] * 2 and launcher.trainer is None
 
 
-def test_exit_needs_somebody_who_starts_it_again(run):
+def test_exit_needs_somebody_who_starts_it_again(run, monkeypatch):
+    monkeypatch.setattr(between_jobs, "LAUNCHERS_BACK_S", 0.3)
+
     class Exiting(FakeTrainer):
         detail = {"memory": "exit"}  # noqa: RUF012
 
@@ -112,7 +117,7 @@ def test_exit_needs_somebody_who_starts_it_again(run):
     deadline = time.monotonic() + 5
     while not run.client.status().nodes and time.monotonic() < deadline:
         time.sleep(0.02)
-    with pytest.raises(JobFailed, match="start it by `splice trainer`"):
+    with pytest.raises(JobFailed, match=r"of 1 launchers.* 0 are there: start it by `splice trainer`"):
         run.client.run(FORWARD, buffers=BUFFERS[:2])
 
 

@@ -1,6 +1,6 @@
 """One rank of a check of the operations: forward, forward_backward in pieces, every normalisation, KL and entropy.
 
-    torchrun ... -m tests.trainer_node.operations OUT MODEL TENSOR PIPELINE EXPERT
+    torchrun ... -m tests.trainer_node.operations OUT MODEL TENSOR PIPELINE EXPERT PEFT_ADAPTER
 
 Leaves log-probs, entropies and whole gradients in OUT/result.pt, and the adapter they belong to in OUT/random. What needs no second
 topology (failures, skipped steps, checkpoints) runs where there is one rank.
@@ -22,6 +22,8 @@ from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import make_runtime, random_adapters
 from trainer_node import checkpoint
 from trainer_node.batch import Batch, BatchError
+from trainer_node.identity_adapter import write_identity_adapter
+from trainer_node.peft_io import AdapterError
 from trainer_node.runtime import NonFiniteGradient, NothingPending, TrainerRuntime
 
 SPECS = {
@@ -216,7 +218,6 @@ def check_offload(runtime: TrainerRuntime, out: Path) -> None:
     """Offloaded, every storage is empty; back, weights, optimizer, pending gradients and every view are as if nothing had been."""
     batch, spec, optim = batch_for("cross_entropy"), SPECS["cross_entropy"], OptimParams(lr=1e-2)
     checkpoint.save(runtime, out / "to_offload", version=1)
-    checkpoint.load(runtime, out / "to_offload")  # its optimizer state lies in storages that torch cannot resize
     results = []
     for offloads in (False, True):
         checkpoint.load(runtime, out / "to_offload")
@@ -246,6 +247,30 @@ def check_offload(runtime: TrainerRuntime, out: Path) -> None:
     assert same(results[0][2], results[1][2])
 
 
+def with_peft_adapter(runtime: TrainerRuntime, scored: Batch, peft: Path, back: Path) -> dict[str, object]:
+    """What PEFT wrote: loaded, as the reference of a KL term while another adapter trains, and refused where it is not whole."""
+    kl = KlSpec(coefficient=0.3, reference="adapter", adapter_dir=str(peft))
+    spec, batch = LossSpec(name="cross_entropy", kl=kl), batch_for("cross_entropy")
+    before = runtime.forward(scored)
+    metrics = runtime.forward_backward(batch, spec).metrics("tokens")
+    found: dict[str, object] = {"kl_metrics": metrics, "kl_gradients": take_gradients(runtime)}
+    assert all(torch.equal(a, b) for a, b in zip(before, runtime.forward(scored), strict=True)), "the reference stayed in place"
+    nowhere = kl.model_copy(update={"adapter_dir": str(peft / "nowhere")})
+    runtime.forward_backward(batch, SPECS["cross_entropy"])
+    for refused in (
+        lambda: runtime.forward_backward(batch, spec.model_copy(update={"kl": nowhere})),
+        lambda: runtime.load_adapter(peft / "nowhere"),
+    ):
+        with pytest.raises(AdapterError, match=r"no PEFT adapter.*adapter_config.json"):
+            refused()
+    assert runtime.pending.num_batches == 1, "what is refused leaves what is pending"
+    assert runtime.load_adapter(peft) == 1
+    found["peft"] = torch.stack(runtime.forward(scored))
+    runtime.load_adapter(back)
+    assert all(torch.equal(a, b) for a, b in zip(before, runtime.forward(scored), strict=True))
+    return found
+
+
 def check_identity_adapters(runtime: TrainerRuntime) -> None:
     """Fresh adapters are the base: the same log-probs to the bit, so no divergence from it."""
     batch = batch_for("cross_entropy")
@@ -262,6 +287,9 @@ def main() -> None:
     out, model = Path(sys.argv[1]), Path(sys.argv[2])
     runtime = make_runtime(model, *map(int, sys.argv[3:6]))
     check_identity_adapters(runtime)
+    checkpoint.save_adapter(runtime, out / "start")
+    if dist.get_rank() == 0:
+        write_identity_adapter(model, out / "identity", lora=runtime.config.lora, seed=runtime.config.seed)
     random_adapters(runtime)
     checkpoint.save_adapter(runtime, out / "random")
     everything = make_batch()
@@ -275,6 +303,7 @@ def main() -> None:
         "losses": check_pieces(runtime),
     }
     assert runtime.pending.num_batches == 0, "a forward pass leaves no gradient"
+    result |= with_peft_adapter(runtime, scored, Path(sys.argv[6]), out / "random")
     check_refusals(runtime)
     if dist.get_world_size() == 1:
         check_composition(runtime)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,19 +33,6 @@ def chain(models, torchrun, tmp_path_factory):
         return done[name]
 
     return get
-
-
-def run_or_fail(command: list[str], *, timeout_s: float = 120.0) -> None:
-    """With its children, which end with it."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=REPO, env=child_env(), start_new_session=True, **streams)
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"no end within {timeout_s} s:\n{output[-6000:]}")
-    assert process.returncode == 0, output[-6000:]
 
 
 def facts(folder: Path) -> dict:

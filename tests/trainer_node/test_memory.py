@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,8 @@ from tests.orchestrator.test_orchestrator import TOKEN, Run
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.test_node import training
+from tests.trainer_node.test_topologies import peft_merged
+from tests.trainer_node.tiny import make_peft_adapter
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_gloo
 from weight_transfer.receiver import receive_weights
@@ -109,18 +112,20 @@ class Seen:
     mapped: list[str]
 
 
-def three_jobs(model: Path, folder: Path, memory: str) -> Seen:
+def three_jobs(model: Path, adapter: Path, first: dict[str, torch.Tensor], folder: Path, memory: str) -> Seen:
     """InitialSync, TrainLora, TrainMerged; looks at the processes the moment the client has each `Completed`."""
     folder.mkdir()
     fields, buffers = training(arrays(1), name="cross_entropy")
     alive, mapped = [], []
-    with Run(folder, transfer_timeout_s=60.0) as run, trainer(run, model, folder, memory=memory) as launcher:
+    with Run(folder, transfer_timeout_s=60.0) as run, trainer(run, model, folder, memory=memory, adapter=adapter) as launcher:
         run.orchestrator._trainer._ready_timeout_s = 90.0
         run.orchestrator._config = dataclasses.replace(run.config, ready_timeout_s=90.0)
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
         lora = TrainLoraJob(output_dir=str(folder / "lora"), **fields)
         for job in (InitialSyncJob(), lora, TrainMergedJob(**fields)):
+            if job is lora:  # what was published first came from PEFT's adapter
+                assert all(torch.equal(t, first[n]) for n, t in replica.tensors.items())
             result = run.client.run(job, buffers=buffers if job.kind != "InitialSyncJob" else (), timeout_s=150)
             now = ranks(launcher)
             alive.append(len(now))
@@ -142,8 +147,12 @@ def three_jobs(model: Path, folder: Path, memory: str) -> Seen:
 
 def test_exit_after_each_job_is_as_if_it_had_stayed(models, tmp_path: Path) -> None:
     """No process of the trainer is alive when the client has `Completed`; the third job's loss and weights are the same to the bit."""
-    stayed = three_jobs(models["dense_tied"], tmp_path / "resident", "resident")
-    ended = three_jobs(models["dense_tied"], tmp_path / "exit", "exit")
+    model = models["dense_tied"]
+    adapter = make_peft_adapter(model, tmp_path / "peft")
+    first = peft_merged(model, adapter)
+    with ThreadPoolExecutor() as pool:  # side by side, because starting the trainer takes seconds
+        runs = [pool.submit(three_jobs, model, adapter, first, tmp_path / mode, mode) for mode in ("resident", "exit")]
+        stayed, ended = (run.result(timeout=250) for run in runs)
     assert all(stayed.alive)
     assert ended.alive == [0, 0, 0]
     assert stayed.mapped == []

@@ -18,6 +18,7 @@ from tests.trainer_node.conftest import REPO, child_env
 LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pure.py"
 PACKING = "tests/trainer_node/test_packing.py"
 GENERATIONS, OPERATIONS = "tests/trainer_node/test_generations.py", "tests/trainer_node/test_operations.py"
+PEFT = "tests/trainer_node/test_peft_io.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL = "tests/trainer_node/test_full.py"
 FULL_ONE_RANK = f"{FULL}::test_two_steps_equal_transformers[dense_tied]"
@@ -227,6 +228,41 @@ MUTANTS = [
         old="        for share in self._shares:\n            share.broadcast()\n",
         new="        pass\n",
         killer=FULL_TOPOLOGIES,
+    ),
+    Mutant(
+        name="the reference adapter is the policy's own",
+        file="trainer_node/runtime.py",
+        old="with self.reference_in_place(loss.kl.adapter_dir):",
+        new="with self.reference_in_place(None):",
+        killer=ONE_RANK,
+    ),
+    Mutant(
+        name="gradients stay where they were when the rest is offloaded",
+        file="trainer_node/offload.py",
+        old="yield param.grad\n        yield from module.buffers()",
+        new="pass\n        yield from module.buffers()",
+        killer=ONE_RANK,
+    ),
+    Mutant(
+        name="what is missing in an adapter keeps its values",
+        file="trainer_node/peft_io.py",
+        old="missing = [_stored_name(k) for k in expected if k not in found]",
+        new="missing: list[str] = []",
+        killer=f"{PEFT}::test_tensors",
+    ),
+    Mutant(
+        name="an adapter of another alpha is taken",
+        file="trainer_node/peft_io.py",
+        old='(("r", lora.rank), ("lora_alpha", lora.alpha))',
+        new='(("r", lora.rank),)',
+        killer=f"{PEFT}::test_settings",
+    ),
+    Mutant(
+        name="a step is asked for twice by an orchestrator that was restarted",
+        file="orchestrator/trainer_requests.py",
+        old="        if key is not None:",
+        new="        if False:",
+        killer="tests/orchestrator/test_resume.py::test_killed_while_idle_and_in_the_step",
     ),
 ]
 

@@ -29,6 +29,7 @@ from orchestrator.protocol.messages import (
     ForwardBackward,
     Heartbeat,
     LeaveTransferGroup,
+    LoadAdapter,
     LoadCheckpoint,
     LossSpec,
     Manifest,
@@ -367,6 +368,13 @@ def test_operations(models, tmp_path: Path) -> None:
         _, found = control.ok(Forward, scoring, **asked)
         assert np.array_equal(np.frombuffer(found[0], np.float32), trained)
 
+        control.ok(ForwardBackward, buffers, **batch)
+        refused = control.refused(LoadAdapter, adapter_dir=str(tmp_path / "hf"))
+        assert (refused.code, "no PEFT adapter" in refused.message) == ("bad_input", True)
+        loaded, _ = control.ok(LoadAdapter, adapter_dir=str(tmp_path / "saved" / "adapter"))
+        assert loaded["dropped_batches"] == 1
+        _, found = control.ok(Forward, scoring, **asked)
+        assert np.array_equal(np.frombuffer(found[0], np.float32), first)
         control.ok(ForwardBackward, buffers, **batch)
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "saved"))
         assert (loaded["version"], loaded["client_state"], loaded["dropped_batches"]) == (3, {"row": 9}, 1)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import LoraConfig
+from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.tiny import make_peft_adapter
+from trainer_node.identity_adapter import write_identity_adapter
 
 TOPOLOGIES = {
     "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
@@ -17,14 +27,21 @@ TOPOLOGIES = {
 
 
 @pytest.fixture(scope="session")
-def single_operations(models, torchrun, tmp_path_factory):
+def peft_adapters(models, tmp_path_factory):
+    """Model name -> an adapter that the PEFT library made and saved."""
+    folder = tmp_path_factory.mktemp("peft")
+    return {name: make_peft_adapter(models[name], folder / name) for name in ("dense_untied", "moe")}
+
+
+@pytest.fixture(scope="session")
+def single_operations(models, peft_adapters, torchrun, tmp_path_factory):
     """Model name -> folder with what one rank did; made once."""
     done: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in done:
             out = tmp_path_factory.mktemp(f"operations_{name}")
-            torchrun(1, "operations", out, models[name], 1, 1, 1)
+            torchrun(1, "operations", out, models[name], 1, 1, 1, peft_adapters[name])
             done[name] = out
         return done[name]
 
@@ -36,16 +53,16 @@ def result(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_topology_changes_nothing(topology: str, models, single_operations, torchrun, tmp_path: Path) -> None:
+def test_topology_changes_nothing(topology: str, models, peft_adapters, single_operations, torchrun, tmp_path: Path) -> None:
     """Log-probs and entropies within 5e-6 (fp32, vocabulary summed in another order), losses within 2e-6 for each of their terms (terms
     of both signs cancel, so relative to the sum says nothing), gradients within 1e-5 of the largest (sums over layers in
     another order)."""
     from tests.trainer_node.operations import SPECS, close
 
     name, ranks, sizes = TOPOLOGIES[topology]
-    torchrun(ranks, "operations", tmp_path, models[name], *sizes)
+    torchrun(ranks, "operations", tmp_path, models[name], *sizes, peft_adapters[name])
     one, other = result(single_operations(name)), result(tmp_path)
-    for key in ("policy", "base", "allowed"):
+    for key in ("policy", "base", "allowed", "peft"):
         assert torch.equal(one[key].isinf(), other[key].isinf())
         finite = one[key].isfinite()
         assert (one[key] - other[key])[finite].abs().max() < 5e-6, key
@@ -62,22 +79,27 @@ def test_topology_changes_nothing(topology: str, models, single_operations, torc
                 key,
             )
         close(ours["gradients"], theirs["gradients"], relative=1e-5)
+    for key, value in one["kl_metrics"].items():
+        assert other["kl_metrics"][key] == pytest.approx(value, rel=1e-5, abs=2e-6), key
+    close(other["kl_gradients"], one["kl_gradients"], relative=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dense_untied", "moe"])
-def test_one_rank_equals_transformers_and_peft(name: str, models, single_operations) -> None:
-    """Log-probs, entropy, and loss and gradient of a loss with KL to the base and entropy bonus, written again for one sequence at a
+def test_one_rank_equals_transformers_and_peft(name: str, models, peft_adapters, single_operations) -> None:
+    """Log-probs (with our adapter and with one that PEFT wrote), entropy, loss and gradient of a loss with KL to that one; and loss and gradient of a loss with KL to the base and entropy bonus, written again for one sequence at a
     time; and of the sequence-level one."""
     out = single_operations(name)
     ours = result(out)
     base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
     frozen = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
     policy = PeftModel.from_pretrained(base, out / "random", is_trainable=True)
+    other = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    theirs_too = PeftModel.from_pretrained(other, peft_adapters[name]).eval()
     from tests.trainer_node.operations import whole_batch
 
     batch = whole_batch()
-    start, losses = 0, {"dapo_kl_entropy": 0.0, "gspo_kl_given": 0.0}
-    scored = {"policy": [], "base": [], "allowed": []}
+    start, losses, kl_sum = 0, {"dapo_kl_entropy": 0.0, "gspo_kl_given": 0.0, "kl_adapter": 0.0}, 0.0
+    scored = {"policy": [], "base": [], "allowed": [], "peft": []}
     for length in batch.lengths:
         ids = batch.tokens_T[start : start + length]
         rows = slice(start + 1, start + length)
@@ -86,17 +108,21 @@ def test_one_rank_equals_transformers_and_peft(name: str, models, single_operati
         with torch.no_grad():
             reference = frozen(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
             some = logits[:, :150].log_softmax(-1)
-            for key, table in (("policy", full), ("base", reference), ("allowed", some)):
+            by_peft = theirs_too(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            for key, table in (("policy", full), ("base", reference), ("allowed", some), ("peft", by_peft)):
                 entropy = -(table.exp() * table).sum(-1)
                 padded = torch.nn.functional.pad(table, (0, 300 - table.shape[1]), value=-torch.inf)
                 scored[key].append(torch.stack([padded.gather(-1, ids[1:, None])[:, 0], entropy]))
         entropy = -(full.exp() * full).sum(-1)
-        lp, ref = (t.gather(-1, ids[1:, None])[:, 0] for t in (full, reference))
+        lp, ref, ref_peft = (t.gather(-1, ids[1:, None])[:, 0] for t in (full, reference, by_peft))
         mask = batch.loss_mask_T[rows] == 1
         adv, old = batch.advantages_T[rows], batch.sampler_logprobs_T[rows]
         ratio = (lp - old).exp()
         surrogate = torch.minimum(ratio * adv, ratio.clamp(0.8, 1.28) * adv)
         kl = (ref - lp).exp() - 1 - (ref - lp)
+        kl_peft = ((ref_peft - lp).exp() - 1 - (ref_peft - lp)) * mask
+        losses["kl_adapter"] = losses["kl_adapter"] + (0.3 * kl_peft - lp * mask).sum()
+        kl_sum += kl_peft.sum().item()
         losses["dapo_kl_entropy"] = losses["dapo_kl_entropy"] - ((surrogate - 0.3 * kl + 0.05 * entropy) * mask).sum()
         if mask.any():
             s = (lp - old)[mask].mean().exp()
@@ -111,7 +137,11 @@ def test_one_rank_equals_transformers_and_peft(name: str, models, single_operati
         finite = theirs.isfinite()
         assert (ours[key] - theirs)[finite].abs().max() < 1e-5, key
     trainable = {n: p for n, p in policy.named_parameters() if p.requires_grad}
-    for loss, count in (("dapo_kl_entropy", batch.num_loss_tokens), ("gspo_kl_given", 4)):
+    ours["losses"]["kl_adapter"] = {"metrics": ours["kl_metrics"], "gradients": ours["kl_gradients"]}
+    assert ours["kl_metrics"]["kl_mean"] == pytest.approx(kl_sum / batch.num_loss_tokens, rel=1e-5)
+    assert kl_sum / batch.num_loss_tokens > 1e-2
+    counts = {"dapo_kl_entropy": batch.num_loss_tokens, "kl_adapter": batch.num_loss_tokens, "gspo_kl_given": 4}
+    for loss, count in counts.items():
         found = ours["losses"][loss]
         value = losses[loss] / count
         assert found["metrics"]["loss"] == pytest.approx(value.item(), rel=1e-5)
@@ -123,3 +153,36 @@ def test_one_rank_equals_transformers_and_peft(name: str, models, single_operati
             mine = found["gradients"][f"{hf_name}.{rest[0]}"]
             expected = torch.zeros_like(mine) if gradient is None else gradient
             assert (mine - expected).abs().max().item() <= 1e-5 * largest, (loss, n)
+
+
+@pytest.mark.parametrize("name", ["dense_untied", "moe"])
+def test_an_identity_adapter_from_the_config_is_what_the_trainer_starts_from(name, models, single_operations, tmp_path) -> None:
+    """Made from config.json alone; the same tensors to the bit, and PEFT loads it and changes nothing."""
+    made = single_operations(name) / "identity"
+    if name == "moe":
+        made = tmp_path / "made"
+        (tmp_path / "model").mkdir()
+        shutil.copy(models[name] / "config.json", tmp_path / "model")
+        command = [
+            sys.executable,
+            "-m",
+            "trainer_node.identity_adapter",
+            "--model",
+            str(tmp_path / "model"),
+            "--out",
+            str(made),
+        ]
+        command += ["--rank", "4", "--alpha", "8"]
+        ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 0, ran.stderr
+    with pytest.raises(ConfigError, match="exists; choose a new folder"):
+        write_identity_adapter(models[name], made, lora=LoraConfig(rank=4, alpha=8), seed=1234)
+    ours, start = (load_file(f / "adapter_model.safetensors") for f in (made, single_operations(name) / "start"))
+    assert ours.keys() == start.keys()
+    assert all(torch.equal(ours[n], start[n]) for n in ours)
+    base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
+    ids = torch.arange(9)[None]
+    plain = base(input_ids=ids).logits
+    adapted = PeftModel.from_pretrained(base, made).eval()
+    assert len([n for n in adapted.state_dict() if ".lora_" in n]) == len(ours)
+    assert torch.equal(adapted(input_ids=ids).logits, plain)

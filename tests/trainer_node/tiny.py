@@ -20,6 +20,24 @@ _COMMON = {
 }
 
 
+def make_peft_adapter(model: Path, folder: Path, *, seed: int = 3, **settings: object) -> Path:
+    """An adapter with random A and B, made and saved by the PEFT library; r 4, alpha 8, all seven linears."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from orchestrator.protocol.config import LORA_TARGETS
+
+    base = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
+    wanted = {"r": 4, "lora_alpha": 8, "target_modules": list(LORA_TARGETS), "task_type": "CAUSAL_LM", **settings}
+    adapted = get_peft_model(base, LoraConfig(**wanted))
+    torch.manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            parameter.data.normal_(0.0, 0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
 def make_all(folder: Path) -> dict[str, Path]:
     """Write the three checkpoints; name -> folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM

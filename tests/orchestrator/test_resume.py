@@ -1,0 +1,255 @@
+"""The orchestrator as a process, ended by SIGKILL at every kind of moment and started again with --resume. Nodes and client live on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.client import SpliceClient
+from orchestrator.errors import JobFailed
+from orchestrator.journal import Journal
+from orchestrator.protocol.messages import (
+    ForwardBackwardJob,
+    ForwardJob,
+    InitialSyncJob,
+    OptimStepJob,
+    TrainLoraJob,
+    forward_specs,
+)
+from orchestrator.publication import State, after_restart
+from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer
+from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+class Killed:
+    """`splice serve` with fake nodes; `kill_in(node, kind)` kills and restarts it when the node is asked that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dir, self.starts = folder / "run", 0
+        self.log = (folder / "log").open("a")
+        self.start()
+        deadline = time.monotonic() + 20
+        while not (self.dir / "endpoint").exists():
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.02)
+        self.endpoint = (self.dir / "endpoint").read_text()
+        self.client = SpliceClient(endpoint=self.endpoint, run_token=TOKEN).__enter__()
+        self.trainer = FakeTrainer(endpoint=self.endpoint, node_id="trainer", token=TOKEN).start()
+        self.replica = FakeReplica(
+            source=lambda: self.trainer.weights, endpoint=self.endpoint, node_id="inference-0", token=TOKEN
+        ).start()
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(self.dir), "--name", "m", "--resume"]
+        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
+        self.process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=self.log, stderr=self.log)
+        self.starts += 1
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(5)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def kill_in(self, node, kind: str, *, after: bool = False) -> None:
+        """Before the node does what it is asked, or after it has answered (the answer may or may not have arrived)."""
+        handler = getattr(node, f"on_{kind}", node._done)
+
+        def script(message) -> None:
+            if after:
+                handler(message)
+            self.restart()
+            if not after:
+                handler(message)
+
+        node.script[kind] = script
+
+    def served(self, wanted: tuple[int, list[int]]) -> bool:
+        deadline = time.monotonic() + 15
+        while not (self.replica.served and self.replica.served[-1] == wanted) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.replica.served[-1] == wanted
+
+    def close(self) -> None:
+        for _ in range(15):  # what is sent before it knows us again is dropped
+            with contextlib.suppress(TimeoutError):
+                self.client.status(timeout_s=1)
+                break
+        self.client.stop_run()
+        try:
+            self.process.wait(10)
+        finally:
+            self.kill()
+            for end in (self.trainer.stop, self.replica.stop, self.client.__exit__, self.log.close):
+                end()
+
+
+@pytest.fixture
+def killed(tmp_path):
+    run = Killed(tmp_path)
+    try:
+        yield run
+    except BaseException:
+        print((tmp_path / "log").read_text()[-4000:])
+        raise
+    finally:
+        run.close()
+
+
+def test_killed_while_idle_and_in_the_step(killed):
+    """The version counter goes on, the replica is verified anew, and a step that was under way is taken once."""
+    killed.client.run(InitialSyncJob())
+    killed.client.run(JOB, buffers=BUFFERS)
+    killed.restart()
+    deadline = time.monotonic() + 15
+    while len(killed.replica.served) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert killed.replica.served[1:] == [(1, [11, 21, 31])] * 2, "the served version is sent again"
+    assert killed.client.status().version == 1
+    killed.kill_in(killed.trainer, "TrainMerged")
+    result = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)  # the same call: the client notices and asks again
+    assert (result["version"], result["metrics"]) == (2, {"loss": 1.0})
+    assert killed.served((2, [12, 22, 32])) and killed.trainer.log.count("TrainMerged") == 2
+    killed.kill()
+    threading.Timer(0.5, killed.start).start()
+    again = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)  # submitted while nobody was there
+    assert again["version"] == 3 and killed.starts == 4
+    journal = Journal(killed.dir / "journal.sqlite", run_token=TOKEN, name="m")
+    assert journal.unfinished_jobs() == []
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "moment", ["SaveCheckpoint", "ReceiveWeights", "applying", "CommitUpdate", "committed", "with the trainer"]
+)
+def test_killed_in_a_publication(moment, killed):
+    """It rolls forward from its durable state: what is served at the end is the version the job made, once trained, and the job ends."""
+    killed.client.run(InitialSyncJob())
+    if moment == "SaveCheckpoint":
+        killed.kill_in(killed.trainer, "TrainMerged", after=True)
+    elif moment == "applying":
+
+        def receive(message) -> None:
+            for phase in ("pausing", "paused", "applying"):
+                killed.replica.link.progress(message.request_id, phase)
+            time.sleep(0.3)
+            killed.restart()
+
+        killed.replica.script["ReceiveWeights"] = receive
+    elif moment == "with the trainer":
+
+        def die(_message) -> None:
+            killed.restart()
+            killed.trainer.die()
+            killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+
+        killed.replica.script["CommitUpdate"] = die
+    elif moment == "committed":
+        killed.kill_in(killed.replica, "CommitUpdate", after=True)
+    else:
+        killed.kill_in(killed.replica, moment)
+    result = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)
+    assert (result["version"], result["metrics"]) == (1, {"loss": 1.0}) and killed.starts == 2
+    assert killed.served((1, [11, 21, 31])), "what the disk had, trained once"
+    assert killed.trainer.log.count("TrainMerged") == (0 if moment == "with the trainer" else 1)
+    assert killed.trainer.aborted.is_set() and killed.replica.aborted.is_set(), "what may have been in flight was ended"
+    assert killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)["version"] == 2
+    assert killed.served((2, [12, 22, 32]))
+
+
+def test_killed_with_queued_jobs_and_pending_gradients(killed):
+    """Open jobs are run, each once; what the trainer holds is still known, and missed when the trainer dies as well."""
+    killed.kill_in(killed.trainer, "ForwardBackward")
+    results = []
+
+    def run(job, buffers) -> None:
+        client = SpliceClient(endpoint=killed.endpoint, run_token=TOKEN).__enter__()
+        results.append(client.run(job, buffers=buffers, timeout_s=40))
+        client.__exit__()
+
+    threads = []
+    for job, buffers in ((ForwardBackwardJob(tensors=BATCH), BUFFERS), (ForwardBackwardJob(tensors=BATCH), BUFFERS)):
+        threads.append(threading.Thread(target=run, args=(job, buffers)))
+        threads[-1].start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(60)
+    assert [r["pending_batches"] for r in results] == [1, 2] and killed.trainer.pending == 2
+    killed.kill()
+    killed.trainer.die()
+    killed.start()
+    killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+    with pytest.raises(JobFailed, match="gradients of 2 batches since the base weights are lost") as lost:
+        killed.client.run(OptimStepJob(), timeout_s=40)
+    assert lost.value.code == "node_lost"
+
+
+def test_killed_in_memory_mode_exit(killed):
+    """Whenever it dies, the trainer is found or started, and its step is neither lost nor taken twice."""
+    trainers = [killed.trainer]
+
+    def make():
+        trainers.append(FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start())
+        killed.trainer = trainers[-1]
+        killed.kill_in(killed.trainer, ("TrainLora", "SaveCheckpoint", "Forward")[len(trainers) - 2], after=len(trainers) == 3)
+        return trainers[-1]
+
+    launcher = FakeLauncher(make=make, endpoint=killed.endpoint, node_id="trainer-launcher-0", token=TOKEN).start()
+    launcher.trainer = killed.trainer
+    try:
+        killed.client.run(InitialSyncJob(), timeout_s=40)
+        for _ in range(2):
+            killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+        forward = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
+        killed.client.run(forward, buffers=BUFFERS[:2], timeout_s=40)
+        assert killed.starts == 4 and launcher.trainer is None
+        assert [t.log.count("TrainLora") for t in trainers] == [0, 1, 1, 0]
+        assert trainers[3].log.count("Forward") == 1
+        assert "LoadCheckpoint" in trainers[3].log
+    finally:
+        launcher.stop()
+        for trainer in trainers:
+            trainer.die()
+
+
+def test_a_run_is_not_resumed_unasked(killed):
+    killed.client.run(InitialSyncJob())
+    killed.kill()
+    argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(killed.dir), "--name", "m"]
+    env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
+    ran = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert (ran.returncode, "--resume" in ran.stderr) == (2, True)
+    killed.start()
+
+
+@pytest.mark.parametrize(
+    ("steps", "version", "state"),
+    [
+        ([], None, State.IDLE),
+        ([(0, "planned"), (0, "durable")], None, State.IDLE),
+        ([(0, "committed"), (1, "planned"), (1, "durable")], 0, State.IDLE),
+        ([(0, "committed"), (1, "durable"), (1, "paused")], None, State.POISONED),
+        ([(0, "committed"), (1, "applying"), (1, "failed:applying")], None, State.POISONED),
+        (
+            [(0, "committed"), (1, "applying"), (1, "failed:applying"), (1, "planned"), (1, "failed:planned")],
+            None,
+            State.POISONED,
+        ),
+        ([(0, "committed"), (1, "paused"), (1, "failed:paused")], 0, State.IDLE),
+        ([(0, "committed"), (0, "applying")], 0, State.POISONED),
+        ([(0, "committed"), (1, "verified"), (1, "committed")], 1, State.IDLE),
+    ],
+)
+def test_what_the_journal_says_of_a_publication(steps, version, state):
+    assert after_restart(steps) == (version, state)

@@ -1,0 +1,212 @@
+"""Adapters that the PEFT library wrote, into the trainer: all of it or nothing.
+
+    read_config(folder) -> check_config(config, lora)        settings that change the numbers agree, or are refused by name
+    read_tensors(folder) -> by_module(...)                   PEFT's names -> (HF module, "A" or "B"); the `.default` infix is dropped
+    check_tensors(found, expected)                           missing, extra and misshapen tensors are named
+
+`load_adapter` does all of it on every rank, so that all load or all refuse; what was there before is untouched by a refusal.
+
+Shapes: O = out features, I = in features, R = rank; A is [R, I], B is [O, R].
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import LoraConfig
+
+if TYPE_CHECKING:
+    from trainer_node.runtime import TrainerRuntime
+
+Key = tuple[str, str]
+"""HF module name and "A" or "B"."""
+
+CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+SAME_NUMBERS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "loftq_config", "lora_dropout", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+})  # fmt: skip
+"""Settings that do not change what a saved adapter computes. (`loftq_config` has an effect only with init_lora_weights="loftq".)"""
+PLAIN_INIT = (None, True, False, "gaussian", "orthogonal", "eva")
+"""The others (pissa, olora, corda, loftq, ...) change the base as well, so their adapter does not fit the checkpoint's base."""
+_NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight$")
+
+
+class AdapterError(ConfigError):
+    """A PEFT adapter that cannot be loaded; names the file and the settings or tensors. Nothing was changed."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json.
+
+    Raises:
+        AdapterError: it is not there, or no JSON object.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise AdapterError(f"{folder} is no PEFT adapter: {path} cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{path} does not hold a JSON object")
+    return config
+
+
+def check_config(config: Mapping[str, Any], lora: LoraConfig, *, path: Path) -> None:
+    """The adapter is one that this trainer computes as PEFT does.
+
+    Raises:
+        AdapterError: names each setting, its value and what the trainer has or knows.
+    """
+    wrong = [] if config.get("peft_type") == "LORA" else [f"peft_type is {config.get('peft_type')!r}; LORA is known"]
+    for field, ours in (("r", lora.rank), ("lora_alpha", lora.alpha)):
+        if config.get(field) != ours:
+            wrong.append(f"{field} is {config.get(field)!r}, the trainer's lora config has {ours!r}")
+    wrong += _target_mismatch(config.get("target_modules"), lora)
+    if config.get("init_lora_weights") not in PLAIN_INIT:
+        wrong.append(f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base weights too")
+    known = SAME_NUMBERS | {"peft_type", "r", "lora_alpha", "target_modules", "init_lora_weights"}
+    for field in sorted(set(config) - known):
+        if config[field] and not (field == "bias" and config[field] == "none"):
+            wrong.append(f"{field} is {config[field]!r}, which is not supported")
+    if wrong:
+        raise AdapterError(f"{path}: {'; '.join(wrong)}")
+
+
+def _target_mismatch(targets: Any, lora: LoraConfig) -> list[str]:
+    """PEFT matches a list's entries as endings of module names. A pattern is left to the tensors to show."""
+    if isinstance(targets, str):
+        return []
+    named = {str(t).rpartition(".")[2] for t in targets or ()}
+    if named == set(lora.targets):
+        return []
+    return [f"target_modules are {sorted(named)}, the trainer's lora config has {sorted(lora.targets)}"]
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The stored tensors under their names.
+
+    Raises:
+        AdapterError: neither file is there, or it is damaged.
+    """
+    path, old = folder / WEIGHTS, folder / OLD_WEIGHTS
+    try:
+        if path.is_file():
+            # Cloned: safetensors' tensors keep the file mapped.
+            return {name: t.clone() for name, t in load_file(path).items()}
+        if old.is_file():
+            return cast(dict[str, torch.Tensor], torch.load(old, map_location="cpu", weights_only=True))
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from error
+    raise AdapterError(f"there is neither {WEIGHTS} nor {OLD_WEIGHTS} in {folder}; the adapter's weights are missing")
+
+
+def by_module(stored: Mapping[str, torch.Tensor], *, path: Path) -> dict[Key, torch.Tensor]:
+    """Stored names taken apart; fp32.
+
+    Raises:
+        AdapterError: a name that is no lora_A or lora_B of a linear, or one that is there twice; names it.
+    """
+    found: dict[Key, torch.Tensor] = {}
+    foreign, twice, adapters = [], [], set()
+    for name, tensor in stored.items():
+        match = _NAME.match(name)
+        if match is None:
+            foreign.append(name)
+            continue
+        key = (match["module"], match["matrix"])
+        twice += [name] if key in found else []
+        adapters.add(match["adapter"])
+        found[key] = tensor.float()
+    if foreign or twice:
+        raise AdapterError(f"{path}: not a LoRA of linear layers: {_some(foreign or twice)}{' (there twice)' if twice else ''}")
+    if len(adapters) > 1:
+        raise AdapterError(f"{path} holds several adapters: {sorted(map(str, adapters))}; save one of them")
+    return found
+
+
+def check_tensors(found: Mapping[Key, torch.Tensor], expected: Mapping[Key, tuple[int, ...]], *, path: Path) -> None:
+    """Exactly the expected tensors, in the expected shapes.
+
+    Raises:
+        AdapterError: names what is missing, too many, or of another shape.
+    """
+    missing = [_stored_name(k) for k in expected if k not in found]
+    extra = [_stored_name(k) for k in found if k not in expected]
+    shapes = [
+        f"{_stored_name(k)} is {tuple(found[k].shape)}, the model wants {shape}"
+        for k, shape in expected.items()
+        if k in found and tuple(found[k].shape) != shape
+    ]
+    wrong = [
+        f"{what}: {_some(names)}" for what, names in (("missing", missing), ("too many", extra), ("shape", shapes)) if names
+    ]
+    if wrong:
+        raise AdapterError(f"{path} does not fit the model: {'; '.join(wrong)}")
+    bad = [_stored_name(k) for k, t in found.items() if not t.isfinite().all()]
+    if bad:
+        raise AdapterError(f"{path} holds values that are not finite: {_some(bad)}")
+
+
+def _stored_name(key: Key) -> str:
+    return f"{key[0]}.lora_{key[1]}.weight"
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(list(names)[:5])
+    return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"
+
+
+def read_adapter(folder: Path, *, lora: LoraConfig, expected: Mapping[Key, tuple[int, ...]]) -> dict[Key, torch.Tensor]:
+    """A checked adapter's whole tensors, fp32 on the CPU.
+
+    Raises:
+        AdapterError: see the functions above.
+    """
+    check_config(read_config(folder), lora, path=folder / CONFIG)
+    found = by_module(read_tensors(folder), path=folder)
+    check_tensors(found, expected, path=folder)
+    return found
+
+
+def expected_tensors(runtime: TrainerRuntime) -> dict[Key, tuple[int, ...]]:
+    """Every adapter matrix of the whole model and its whole shape. A collective."""
+    mine: dict[Key, tuple[int, ...]] = {}
+    for shard in runtime.adapters.shards():
+        shape = list(shard.tensor.shape)
+        if shard.dim is not None:
+            shape[shard.dim] *= runtime.config.parallel.tensor
+        mine[shard.name, shard.matrix] = tuple(shape)
+    everyones: list[dict[Key, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine, group=runtime.control_group)
+    return {k: v for one in everyones for k, v in one.items()}
+
+
+def read_together(runtime: TrainerRuntime, folder: Path) -> dict[Key, torch.Tensor]:
+    """`read_adapter` on every rank; if one refuses, all do. A collective.
+
+    Raises:
+        AdapterError: on every rank, the same; the first rank's words.
+    """
+    expected = expected_tensors(runtime)
+    error, found = None, {}
+    try:
+        found = read_adapter(folder, lora=runtime.config.lora, expected=expected)
+    except AdapterError as caught:
+        error = str(caught)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error, group=runtime.control_group)
+    first = next((e for e in errors if e is not None), None)
+    if first is not None:
+        raise AdapterError(first)
+    return found

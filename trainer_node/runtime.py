@@ -36,6 +36,7 @@ CONTROL_TIMEOUT_S = 3600.0
 """Deadline of the control group's collectives; rank 0 sends a keepalive much more often."""
 
 
+COMPILE_BACKEND = "inductor"
 NUM_REPORTED = 6
 """What `_loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy (sums) and the largest gap."""
 
@@ -104,6 +105,7 @@ class TrainerRuntime:
         provider.pipeline_model_parallel_size = parallel.pipeline
         provider.expert_model_parallel_size = parallel.expert
         provider.expert_tensor_parallel_size = 1
+        provider.sequence_parallel = parallel.sequence and parallel.tensor > 1
         provider.params_dtype = provider.pipeline_dtype = self.dtype
         provider.bf16, provider.fp16 = self.dtype is torch.bfloat16, False
         provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
@@ -117,6 +119,10 @@ class TrainerRuntime:
         provider.finalize_model_grads_func = None
         provider.attention_dropout = provider.hidden_dropout = 0.0
         provider.perform_initialization = False
+        if self.config.recompute != "none":
+            provider.recompute_granularity = self.config.recompute
+        if self.config.recompute == "full":
+            provider.recompute_method, provider.recompute_num_layers = "uniform", 1
         if self.config.device == "cpu":
             from trainer_node import cpu_shims
 
@@ -133,6 +139,12 @@ class TrainerRuntime:
         first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
         model = self.provider.provide(pre_process=first, post_process=last)
         model.to(self.device)
+        if first and self.config.recompute == "full":
+            # Megatron's checkpointing is reentrant: without an input that wants a gradient the adapters behind it would get none.
+            model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+        if self.config.compile:
+            for layer in model.decoder.layers:
+                layer.compile(backend=COMPILE_BACKEND)
         if last:
             self._head = model
             # The model ends with its hidden states: logits are made where there is loss, a chunk at a time (`_statistics`).
@@ -466,12 +478,13 @@ class TrainerRuntime:
     def _finalize_gradients(self, denominator: float) -> None:
         """Sum over data-parallel ranks, make copies agree, divide once.
 
-        Experts see every token of their expert-data-parallel group; without sequence parallelism each token is there once per tensor
-        rank, hence the division by the tensor size.
+        Experts see every token of their expert-data-parallel group. Without sequence parallelism each token is there once per tensor
+        rank, hence the division by the tensor size; with it each is there once, and a copy's gradient is that of its rank's tokens.
         """
         from megatron.core import parallel_state
 
         tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+        repeats = 1 if self.provider.sequence_parallel else tensor_size
         for p in self.params:
             if p.param.grad is None:
                 p.param.grad = torch.zeros_like(p.param)
@@ -479,11 +492,11 @@ class TrainerRuntime:
         experts = [p.param.grad for p in self.params if p.expert]
         copies = [p.param.grad for p in self.params if not p.expert and not p.split]
         _all_reduce_flat(dense, parallel_state.get_data_parallel_group(), 1 / denominator)
-        _all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (denominator * tensor_size))
-        # Complete already on every tensor rank (the adapters exchange their hidden layer's gradient); averaging keeps the copies
-        # equal to the bit where a kernel's order is not deterministic.
+        _all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (denominator * repeats))
+        # Without sequence parallelism complete already on every tensor rank (the adapters exchange their hidden layer's gradient);
+        # averaging keeps the copies equal to the bit where a kernel's order is not deterministic.
         if tensor_size > 1:
-            _all_reduce_flat(copies, parallel_state.get_tensor_model_parallel_group(), 1 / tensor_size)
+            _all_reduce_flat(copies, parallel_state.get_tensor_model_parallel_group(), 1 / repeats)
 
     def _global_norm(self) -> torch.Tensor:
         """L2 norm over all ranks, each parameter counted once."""

@@ -39,6 +39,8 @@ class ParallelConfig(Message):
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
+    sequence: bool = True
+    """Sequence parallelism: tensor ranks share the tokens between their linears. Has no effect where tensor is 1."""
     world_size: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
@@ -68,6 +70,10 @@ class TrainerConfig(Message):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Most tokens that go through a rank's model at once: sequences are packed up to it, without seeing each other; a longer sequence
     goes alone. Memory and speed, not numbers, depend on it."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations made again in the backward pass instead of kept: none, core attention's, or everything but each layer's input."""
+    compile: bool = False
+    """torch.compile each decoder layer; the first steps are slow."""
     loss_modules: tuple[str, ...] = ()
     """Python modules imported at the start, which register losses of the user's own (`trainer_node.losses.register_loss`)."""
     seed: int = 1234

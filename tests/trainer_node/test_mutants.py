@@ -165,8 +165,8 @@ MUTANTS = [
     Mutant(
         name="adapter scale forgotten",
         file="trainer_node/lora.py",
-        old="h = exchange(h, group=self._group) * self.scale",
-        new="h = exchange(h, group=self._group)",
+        old="h = self._exchange(h, group=self._group) * self.scale",
+        new="h = self._exchange(h, group=self._group)",
         killer=ONE_RANK,
     ),
     Mutant(

@@ -41,7 +41,23 @@ class ParallelConfig(Message):
     expert: int = Field(default=1, ge=1)
     sequence: bool = True
     """Sequence parallelism: tensor ranks share the tokens between their linears. Has no effect where tensor is 1."""
+    context: int = 1
+    expert_tensor: int = 1
+    """Context and expert tensor parallelism are refused: 1 only."""
     world_size: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _there(self) -> ParallelConfig:
+        if self.context != 1:
+            raise ValueError(
+                f"parallel.context = {self.context}: context parallelism is not supported; for long sequences use tensor with sequence "
+                "parallelism, and recompute"
+            )
+        if self.expert_tensor != 1:
+            raise ValueError(
+                f"parallel.expert_tensor = {self.expert_tensor}: expert tensor parallelism is not supported; split the experts with expert"
+            )
+        return self
 
     @model_validator(mode="after")
     def _divides(self) -> ParallelConfig:

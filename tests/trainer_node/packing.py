@@ -8,17 +8,20 @@ SEQUENCE: 1 with sequence parallelism, 0 without. Leaves log-probs, losses and w
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 import trainer_node.runtime
 from orchestrator.protocol.messages import KlSpec, LossSpec
 from tests.trainer_node.operations import close, part, take_gradients, whole_batch
 from tests.trainer_node.worker import make_runtime, random_adapters
 from trainer_node import checkpoint
-from trainer_node.batch import Batch
+from trainer_node.batch import Batch, BatchError
 from trainer_node.runtime import TrainerRuntime
 
 SPECS = (
@@ -103,15 +106,48 @@ def check_neighbours(runtime: TrainerRuntime, batch: Batch) -> None:
     assert ((before - after).abs()[:, outside] <= tolerance).all()
 
 
+def check_routing(runtime: TrainerRuntime, batch: Batch, alone: dict) -> None:
+    """Replaying the model's own routing changes nothing, in packs of another size and order; replaying another changes the log-probs."""
+    set_budget(runtime, 4096)
+    for router in runtime._routers:
+        router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+    replay_routing, runtime._replay_routing = runtime._replay_routing, lambda micro: None  # type: ignore[method-assign]
+    runtime.forward(batch)
+    runtime._replay_routing = replay_routing  # type: ignore[method-assign]
+    # One pack in the batch's own order.
+    own_T = torch.stack([r.router_replay.get_recorded_indices() for r in runtime._routers], dim=1)
+    assert own_T.shape == (len(batch.tokens_T), 2, 2)
+    set_budget(runtime, 16)
+    replayed = replace(batch, routed_experts_T=own_T.int())
+    same(measure(runtime, replayed), alone)
+    other = torch.stack(runtime.forward(replace(batch, routed_experts_T=(own_T.int() + 1) % 4)))
+    assert (other - alone["scores"]).abs().max() > 1e-2
+    same(measure(runtime, batch), alone)
+    for wrong, message in (
+        (own_T[:, :1], "the model has 2 layers with 4 experts"),
+        (own_T * 0, r"sequence 0: routed_experts\[0\] in layer 0 is \[0, 0\], not 2 different experts below 4"),
+        (own_T + 4 * (torch.arange(len(own_T)) == 10)[:, None, None], r"sequence 1: routed_experts\[1\] in layer 0"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            runtime.forward_backward(replace(batch, routed_experts_T=wrong), SPECS[0])
+
+
 def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
-    """Recomputed or compiled layers compute the same."""
+    """Recomputed or compiled layers compute the same. The backend only traces: what it would compile to is torch's business."""
     backend = trainer_node.runtime.COMPILE_BACKEND
-    trainer_node.runtime.COMPILE_BACKEND = "aot_eager"
+    trainer_node.runtime.COMPILE_BACKEND = "eager"
+    moe = "moe" in model.name
     try:
-        for options in ({"recompute": "selective"}, {"recompute": "full"}, {"recompute": "full", "compile": True}):
-            runtime = make_runtime(model, 1, 1, 1, **options)
+        for options in ({"recompute": "full"}, {"recompute": "selective"} if moe else {"compile": True}):
+            runtime = make_runtime(model, 1, 1, 1, micro_batch_tokens=25, **options)
             random_adapters(runtime)
+            layer, calls = runtime.model[0].decoder.layers[0], []
+            if "recompute" in options:
+                layer.self_attention.core_attention.register_forward_pre_hook(lambda *_, calls=calls: calls.append(0))
             same(measure(runtime, batch), alone)
+            # For each micro-batch one forward pass for the scores, and for each loss one and another in the backward pass.
+            assert len(calls) == ("recompute" in options) * len(runtime._cut(batch)) * (1 + 2 * len(SPECS))
+            assert (layer._compiled_call_impl is not None) == options.get("compile", False)
             runtime.close()
     finally:
         trainer_node.runtime.COMPILE_BACKEND = backend
@@ -130,6 +166,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         torch.save(result, out / "result.pt")
     world = dist.get_world_size()
+    if world == 1 and runtime._routers:
+        check_routing(runtime, batch, result)
     runtime.close()
     if world == 1:
         check_memory_modes(model, batch, result)

@@ -36,9 +36,8 @@ def make_runtime(
     config = TrainerConfig(
         model=model,
         parallel=parallel,
-        micro_batch_tokens=16,
         collective_timeout_s=60,
-        **{"lora": LoraConfig(rank=4, alpha=8), **options},
+        **{"lora": LoraConfig(rank=4, alpha=8), "micro_batch_tokens": 16, **options},
     )
     return TrainerRuntime(config)
 

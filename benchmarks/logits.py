@@ -18,7 +18,7 @@ from benchmarks.harness import Case
 from trainer_node.losses import LOGITS_PER_CHUNK, linear_statistics
 
 VOCAB, HIDDEN, TIMEOUT_S = 151_936, 128, 300.0
-REPEATS = 3
+REPEATS = 1
 
 
 def run(*, device: str, small: bool) -> list[Case]:

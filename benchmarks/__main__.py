@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks import harness
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-BENCHMARKS = ("control", "merge", "sync", "convergence")
+BENCHMARKS = ("control", "logits", "merge", "sync", "convergence")
 
 
 def _add(name: str) -> None:

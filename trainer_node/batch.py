@@ -35,6 +35,8 @@ class Batch:
     lengths: tuple[int, ...]
     old_logprobs_T: torch.Tensor | None = None
     reference_logprobs_T: torch.Tensor | None = None
+    routed_experts_T: torch.Tensor | None = None
+    """[T, layers, top_k]."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -73,6 +75,8 @@ class MicroBatch:
     sampler_logprobs_N: torch.Tensor
     old_logprobs_N: torch.Tensor | None = None
     reference_logprobs_N: torch.Tensor | None = None
+    routed_experts_L: torch.Tensor | None = None
+    """[L, layers, top_k]: the experts that each token of the pack goes to."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -133,9 +137,36 @@ def _arrays(specs: Sequence[TensorSpec], buffers: Sequence[bytes], *, wanted: di
         raise BatchError(f"a batch has the tensors {list(wanted.items())} in this order; got {found}")
     arrays = {s.name: np.frombuffer(b, dtype=s.dtype).copy() for s, b in zip(specs, buffers, strict=True)}
     for spec in specs:
-        if arrays[spec.name].shape != spec.shape:
+        if arrays[spec.name].size != spec.numel or len(spec.shape) != (3 if spec.name == "routed_experts" else 1):
             raise BatchError(f"{spec.name} holds {arrays[spec.name].shape} elements but its spec says {spec.shape}")
-    return arrays
+    return {s.name: arrays[s.name].reshape(s.shape) for s in specs}
+
+
+def check_routing(batch: Batch, *, num_layers: int, num_experts: int, top_k: int) -> None:
+    """Refuse routed experts that are not this model's.
+
+    Args:
+        num_experts: 0 for a dense model.
+
+    Raises:
+        BatchError: names the shape, or the sequence's index and the layer.
+    """
+    if batch.routed_experts_T is None:
+        return
+    experts = batch.routed_experts_T.numpy()
+    if not num_experts or experts.shape[1:] != (num_layers, top_k):
+        raise BatchError(
+            f"every sequence: routed_experts is {experts.shape}, but the model has {num_layers} layers with {num_experts} experts, of which "
+            f"each token takes {top_k}: it must be [tokens, layers, experts per token]"
+        )
+    ordered = np.sort(experts, axis=-1)
+    bad = (ordered[..., 0] < 0) | (ordered[..., -1] >= num_experts) | (np.diff(ordered, axis=-1) == 0).any(axis=-1)
+    for t, layer in np.argwhere(bad)[:1]:
+        i = int(np.searchsorted(np.cumsum(batch.lengths), t, side="right"))
+        raise BatchError(
+            f"sequence {i}: routed_experts[{t - sum(batch.lengths[:i])}] in layer {layer} is {experts[t, layer].tolist()}, not {top_k} "
+            f"different experts below {num_experts}"
+        )
 
 
 def _check_sequences(arrays: dict[str, np.ndarray], *, vocab_size: int, max_length: int) -> np.ndarray:
@@ -308,4 +339,14 @@ def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int) -> MicroBatc
         sampler_logprobs_N=batch.sampler_logprobs_T[rows_N],
         old_logprobs_N=of(batch.old_logprobs_T),
         reference_logprobs_N=of(batch.reference_logprobs_T),
+        routed_experts_L=_routing(batch.routed_experts_T, rows_R, length),
     )
+
+
+def _routing(routed_experts_T: torch.Tensor | None, rows_R: np.ndarray, length: int) -> torch.Tensor | None:
+    """The rows' experts; padding goes to the first ones."""
+    if routed_experts_T is None:
+        return None
+    _, layers, top_k = routed_experts_T.shape
+    padding = torch.arange(top_k).expand(length - len(rows_R), layers, top_k)
+    return torch.cat([routed_experts_T[torch.from_numpy(rows_R)].long(), padding])

@@ -15,10 +15,22 @@ from torch import nn
 from torch.nn import functional
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm with Megatron's constructor; Megatron's own wrapper of it refuses sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        if config.normalization != "RMSNorm":
+            raise NotImplementedError(f"the CPU layers know RMSNorm only, not {config.normalization}")
+        super().__init__(hidden_size, eps=eps)
+        # Its gradient is then a sum over this rank's part of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm, then a column-parallel linear; `layer_norm_weight` is a parameter of it.
 
-    With `return_layernorm_output` set, forward returns `((out, norm_out), bias)`, as TransformerEngine's does.
+    With `return_layernorm_output` set, forward returns `((out, norm_out), bias)`, as TransformerEngine's does: under sequence parallelism
+    norm_out is this rank's part of the sequence, out the whole.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
@@ -26,6 +38,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
             raise NotImplementedError(f"the CPU layers know RMSNorm only, not {config.normalization}")
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.return_layernorm_output = False
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

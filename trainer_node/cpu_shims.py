@@ -9,7 +9,9 @@
 | `_router_without_te` | `moe_utils` tests a name that it binds only when TransformerEngine is there | it binds None |
 | `_scatter_contiguous` | gloo's scatter reads the memory of a column slice as if it were dense, and loads wrong row-parallel weights; \
 on CUDA the copy to the device makes it dense | Bridge makes its splits contiguous |
-| `TELayerNormColumnParallelLinear`, grouped linears, `CausalSdpa` | stand-ins for TransformerEngine's layers, with its parameter names, \
+| `_no_cuda_rng` | sequence parallelism and recomputation fork CUDA RNG states; without dropout nothing draws from them | Megatron asks the device |
+| `_final_norm` | the block's last norm refuses sequence parallelism without TransformerEngine | Megatron's wrapper of torch's norm accepts it |
+| `TELayerNormColumnParallelLinear`, grouped linears, `CausalSdpa`, `RMSNorm` | stand-ins for TransformerEngine's layers, with its parameter names, \
 so that Bridge's mappings and our adapters need no second set of names; the local attention forks a CUDA RNG | TransformerEngine runs on a CPU |
 
 `apply` must run before anything imports `megatron.bridge`. Megatron-Core's modules are imported first, while TransformerEngine
@@ -19,6 +21,7 @@ right after.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import sys
@@ -54,6 +57,8 @@ def apply() -> None:
     _tensor_cuda_is_the_identity()
     _router_without_te()
     _scatter_contiguous()
+    _final_norm()
+    _no_cuda_rng()
     _applied = True
 
 
@@ -130,6 +135,20 @@ def _scatter_contiguous() -> None:
     MegatronParamMapping.scatter_to_tp_ranks = scatter
 
 
+def _final_norm() -> None:
+    from megatron.core.transformer import transformer_block
+
+    transformer_block.LayerNormImpl = _layers().RMSNorm
+
+
+def _no_cuda_rng() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
+    random._get_cuda_rng_state = lambda *args, **kwargs: None
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
 def prepare_provider(provider: Any) -> None:
     """Turn off in a Bridge provider whatever needs CUDA, and give it the layer spec below."""
     provider.use_cpu_initialization = True
@@ -159,11 +178,10 @@ def cpu_layer_spec(config: Any) -> Any:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     layers = _layers()
-    qk_norm = WrappedTorchNorm if config.qk_layernorm else IdentityOp
+    qk_norm = layers.RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -180,7 +198,7 @@ def cpu_layer_spec(config: Any) -> Any:
         submodules=TransformerLayerSubmodules(
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm if config.num_moe_experts else IdentityOp,
+            pre_mlp_layernorm=layers.RMSNorm if config.num_moe_experts else IdentityOp,
             mlp=_mlp_spec(config, layers),
             mlp_bda=get_bias_dropout_add,
         ),

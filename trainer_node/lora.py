@@ -26,7 +26,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from torch import nn
 from torch.nn import functional
@@ -68,6 +70,7 @@ class DenseAdapter(nn.Module):
         parts: HF module name and full out features of each HF linear, in the fused order; a name is None where no adapter is wanted.
         in_features: full in features.
         qkv_heads: (query heads, head size) of one local query group, if the output interleaves q, k, v by group.
+        sequence_parallel: what lies outside the linears is this rank's part of the sequence; copies then get gradients of it alone.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class DenseAdapter(nn.Module):
         in_features: int,
         row_parallel: bool,
         qkv_heads: tuple[int, int] | None,
+        sequence_parallel: bool,
         lora: LoraConfig,
         seed: int,
         device: torch.device,
@@ -85,6 +89,14 @@ class DenseAdapter(nn.Module):
         self._group = parallel_state.get_tensor_model_parallel_group()
         size, rank = self._group.size(), self._group.rank()
         self.row_parallel, self.qkv_heads, self.scale = row_parallel, qkv_heads, lora.alpha / lora.rank
+        # Column: h is the same on all ranks but each rank's gradient of it is partial. Row: h itself is partial. Under sequence parallelism
+        # h is what is gathered and scattered: rank is less than hidden size.
+        if sequence_parallel:
+            self._exchange = (
+                reduce_scatter_to_sequence_parallel_region if row_parallel else gather_from_sequence_parallel_region
+            )
+        else:
+            self._exchange = reduce_from_tensor_model_parallel_region if row_parallel else copy_to_tensor_model_parallel_region
         self.names = [name for name, _ in parts]
         self.out_local = [out if row_parallel else out // size for _, out in parts]
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
@@ -98,12 +110,11 @@ class DenseAdapter(nn.Module):
             self.lora_B[str(i)] = nn.Parameter(torch.zeros(self.out_local[i], lora.rank, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, I local] -> what to add to the linear's output, [s, b, sum of O local]."""
+        """[s, b, I local] -> what to add to the linear's output, [s, b, sum of O local]; under sequence parallelism s is this rank's part
+        on a column-parallel linear's way in (also behind its fused norm) and on a row-parallel one's way out."""
         lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
         h = functional.linear(x, lora_A)
-        # Column: h is the same on all ranks but each rank's gradient of it is partial. Row: h itself is partial.
-        exchange = reduce_from_tensor_model_parallel_region if self.row_parallel else copy_to_tensor_model_parallel_region
-        h = exchange(h, group=self._group) * self.scale
+        h = self._exchange(h, group=self._group) * self.scale
         hidden = iter(h.chunk(len(self.lora_A), dim=-1))
         outs = [
             h.new_zeros(*h.shape[:-1], out)
@@ -316,6 +327,7 @@ class AdapterSet:
             in_features=in_local * (size if row_parallel else 1),
             row_parallel=row_parallel,
             qkv_heads=heads,
+            sequence_parallel=config.sequence_parallel,
             lora=self._lora,
             seed=self._seed,
             device=self._device,

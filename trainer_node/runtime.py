@@ -28,7 +28,7 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node.batch import Batch, MicroBatch, check_accumulation, micro_batches
+from trainer_node.batch import Batch, BatchError, MicroBatch, check_accumulation, check_routing, micro_batches
 from trainer_node.hf import HfCheckpoint, read_config
 from trainer_node.losses import LossInputs, bind_loss, import_losses, linear_statistics, total_loss
 from trainer_node.merge import strip_wrappers
@@ -41,6 +41,7 @@ CONTROL_TIMEOUT_S = 3600.0
 """Deadline of the control group's collectives; rank 0 sends a keepalive much more often."""
 
 
+COMPILE_BACKEND = "inductor"
 NUM_REPORTED = 6
 """What `_loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy (sums) and the largest gap."""
 
@@ -112,6 +113,7 @@ class TrainerRuntime:
         provider.pipeline_model_parallel_size = parallel.pipeline
         provider.expert_model_parallel_size = parallel.expert
         provider.expert_tensor_parallel_size = 1
+        provider.sequence_parallel = parallel.sequence and parallel.tensor > 1
         provider.params_dtype = provider.pipeline_dtype = self.dtype
         provider.bf16, provider.fp16 = self.dtype is torch.bfloat16, False
         provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
@@ -119,12 +121,19 @@ class TrainerRuntime:
         provider.moe_aux_loss_coeff = 0.0
         # Bridge assumes normalised top-k probabilities; HF has both.
         provider.moe_router_pre_softmax = not getattr(self.hf_config, "norm_topk_prob", True)
+        # Whether the choice of experts is replayed is said for each micro-batch (`_replay_routing`); a fused router would not listen.
+        provider.moe_enable_routing_replay = bool(getattr(self.hf_config, "num_experts", None))
+        provider.moe_router_fusion = False
         # The base is frozen: nothing accumulates into main_grad, and sums are divided by us.
         provider.gradient_accumulation_fusion = False
         provider.calculate_per_token_loss = True
         provider.finalize_model_grads_func = None
         provider.attention_dropout = provider.hidden_dropout = 0.0
         provider.perform_initialization = False
+        if self.config.recompute != "none":
+            provider.recompute_granularity = self.config.recompute
+        if self.config.recompute == "full":
+            provider.recompute_method, provider.recompute_num_layers = "uniform", 1
         if self.config.device == "cpu":
             from trainer_node import cpu_shims
 
@@ -135,12 +144,22 @@ class TrainerRuntime:
     def _provide(self) -> Any:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.moe.router import TopKRouter
+        from megatron.core.transformer.moe.router_replay import RouterReplay
 
+        RouterReplay.clear_global_router_replay_instances()
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.provider._pg_collection = groups
         first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
         model = self.provider.provide(pre_process=first, post_process=last)
         model.to(self.device)
+        self._routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
+        if first and self.config.recompute == "full":
+            # Megatron's checkpointing is reentrant: without an input that wants a gradient the adapters behind it would get none.
+            model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+        if self.config.compile:
+            for layer in model.decoder.layers:
+                layer.compile(backend=COMPILE_BACKEND)
         if last:
             self._head = model
             # The model ends with its hidden states: logits are made where there is loss, a chunk at a time (`_statistics`).
@@ -266,6 +285,7 @@ class TrainerRuntime:
         if loss.kl is not None and loss.kl.adapter_dir is not None:
             self.read_reference(Path(loss.kl.adapter_dir))
         check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
+        self._check_routing(batch)
         try:
             if loss.kl is not None and loss.kl.reference != "given":
                 with self.reference_in_place(loss.kl.adapter_dir):
@@ -337,6 +357,7 @@ class TrainerRuntime:
 
         def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             one = next(data)
+            self._replay_routing(one)
             packed = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=one.cu_seqlens,
@@ -359,6 +380,34 @@ class TrainerRuntime:
             forward_only=forward_only,
         )
         return reports
+
+    def _check_routing(self, batch: Batch) -> None:
+        hf, parallel = self.hf_config, self.config.parallel
+        num_experts, top_k = getattr(hf, "num_experts", None) or 0, getattr(hf, "num_experts_per_tok", 0)
+        check_routing(batch, num_layers=hf.num_hidden_layers, num_experts=num_experts, top_k=top_k)
+        if batch.routed_experts_T is not None and parallel.pipeline > 1 and self.config.recompute == "full":
+            # Routers hold one micro-batch's experts; recomputing one while others are on their way would take the wrong ones.
+            raise BatchError(
+                "routed_experts: cannot be replayed with recompute = 'full' and parallel.pipeline > 1; use 'selective'"
+            )
+
+    def _replay_routing(self, micro: MicroBatch) -> None:
+        """Tell this stage's routers where the micro-batch's tokens go, or to choose by themselves."""
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+        for router in self._routers:
+            replay = router.router_replay
+            replay.clear_indices()
+            replay.clear_router_replay_action()
+            if micro.routed_experts_L is None:
+                continue
+            experts_LK = micro.routed_experts_L[:, router.layer_number - 1]
+            if self.provider.sequence_parallel:
+                group = parallel_state.get_tensor_model_parallel_group()
+                experts_LK = experts_LK.chunk(group.size())[group.rank()]
+            replay.set_target_indices(experts_LK)
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def _statistics(
         self, micro: MicroBatch, allowed_K: torch.Tensor | None, hidden_1LH: torch.Tensor, *, with_entropy: bool

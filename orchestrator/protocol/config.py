@@ -40,7 +40,25 @@ class ParallelConfig(Message):
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
+    sequence: bool = True
+    """Sequence parallelism: tensor ranks share the tokens between their linears. Has no effect where tensor is 1."""
+    context: int = 1
+    expert_tensor: int = 1
+    """Context and expert tensor parallelism are refused: 1 only."""
     world_size: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _there(self) -> ParallelConfig:
+        if self.context != 1:
+            raise ValueError(
+                f"parallel.context = {self.context}: context parallelism is not supported; for long sequences use tensor with sequence "
+                "parallelism, and recompute"
+            )
+        if self.expert_tensor != 1:
+            raise ValueError(
+                f"parallel.expert_tensor = {self.expert_tensor}: expert tensor parallelism is not supported; split the experts with expert"
+            )
+        return self
 
     @model_validator(mode="after")
     def _divides(self) -> ParallelConfig:
@@ -78,6 +96,10 @@ class TrainerConfig(Message):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Most tokens that go through a rank's model at once: sequences are packed up to it, without seeing each other; a longer sequence
     goes alone. Memory and speed, not numbers, depend on it."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations made again in the backward pass instead of kept: none, core attention's, or everything but each layer's input."""
+    compile: bool = False
+    """torch.compile each decoder layer; the first steps are slow."""
     loss_modules: tuple[str, ...] = ()
     """Python modules imported at the start, which register losses of the user's own (`trainer_node.losses.register_loss`)."""
     memory: MemoryMode = "resident"

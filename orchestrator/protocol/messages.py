@@ -243,11 +243,17 @@ Row t speaks of the *prediction of* token t (not from it): loss_mask[t] = 1 wher
 first token of a sequence has mask 0. advantages and sampler_logprobs are 0 where the mask is 0.
 """
 
-OPTIONAL_BATCH_TENSORS: dict[str, str] = {"old_logprobs": "float32", "reference_logprobs": "float32"}
+OPTIONAL_BATCH_TENSORS: dict[str, str] = {
+    "old_logprobs": "float32",
+    "reference_logprobs": "float32",
+    "routed_experts": "int32",
+}
 """May follow BATCH_TENSORS, in this order; [T], the same rows, 0 where the mask is 0.
 
 old_logprobs: the trainer's own before the first step on this batch (from `Forward`); ratios are then taken against them instead of
-the sampler's. reference_logprobs: of the reference policy, for `KlSpec(reference="given")`.
+the sampler's. reference_logprobs: of the reference policy, for `KlSpec(reference="given")`. routed_experts: [T, layers, top_k], the experts
+that the sampler's routers sent token t *itself* to; the trainer's routers take them instead of choosing (router replay, Ma et al. 2025,
+arXiv:2510.11370), in the policy and in a reference of base weights alike.
 """
 
 FORWARD_TENSORS: dict[str, str] = {"tokens": "int32", "sequence_lengths": "int32"}
@@ -258,10 +264,17 @@ FORWARD_RESULTS: dict[str, str] = {"logprobs": "float32", "entropy": "float32"}
 distribution that token t was drawn from. 0 for the first token of a sequence."""
 
 
-def batch_specs(*, num_sequences: int, num_tokens: int, optional: Sequence[str] = ()) -> tuple[TensorSpec, ...]:
-    """The `tensors` field of a training message for a batch of this size, with these of OPTIONAL_BATCH_TENSORS."""
+def batch_specs(
+    *, num_sequences: int, num_tokens: int, optional: Sequence[str] = (), routing: tuple[int, int] = (0, 0)
+) -> tuple[TensorSpec, ...]:
+    """The `tensors` field of a training message for a batch of this size, with these of OPTIONAL_BATCH_TENSORS.
+
+    Args:
+        routing: the model's layers and experts per token, where routed_experts is among `optional`.
+    """
     wanted = BATCH_TENSORS | {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if n in optional}
-    return _specs(wanted, num_sequences=num_sequences, num_tokens=num_tokens)
+    specs = _specs(wanted, num_sequences=num_sequences, num_tokens=num_tokens)
+    return tuple(s.model_copy(update={"shape": (num_tokens, *routing)}) if s.name == "routed_experts" else s for s in specs)
 
 
 def forward_specs(*, num_sequences: int, num_tokens: int) -> tuple[TensorSpec, ...]:

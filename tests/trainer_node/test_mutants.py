@@ -62,6 +62,27 @@ MUTANTS = [
         killer=f"{PACKING}::test_by_hand",
     ),
     Mutant(
+        name="positions run on over the sequences of a pack",
+        file="trainer_node/batch.py",
+        old="np.concatenate([np.arange(n) for n in pieces])",
+        new="np.arange(sum(pieces))",
+        killer=f"{PACKING}::test_by_hand",
+    ),
+    Mutant(
+        name="attention over the sequences of a pack",
+        file="trainer_node/cpu_layers.py",
+        old="packed_seq_params.cu_seqlens_q.tolist()",
+        new="packed_seq_params.cu_seqlens_q[[0, -1]].tolist()",
+        killer=ONE_RANK,
+    ),
+    Mutant(
+        name="copies averaged under sequence parallelism",
+        file="trainer_node/runtime.py",
+        old="repeats = 1 if self.provider.sequence_parallel else tensor_size",
+        new="repeats = tensor_size",
+        killer=f"{OPERATIONS}::test_topology_changes_nothing[tp2pp2]",
+    ),
+    Mutant(
         name="forward results returned a row early",
         file="trainer_node/runtime.py",
         old="result_2T[:, one.rows_N] = value_2N",
@@ -169,8 +190,8 @@ MUTANTS = [
     Mutant(
         name="adapter scale forgotten",
         file="trainer_node/lora.py",
-        old="h = exchange(h, group=self._group) * self.scale",
-        new="h = exchange(h, group=self._group)",
+        old="h = self._exchange(h, group=self._group) * self.scale",
+        new="h = self._exchange(h, group=self._group)",
         killer=ONE_RANK,
     ),
     Mutant(

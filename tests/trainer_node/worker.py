@@ -27,16 +27,17 @@ LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-2, weight_decay=0.01, max
 SEED_RANDOM_B = 77
 
 
-def make_runtime(model: Path, tensor: int, pipeline: int, expert: int, **options: object) -> TrainerRuntime:
+def make_runtime(
+    model: Path, tensor: int, pipeline: int, expert: int, *, sequence: bool = True, **options: object
+) -> TrainerRuntime:
     """A runtime on however many ranks torchrun started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, world_size=world)
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence, world_size=world)
     config = TrainerConfig(
         model=model,
         parallel=parallel,
-        micro_batch_tokens=16,
         collective_timeout_s=60,
-        **{"lora": LoraConfig(rank=4, alpha=8), **options},
+        **{"lora": LoraConfig(rank=4, alpha=8), "micro_batch_tokens": 16, **options},
     )
     return TrainerRuntime(config)
 

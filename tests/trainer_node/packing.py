@@ -1,0 +1,179 @@
+"""One rank of a check of packing and of what changes memory only: every budget and order, recomputation, compilation.
+
+    torchrun ... -m tests.trainer_node.packing OUT MODEL TENSOR PIPELINE EXPERT SEQUENCE
+
+SEQUENCE: 1 with sequence parallelism, 0 without. Leaves log-probs, losses and whole gradients of one sequence at a time in OUT/result.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+import trainer_node.runtime
+from orchestrator.protocol.messages import KlSpec, LossSpec
+from tests.trainer_node.operations import close, part, take_gradients, whole_batch
+from tests.trainer_node.worker import make_runtime, random_adapters
+from trainer_node import checkpoint
+from trainer_node.batch import Batch, BatchError
+from trainer_node.runtime import TrainerRuntime
+
+SPECS = (
+    LossSpec(name="dapo", kl=KlSpec(coefficient=0.3, reference="given"), entropy_bonus=0.05),
+    LossSpec(name="gspo", clip_low=0.2, clip_high=0.2),
+)
+TOLERANCE = 2e-6
+"""Of log-probs in nats, of losses relative to the sum, and of gradients to the largest: fp32, the same products in sums of other lengths."""
+
+
+def in_order(batch: Batch, order: list[int]) -> Batch:
+    """The same sequences in another order."""
+    parts = [part(batch, i, i + 1) for i in order]
+    names = [n for n in Batch.__slots__ if n.endswith("_T")]
+    rows = {n: None if getattr(batch, n) is None else torch.cat([getattr(p, n) for p in parts]) for n in names}
+    return Batch(**rows, lengths=tuple(batch.lengths[i] for i in order))
+
+
+def set_budget(runtime: TrainerRuntime, tokens: int) -> None:
+    """Another `micro_batch_tokens` from now on."""
+    runtime.config = runtime.config.model_copy(update={"micro_batch_tokens": tokens})
+
+
+def measure(runtime: TrainerRuntime, batch: Batch) -> dict:
+    """Log-probs and entropy, and each loss's sum and gradients."""
+    result = {"scores": torch.stack(runtime.forward(batch)), "losses": [], "gradients": []}
+    for spec in SPECS:
+        result["losses"].append(runtime.forward_backward(batch, spec).loss)
+        result["gradients"].append(take_gradients(runtime))
+    return result
+
+
+def one_at_a_time(runtime: TrainerRuntime, batch: Batch) -> dict:
+    """`measure` without packing: each sequence is a batch. The last has no loss."""
+    parts = [part(batch, i, i + 1) for i in range(len(batch.lengths))]
+    result = {"scores": torch.cat([torch.stack(runtime.forward(p)) for p in parts], dim=1), "losses": [], "gradients": []}
+    for spec in SPECS:
+        result["losses"].append(sum(runtime.forward_backward(p, spec).loss for p in parts[:-1]))
+        result["gradients"].append(take_gradients(runtime))
+    return result
+
+
+def same(ours: dict, theirs: dict, *, tolerance: float = TOLERANCE) -> None:
+    """Equal but for rounding."""
+    assert (ours["scores"] - theirs["scores"]).abs().max() < tolerance
+    for a, b in zip(ours["losses"], theirs["losses"], strict=True):
+        assert abs(a - b) <= tolerance * max(1.0, abs(b)), (a, b)
+    for a, b in zip(ours["gradients"], theirs["gradients"], strict=True):
+        close(a, b, relative=tolerance)
+
+
+def check_packs(runtime: TrainerRuntime, batch: Batch) -> dict:
+    """Whatever the budget, and in whatever order the sequences come, it is one sequence at a time. Returns that."""
+    alone = one_at_a_time(runtime, batch)
+    for budget in (1, 4096):
+        set_budget(runtime, budget)
+        assert max(m.num_sequences for m in runtime._cut(batch)) > 1
+        same(measure(runtime, batch), alone)
+    order = [3, 0, 4, 2, 1]
+    shuffled = measure(runtime, in_order(batch, order))
+    starts = [sum(batch.lengths[:i]) for i in range(len(order))]
+    rows = torch.cat([torch.arange(starts[i], starts[i] + batch.lengths[i]) for i in order])
+    same(shuffled | {"scores": torch.empty_like(alone["scores"]).index_copy_(1, rows, shuffled["scores"])}, alone)
+    return alone
+
+
+def check_neighbours(runtime: TrainerRuntime, batch: Batch) -> None:
+    """Other tokens in one sequence of a pack leave its neighbours' log-probs as they are, to the bit."""
+    set_budget(runtime, 4096)
+    before = torch.stack(runtime.forward(batch))
+    tokens_T = batch.tokens_T.clone()
+    start, end = batch.lengths[0], sum(batch.lengths[:2])
+    tokens_T[start:end] = tokens_T[start:end].flip(0)
+    changed = Batch(**{n: getattr(batch, n) for n in Batch.__slots__} | {"tokens_T": tokens_T})
+    after = torch.stack(runtime.forward(changed))
+    differs_T = (before != after).any(dim=0)
+    assert differs_T[start + 1 : end].any()
+    # A MoE's experts take the tokens of all sequences in one product, whose rounding depends on how many there are.
+    tolerance = TOLERANCE if runtime.hf_config.model_type == "qwen3_moe" else 0.0
+    outside = torch.ones(len(tokens_T), dtype=torch.bool)
+    outside[start:end] = False
+    assert ((before - after).abs()[:, outside] <= tolerance).all()
+
+
+def check_routing(runtime: TrainerRuntime, batch: Batch, alone: dict) -> None:
+    """Replaying the model's own routing changes nothing, in packs of another size and order; replaying another changes the log-probs."""
+    set_budget(runtime, 4096)
+    for router in runtime._routers:
+        router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+    replay_routing, runtime._replay_routing = runtime._replay_routing, lambda micro: None  # type: ignore[method-assign]
+    runtime.forward(batch)
+    runtime._replay_routing = replay_routing  # type: ignore[method-assign]
+    # One pack in the batch's own order.
+    own_T = torch.stack([r.router_replay.get_recorded_indices() for r in runtime._routers], dim=1)
+    assert own_T.shape == (len(batch.tokens_T), 2, 2)
+    set_budget(runtime, 16)
+    replayed = replace(batch, routed_experts_T=own_T.int())
+    same(measure(runtime, replayed), alone)
+    other = torch.stack(runtime.forward(replace(batch, routed_experts_T=(own_T.int() + 1) % 4)))
+    assert (other - alone["scores"]).abs().max() > 1e-2
+    same(measure(runtime, batch), alone)
+    for wrong, message in (
+        (own_T[:, :1], "the model has 2 layers with 4 experts"),
+        (own_T * 0, r"sequence 0: routed_experts\[0\] in layer 0 is \[0, 0\], not 2 different experts below 4"),
+        (own_T + 4 * (torch.arange(len(own_T)) == 10)[:, None, None], r"sequence 1: routed_experts\[1\] in layer 0"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            runtime.forward_backward(replace(batch, routed_experts_T=wrong), SPECS[0])
+
+
+def check_memory_modes(model: Path, batch: Batch, alone: dict) -> None:
+    """Recomputed or compiled layers compute the same. The backend only traces: what it would compile to is torch's business."""
+    backend = trainer_node.runtime.COMPILE_BACKEND
+    trainer_node.runtime.COMPILE_BACKEND = "eager"
+    moe = "moe" in model.name
+    try:
+        for options in ({"recompute": "full"}, {"recompute": "selective"} if moe else {"compile": True}):
+            # One pack where it compiles: each length is compiled anew.
+            budget = 4096 if "compile" in options else 25
+            runtime = make_runtime(model, 1, 1, 1, micro_batch_tokens=budget, **options)
+            random_adapters(runtime)
+            layer, calls = runtime.model[0].decoder.layers[0], []
+            if "recompute" in options:
+                layer.self_attention.core_attention.register_forward_pre_hook(lambda *_, calls=calls: calls.append(0))
+            same(measure(runtime, batch), alone)
+            # For each micro-batch one forward pass for the scores, and for each loss one and another in the backward pass.
+            assert len(calls) == ("recompute" in options) * len(runtime._cut(batch)) * (1 + 2 * len(SPECS))
+            assert (layer._compiled_call_impl is not None) == options.get("compile", False)
+            runtime.close()
+    finally:
+        trainer_node.runtime.COMPILE_BACKEND = backend
+
+
+def main() -> None:
+    """See the module's docstring."""
+    out, model, sequence = Path(sys.argv[1]), Path(sys.argv[2]), bool(int(sys.argv[6]))
+    runtime = make_runtime(model, *map(int, sys.argv[3:6]), sequence=sequence)
+    assert runtime.provider.sequence_parallel == (sequence and runtime.config.parallel.tensor > 1)
+    random_adapters(runtime)
+    batch = whole_batch()
+    checkpoint.save_adapter(runtime, out / "random")
+    result = check_packs(runtime, batch)
+    check_neighbours(runtime, batch)
+    if dist.get_rank() == 0:
+        torch.save(result, out / "result.pt")
+    world = dist.get_world_size()
+    if world == 1 and runtime._routers:
+        check_routing(runtime, batch, result)
+    runtime.close()
+    if world == 1:
+        check_memory_modes(model, batch, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -107,7 +107,7 @@ def check_bfloat16(model: Path, out: Path) -> None:
     """bf16 weights are the rounding of fp32 masters, which step as fp32 weights do; micro-batches add up in fp32; a reload goes on
     to the bit. The node refuses what needs adapters before it trains."""
     parallel, folder = ParallelConfig(), out / "bf16"
-    config = TrainerConfig(model=model, finetuning_type="full", dtype="bfloat16", parallel=parallel, micro_batch_sequences=1)
+    config = TrainerConfig(model=model, finetuning_type="full", dtype="bfloat16", parallel=parallel, micro_batch_tokens=16)
     node = Node(config, None)
     runtime, exporter, batch = node.runtime, node.exporter, make_batch()
     message = TrainLora(request_id="r", deadline_s=60, output_dir=str(out), tensors=(), loss=LOSS, optim=OPTIM)

@@ -1,10 +1,10 @@
 """One rank of one cell of the parity matrix: the same batches on whatever topology it is started with.
 
-    torchrun ... -m tests.trainer_node.parity OUT MODEL TENSOR PIPELINE EXPERT {lora,full} {rl,sft}
+    torchrun ... -m tests.trainer_node.parity OUT MODEL TENSOR PIPELINE EXPERT {lora,full} {rl,sft} [no-sequence]
 
 Rank 0 leaves OUT/cell.pt: log-probs and entropies of every token, the metrics of two optimizer steps, the first step's gradients, and
 after the second the trained tensors and the exported ones; with LoRA also the adapter that it began with, in OUT/adapter. The tokens are also cut
-otherwise (`CUTS`), which must change nothing.
+otherwise (`CUTS`), which must change nothing. Tensor ranks share the sequence unless told `no-sequence`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
     """See the module's docstring."""
     out, model = Path(sys.argv[1]), Path(sys.argv[2])
     finetuning_type, kind = sys.argv[6:8]
-    runtime = make_runtime(model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type)
+    runtime = make_runtime(model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type, sequence="no-sequence" not in sys.argv)
     if finetuning_type == "lora":
         random_adapters(runtime)
         checkpoint.save_adapter(runtime, out / "adapter")

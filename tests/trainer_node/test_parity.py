@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer_node.data import LENGTHS
 
-DENSE = {"tp2": (2, (2, 1, 1)), "pp2": (2, (1, 2, 1)), "dp2": (2, (1, 1, 1)), "tp2pp2": (4, (2, 2, 1))}
+DENSE = {
+    "tp2": (2, (2, 1, 1)),
+    "tp2-no-sequence": (2, (2, 1, 1)),
+    "pp2": (2, (1, 2, 1)),
+    "dp2": (2, (1, 1, 1)),
+    "tp2pp2": (4, (2, 2, 1)),
+}
 MOE = DENSE | {"ep2": (2, (1, 1, 2)), "tp2ep2": (2, (2, 1, 2)), "dp2ep2": (4, (1, 1, 2))}
 LAUNCHES = [("dense_tied", t) for t in DENSE] + [("dense_untied", "tp2pp2")] + [("moe", t) for t in MOE]
 CELLS = [f"{t}-{k}" for t in ("lora", "full") for k in ("rl", "sft")]
@@ -75,7 +81,7 @@ def test_topology_changes_nothing(
     model: str, topology: str, cell: str, models, single_parity, torchrun, tmp_path: Path
 ) -> None:
     ranks, sizes = MOE[topology]
-    torchrun(ranks, "parity", tmp_path, models[model], *sizes, *cell.split("-"))
+    torchrun(ranks, "parity", tmp_path, models[model], *sizes, *cell.split("-"), *topology.split("-", 1)[1:])
     compare(load(tmp_path), load(single_parity(model, cell)))
 
 

@@ -48,6 +48,9 @@ def smoke(
     steps: Annotated[int, typer.Option(help="TrainMerged jobs, so the last version is name@STEPS.")] = 2,
     report: Annotated[Path | None, typer.Option(help="Write the report there as JSON.")] = None,
     name: Annotated[str, typer.Option(help="The served alias.")] = "tiny",
+    finetuning_type: Annotated[
+        str, typer.Option(help="lora: adapters are trained and merged; full: every parameter is trained.")
+    ] = "lora",
     lora_rank: int = 8,
     lora_alpha: float = 16.0,
     lora_targets: Annotated[str, typer.Option(help="Comma-separated HF module names.")] = ",".join(LORA_TARGETS),
@@ -76,6 +79,8 @@ def smoke(
     try:
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"--device is cpu or cuda, got {device!r}")
+        if finetuning_type not in ("lora", "full"):
+            raise ConfigError(f"--finetuning-type is lora or full, got {finetuning_type!r}")
         config = SmokeConfig(
             run_dir=run_dir or Path("runs/smoke") / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}"),
             model=model if model is not None else _tiny_model(arch, trainer_python, console),
@@ -88,6 +93,7 @@ def smoke(
             steps=steps,
             random_init=random_init,
             proof=proof,
+            finetuning_type="full" if finetuning_type == "full" else "lora",
             lora=LoraConfig(rank=lora_rank, alpha=lora_alpha, targets=tuple(t for t in lora_targets.split(",") if t)),
             lr=lr,
             trainer_parallel=_parallel(trainer_tp, trainer_pp, trainer_ep, trainer_ranks),

@@ -2,9 +2,9 @@
 
     python -m trainer_node.reference --request request.json --out answer.json [--device cuda]
 
-Request: `{"model": folder, "dtype": "float32" | "bfloat16", "adapters": {"0": folder or null, "1": folder, ...},
+Request: `{"model": folder, "dtype": "float32" | "bfloat16", "trained": {"0": folder or null, "1": folder, ...},
 "sequences": [[token ids], ...], "perturb": bool, "served": {"0": [[log-prob of token t given its prefix, null first], ...]}}`;
-`served` may be absent.
+`served` may be absent. A folder is a PEFT adapter for the model, or a whole HF checkpoint (it has a config.json); null is the model itself.
 
 Answer: `logprobs` (per version, sequence and token; null for a sequence's first), `perturbed` (class -> largest change of a log-prob
 when one weight tensor of that class gets 1 % noise, in the last numbered version), `perturbed_tensors` (class -> that tensor),
@@ -51,11 +51,13 @@ def round_to_bf16(model: nn.Module) -> None:
         parameter.copy_(parameter.to(torch.bfloat16))
 
 
-def merged(folder: str, dtype: str, adapter: str | None, device: str) -> nn.Module:
-    """A fresh base with the adapter merged in by PEFT."""
+def merged(folder: str, dtype: str, trained: str | None, device: str) -> nn.Module:
+    """A fresh base with the adapter merged in by PEFT, or the checkpoint itself where `trained` is a whole one."""
+    if trained is not None and (Path(trained) / "config.json").is_file():
+        return load_base(trained, dtype, device)
     model = load_base(folder, dtype, device)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()  # type: ignore[arg-type]
+    if trained is not None:
+        model = PeftModel.from_pretrained(model, trained).merge_and_unload().eval()  # type: ignore[arg-type]
         if dtype == "bfloat16":
             round_to_bf16(model)
     return model
@@ -134,10 +136,10 @@ def answer(request: dict[str, Any], device: str) -> dict[str, Any]:
         "served_diff": {},
         "rounded_logprobs": {},
     }
-    numbered = [v for v in request["adapters"] if v.isdigit()]
+    numbered = [v for v in request["trained"] if v.isdigit()]
     before: dict[str, torch.Tensor] | None = None
-    for version, adapter in request["adapters"].items():
-        model = merged(request["model"], request["dtype"], adapter, device)
+    for version, trained in request["trained"].items():
+        model = merged(request["model"], request["dtype"], trained, device)
         result["logprobs"][version] = score(model, request["sequences"])
         if request["dtype"] == "bfloat16":
             if before is not None:

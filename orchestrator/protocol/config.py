@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from orchestrator.protocol.messages import Message, Transport
 
 Device = Literal["cpu", "cuda"]
+FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -82,7 +83,7 @@ class TrainerConfig(Message):
     init: Literal["hf", "random"] = "hf"
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    finetuning_type: Literal["lora", "full"] = "lora"
+    finetuning_type: FinetuningType = "lora"
     """What trains: adapters on the frozen model, or every parameter of it (`lora` is then not used). Of bf16 parameters AdamW keeps fp32
     masters."""
     lora: LoraConfig = LoraConfig()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from orchestrator.cluster import ClusterConfig
 from orchestrator.errors import ConfigError
 from orchestrator.preflight import check_cpu_attention, check_gpus, check_model, check_parallel, check_port_free
-from orchestrator.protocol.config import Device, InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
+from orchestrator.protocol.config import Device, FinetuningType, InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
 
 TAU = 1e-4
 """Largest allowed difference, in nats, between a log-prob served in fp32 and the reference's."""
@@ -32,6 +32,7 @@ class SmokeConfig:
     steps: int = 2
     random_init: bool = False
     proof: bool = True
+    finetuning_type: FinetuningType = "lora"
     lora: LoraConfig = field(default_factory=LoraConfig)
     lr: float = 5e-3
     num_prompts: int = 8
@@ -107,6 +108,7 @@ def node_configs(config: SmokeConfig) -> tuple[TrainerConfig, InferenceConfig]:
         init="random" if config.random_init else "hf",
         device=config.device,
         dtype=config.dtype,
+        finetuning_type=config.finetuning_type,
         lora=config.lora,
         parallel=config.trainer_parallel,
         transport=transport,

@@ -50,11 +50,14 @@ def run_reference(
     python: Path,
     model: Path,
     dtype: str,
-    adapters: Mapping[str, Path],
+    trained: Mapping[str, Path],
     sequences: Sequence[Sequence[int]],
     work_dir: Path,
 ) -> dict[str, object]:
-    """Score `sequences` with base + adapter for every adapter, in a process of its own.
+    """Score `sequences` with every version, in a process of its own.
+
+    Args:
+        trained: version -> a PEFT adapter for `model`, or a whole HF checkpoint.
 
     Raises:
         ProofError: the process failed; quotes the end of its output.
@@ -64,7 +67,7 @@ def run_reference(
         json.dumps(
             {
                 "model": str(model), "dtype": dtype, "sequences": [list(s) for s in sequences], "perturb": True,
-                "adapters": {k: str(v) for k, v in adapters.items()},
+                "trained": {k: str(v) for k, v in trained.items()},
             }
         )
     )  # fmt: skip

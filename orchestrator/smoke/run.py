@@ -66,7 +66,7 @@ class _Smoke:
         self._vocab_size = vocab_size
         self._base_url = cluster.base_urls[0]
         self._served: dict[int, served.Logprobs] = {}
-        self._adapters: dict[str, Path] = {}
+        self._trained: dict[str, Path] = {}
         self._sequences: list[list[int]] = []
         self._rewards: dict[int, float] = {}
 
@@ -75,7 +75,8 @@ class _Smoke:
         self._publish_first()
         for step in range(1, self._config.steps + 1):
             self._train_and_publish(step)
-        self._train_lora()
+        if self._config.finetuning_type == "lora":
+            self._train_lora()
         if self._config.proof:
             self._prove()
 
@@ -126,7 +127,7 @@ class _Smoke:
     def _after_version(self, result: dict[str, Any], *, reward: float | None, rollout_s: float) -> None:
         version: int = result["version"]
         metrics, seconds = result["metrics"], {"rollout": rollout_s, **result["seconds"]}
-        self._adapters[str(version)] = Path(result["checkpoint_dir"]) / "adapter"
+        self._trained[str(version)] = self._what_was_trained(result)
         self._served[version] = self._http(
             lambda http: served.prompt_logprobs(http, model=f"{self._config.name}@{version}", sequences=self._sequences)
         )
@@ -173,7 +174,7 @@ class _Smoke:
         files = {p.name for p in output_dir.iterdir()}
         if not {"adapter_config.json", "adapter_model.safetensors"} <= files:
             self._fail(f"TrainLora left {sorted(files)} in {output_dir}, not a PEFT adapter")
-        self._adapters["lora_job"] = output_dir
+        self._trained["lora_job"] = output_dir
         seconds = {"rollout": rollout_s, **result.get("seconds", {})}
         self._report.lora_job = {"output_dir": str(output_dir), "metrics": result.get("metrics", {}), "seconds": seconds}
         self._http(lambda http: served.check_alias(http, name=self._config.name, version=self._config.steps))
@@ -187,7 +188,7 @@ class _Smoke:
             python=self._config.trainer_python,
             model=self._config.model,
             dtype=self._config.dtype,
-            adapters=self._adapters,
+            trained=self._trained,
             sequences=self._sequences,
             work_dir=self._config.run_dir,
         )
@@ -198,8 +199,8 @@ class _Smoke:
             rounded=None if sharp else answer["rounded_logprobs"],
         )
         proving.judge_sensitivity(proof, answer["perturbed"], sharp=sharp)
-        moved = served.max_difference(answer["logprobs"]["lora_job"], answer["logprobs"][str(self._config.steps)])
-        if sharp and not moved > 10 * self._config.tau:
+        moved = self._moved_by_lora_job(answer["logprobs"])
+        if sharp and moved is not None and not moved > 10 * self._config.tau:
             proof.failures.append(f"the adapter that TrainLora wrote, loaded by PEFT, is the one before: {moved:.1e}")
         for row in self._report.versions:
             row["max_logprob_diff"] = proof.to_own[row["version"]]
@@ -214,7 +215,23 @@ class _Smoke:
         for failure in proof.failures:
             self._fail(failure)
 
+    def _moved_by_lora_job(self, logprobs: dict[str, served.Logprobs]) -> float | None:
+        """Nats between the adapter of the `TrainLora` job and the last version; None where there was no such job."""
+        if "lora_job" not in logprobs:
+            return None
+        return served.max_difference(logprobs["lora_job"], logprobs[str(self._config.steps)])
+
     # ------------------------------------------------------------ helpers
+
+    def _what_was_trained(self, result: dict[str, Any]) -> Path:
+        """What the reference makes the version of: its adapter, or with full parameters the HF checkpoint that the trainer exports."""
+        if self._config.finetuning_type == "lora":
+            return Path(result["checkpoint_dir"]) / "adapter"
+        folder = self._config.run_dir.absolute() / "exported" / str(result["version"])
+        if self._config.proof:
+            folder.parent.mkdir(exist_ok=True)
+            self._cluster.client.export_hf(str(folder))
+        return folder
 
     def _http(self, call: Any) -> Any:
         async def go() -> Any:
@@ -236,7 +253,7 @@ class _Smoke:
 
 def _settings(config: SmokeConfig) -> dict[str, Any]:
     names: Sequence[str] = (
-        "name", "steps", "lr", "num_prompts", "group_size", "max_tokens", "random_init", "proof", "bucket_bytes", "enforce_eager",
+        "name", "steps", "finetuning_type", "lr", "num_prompts", "group_size", "max_tokens", "random_init", "proof", "bucket_bytes", "enforce_eager",
     )  # fmt: skip
     return {
         **{n: getattr(config, n) for n in names},

@@ -51,6 +51,17 @@ def test_from_checkpoint_to_version_two(arch, models, tmp_path):
     assert "tiny@2" in output
 
 
+def test_full_parameters_to_version_one(models, tmp_path):
+    """Served is what the trainer exports as an HF checkpoint, scored by transformers; and it is not @0."""
+    code, output, report = smoke(
+        tmp_path, "--model", models["qwen3"], "--finetuning-type", "full", "--lr", "1e-3", "--steps", "1"
+    )
+    assert code == 0, output
+    assert report["ok"] and [r["alias"] for r in report["versions"]] == ["tiny@0", "tiny@1"]
+    assert all(r["max_logprob_diff"] < 1e-4 for r in report["versions"])
+    assert report["versions"][1]["diff_to_previous"] > 1e-3
+
+
 def test_a_trainer_killed_in_the_middle_of_a_transfer(models, tmp_path):
     """The faulty trainer kills itself with SIGKILL after ten tensors of @1, once. vLLM's process must be the same one throughout."""
     marker = tmp_path / "killed"

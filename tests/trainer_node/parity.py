@@ -84,7 +84,9 @@ def main() -> None:
     """See the module's docstring."""
     out, model = Path(sys.argv[1]), Path(sys.argv[2])
     finetuning_type, kind = sys.argv[6:8]
-    runtime = make_runtime(model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type, sequence="no-sequence" not in sys.argv)
+    runtime = make_runtime(
+        model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type, sequence="no-sequence" not in sys.argv
+    )
     if finetuning_type == "lora":
         random_adapters(runtime)
         checkpoint.save_adapter(runtime, out / "adapter")

@@ -141,7 +141,7 @@ def test_peft_scores_what_we_export(name: str, models, single, tmp_path: Path) -
     out = single(name)
     sequences = [[5, 17, 200, 3, 44, 120], list(range(30))]
     request = {"model": str(models[name]), "dtype": "float32", "sequences": sequences, "perturb": True}
-    result = answer({**request, "adapters": {"0": None, "1": str(out / "random")}}, "cpu")
+    result = answer({**request, "trained": {"0": None, "1": str(out / "random")}}, "cpu")
     ours = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
     ours.load_state_dict(load_file(out / "merged.safetensors"))
     from trainer_node.reference import max_difference, score

@@ -46,7 +46,7 @@ def single_parity(models, torchrun, tmp_path_factory):
 
 
 def load(folder: Path) -> dict[str, Any]:
-    return torch.load(folder / "cell.pt", weights_only=True)
+    return torch.load(folder / "cell.pt", weights_only=True, map_location="cpu")
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -1,0 +1,93 @@
+"""Parity in bf16 with fp32 masters: topologies against one rank in fp32, on the CPU and, marked gpu2 and gpu4, through TransformerEngine and NCCL.
+
+Rounding is most of what differs, so each tolerance is a multiple of what rounding alone does: one rank in bf16 against one in fp32, on the
+CPU in the same run. The errors that the fp32 matrix looks for (a sum missing, a part counted twice) are of the order of the values themselves.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.test_parity import MOE, load, single_parity  # noqa: F401  (a fixture)
+
+CELLS = [
+    ("dense_tied", "tp2", "full-rl"),
+    ("dense_untied", "dp2", "lora-sft"),
+    ("moe", "tp2ep2", "lora-rl"),
+    ("moe", "dp2ep2", "full-sft"),
+]
+TIMES_ROUNDING = 3.0
+GPU_MARKS = {2: pytest.mark.gpu2, 4: pytest.mark.gpu4}
+
+
+def distances(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Relative to the values' size: log-probs and entropies, the first loss in its terms, the gradient, the weights."""
+    result = {"scores": relative([ours["scores"]], [theirs["scores"]])}
+    result["loss"] = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours["metrics"], theirs["metrics"], strict=True))
+    for key in ("gradients", "trained"):
+        assert ours[key].keys() == theirs[key].keys()
+        result[key] = relative([ours[key][n] for n in theirs[key]], list(theirs[key].values()))
+    return result
+
+
+def relative(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    flat, other = (torch.cat([t.double().flatten() for t in tensors]) for tensors in (ours, theirs))
+    return float((flat - other).norm() / other.norm())
+
+
+@pytest.fixture(scope="session")
+def rounding(models, torchrun, single_parity, tmp_path_factory):  # noqa: F811
+    """(model, cell) -> what bf16 alone changes, on one rank; made once."""
+    done: dict[tuple[str, str], dict[str, float]] = {}
+
+    def get(model: str, cell: str) -> dict[str, float]:
+        if (model, cell) not in done:
+            out = tmp_path_factory.mktemp("bf16")
+            torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"), "bfloat16")
+            done[model, cell] = distances(load(out), load(single_parity(model, cell)))
+        return done[model, cell]
+
+    return get
+
+
+@pytest.mark.parametrize(("model", "topology", "cell"), CELLS)
+def test_on_the_cpu(model: str, topology: str, cell: str, models, torchrun, rounding, single_parity, tmp_path: Path) -> None:  # noqa: F811
+    ranks, sizes = MOE[topology]
+    torchrun(ranks, "parity", tmp_path, models[model], *sizes, *cell.split("-"), "bfloat16")
+    check(load(tmp_path), load(single_parity(model, cell)), rounding(model, cell))
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "cell"), [pytest.param(*c, marks=GPU_MARKS[MOE[c[1]][0]], id="-".join(c)) for c in CELLS]
+)
+def test_on_gpus(model: str, topology: str, cell: str, models, rounding, single_parity, tmp_path: Path) -> None:  # noqa: F811
+    """One process each, because CUDA does not survive a fork."""
+    ranks, sizes = MOE[topology]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command += [
+        "tests.trainer_node.parity",
+        str(tmp_path),
+        str(models[model]),
+        *map(str, sizes),
+        *cell.split("-"),
+        "bfloat16",
+        "cuda",
+    ]
+    ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+    check(load(tmp_path), load(single_parity(model, cell)), rounding(model, cell))
+
+
+def check(ours: dict[str, Any], fp32: dict[str, Any], rounding: dict[str, float]) -> None:
+    """Each distance to fp32 is at most `TIMES_ROUNDING` that of one rank in bf16, and something was rounded at all."""
+    assert min(rounding.values()) > 0
+    found = distances(ours, fp32)
+    assert all(found[k] <= TIMES_ROUNDING * rounding[k] + 1e-4 for k in rounding), (found, rounding)

@@ -1,0 +1,110 @@
+"""Training: tokens per second of a LoRA step, beside a bare Megatron-Bridge loop and transformers + PEFT, on the same tokens.
+
+Every contender runs in a process of its own (`benchmarks.train_worker`), with the same sequences of mixed length, adapters of rank 16 on all linear
+layers, random weights and AdamW; sequences, losses and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES
+(8b,30b-a3b), steps from SPLICE_BENCH_SAMPLES (5), tokens of a step from SPLICE_BENCH_TOKENS (65536).
+
+`flops_per_s` counts, for each token: 4 FLOP for every frozen weight that it passes (the product forward, and the gradient of the input; a frozen
+weight has no gradient of its own), 6 for every adapter weight, and causal attention's 12 x heads x head_dim x mean context in each layer; the
+head only where there is loss. `matmul_flops_per_s` is what one large product reaches on the same device: the peak that can be had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Case
+
+SHAPES = {
+    "8b": ("qwen3", "qwen3-8b"),
+    "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
+    "tiny": ("qwen3_moe", "tiny"),
+    "tiny-dense": ("qwen3", "tiny"),
+}
+PEERS = {
+    "bridge": "bare loop on Megatron-Bridge's LoRA (fewer adapters: they mean something else)",
+    "peft": "transformers + PEFT",
+}
+WORKER_TIMEOUT_S = 570
+
+
+def run(*, device: str, small: bool) -> list[Case]:
+    """One GPU, or the CPU."""
+    shapes = ["tiny-dense", "tiny"] if small else os.environ.get("SPLICE_BENCH_SHAPES", "8b,30b-a3b").split(",")
+    steps = int(os.environ.get("SPLICE_BENCH_SAMPLES", "2" if small else "5"))
+    tokens = int(os.environ.get("SPLICE_BENCH_TOKENS", "256" if small else "65536"))
+    cases = []
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            model = _model(shape, Path(folder))
+            for kind in ("rl", "sft"):
+                cases += _cases(f"{shape}/lora-{kind}/1", model, kind=kind, device=device, steps=steps, tokens=tokens)
+    return cases
+
+
+def _model(shape: str, folder: Path) -> Path:
+    arch, size = SHAPES[shape]
+    argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--shape", size, "--out", str(folder)]
+    config_only = [] if size == "tiny" else ["--config-only"]
+    subprocess.run([*argv, *config_only], check=True, stdout=subprocess.DEVNULL, timeout=120)
+    return folder
+
+
+def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> list[Case]:
+    """A contender that fails (a peer that does not fit in memory, say) is in the settings with its error, not in the samples."""
+    found: dict[str, dict[str, Any]] = {}
+    for contender in ("splice", *PEERS):
+        found[contender] = _worker(contender, model, kind=kind, device=device, steps=steps, tokens=tokens)
+    ours = found["splice"]
+    if "error" in ours:
+        raise RuntimeError(f"{name}: {ours['error']}")
+    settings = {k: v for k, v in ours.items() if k != "seconds"}
+
+    def rate(result: dict[str, Any], amount: str) -> tuple[float, ...]:
+        return tuple(result[amount] / s for s in result.get("seconds", ()))
+
+    cases = [
+        Case(name=name, metric="tokens_per_s", unit="tokens/s", samples=rate(ours, "tokens"), peer=label, peer_samples=rate(found[peer], "tokens"),
+             settings={**settings, "peer": {k: v for k, v in found[peer].items() if k != "seconds"}})
+        for peer, label in PEERS.items()
+    ]  # fmt: skip
+    cases.append(
+        Case(name=name, metric="flops_per_s", unit="FLOP/s", samples=rate(ours, "flops"), peer="one large product on the same device",
+             peer_samples=(ours["matmul_flops_per_s"],))
+    )  # fmt: skip
+    peaks = {peer: found[peer]["peak_bytes"] for peer in PEERS if "peak_bytes" in found[peer]}
+    cases.append(
+        Case(name=name, metric="peak_memory_bytes", unit="B", samples=(ours["peak_bytes"],), peer=PEERS["bridge"],
+             peer_samples=(peaks["bridge"],) if "bridge" in peaks else ())
+    )  # fmt: skip
+    return cases
+
+
+def _worker(contender: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> dict[str, Any]:
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.train_worker",
+        contender,
+        "--model",
+        str(model),
+        "--kind",
+        kind,
+        "--device",
+        device,
+    ]
+    argv += ["--steps", str(steps), "--tokens", str(tokens)]
+    try:
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end within {WORKER_TIMEOUT_S} s"}
+    if ran.returncode != 0:
+        return {"error": (ran.stdout + ran.stderr)[-1500:]}
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return result

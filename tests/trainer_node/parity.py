@@ -55,6 +55,9 @@ def everything_scored() -> Batch:
 def cell(runtime: TrainerRuntime, loss: LossSpec) -> dict[str, Any]:
     """What one cell of the matrix is compared by. Two optimizer steps."""
     first, second = batches()
+    exporter = Exporter(runtime)
+    for _ in exporter.merged_tensors():
+        """An export before training, as of a first publication: nothing of it may be in the last."""
     result: dict[str, Any] = {"scores": torch.stack(runtime.forward(everything_scored()))}
     sums = runtime.forward_backward(first, loss)
     result["metrics"] = [sums.metrics(loss.normalize_by)]
@@ -63,7 +66,7 @@ def cell(runtime: TrainerRuntime, loss: LossSpec) -> dict[str, Any]:
     for batch in (first, second):
         result["metrics"].append(runtime.train_step(batch, loss, OPTIM))
     result["trained"] = runtime.trained_tensors()
-    result["exported"] = {n: t.detach().clone() for n, t in Exporter(runtime).merged_tensors()}
+    result["exported"] = {n: t.detach().clone() for n, t in exporter.merged_tensors()}
     return result
 
 
@@ -84,7 +87,9 @@ def main() -> None:
     """See the module's docstring."""
     out, model = Path(sys.argv[1]), Path(sys.argv[2])
     finetuning_type, kind = sys.argv[6:8]
-    runtime = make_runtime(model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type, sequence="no-sequence" not in sys.argv)
+    runtime = make_runtime(
+        model, *map(int, sys.argv[3:6]), finetuning_type=finetuning_type, sequence="no-sequence" not in sys.argv
+    )
     if finetuning_type == "lora":
         random_adapters(runtime)
         checkpoint.save_adapter(runtime, out / "adapter")

@@ -53,9 +53,9 @@ test: dev
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
 	exit $$status
 
-# Wrong versions of the production code; each must be found by the test it names.
+# Wrong versions of the production code; each must be found by the test it names. Part of `make test`.
 mutants: dev
-	$(TRAINER)/bin/python -m pytest tests/trainer_node/test_mutants.py -m mutants $(PYTEST_ARGS)
+	$(TRAINER)/bin/python -m pytest tests/trainer_node/test_mutants.py $(PYTEST_ARGS)
 
 check: $(TRAINER)/.dev
 	$(TRAINER)/bin/ruff check .

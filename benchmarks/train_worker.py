@@ -82,6 +82,7 @@ def loss_of(logprobs: torch.Tensor, rest: tuple[torch.Tensor, ...], kind: str) -
 
 
 def splice(model: Path, data: Data, kind: str, device: str, pack: int) -> Callable[[], object]:
+    """Ours."""
     from orchestrator.protocol.config import LoraConfig, TrainerConfig
     from orchestrator.protocol.messages import LossSpec, OptimParams
     from trainer_node.batch import Batch
@@ -101,6 +102,7 @@ def splice(model: Path, data: Data, kind: str, device: str, pack: int) -> Callab
 
 
 def bridge(model: Path, data: Data, kind: str, device: str, pack: int) -> Callable[[], object]:
+    """A bare loop on Megatron-Bridge."""
     from orchestrator.protocol.config import TrainerConfig
     from trainer_node.hf import read_config
     from trainer_node.runtime import _init_distributed
@@ -149,6 +151,7 @@ def bridge(model: Path, data: Data, kind: str, device: str, pack: int) -> Callab
 
 
 def peft(model: Path, data: Data, kind: str, device: str, pack: int) -> Callable[[], object]:
+    """A bare loop on transformers and PEFT."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 

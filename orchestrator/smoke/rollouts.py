@@ -93,7 +93,8 @@ async def sample(
                     rewards=rewards,
                     group_size=group_size,
                     max_tokens=max_tokens,
-                    seed=seed * 1000 + i,
+                    # vLLM gives answer k of a request the seed plus k: two prompts must not draw the same numbers.
+                    seed=(seed * 1000 + i) * group_size,
                     restrict=restrict,
                 )
                 for i, p in enumerate(prompts)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from tests.trainer_node import tiny
 
 REPO = Path(__file__).resolve().parents[2]
+FORKSERVER = "SPLICE_TEST_FORKSERVER"
+"""Environment: "r,w", the pipes of a `forkserver` that runs already."""
 
 
 def child_env() -> dict[str, str]:
@@ -37,20 +40,30 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
         self._server: subprocess.Popen[str] | None = None
+        self._pipes: tuple[IO[str], IO[str]] | None = None
+
+    def _start(self) -> tuple[IO[str], IO[str]]:
+        """(answers, requests) of a server."""
+        if FORKSERVER in os.environ:
+            answers, requests = map(int, os.environ[FORKSERVER].split(","))
+            return os.fdopen(answers), os.fdopen(requests, "w")
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer_node.forkserver"],
+            cwd=REPO,
+            env=child_env(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._server.stdin is not None and self._server.stdout is not None
+        return self._server.stdout, self._server.stdin
 
     def __call__(self, num_ranks: int, module: str, *args: object, timeout_s: float = 120.0) -> None:
         """Fails the test with the ranks' output if one of them fails or none ends within `timeout_s`."""
-        if self._server is None:
-            command = [sys.executable, "-m", "tests.trainer_node.forkserver"]
-            self._server = subprocess.Popen(
-                command,
-                cwd=REPO,
-                env=child_env(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+        if self._pipes is None:
+            self._pipes = self._start()
+        answers, requests = self._pipes
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._count += 1
         log = self._folder / f"{self._count}-{module}.log"
@@ -58,10 +71,9 @@ class Ranks:
             "module": f"tests.trainer_node.{module}", "args": list(map(str, args)), "num_ranks": num_ranks, "port": store.port,
             "log": str(log), "timeout_s": timeout_s,
         }  # fmt: skip
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        codes = json.loads(self._server.stdout.readline())["codes"]
+        requests.write(json.dumps(request) + "\n")
+        requests.flush()
+        codes = json.loads(answers.readline())["codes"]
         output = log.read_text()[-6000:] if log.exists() else ""
         assert codes == [0] * num_ranks, (
             f"exit codes {codes} (null: killed after {timeout_s} s, or after another failed)\n{output}"

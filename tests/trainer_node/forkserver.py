@@ -4,6 +4,7 @@
 
 One JSON request a line on stdin: {"module", "args", "num_ranks", "port", "log", "timeout_s"}; one JSON answer a line: {"codes": [exit code of each rank]},
 null where a rank had to be killed. The environment of each rank is torchrun's; the store is the caller's, at `port`.
+`mutantserver.py` forks such a process with another copy of this project's packages in it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import runpy
 import signal
 import sys
 import time
-from typing import Any
+from typing import IO, Any
 
 POLL_S = 0.02
 
 
-def serve() -> None:
-    """Until stdin ends."""
+def serve(requests: IO[str], answers: IO[str]) -> None:
+    """Until the requests end."""
     from trainer_node import cpu_shims
 
     cpu_shims.apply()
@@ -33,9 +34,9 @@ def serve() -> None:
     import trainer_node.runtime  # noqa: F401
 
     del megatron, peft
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
-        print(json.dumps({"codes": _run(request)}), flush=True)
+        print(json.dumps({"codes": _run(request)}), file=answers, flush=True)
 
 
 def _run(request: dict[str, Any]) -> list[int | None]:
@@ -86,4 +87,4 @@ def _fork(request: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.stdin, sys.stdout)

@@ -1,15 +1,22 @@
 """Wrong versions of the production code, and for each the check that must fail on it. A mutant that survives fails this suite.
 
-A mutant is one replacement in one source file of a copy of the repository; its killer is a test that passes on the unmutated copy.
+A mutant is one replacement in one source file of a copy of the repository; its killer is a test that passes on the unmutated copy. The
+copies' tests run in forks of one process (`mutantserver.py`), two at a time.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import select
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +27,19 @@ PACKING = "tests/trainer_node/test_packing.py"
 GENERATIONS, OPERATIONS = "tests/trainer_node/test_generations.py", "tests/trainer_node/test_operations.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
-FULL = "tests/trainer_node/test_full.py"
-FULL_ONE_RANK = f"{FULL}::test_two_steps_equal_transformers[dense_tied]"
-FULL_TOPOLOGIES = f"{FULL}::test_topology_changes_nothing[dense_tied]"
-TWO_RANKS = f"{OPERATIONS}::test_topology_changes_nothing[dp2]"
+FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
+UNMUTATED = "the repository as it is"
+RUN_TIMEOUT_S = 200.0
 
-pytestmark = pytest.mark.mutants
+
+def reference(cell: str) -> str:
+    """A cell of the parity matrix on one rank, against transformers, PEFT and torch.optim."""
+    return f"tests/trainer_node/test_parity.py::test_one_rank_equals_the_reference[{cell}]"
+
+
+def parity(cell: str) -> str:
+    """A cell of the parity matrix, against one rank."""
+    return f"tests/trainer_node/test_parity.py::test_topology_changes_nothing[{cell}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +52,21 @@ class Mutant:
     new: str
     killer: str
 
+    @property
+    def applies(self) -> bool:
+        """False: the source has changed under it."""
+        return (REPO / self.file).read_text().count(self.old) == 1
+
 
 MUTANTS = [
+    # First, because it mostly waits.
+    Mutant(
+        name="a step is asked for twice by an orchestrator that was restarted",
+        file="orchestrator/trainer_requests.py",
+        old="        if key is not None:",
+        new="        if False:",
+        killer="tests/orchestrator/test_resume.py::test_killed_while_idle_and_in_the_step",
+    ),
     Mutant(
         name="token normalisation per batch, then a mean of means",
         file="trainer_node/sums.py",
@@ -73,21 +100,21 @@ MUTANTS = [
         file="trainer_node/cpu_layers.py",
         old="packed_seq_params.cu_seqlens_q.tolist()",
         new="packed_seq_params.cu_seqlens_q[[0, -1]].tolist()",
-        killer=ONE_RANK,
+        killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
         name="copies averaged under sequence parallelism",
-        file="trainer_node/runtime.py",
-        old="repeats = 1 if self.provider.sequence_parallel else tensor_size",
-        new="repeats = tensor_size",
-        killer=f"{OPERATIONS}::test_topology_changes_nothing[tp2pp2]",
+        file="trainer_node/parameters.py",
+        old="copies_of_tokens = 1 if sequence_parallel else tensor_group.size()",
+        new="copies_of_tokens = tensor_group.size()",
+        killer=parity("moe-tp2-lora-sft"),
     ),
     Mutant(
         name="forward results returned a row early",
         file="trainer_node/runtime.py",
         old="result_2T[:, one.rows_N] = value_2N",
         new="result_2T[:, one.rows_N - 1] = value_2N",
-        killer=ONE_RANK,
+        killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
         name="a number that does not divide is rounded",
@@ -171,7 +198,7 @@ MUTANTS = [
         file="trainer_node/runtime.py",
         old="        total = terms.total * weight\n",
         new="        total = terms.total * weight / count\n",
-        killer=ONE_RANK,
+        killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
         name="the reference is the policy itself",
@@ -185,42 +212,42 @@ MUTANTS = [
         file="trainer_node/losses.py",
         old="total = total - spec.entropy_bonus * entropy",
         new="total = total + spec.entropy_bonus * entropy",
-        killer=ONE_RANK,
+        killer=reference("dense_tied-lora-rl"),
     ),
     Mutant(
         name="adapter scale forgotten",
         file="trainer_node/lora.py",
         old="h = self._exchange(h, group=self._group) * self.scale",
         new="h = self._exchange(h, group=self._group)",
-        killer=ONE_RANK,
+        killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
         name="sums not reduced over data-parallel ranks",
         file="trainer_node/runtime.py",
         old="        dist.all_reduce(total)\n        dist.all_reduce(worst",
         new="        dist.all_reduce(worst",
-        killer=TWO_RANKS,
+        killer=parity("dense_tied-dp2-lora-sft"),
     ),
     Mutant(
         name="gradients not reduced over data-parallel ranks",
         file="trainer_node/parameters.py",
         old="all_reduce_flat(dense, parallel_state.get_data_parallel_group(with_context_parallel=True), 1 / denominator)",
         new="all_reduce_flat(dense, tensor_group, 1 / denominator)",
-        killer=TWO_RANKS,
+        killer=parity("dense_tied-dp2-lora-sft"),
     ),
     Mutant(
         name="a tied embedding's two gradients not added",
         file="trainer_node/parameters.py",
         old="        all_reduce_flat(tied, parallel_state.get_embedding_group(), 1.0)\n",
         new="        pass\n",
-        killer=FULL_TOPOLOGIES,
+        killer=parity("dense_tied-pp2-full-sft"),
     ),
     Mutant(
         name="the q and k norms' partial gradients averaged",
         file="trainer_node/parameters.py",
         old='partial=bare.endswith(("q_layernorm.weight", "k_layernorm.weight")),',
         new="partial=False,",
-        killer=FULL_TOPOLOGIES,
+        killer=parity("dense_tied-tp2-no-sequence-full-sft"),
     ),
     Mutant(
         name="sharded tensor dropped on save",
@@ -241,14 +268,14 @@ MUTANTS = [
         file="trainer_node/optimizer.py",
         old='optim.weight_decay if group["decays"] else 0.0',
         new="optim.weight_decay",
-        killer=FULL_ONE_RANK,
+        killer=reference("dense_tied-full-sft"),
     ),
     Mutant(
         name="owners keep their step to themselves",
         file="trainer_node/optimizer.py",
         old="        for share in self._shares:\n            share.broadcast()\n",
         new="        pass\n",
-        killer=f"{FULL}::test_topology_changes_nothing[moe]",
+        killer=parity("dense_tied-dp2-full-sft"),
     ),
     Mutant(
         name="the reference adapter is the policy's own",
@@ -279,40 +306,161 @@ MUTANTS = [
         killer=f"{PEFT}::test_settings",
     ),
     Mutant(
-        name="a step is asked for twice by an orchestrator that was restarted",
-        file="orchestrator/trainer_requests.py",
-        old="        if key is not None:",
-        new="        if False:",
-        killer="tests/orchestrator/test_resume.py::test_killed_while_idle_and_in_the_step",
+        name="tokens counted per rank",
+        file="trainer_node/runtime.py",
+        old="            num_tokens=batch.num_loss_tokens,\n",
+        new="            num_tokens=sum(report.numel() > 0 for report in reports),\n",
+        killer=parity("dense_tied-dp2-lora-sft"),
+    ),
+    Mutant(
+        name="gradients of adapters that tensor ranks have copies of not reduced",
+        file="trainer_node/parameters.py",
+        old="        all_reduce_flat(parts, tensor_group, 1.0)\n",
+        new="        pass\n",
+        killer=parity("dense_tied-tp2-lora-sft"),
+    ),
+    Mutant(
+        name="a column-parallel adapter's hidden gradient not reduced over tensor ranks",
+        file="trainer_node/lora.py",
+        old="if row_parallel else copy_to_tensor_model_parallel_region",
+        new="if row_parallel else lambda h, group: h",
+        killer=parity("dense_tied-tp2-no-sequence-lora-sft"),
+    ),
+    Mutant(
+        name="a stale adapter is exported",
+        file="trainer_node/lora.py",
+        old="    @torch.no_grad()\n    def gather(self)",
+        new="    @__import__('functools').cache\n    @torch.no_grad()\n    def gather(self)",
+        killer=reference("dense_tied-lora-sft"),
+    ),
+    Mutant(
+        name="gate and up swapped",
+        file="trainer_node/lora.py",
+        old='return [names["gate"], names["up"]]',
+        new='return [names["up"], names["gate"]]',
+        killer=reference("dense_tied-lora-sft"),
+    ),
+    Mutant(
+        name="gate and up swapped in the parameters",
+        file="trainer_node/parameters.py",
+        old='_piece(names["gate"], param, groups=1, first=0, rows=half, dim=dim)\n        yield _piece(names["up"], param, groups=1, first=half,',
+        new='_piece(names["gate"], param, groups=1, first=half, rows=half, dim=dim)\n        yield _piece(names["up"], param, groups=1, first=0,',
+        killer=reference("dense_tied-full-sft"),
+    ),
+    Mutant(
+        name="q, k and v of an adapter not interleaved by query group",
+        file="trainer_node/lora.py",
+        old="        if self.qkv_heads is None:\n            return",
+        new="        if True:\n            return",
+        killer=reference("dense_tied-lora-sft"),
+    ),
+    Mutant(
+        name="q, k and v of the parameters taken as if they were one query group",
+        file="trainer_node/parameters.py",
+        old="groups=groups, first=first * size, rows=width * size, dim=dim)",
+        new="groups=1, first=first * size * groups, rows=width * size * groups, dim=dim)",
+        killer=reference("dense_tied-full-sft"),
+    ),
+    Mutant(
+        name="every expert-parallel rank has the first experts",
+        file="trainer_node/lora.py",
+        old="offsets=(int(first), 0, 0)",
+        new="offsets=(0, 0, 0)",
+        killer=parity("moe-ep2-lora-sft"),
+    ),
+    Mutant(
+        name="padded rows counted",
+        file="trainer_node/batch.py",
+        old="    places_N = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])\n    rows_N = torch.from_numpy(rows_R[places_N])\n    owners_R = np.repeat(np.arange(len(sequences)), np.array([batch.lengths[i] for i in sequences], dtype=np.int64))\n",
+        new="    places_N = np.flatnonzero(np.resize(batch.loss_mask_T.numpy()[rows_R], length))\n    rows_N = torch.from_numpy(np.resize(rows_R, length)[places_N])\n    owners_R = np.resize(np.repeat(np.arange(len(sequences)), [batch.lengths[i] for i in sequences]), length)\n",
+        killer=parity("dense_tied-pp2-lora-sft"),
     ),
 ]
 
 
 def copy_of_the_repository(folder: Path) -> Path:
-    """What the killers need."""
+    """What the killers need; compiled modules too, which are as old as their sources still."""
     for package in ("orchestrator", "trainer_node", "weight_transfer", "tests"):
-        shutil.copytree(REPO / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPO / package, folder / package)
     shutil.copy(REPO / "pyproject.toml", folder)
     return folder
 
 
-def run_killers(folder: Path, killers: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *killers]
-    environment = {**child_env(), "PYTHONPATH": str(folder)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+def mutated_copy(mutant: Mutant, folder: Path) -> Path:
+    path = copy_of_the_repository(folder) / mutant.file
+    path.write_text(path.read_text().replace(mutant.old, mutant.new))
+    return folder
 
 
-def test_the_killers_pass_without_a_mutation(tmp_path: Path) -> None:
-    ran = run_killers(copy_of_the_repository(tmp_path), sorted({m.killer for m in MUTANTS}))
-    assert ran.returncode == 0, ran.stdout[-4000:]
+class Runs:
+    """What became of the killers on each copy; all that were asked for run from the start, two at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._results = folder, dict[str, dict[str, Any]]()
+        self._asked, self._rest = 0, b""
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer_node.mutantserver"],
+            cwd=REPO,
+            env=child_env(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def ask(self, name: str, copy: Path, tests: list[str]) -> None:
+        request = {"name": name, "folder": str(copy), "tests": tests, "log": str(self.log(name)), "timeout_s": RUN_TIMEOUT_S}
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request).encode() + b"\n")
+        self._server.stdin.flush()
+        self._asked += 1
+
+    def log(self, name: str) -> Path:
+        return self._folder / f"{name.replace('/', ' ')}.log"
+
+    def result(self, name: str) -> tuple[int | None, str]:
+        """Pytest's exit code and output; None: it did not end."""
+        deadline = time.monotonic() + RUN_TIMEOUT_S + 30.0 * self._asked
+        assert self._server.stdout is not None
+        while name not in self._results:
+            left = deadline - time.monotonic()
+            assert left > 0, f"no answer for {name!r}"
+            if select.select([self._server.stdout], [], [], left)[0]:
+                read = os.read(self._server.stdout.fileno(), 1 << 16)
+                assert read, "the server has ended"
+                *lines, self._rest = (self._rest + read).split(b"\n")
+                self._results |= {answer["name"]: answer for answer in map(json.loads, lines)}
+        return self._results[name]["code"], self.log(name).read_text()[-4000:]
+
+    def close(self) -> None:
+        self._server.terminate()  # which ends its runs
+        self._server.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Everything that this session has chosen is under way."""
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    try:
+        params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+        chosen = [p["mutant"] for p in params if "mutant" in p]
+        if test_the_killers_pass_without_a_mutation in (getattr(item, "function", None) for item in request.session.items):
+            killers = sorted({m.killer.partition("::")[0]: m.killer for m in reversed(MUTANTS)}.values())
+            runs.ask(UNMUTATED, copy_of_the_repository(tmp_path_factory.mktemp("unmutated")), killers)
+        for n, mutant in enumerate(m for m in chosen if m.applies):
+            runs.ask(mutant.name, mutated_copy(mutant, tmp_path_factory.mktemp(f"copy_{n}")), [mutant.killer])
+        yield runs
+    finally:
+        runs.close()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
-    folder = copy_of_the_repository(tmp_path)
-    path = folder / mutant.file
-    source = path.read_text()
-    assert source.count(mutant.old) == 1, f"{mutant.file} has changed: the mutant {mutant.name!r} does not apply"
-    path.write_text(source.replace(mutant.old, mutant.new))
-    ran = run_killers(folder, [mutant.killer])
-    assert ran.returncode == 1, f"{mutant.name!r} survived {mutant.killer}:\n{ran.stdout[-3000:]}"
+def test_mutant_is_killed(mutant: Mutant, runs: Runs) -> None:
+    assert mutant.applies, f"{mutant.file} has changed: the mutant {mutant.name!r} does not apply"
+    code, output = runs.result(mutant.name)
+    assert code == 1, f"{mutant.name!r} survived {mutant.killer} (exit code {code}; null: it did not end):\n{output}"
+
+
+def test_the_killers_pass_without_a_mutation(runs: Runs) -> None:
+    """One of each file: that a copy and a fork alone make nothing fail. The suite itself runs all of them."""
+    code, output = runs.result(UNMUTATED)
+    assert code == 0, output

@@ -35,10 +35,15 @@ $(INFERENCE)/.installed: requirements/inference.lock $(LOCKS)
 	@requirements/make_env.sh "$(PYTHON)" $(INFERENCE) requirements/inference.lock
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
+	@touch $@
+
+# Benchmarks draw their results; only the trainer's environment runs them.
+$(TRAINER)/.plot: requirements/plot.lock $(TRAINER)/.installed
+	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/plot.lock
 	@touch $@
 
 smoke: envs
@@ -47,7 +52,7 @@ smoke: envs
 # All three parts run even if one fails; the result is red if any is.
 test: dev
 	@status=0; \
-	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/orchestrator tests/weight_transfer tests/trainer_node $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/orchestrator tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
 	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py tests/weight_transfer/test_buckets.py $(PYTEST_ARGS) || status=1; \
 	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \

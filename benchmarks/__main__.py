@@ -1,8 +1,10 @@
-"""`python -m benchmarks NAME`: run one benchmark; `compare A B`, `show A`, `plot A OUT.png` work on result files."""
+"""`python -m benchmarks NAME`: run one benchmark; `compare A B`, `show A`, `plot A OUT.png` work on result files. Without a name: a list."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,22 +13,43 @@ from rich.console import Console
 
 from benchmarks import harness
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-BENCHMARKS = ("control", "logits", "merge", "sync", "convergence")
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+BENCHMARKS = {
+    "control": "round trips of an empty job: client, orchestrator, journal, node",
+    "wire": "bandwidth of the transfer group alone",
+    "merge": "adapters merged into a MoE's experts, bytes per second",
+    "export": "the trainer's merged tensors, against Megatron-Bridge's export",
+    "logits": "memory and time of the language-model head",
+    "sync": "whole publications, against vLLM's nccl engine",
+    "pause": "gaps between tokens of many streams during a publication",
+    "loop": "whole RL steps: seconds by phase, share of idle time",
+    "convergence": "reward, KL and log-prob gap, against a control in one process",
+}
+WITH_INFERENCE = ("sync", "pause", "loop", "convergence")
+"""Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or .venv-inference)."""
 
 
 def _add(name: str) -> None:
-    @app.command(name=name, help=(importlib.import_module(f"benchmarks.{name}").__doc__ or "").splitlines()[0])
+    @app.command(name=name, help=_docstring(name), short_help=BENCHMARKS[name])
     def run(
         out: Annotated[Path | None, typer.Option(help="Write the result there as JSON.")] = None,
+        png: Annotated[Path | None, typer.Option(help="Draw the result there.")] = None,
         small: Annotated[bool, typer.Option(help="A size that runs on a CPU in seconds.")] = False,
         device: str = "cpu",
     ) -> None:
-        module = importlib.import_module(f"benchmarks.{name}")
-        result = harness.make_result(name, module.run(device=device, small=small))
+        cases = importlib.import_module(f"benchmarks.{name}").run(device=device, small=small)
+        result = harness.make_result(name, cases, device=device, with_inference=name in WITH_INFERENCE)
         if out is not None:
             result.write(out)
-        harness.print_table(result, Console(soft_wrap=True))
+        harness.print_table(result, _console())
+        if png is not None:
+            _draw(result, png)
+
+
+def _docstring(name: str) -> str:
+    """A benchmark's own words, read without importing it and all that it needs."""
+    source = Path(__file__).with_name(f"{name}.py").read_text()
+    return ast.get_docstring(ast.parse(source)) or ""
 
 
 for _name in BENCHMARKS:
@@ -36,21 +59,30 @@ for _name in BENCHMARKS:
 @app.command()
 def show(path: Path) -> None:
     """Print a result's table."""
-    harness.print_table(harness.load(path), Console(soft_wrap=True))
+    harness.print_table(harness.load(path), _console())
 
 
 @app.command()
 def compare(before: Path, after: Path) -> None:
     """Compare two results of one benchmark."""
-    harness.print_comparison(harness.load(before), harness.load(after), Console(soft_wrap=True))
+    harness.print_comparison(harness.load(before), harness.load(after), _console())
 
 
 @app.command()
 def plot(path: Path, out: Path) -> None:
     """Draw a result as PNG, in the benchmark's own way if it has one."""
-    result = harness.load(path)
+    _draw(harness.load(path), out)
+
+
+def _console() -> Console:
+    """A file or a pipe gets whole lines."""
+    return Console(width=None if sys.stdout.isatty() else 220)
+
+
+def _draw(result: harness.Result, out: Path) -> None:
     module = importlib.import_module(f"benchmarks.{result.benchmark}")
     getattr(module, "plot", harness.plot)(result, out)
 
 
-app()
+if __name__ == "__main__":
+    app()

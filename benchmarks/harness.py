@@ -4,13 +4,14 @@
                                                             "peer", "peer_value", "peer_samples", "settings"}]}
 
 `value` is the median of `samples`; `peer` names what was measured beside it in the same run. A ratio is value / peer_value, so below 1 is
-better for times and above 1 for rates.
+better for times and bytes held, above 1 for rates. A case is known by its name and metric: `30b-a3b/lora-all/1to1`, `pause_to_resume_s`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -90,11 +91,25 @@ def load(path: Path) -> Result:
     return Result(benchmark=raw["benchmark"], device=raw["device"], commit=raw["commit"], packages=raw["packages"], cases=cases)
 
 
-def make_result(benchmark: str, cases: list[Case], *, device: str | None = None) -> Result:
-    """Cases and where they were measured."""
-    return Result(
-        benchmark=benchmark, device=device or device_name(), commit=commit(), packages=installed_packages(), cases=tuple(cases)
-    )
+def make_result(benchmark: str, cases: list[Case], *, device: str = "cpu", with_inference: bool = False) -> Result:
+    """Cases and where they were measured.
+
+    Args:
+        device: "cpu" or "cuda", as the benchmark was told.
+        with_inference: vLLM's environment took part; its packages are listed with "inference:" before their names.
+    """
+    twice = sorted({(c.name, c.metric) for c in cases if [(o.name, o.metric) for o in cases].count((c.name, c.metric)) > 1})
+    if twice:
+        raise ValueError(f"{benchmark} has cases of the same name and metric: {twice}")
+    packages = installed_packages()
+    if with_inference:
+        packages |= inference_packages(inference_python())
+    return Result(benchmark=benchmark, device=device_name(device), commit=commit(), packages=packages, cases=tuple(cases))
+
+
+def inference_python() -> Path:
+    """The interpreter that has vLLM: SPLICE_INFERENCE_PYTHON, else .venv-inference's."""
+    return Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ".venv-inference/bin/python")).absolute()
 
 
 def installed_packages() -> dict[str, str]:
@@ -108,16 +123,27 @@ def installed_packages() -> dict[str, str]:
     return found
 
 
-def device_name() -> str:
-    """The GPU's name, or the CPU's model with its core count."""
+def inference_packages(python: Path) -> dict[str, str]:
+    """The same of another environment."""
+    script = "import json; from benchmarks.harness import installed_packages; print(json.dumps(installed_packages()))"
+    listed = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return {f"inference:{name}": version for name, version in json.loads(listed.stdout).items()}
+
+
+def device_name(device: str) -> str:
+    """The GPUs' name, or the CPU's model with its core count."""
+    if device == "cpu":
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+        return f"cpu: {os.cpu_count()} cores of {model}"
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=True
         )
         names = listed.stdout.strip().splitlines()
         return f"{len(names)} x {names[0]}"
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return f"cpu {platform.machine()}"
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise RuntimeError(f"--device cuda, but nvidia-smi names no GPU: {error}") from error
 
 
 def commit() -> str:
@@ -140,40 +166,71 @@ def print_table(result: Result, console: Console) -> None:
         "case", "metric", "value", "unit", "peer", "peer value", "ratio", title=f"{result.benchmark} on {result.device}"
     )
     for c in result.cases:
-        ratio = f"{c.value / c.peer_value:.3f}" if c.peer_value else ""
         peer = "" if c.peer_value is None else f"{c.peer_value:.4g}"
-        table.add_row(c.name, c.metric, f"{c.value:.4g}", c.unit, c.peer or "", peer, ratio)
+        table.add_row(c.name, c.metric, f"{c.value:.4g}", c.unit, c.peer or "", peer, _ratio(c.value, c.peer_value))
     console.print(table)
 
 
 def print_comparison(before: Result, after: Result, console: Console) -> None:
-    """Cases that both have, after / before."""
-    old = {(c.name, c.metric): c for c in before.cases}
-    table = Table("case", "metric", "before", "after", "ratio", title=f"{before.commit[:9]} -> {after.commit[:9]}")
-    for c in after.cases:
-        was = old.get((c.name, c.metric))
-        if was is not None:
-            table.add_row(c.name, c.metric, f"{was.value:.4g}", f"{c.value:.4g}", f"{c.value / was.value:.3f}")
+    """Cases that both have, after / before, with each side's ratio to its own peer; then the names of those that only one has.
+
+    Raises:
+        ValueError: results of two benchmarks.
+    """
+    if before.benchmark != after.benchmark:
+        raise ValueError(f"these are results of {before.benchmark!r} and {after.benchmark!r}; compare two of one benchmark")
+    old, new = ({(c.name, c.metric): c for c in result.cases} for result in (before, after))
+    columns = ("case", "metric", "unit", "before", "after", "after / before", "to peer, before", "to peer, after")
+    table = Table(*columns, title=f"{before.benchmark}: {before.commit[:9]} -> {after.commit[:9]}")
+    for key, c in new.items():
+        if key in old:
+            was = old[key]
+            numbers = f"{was.value:.4g}", f"{c.value:.4g}", _ratio(c.value, was.value)
+            peers = _ratio(was.value, was.peer_value), _ratio(c.value, c.peer_value)
+            table.add_row(c.name, c.metric, c.unit, *numbers, *peers)
     console.print(table)
+    if before.device != after.device:
+        console.print(f"different devices: {before.device} -> {after.device}")
+    for only, keys in (("before", old.keys() - new.keys()), ("after", new.keys() - old.keys())):
+        for name, metric in sorted(keys):
+            console.print(f"only {only}: {name} {metric}")
+
+
+def _ratio(value: float, to: float | None) -> str:
+    return f"{value / to:.3f}" if to else ""
 
 
 def plot(result: Result, path: Path) -> None:
-    """A bar for each case and its peer, as PNG. Needs matplotlib (extra "dev")."""
+    """Cases and their peers as bars with every sample as a dot, a panel for each unit. Needs matplotlib (requirements/plot.lock)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases = [c for c in result.cases if c.peer_value is not None] or list(result.cases)
-    figure, axes = plt.subplots(figsize=(9, 0.6 * len(cases) + 1.5))
-    for row, c in enumerate(cases):
-        axes.barh(row - 0.2, c.value, height=0.38, color="tab:blue", label="splice" if row == 0 else None)
-        if c.peer_value is not None:
-            axes.barh(row + 0.2, c.peer_value, height=0.38, color="tab:gray", label=c.peer if row == 0 else None)
-    axes.set_yticks(range(len(cases)), [f"{c.name}\n{c.metric} [{c.unit}]" for c in cases], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_title(f"{result.benchmark}, {result.device}, {result.commit[:9]}", fontsize=9)
-    axes.legend(fontsize=7)
+    units = list(dict.fromkeys(c.unit for c in result.cases))
+    groups = [[c for c in result.cases if c.unit == unit] for unit in units]
+    heights = [len(group) + 0.8 for group in groups]
+    figure, panels = plt.subplots(
+        len(units), 1, figsize=(10, 0.55 * sum(heights) + 1.2), height_ratios=heights, squeeze=False
+    )  # fmt: skip
+    for axes, unit, group in zip(panels[:, 0], units, groups, strict=True):
+        for row, c in enumerate(group):
+            _bar(axes, row - 0.2, c.value, c.samples, "tab:blue", f"{c.value:.4g}")
+            if c.peer_value is not None:
+                _bar(axes, row + 0.2, c.peer_value, c.peer_samples, "tab:gray", f"{c.peer_value:.4g}  {c.peer}")
+        axes.set_yticks(range(len(group)), [f"{c.name}\n{c.metric}" for c in group], fontsize=7)
+        axes.set_xlabel(unit, fontsize=8)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.margins(x=0.25)
+        axes.invert_yaxis()
+    figure.suptitle(f"{result.benchmark}, {result.device}, {result.commit[:9]}; blue: splice, grey: peer", fontsize=8)
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _bar(axes: Any, y: float, value: float, samples: tuple[float, ...], color: str, text: str) -> None:
+    axes.barh(y, value, height=0.38, color=color, alpha=0.7)
+    axes.plot(samples, [y] * len(samples), ".", color="black", markersize=3)
+    axes.annotate(text, (max((value, *samples)), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=6)

@@ -1,0 +1,148 @@
+"""Every benchmark that needs no cluster, small, through its command line: the file, the table, the plot. No speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from benchmarks import harness, memory
+from benchmarks.harness import Case, Result
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT_KEYS = {"benchmark", "device", "commit", "packages", "cases"}
+CASE_KEYS = {"name", "metric", "unit", "value", "samples", "peer", "peer_value", "peer_samples", "settings"}
+WITHOUT_PEER = {"control/empty-job-p99"}
+SMALL = {
+    "control": {"control/empty-job", "control/empty-job-p99"},
+    "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
+    "merge": {"merge/30b-a3b-experts", "merge/30b-a3b-experts-loop"},
+    "export": {"export/tiny-moe/wire", "export/tiny-moe/manifest", "export/tiny-moe/plan"},
+    "logits": {"logits/chunked-256", "logits/default-256"},
+}
+
+
+def benchmarks(*arguments, timeout=120):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_runs_small_on_a_cpu(name, tmp_path):
+    out, png = tmp_path / f"{name}-cpu.json", tmp_path / "plots" / f"{name}.png"
+    code, table, errors = benchmarks(name, "--small", "--out", out, "--png", png)
+    assert code == 0, errors[-3000:]
+    raw = json.loads(out.read_text())
+    assert set(raw) == RESULT_KEYS
+    assert raw["benchmark"] == name and raw["device"].startswith("cpu: ") and "torch" in raw["packages"]
+    assert SMALL[name] <= {c["name"] for c in raw["cases"]}
+    for case in raw["cases"]:
+        assert set(case) == CASE_KEYS
+        assert case["samples"] and case["value"] == median(case["samples"]) and case["value"] > 0
+        if case["peer"] is not None:
+            assert case["peer_samples"] and case["peer_value"] == median(case["peer_samples"]) > 0
+            assert f"{case['value'] / case['peer_value']:.3f}" in table
+        assert case["name"] in table and case["metric"] in table
+    assert any(c["peer"] for c in raw["cases"])
+    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 5000
+
+
+def test_without_a_name_all_are_listed_with_a_line_each():
+    _, text, _ = benchmarks("--help")
+    for name in (
+        "control",
+        "wire",
+        "export",
+        "merge",
+        "logits",
+        "sync",
+        "pause",
+        "loop",
+        "convergence",
+        "compare",
+        "plot",
+        "show",
+    ):
+        rows = [line for line in text.splitlines() if line.strip("│ ").startswith(name)]
+        assert len(rows) == 1 and len(rows[0].split()) > 5, (name, text)
+
+
+# ------------------------------------------------------------ the harness
+
+
+def result(*cases, benchmark="wire", commit="0123456789"):
+    return Result(benchmark=benchmark, device="cpu: 2 cores", commit=commit, packages={}, cases=cases)
+
+
+def case(name="a/b", metric="seconds", samples=(1.0, 3.0, 2.0), **more):
+    return Case(name=name, metric=metric, unit="s", samples=samples, **more)
+
+
+def printed(write, *arguments):
+    from io import StringIO
+
+    from rich.console import Console
+
+    text = StringIO()
+    write(*arguments, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_a_file_comes_back_as_it_was(tmp_path):
+    one = result(case(peer="stock", peer_samples=(4.0,), settings={"bytes": 7}), case(metric="requests", samples=(0.0,)))
+    one.write(tmp_path / "wire-cpu.json")
+    assert harness.load(tmp_path / "wire-cpu.json") == one
+
+
+def test_a_comparison_says_ratios_zeros_and_what_only_one_has():
+    before = result(case(peer="p", peer_samples=(8.0,)), case("lost", samples=(0.0,)), case("gone"))
+    after = result(case(samples=(1.0,), peer="p", peer_samples=(2.0,)), case("lost", samples=(0.0,)), case("new"))
+    text = printed(harness.print_comparison, before, after)
+    row = next(line for line in text.splitlines() if "a/b" in line).split("│")
+    assert [cell.strip() for cell in row[4:9]] == ["2", "1", "0.500", "0.250", "0.500"]
+    assert "only before: gone seconds" in text and "only after: new seconds" in text
+    assert next(line for line in text.splitlines() if "lost" in line).count("0") == 2
+
+
+def test_results_of_two_benchmarks_are_not_compared():
+    with pytest.raises(ValueError, match=r"'wire' and 'sync'.*compare two of one benchmark"):
+        printed(harness.print_comparison, result(case()), result(case(), benchmark="sync"))
+
+
+def test_two_cases_of_one_name_and_metric_are_refused():
+    with pytest.raises(ValueError, match="a/b"):
+        harness.make_result("wire", [case(), case()])
+
+
+def test_committed_results_can_be_read_and_drawn(tmp_path):
+    files = sorted((ROOT / "benchmarks/results").glob("*.json"))
+    results = [path for path in files if not path.name.startswith("smoke-")]
+    assert len(results) >= 3
+    for path in results:
+        loaded = harness.load(path)
+        assert path.name.startswith(loaded.benchmark + "-")
+        assert printed(harness.print_table, loaded).count("\n") > len(loaded.cases)
+    harness.plot(harness.load(results[-1]), tmp_path / "last.png")
+    assert (tmp_path / "last.png").stat().st_size > 5000
+
+
+def test_memory_of_another_process_is_seen():
+    script = "import sys; sys.stdin.readline(); held = bytearray(64 << 20); print(len(held), flush=True); sys.stdin.readline()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        with memory.watched({"child": memory.process_tree(process.pid)}, poll_s=0.005) as peaks:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            process.stdout.readline()
+            import time
+
+            time.sleep(0.1)
+        process.stdin.close()
+    assert 60 << 20 < peaks["child"].beyond < 80 << 20

@@ -22,6 +22,7 @@ BENCHMARKS = {
     "logits": "memory and time of the language-model head",
     "sync": "whole publications, against vLLM's nccl engine",
     "pause": "gaps between tokens of many streams during a publication",
+    "train": "tokens per second of a LoRA step, against a bare Megatron-Bridge loop and PEFT",
     "loop": "whole RL steps: seconds by phase, share of idle time",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
 }

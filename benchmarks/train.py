@@ -70,7 +70,7 @@ def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens
         return tuple(result[amount] / s for s in result.get("seconds", ()))
 
     cases = [
-        Case(name=name, metric="tokens_per_s", unit="tokens/s", samples=rate(ours, "tokens"), peer=label, peer_samples=rate(found[peer], "tokens"),
+        Case(name=f"{name}/{peer}", metric="tokens_per_s", unit="tokens/s", samples=rate(ours, "tokens"), peer=label, peer_samples=rate(found[peer], "tokens"),
              settings={**settings, "peer": {k: v for k, v in found[peer].items() if k != "seconds"}})
         for peer, label in PEERS.items()
     ]  # fmt: skip

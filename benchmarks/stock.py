@@ -32,10 +32,18 @@ BUCKET_BYTES = 2**30
 
 
 class StockServer:
-    """An unmodified vLLM OpenAI server with backend "nccl"; use as a context manager."""
+    """An unmodified vLLM OpenAI server with its development routes, on CUDA with backend "nccl"; use as a context manager."""
 
     def __init__(
-        self, *, python: Path, model: Path, gpu: int, log: Path, max_model_len: int = 8192, more: Sequence[str] = ()
+        self,
+        *,
+        python: Path,
+        model: Path,
+        gpu: int,
+        log: Path,
+        max_model_len: int = 8192,
+        more: Sequence[str] = (),
+        device: str = "cuda",
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -43,10 +51,26 @@ class StockServer:
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._argv = [
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "stock",
-            "--load-format", "dummy", "--dtype", "bfloat16", "--port", str(self.port), "--max-model-len", str(max_model_len),
-            "--gpu-memory-utilization", "0.85", "--enforce-eager", "--weight-transfer-config", '{"backend": "nccl"}', *more,
+            "--load-format", "dummy", "--port", str(self.port), "--max-model-len", str(max_model_len), "--enforce-eager", *more,
         ]  # fmt: skip
-        self._env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        self._env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+        if device == "cuda":
+            self._argv += [
+                "--dtype",
+                "bfloat16",
+                "--gpu-memory-utilization",
+                "0.85",
+                "--weight-transfer-config",
+                '{"backend": "nccl"}',
+            ]
+            self._env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        else:  # as our own server is started there
+            self._argv += ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**29)]
+            self._env |= {
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1)),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            }
         self._log = log
 
     def __enter__(self) -> StockServer:
@@ -86,14 +110,18 @@ class StockSender:
         import torch
         from cupy.cuda import nccl
 
-        self._torch, self._nccl, self._server, self._manifest = torch, nccl, server, manifest
+        self._torch, self._nccl, self._server = torch, nccl, server
         self._device = torch.device(device)
         torch.cuda.set_device(self._device)
-        self._buckets = plan_buckets(manifest, BUCKET_BYTES)
+        self.use(manifest)
         largest = max(b.nbytes for b in self._buckets)
         self._bytes = [torch.randint(0, 64, (largest,), dtype=torch.uint8, device=self._device) for _ in range(2)]
         self._stream = torch.cuda.Stream(self._device)
         self._join()
+
+    def use(self, manifest: Manifest) -> None:
+        """Publish this from now on: the first manifest or a part of it."""
+        self._manifest, self._buckets = manifest, plan_buckets(manifest, BUCKET_BYTES)
 
     def _join(self) -> None:
         torch, nccl = self._torch, self._nccl

@@ -1,125 +1,147 @@
-"""Publications of a whole model, splice against vLLM's unmodified `nccl` engine, both under a running stream.
+"""Publications of a whole model, splice against vLLM's unmodified `nccl` engine, both under a running stream, in one run.
 
+    SHAPE/lora-all/1to1                `Resync`: every tensor is sent
+    SHAPE/lora-attn/1to1               `PublishJob`: what training changed, as far as the orchestrator leaves the rest out
+                                       (`settings["sent"]` and `bytes_sent` say so)
+    SHAPE/lora-attn/1to1-all-tensors   `Resync`
+
+The peer sends the same tensors: all of them, or where ours sent the changed ones those that have an adapter.
 `pause_to_resume_s` is the largest gap between tokens of the running stream: from the last token before the pause to the first one after the
 resume, so re-prefill and verification are inside. Ours exports, merges and verifies; the peer only sends random bytes and checks nothing.
+Memory is watched during the first two publications, which are not timed.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import Case
+from benchmarks import clusters, memory
+from benchmarks.harness import Case, inference_python
 from benchmarks.stream import TokenStream
-from orchestrator.cluster import Cluster, ClusterConfig
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
-from orchestrator.protocol.messages import InitialSyncJob, Manifest, ResyncJob, TensorSpec
+from orchestrator.cluster import Cluster
+from orchestrator.protocol.messages import InitialSyncJob, JobSpec, Manifest, PublishJob, ResyncJob, TensorSpec
 
-SHAPES = {"30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"), "8b": ("qwen3", "qwen3-8b"), "tiny": ("qwen3_moe", "tiny")}
+PLANS = ("30b-a3b/lora-all", "30b-a3b/lora-attn", "8b/lora-all")
+
+
+@dataclass(slots=True)
+class Seen:
+    """One way of publishing: gaps of the stream, and each publication's report."""
+
+    gaps: list[float] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def phases(self) -> list[dict[str, float]]:
+        """Seconds of each publication's phases."""
+        return [{k: round(v, 5) for k, v in result["seconds"].items()} for result in self.results]
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Shapes from SPLICE_BENCH_SHAPES (comma-separated; default 30b-a3b, or tiny with --small); samples from SPLICE_BENCH_SAMPLES;
-    trainer and inference GPU from SPLICE_BENCH_GPUS (0,1)."""
-    shapes = ["tiny"] if small else os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b").split(",")
-    samples = int(os.environ.get("SPLICE_BENCH_SAMPLES", "2" if small else "7"))
+    """SHAPE/LORA from SPLICE_BENCH_SYNC (comma-separated; default 30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small
+    and on a cpu); samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1)."""
+    usual = ("tiny/lora-attn",) if small else ("tiny/lora-all", "tiny/lora-attn") if device == "cpu" else PLANS
+    plans = usual if small else os.environ.get("SPLICE_BENCH_SYNC", ",".join(usual)).split(",")
+    samples = int(os.environ.get("SPLICE_BENCH_SAMPLES", "3" if small else "7"))
     cases: list[Case] = []
-    for shape in shapes:
-        cases += _shape(shape, device=device, samples=samples)
+    for plan in plans:
+        shape, lora = plan.split("/")
+        with TemporaryDirectory(prefix="splice-bench-") as folder:
+            cases += _plan(shape, lora, Path(folder), device=device, samples=samples)
     return cases
 
 
-def _shape(shape: str, *, device: str, samples: int) -> list[Case]:
-    folder = Path(tempfile.mkdtemp(prefix="splice-bench-"))
-    model = folder / "model"
-    arch, size = SHAPES[shape]
-    trainer_gpu, inference_gpu = (int(g) for g in os.environ.get("SPLICE_BENCH_GPUS", "0,1").split(","))
-    argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--shape", size, "--out", str(model)]
-    subprocess.run([*argv, *([] if shape == "tiny" else ["--config-only"])], check=True, stdout=subprocess.DEVNULL)
-    ours, phases, manifest = _ours(
-        model, folder, device=device, samples=samples, is_random=shape != "tiny", gpus=(trainer_gpu, inference_gpu)
-    )
-    settings = {
-        "bytes_sent": manifest["bytes_sent"], "num_tensors": manifest["num_tensors"], "lora_rank": 16, "verification": "on", "phases": phases,
-        "unverified": manifest["unverified"], "layout": manifest["layout"],
-    }  # fmt: skip
-    peer_samples: tuple[float, ...] = ()
-    if device == "cuda":
-        peer_samples, settings["peer_phases"] = _stock(
-            model, folder, size=size, samples=samples, gpus=(trainer_gpu, inference_gpu)
+def _plan(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> list[Case]:
+    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob` would first save gigabytes of adapters.
+    jobs: dict[str, JobSpec] = (
+        {"": ResyncJob()} if lora == "lora-all" else {"": PublishJob(), "-all-tensors": ResyncJob()}
+    )  # fmt: skip
+    seen, peaks, layout = _ours(shape, lora, folder, device=device, samples=samples, jobs=jobs)
+    only_changed = {kind: one.results[-1].get("sent") == "changed" for kind, one in seen.items()}
+    stock = _stock(shape, lora, folder, samples=samples, only_changed=only_changed) if device == "cuda" else {}
+    cases = []
+    for kind, one in seen.items():
+        name, last = f"{shape}/{lora}/1to1{kind}", one.results[-1]
+        peer = stock.get(kind)
+        settings = {
+            "bytes_sent": last["bytes_sent"], "num_tensors": last["num_tensors"], "sent": last.get("sent", "full"),
+            "lora_rank": clusters.RANK, "lora_targets": clusters.TARGETS[lora], "verification": "on", "unverified": last["unverified"],
+            "layout": layout, "phases": one.phases, "peer_phases": peer.phases if peer else [],
+        }  # fmt: skip
+        cases += [
+            Case(
+                name=name, metric="pause_to_resume_s", unit="s", samples=tuple(one.gaps), peer="stock nccl" if peer else None,
+                peer_samples=tuple(peer.gaps) if peer else (), settings=settings,
+            ),
+            Case(name=name, metric="pause_s", unit="s", samples=tuple(p["pause"] for p in one.phases)),
+            Case(name=name, metric="verify_s", unit="s", samples=tuple(p["verify"] for p in one.phases)),
+        ]  # fmt: skip
+    return cases + [
+        Case(
+            name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
+            settings={"measured": clusters.MEMORY_SETTINGS[device], "before_bytes": peak.before},
         )
-    name = f"{shape}/lora-all/1to1"
-    return [
-        Case(name=name, metric="pause_to_resume_s", unit="s", samples=tuple(ours), peer="stock nccl" if peer_samples else None,
-             peer_samples=peer_samples, settings=settings),
-        Case(name=name, metric="verify_s", unit="s", samples=tuple(p["verify"] for p in phases)),
+        for side, peak in peaks.items()
     ]  # fmt: skip
 
 
 def _ours(
-    model: Path, folder: Path, *, device: str, samples: int, is_random: bool, gpus: tuple[int, int]
-) -> tuple[list[float], list[Any], dict[str, Any]]:
-    cuda = device == "cuda"
-    transport, dtype = ("nccl", "bfloat16") if cuda else ("gloo", "float32")
-    trainer = TrainerConfig(
-        model=model, init="random" if is_random else "hf", device=device, dtype=dtype, transport=transport, lora=LoraConfig(rank=16, alpha=32)  # type: ignore[arg-type]
-    )  # fmt: skip
-    inference = InferenceConfig(
-        model=model, name="bench", device=device, dtype=dtype, load_format="dummy", gpus=(gpus[1],) if cuda else (), transport=transport,  # type: ignore[arg-type]
-        max_model_len=8192 if cuda else 512,
-    )  # fmt: skip
-    config = ClusterConfig(
-        run_dir=folder / "run", name="bench", trainer_python=Path(sys.executable), inference_python=Path(os.environ["SPLICE_INFERENCE_PYTHON"]),
-        trainer=trainer, inference=(inference,), trainer_gpus=(gpus[0],) if cuda else (),
-    )  # fmt: skip
-    gaps, phases, result = [], [], {}
+    shape: str, lora: str, folder: Path, *, device: str, samples: int, jobs: dict[str, JobSpec]
+) -> tuple[dict[str, Seen], dict[str, memory.Peak], str]:
+    config = clusters.cluster_config(shape, folder, device=device, lora=lora)
+    seen: dict[str, Seen] = {}
     with Cluster(config) as cluster:
-        result = cluster.client.run(InitialSyncJob())
-        cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
-        with TokenStream(base_url=cluster.base_urls[0], model="bench", max_tokens=4000 if cuda else 400) as stream:
-            for _ in range(samples):
-                time.sleep(0.5)
-                began = time.monotonic()
-                result = cluster.client.run(ResyncJob())
-                ended = time.monotonic()
-                stream.wait_for_token_after(ended)
-                gaps.append(stream.gap_s(start_s=began, end_s=ended))
-                phases.append({k: round(v, 5) for k, v in result["seconds"].items()})
-            if stream.errors:
-                raise RuntimeError(f"the stream broke: {stream.errors}")
-    log = (folder / "run/logs/orchestrator.log").read_text()
-    result["layout"] = next((line.split("layout: ")[1] for line in log.splitlines() if "layout: " in line), "")
-    return gaps, phases, result
+        with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
+            cluster.client.run(InitialSyncJob())
+            cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
+        url, tokens = cluster.base_urls[0], 4000 if device == "cuda" else 400
+        for kind, job in jobs.items():
+            cluster.client.run(job)
+            with TokenStream(base_url=url, model=clusters.NAME, max_tokens=tokens) as stream:
+                seen[kind] = _sampled(stream, samples, lambda job=job: cluster.client.run(job))  # type: ignore[misc]
+    log = (config.run_dir / "logs/orchestrator.log").read_text()
+    return seen, peaks, next((line.split("layout: ")[1] for line in log.splitlines() if "layout: " in line), "")
 
 
-def _stock(
-    model: Path, folder: Path, *, size: str, samples: int, gpus: tuple[int, int]
-) -> tuple[tuple[float, ...], list[dict[str, float]]]:
+def _stock(shape: str, lora: str, folder: Path, *, samples: int, only_changed: dict[str, bool]) -> dict[str, Seen]:
     from benchmarks.stock import StockSender, StockServer
     from trainer_node.make_checkpoint import REAL_SHAPES, tensor_shapes
 
-    shapes = tensor_shapes(REAL_SHAPES[size])
-    manifest = Manifest(tensors=tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items()))
+    shapes = tensor_shapes(REAL_SHAPES[clusters.SHAPES[shape][1]])
+    everything = tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
+    changed = tuple(t for t in everything if t.name.split(".")[-2] in clusters.TARGETS[lora])
+    trainer_gpu, inference_gpu = clusters.gpus()
+    seen = {}
     with StockServer(
-        python=Path(os.environ["SPLICE_INFERENCE_PYTHON"]), model=model, gpu=gpus[1], log=folder / "stock.log"
-    ) as server:
-        sender = StockSender(server, manifest, device=f"cuda:{gpus[0]}")
-        gaps, phases = [], []
+        python=inference_python(), model=folder / "model", gpu=inference_gpu, log=folder / "stock.log"
+    ) as server:  # fmt: skip
+        sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")
         try:
-            sender.publish()
-            with TokenStream(base_url=server.base_url, model="stock") as stream:
-                for _ in range(samples):
-                    time.sleep(0.5)
-                    began = time.monotonic()
-                    phases.append({k: round(v, 5) for k, v in sender.publish().items()})
-                    ended = time.monotonic()
-                    stream.wait_for_token_after(ended)
-                    gaps.append(stream.gap_s(start_s=began, end_s=ended))
+            for kind, is_part in only_changed.items():
+                sender.use(Manifest(tensors=changed if is_part else everything))
+                sender.publish()
+                with TokenStream(base_url=server.base_url, model="stock") as stream:
+                    seen[kind] = _sampled(stream, samples, lambda: {"seconds": sender.publish()})
         finally:
             sender.close()
-    return tuple(gaps), phases
+    return seen
+
+
+def _sampled(stream: TokenStream, samples: int, publish: Any) -> Seen:
+    """Publish `samples` times under the stream."""
+    seen = Seen()
+    for _ in range(samples):
+        time.sleep(0.5)
+        began = time.monotonic()
+        seen.results.append(publish())
+        ended = time.monotonic()
+        stream.wait_for_token_after(ended)
+        seen.gaps.append(stream.gap_s(start_s=began, end_s=ended))
+    if stream.errors:
+        raise RuntimeError(f"the stream broke: {stream.errors}")
+    return seen

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from io import StringIO
 from pathlib import Path
 from statistics import median
 
 import pytest
+from rich.console import Console
 
-from benchmarks import harness, memory
+from benchmarks import harness, memory, stream
 from benchmarks.harness import Case, Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,10 +90,6 @@ def case(name="a/b", metric="seconds", samples=(1.0, 3.0, 2.0), **more):
 
 
 def printed(write, *arguments):
-    from io import StringIO
-
-    from rich.console import Console
-
     text = StringIO()
     write(*arguments, Console(file=text, width=200))
     return text.getvalue()
@@ -141,8 +140,37 @@ def test_memory_of_another_process_is_seen():
             process.stdin.write("go\n")
             process.stdin.flush()
             process.stdout.readline()
-            import time
-
             time.sleep(0.1)
         process.stdin.close()
     assert 60 << 20 < peaks["child"].beyond < 80 << 20
+
+
+# ------------------------------------------------------------ streams
+
+
+def test_gaps_steps_and_rates_of_streams():
+    steady = stream.Request(wanted=6, start_s=0.0, times_s=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], tokens=[1] * 6)
+    paused = stream.Request(wanted=9, start_s=0.0, times_s=[1.5, 2.5, 5.0, 5.5], tokens=[1, 1, 2, 1])
+    ended = stream.Request(wanted=1, start_s=0.0, times_s=[0.5], tokens=[1])
+    requests = [steady, paused, ended]
+    assert stream.largest_gap_s(requests, start_s=3.0, end_s=4.0) == 2.5
+    assert stream.largest_gap_s(requests, start_s=5.2, end_s=6.0) == 1.0
+    assert stream.largest_gap_s([paused], start_s=5.2, end_s=5.4) == 0.5
+    assert stream.largest_gap_within_s(requests, start_s=3.0, end_s=4.5) == 1.0
+    assert stream.largest_gap_within_s(requests, start_s=4.5, end_s=5.5) == 2.5
+    assert stream.step_s([steady], start_s=0.0, end_s=3.0) == 1.0
+    assert stream.step_s([paused], start_s=2.0, end_s=5.5) == 3.0 / 3
+    assert stream.tokens_per_s(requests, start_s=4.0, end_s=6.0) == (2 + 2 + 1) / 2.0
+
+
+@pytest.mark.parametrize(
+    ("request_", "lost"),
+    [
+        (stream.Request(wanted=2, start_s=0.0, tokens=[1, 1], ended=True), None),
+        (stream.Request(wanted=2, start_s=0.0, tokens=[1], ended=False), None),
+        (stream.Request(wanted=2, start_s=0.0, tokens=[1], ended=True), "1 of 2 tokens"),
+        (stream.Request(wanted=2, start_s=0.0, ended=True, error="HTTP 503"), "HTTP 503, after 0 of 2 tokens"),
+    ],
+)
+def test_a_request_is_lost_with_an_error_or_without_all_its_tokens(request_, lost):
+    assert request_.lost == lost

@@ -1,0 +1,89 @@
+"""What the benchmarks that start a cluster share: models, configurations, who holds which memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from benchmarks import memory
+from benchmarks.harness import inference_python
+from orchestrator.cluster import Cluster, ClusterConfig
+from orchestrator.protocol.config import LORA_TARGETS, InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.messages import PauseMode
+
+SHAPES = {"30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"), "8b": ("qwen3", "qwen3-8b"), "tiny": ("qwen3_moe", "tiny")}
+TARGETS = {"lora-all": LORA_TARGETS, "lora-attn": ("q_proj", "k_proj", "v_proj", "o_proj")}
+NAME, RANK = "bench", 16
+
+
+def make_model(shape: str, out: Path) -> Path:
+    """A checkpoint folder: of "tiny" with weights, of the others config and tokenizer only."""
+    arch, size = SHAPES[shape]
+    argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--shape", size, "--out", str(out)]
+    argv += [] if shape == "tiny" else ["--config-only"]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    return out
+
+
+def gpus() -> tuple[int, int]:
+    """Trainer's and inference's GPU from SPLICE_BENCH_GPUS (0,1)."""
+    trainer, inference = os.environ.get("SPLICE_BENCH_GPUS", "0,1").split(",")
+    return int(trainer), int(inference)
+
+
+def cluster_config(
+    shape: str,
+    folder: Path,
+    *,
+    device: str,
+    run: str = "run",
+    lora: str = "lora-all",
+    pause_mode: PauseMode = "keep",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 64,
+) -> ClusterConfig:
+    """One trainer rank and one vLLM, LoRA of rank 16; makes the model in `folder` if it is not there.
+
+    Args:
+        run: name of the run's folder in `folder`; a new one for each cluster.
+        lora: key of `TARGETS`.
+    """
+    model = folder / "model" if (folder / "model").exists() else make_model(shape, folder / "model")
+    cuda = device == "cuda"
+    transport: Literal["nccl", "gloo"] = "nccl" if cuda else "gloo"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
+    trainer_gpu, inference_gpu = gpus()
+    trainer = TrainerConfig(
+        model=model, init="hf" if shape == "tiny" else "random", device="cuda" if cuda else "cpu", dtype=dtype, transport=transport,
+        lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]),
+    )  # fmt: skip
+    inference = InferenceConfig(
+        model=model, name=NAME, device="cuda" if cuda else "cpu", dtype=dtype, load_format="dummy", gpus=(inference_gpu,) if cuda else (),
+        transport=transport, max_model_len=max_model_len or (8192 if cuda else 512), max_num_seqs=max_num_seqs,
+    )  # fmt: skip
+    return ClusterConfig(
+        run_dir=folder / run, name=NAME, trainer_python=Path(sys.executable), inference_python=inference_python(), trainer=trainer,
+        inference=(inference,), trainer_gpus=(trainer_gpu,) if cuda else (), pause_mode=pause_mode,
+    )  # fmt: skip
+
+
+def memory_readers(cluster: Cluster, device: str) -> dict[str, Callable[[], int]]:
+    """Bytes of "trainer" and "inference" now: of their GPUs, or of their processes on a CPU."""
+    if device == "cuda":
+        trainer, inference = gpus()
+        return {"trainer": memory.gpus((trainer,)), "inference": memory.gpus((inference,))}
+    processes = {name: node.process for name, node in cluster.launcher.nodes.items() if node.process is not None}
+    return {
+        "trainer": memory.process_tree(processes["trainer"].pid),
+        "inference": memory.process_tree(processes["inference-0"].pid),
+    }
+
+
+MEMORY_SETTINGS = {
+    "cuda": "used memory of the GPU by nvidia-smi, over what it was when the cluster was ready",
+    "cpu": "resident bytes of the node's processes, over what they were when the cluster was ready: an upper bound, with first touches in it",
+}

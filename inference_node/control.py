@@ -31,6 +31,11 @@ ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
 """Our pause mode -> vLLM's mode, and whether its KV and prefix caches are dropped."""
 
 
+SETTLE_S = 0.02
+"""From the engine's standstill to the alias's move at the least, so that tokens of the old weights have left under the old name. vLLM's own
+`pause_generation` sleeps as long for it; here the update runs meanwhile."""
+
+
 class ControlFailed(SpliceError):
     """A control action failed; carries the protocol's code."""
 
@@ -45,9 +50,14 @@ class Control:
     def __init__(self, alias: Alias, flights: set[Flight]) -> None:
         self._alias, self._flights = alias, flights
         self._manifest: Manifest | None = None
+        self._part: Manifest | None = None
+        self._receiving: Manifest | None = None
+        """The one of them that the update under way brings."""
         self._lock = asyncio.Lock()
         self.is_standing = False
         """The engine stands still for an update."""
+        self._settled_s = 0.0
+        """`time.monotonic()` from which on nothing that the old weights made is under way to a client any more."""
 
     async def run(self, action: str, arguments: Answer, app: Any) -> tuple[int, Answer]:
         """Run an action; (HTTP status, JSON)."""
@@ -106,15 +116,23 @@ class Control:
         return {}
 
     async def _do_plan(self, engine: Any, app: Any, *, manifest: str) -> Answer:
-        """Check a manifest against all workers' placement. Keeps it for `digests`."""
+        """Check a manifest against all workers' placement, and plan the part of it that training changes. Keeps both for `digests`."""
         parsed = Manifest.model_validate_json(manifest)
         answers = await self._workers(engine, "splice_plan_check", manifest)
         placement.judge(parsed, [placement.Findings(**a["findings"]) for a in answers])
-        self._manifest = parsed
-        return {"layout": answers[0]["layout"] if len(answers) == 1 else None}
+        self._manifest, self._part = parsed, None
+        layout = answers[0]["layout"] if len(answers) == 1 else None
+        if any(a["changed"] is None for a in answers):
+            return {"layout": layout, "changed": None}
+        indices = sorted({i for a in answers for i in a["changed"]})
+        planned = await self._workers(engine, "splice_plan_part", indices)
+        self._part = parsed.part(indices)
+        part_layout = planned[0]["layout"] if len(planned) == 1 else None
+        return {"layout": layout, "changed": {"tensors": indices, "layout": part_layout}}
 
-    async def _do_start(self, engine: Any, app: Any, *, direct: bool) -> Answer:
-        await self._workers(engine, "splice_start", direct)
+    async def _do_start(self, engine: Any, app: Any, *, direct: bool, changed_only: bool) -> Answer:
+        self._receiving = self._part if changed_only else self._manifest
+        await self._workers(engine, "splice_start", direct, changed_only)
         return {}
 
     async def _do_receive(self, engine: Any, app: Any, *, update_id: str, deadline_s: float, direct: bool) -> Answer:
@@ -127,11 +145,11 @@ class Control:
         return {}
 
     async def _do_digests(self, engine: Any, app: Any) -> Answer:
-        """Digests of the live tensors in manifest order, all workers together."""
-        if self._manifest is None:
+        """Digests of the live tensors that the update brought, in manifest order, all workers together."""
+        if self._receiving is None:
             raise ControlFailed(ErrorCode.NOT_READY, "no manifest is planned")
         answers = await self._workers(engine, "splice_digests")
-        digests, unverified = verify.combine(self._manifest, [_worker_digests(a) for a in answers])
+        digests, unverified = verify.combine(self._receiving, [_worker_digests(a) for a in answers])
         packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
         return {"digests": packed, "unverified": unverified, "worker_seconds": max(float(a["seconds"]) for a in answers)}
 
@@ -143,18 +161,20 @@ class Control:
 
     async def _do_pause(self, engine: Any, app: Any, *, mode: str, version: int, drain_s: float, deadline_s: float) -> Answer:
         """Let pinned requests land or end them, then stop the engine."""
+        from inference_node import dialect
+
         engine_mode, clear_cache = ENGINE_PAUSE[mode]
         self._alias.moving_to = version
         try:
             await self._drain_pinned(drain_s)
             self._check_no_pinned()
-            await asyncio.wait_for(engine.pause_generation(mode=engine_mode, clear_cache=clear_cache), deadline_s)
+            await asyncio.wait_for(dialect.pause(engine, mode=engine_mode, clear_cache=clear_cache), deadline_s)
         except TimeoutError as error:
             await self._do_resume(engine, app)
             raise ControlFailed(
                 ErrorCode.TRANSFER_TIMEOUT, f"vLLM was not paused within {deadline_s:.0f} s (mode {mode})"
             ) from error
-        self.is_standing = True
+        self.is_standing, self._settled_s = True, time.monotonic() + SETTLE_S
         return {}
 
     async def _drain_pinned(self, drain_s: float) -> None:
@@ -181,6 +201,7 @@ class Control:
 
         if not self.is_standing:
             raise ControlFailed(ErrorCode.NOT_READY, "nothing was received that could be committed")
+        await asyncio.sleep(max(0.0, self._settled_s - time.monotonic()))
         await dialect.set_weight_version(engine, version)
         self._alias.commit(version)
         for flight in self._flights:

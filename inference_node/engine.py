@@ -3,6 +3,7 @@
 One instance per worker, made by vLLM from `--weight-transfer-config '{"backend": "splice"}'`. An update runs
 
     plan_check(manifest)            no pause: what of it does this worker take? Kept for the update.
+    plan_part(indices)              the same for an update of the changed tensors alone
     start -> receive -> finish      vLLM's own three calls, with `start_weight_update` resetting what a failed update left behind
     digests()                       of the live tensors, through the placement plan
 
@@ -23,7 +24,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from inference_node import dialect, direct, placement, reload, verify
 from inference_node.watchdog import Watchdog
-from orchestrator.errors import TransferError
+from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import Manifest, Rendezvous, WireLayout
 from weight_transfer.groups import TransferGroup, join_gloo
 from weight_transfer.receiver import receive_weights
@@ -50,6 +51,16 @@ class SpliceUpdateInfo(WeightTransferUpdateInfo):
     """The bytes come in the layout that `wire_layout` gave."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """An update as this worker takes it: of the whole manifest, or of the part that training changes."""
+
+    manifest: Manifest
+    plan: placement.PlacementPlan
+    layout: WireLayout | None = None
+    receiver: direct.DirectReceiver | None = None
+
+
 @dataclass
 class _Applied:
     """What the last receive did."""
@@ -71,12 +82,13 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._watchdog: Watchdog | None = Watchdog.from_environment()
         self._group: TransferGroup | None = None
         self._bucket_bytes = 0
-        self._manifest: Manifest | None = None
-        self._plan: placement.PlacementPlan | None = None
+        self._whole: _Planned | None = None
+        self._part: _Planned | None = None
+        self._part_indices: tuple[int, ...] = ()
+        self._update: _Planned | None = None
+        """The one of them that was started last."""
         self._corrected: dict[str, list[placement.Region]] = {}
         self._corrections: dict[placement.Region, int] = {}
-        self._layout: WireLayout | None = None
-        self._receiver: direct.DirectReceiver | None = None
         self._is_direct = False
         self._is_reloading = False
         self.applied = _Applied()
@@ -127,43 +139,76 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
     def plan_check(self, manifest: Manifest) -> placement.Findings:
         """Record where the manifest's tensors land, once per manifest, and say what does not fit. Nothing changes."""
-        if self._plan is None or manifest != self._manifest:
+        if self._whole is None or manifest != self._whole.manifest:
             with set_current_vllm_config(self.vllm_config):
-                self._plan = placement.record(self.model, manifest)
-            self._manifest = manifest
-            lossy = verify.loses_zero_sign(self.model, self._plan)
+                plan = placement.record(self.model, manifest)
+            lossy = verify.loses_zero_sign(self.model, plan)
             self._corrected = {}
-            for region in self._plan.regions:
+            for region in plan.regions:
                 if (region.module, region.param) in lossy:
                     self._corrected.setdefault(region.name, []).append(region)
-            self._plan_direct(manifest, self._plan)
-        return placement.local_findings(self._plan, manifest)
+            self._part = self._update = None
+            self._whole = self._planned(manifest, plan)
+        return placement.local_findings(self._whole.plan, manifest)
 
-    def _plan_direct(self, manifest: Manifest, plan: placement.PlacementPlan) -> None:
+    def _planned(self, manifest: Manifest, plan: placement.PlacementPlan) -> _Planned:
         """A layout is offered by a replica of one worker; with several, each would need another one."""
-        self._layout = self._receiver = None
         if self.vllm_config.parallel_config.world_size_across_dp != 1 or plan.refused:
-            return
+            return _Planned(manifest=manifest, plan=plan)
         live = direct.live_parameters(self.model, plan)
         layout = direct.plan_layout(plan, manifest, live)
         if all(c.kind == "reload" for c in layout.chunks):
-            return
-        self._layout = layout
-        self._receiver = direct.DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=self.device)
+            return _Planned(manifest=manifest, plan=plan)
+        receiver = direct.DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=self.device)
+        return _Planned(manifest=manifest, plan=plan, layout=layout, receiver=receiver)
 
     def wire_layout(self) -> WireLayout | None:
         """The order in which this worker would like the planned manifest; None: manifest order."""
-        return self._layout
+        return None if self._whole is None else self._whole.layout
+
+    def changed_whole(self) -> tuple[int, ...] | None:
+        """Indices of what training changes, completed to whole layers of this worker; None where that is everything."""
+        if self._whole is None or self._whole.manifest.changed is None:
+            return None
+        manifest = self._whole.manifest
+        indices = placement.whole_layers(self._whole.plan, manifest, manifest.changed or ())
+        return None if len(indices) == len(manifest.tensors) else indices
+
+    def plan_part(self, indices: tuple[int, ...]) -> WireLayout | None:
+        """Plan updates that bring these tensors of the planned manifest alone; the order in which this worker would like them.
+
+        Raises:
+            ManifestError: a layer would get a part of its tensors; names those that are missing.
+        """
+        if self._whole is None:
+            raise ManifestError("no manifest is planned of which this could be a part; send PrepareUpdate first")
+        if self._part is None or indices != self._part_indices:
+            manifest = self._whole.manifest
+            missing = sorted(set(placement.whole_layers(self._whole.plan, manifest, indices)) - set(indices))
+            if missing:
+                names = [manifest.tensors[i].name for i in missing]
+                raise ManifestError(f"a fused layer must come whole; missing {placement.some(names)}")
+            part = manifest.part(indices)
+            self._part, self._part_indices = self._planned(part, placement.only(self._whole.plan, part)), indices
+        return self._part.layout
 
     # ------------------------------------------------------------ the update
 
-    def use_layout(self, is_direct: bool) -> None:
-        """Whether the update that starts next comes in the layout."""
-        self._is_direct = is_direct and self._receiver is not None
+    def choose(self, *, is_direct: bool, changed_only: bool) -> None:
+        """Which update starts next: of the whole manifest or of the part; in the layout or in manifest order.
+
+        Raises:
+            TransferError: that one was not planned.
+        """
+        self._update = self._part if changed_only else self._whole
+        if self._update is None:
+            raise TransferError("this update was not planned here; send PrepareUpdate first")
+        self._is_direct = is_direct and self._update.receiver is not None
 
     def start_weight_update(self) -> None:
         """Checkpoint format on meta, from whatever state a former update left; live tensors stay where all bytes come in place."""
-        self._is_reloading = not self._is_direct or (self._receiver is not None and self._receiver.needs_reload)
+        receiver = None if self._update is None else self._update.receiver
+        self._is_reloading = not self._is_direct or (receiver is not None and receiver.needs_reload)
         if self._is_reloading:
             reload.start(self.model)
         self.applied = _Applied()
@@ -181,7 +226,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             TransferError and its kin: the wire, an abort, the deadline.
             RuntimeError: no group, or no plan.
         """
-        if self._group is None or self._manifest is None or self._watchdog is None:
+        if self._group is None or self._update is None or self._watchdog is None:
             raise TransferError("no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first")
         began = time.monotonic()
         try:
@@ -189,24 +234,24 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
                 self._watchdog.guard(update_id=update_info.update_id, group=self._group, deadline_s=update_info.deadline_s),
                 dialect.partial_load(),
             ):
-                self._receive(self._group, self._manifest, update_info)
+                self._receive(self._group, self._update, update_info)
         except BaseException:
             self.reset()
             self.leave()
             raise
-        self.applied.nbytes = self._manifest.nbytes
+        self.applied.nbytes = self._update.manifest.nbytes
         self.applied.seconds["receive"] = time.monotonic() - began
 
-    def _receive(self, group: TransferGroup, manifest: Manifest, update_info: SpliceUpdateInfo) -> None:
+    def _receive(self, group: TransferGroup, update: _Planned, update_info: SpliceUpdateInfo) -> None:
         if update_info.direct != self._is_direct:
             raise TransferError("the sender's layout is not the one this update was started with; start it again")
-        if self._is_direct and self._receiver is not None:
-            self.applied.seconds = self._receiver.receive(
+        if self._is_direct and update.receiver is not None:
+            self.applied.seconds = update.receiver.receive(
                 group=group, deadline_s=update_info.deadline_s, load=self._load_reloaded, on_written=self._note_written
             )
             return
         report = receive_weights(
-            group=group, manifest=manifest, bucket_bytes=self._bucket_bytes, device=self.device,
+            group=group, manifest=update.manifest, bucket_bytes=self._bucket_bytes, device=self.device,
             deadline_s=update_info.deadline_s, load=self._load,
         )  # fmt: skip
         self.applied.seconds = dict(report.seconds)
@@ -240,17 +285,17 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         return reload.reset(self.model)
 
     def digests(self) -> verify.WorkerDigests:
-        """Digests of this worker's live tensors."""
-        if self._plan is None:
-            raise RuntimeError("no plan; send PrepareUpdate first")
-        receiver = self._receiver if self._is_direct else None
+        """Digests of this worker's live tensors, of those that the last update brought."""
+        if self._update is None:
+            raise RuntimeError("no update was started; send PrepareUpdate and ReceiveWeights first")
+        plan, receiver = self._update.plan, self._update.receiver if self._is_direct else None
         arrived = {} if receiver is None else receiver.digests()
         if receiver is not None and arrived and not receiver.needs_reload:
             return verify.WorkerDigests(parts={}, whole=arrived)
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             if receiver is None or not arrived:
-                return verify.read_back(self.model, self._plan, self._corrections)
-            found = verify.read_back(self.model, self._plan, self._corrections, skip=receiver.direct_names)
+                return verify.read_back(self.model, plan, self._corrections)
+            found = verify.read_back(self.model, plan, self._corrections, skip=receiver.direct_names)
             return dataclasses.replace(found, whole=arrived)
 
     @staticmethod

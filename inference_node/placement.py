@@ -10,7 +10,7 @@ before a publication (`local_findings`, `judge`), and the read-back of live tens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,24 @@ def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
         regions=tuple(recorder.regions), formats=formats, covered=dict(recorder.covered), refused=refused,
         sent_dtypes={spec.name: spec.dtype for spec in manifest.tensors},
     )  # fmt: skip
+
+
+def whole_layers(plan: PlacementPlan, manifest: Manifest, indices: Sequence[int]) -> tuple[int, ...]:
+    """The indices, and those of all tensors that share a layer with them on this worker: a reload builds a layer anew as a whole. Pure."""
+    by_name = plan.regions_by_name()
+    layers_of = [{r.module for r in by_name.get(spec.name, ())} for spec in manifest.tensors]
+    wanted, layers = set(indices), {m for i in indices for m in layers_of[i]}
+    while more := {i for i, found in enumerate(layers_of) if i not in wanted and found & layers}:
+        wanted |= more
+        layers |= {m for i in more for m in layers_of[i]}
+    return tuple(sorted(wanted))
+
+
+def only(plan: PlacementPlan, part: Manifest) -> PlacementPlan:
+    """The plan of a part of its manifest; pure."""
+    dtypes = {spec.name: spec.dtype for spec in part.tensors}
+    regions = tuple(r for r in plan.regions if r.name in dtypes)
+    return replace(plan, regions=regions, sent_dtypes=dict(dtypes))
 
 
 class _Feed:
@@ -303,9 +321,9 @@ def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
     refused = {name: why for worker in workers for name, why in worker.refused.items()}
     unknown = [s.name for s in manifest.tensors if s.name not in refused and not any(s.name in w.loaded for w in workers)]
     if refused:
-        problems.append(f"the model refuses {_some([f'{n} ({why})' for n, why in refused.items()])}")
+        problems.append(f"the model refuses {some([f'{n} ({why})' for n, why in refused.items()])}")
     if unknown and len(refused) < MAX_REFUSALS:
-        problems.append(f"the model has no place for {_some(unknown)}")
+        problems.append(f"the model has no place for {some(unknown)}")
     for spec in manifest.tensors:
         taken = {part for w in workers for part in map(_hashable, w.loaded.get(spec.name, ()))}
         count = sum(_count(size) for _, size, _ in taken)
@@ -315,10 +333,10 @@ def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
             )
     lossy = {name: why for w in workers for name, why in w.lossy.items()}
     if lossy:
-        problems.append(f"dtypes differ: {_some([f'{n} {why}' for n, why in lossy.items()])}")
+        problems.append(f"dtypes differ: {some([f'{n} {why}' for n, why in lossy.items()])}")
     uncovered = {name: why for w in workers for name, why in w.uncovered.items()}
     if uncovered and not refused:
-        problems.append(f"no data for {_some([f'{n} ({why})' for n, why in uncovered.items()])}")
+        problems.append(f"no data for {some([f'{n} ({why})' for n, why in uncovered.items()])}")
     if problems:
         raise ManifestError("; ".join(problems[:NAMES_SHOWN]))
 
@@ -335,6 +353,7 @@ def _count(size: Sequence[int]) -> int:
     return count
 
 
-def _some(items: Sequence[str]) -> str:
+def some(items: Sequence[str]) -> str:
+    """The first of them, and how many more."""
     shown = ", ".join(items[:NAMES_SHOWN])
     return shown if len(items) <= NAMES_SHOWN else f"{shown} and {len(items) - NAMES_SHOWN} more"

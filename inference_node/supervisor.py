@@ -87,6 +87,8 @@ class InferenceNode:
     def __init__(self, config: InferenceConfig, *, endpoint: str, node_id: str, run_token: str) -> None:
         self._config, self._node_id = config, node_id
         self._manifest: Manifest | None = None
+        self._has_part = False
+        """Updates of the changed tensors alone are planned."""
         self._update: _Update | None = None
         self._received: int | None = None
         """Version received and verified here, waiting for its commit."""
@@ -179,6 +181,7 @@ class InferenceNode:
         if self._restarts > MAX_RESTARTS:
             raise NodeLost(f"vLLM ended {self._restarts} times; giving up. {self._vllm.log_tail()}")
         self._manifest = self._update = self._received = self._served = self._poisoned = None
+        self._has_part = False
         self._start_vllm(restarted=True)
 
     def _on_lost(self, message: AnyMessage, phase: str, error: NodeLost) -> None:
@@ -239,10 +242,13 @@ class InferenceNode:
         answer = self._vllm.call(
             "plan", timeout_s=message.deadline_s + CALL_GRACE_S, manifest=message.manifest.model_dump_json()
         )
-        self._manifest = message.manifest
+        self._manifest, self._has_part = message.manifest, answer["changed"] is not None
         result: dict[str, Any] = {"seconds": {"check": answer["seconds"]}}
         if answer["layout"] is not None:
             result["layout"] = json.loads(answer["layout"])
+        if answer["changed"] is not None:
+            layout = answer["changed"]["layout"]
+            result["changed"] = {**answer["changed"], "layout": None if layout is None else json.loads(layout)}
         self._link.complete(message.request_id, result=result)
 
     def _commit(self, message: CommitUpdate) -> None:
@@ -263,17 +269,21 @@ class InferenceNode:
         if self._manifest is None:
             self._fail(message, ErrorCode.NOT_READY, "receiving", "no manifest was planned here", "Send PrepareUpdate first.")
             return
+        missing = self._why_no_base(message.base_version)
+        if missing is not None:
+            self._fail(message, ErrorCode.BASE_MISSING, "receiving", missing, "Publish the version whole.")
+            return
         update = self._update = _Update(request_id=message.request_id, version=message.version)
         self._received = None
         try:
-            digests, unverified = self._run_update(message, update, self._manifest)
+            digests, unverified = self._run_update(message, update)
         except (CallFailed, TransferAborted) as error:
             self._after_failure(message, update, error)
             return
         finally:
             self._update = None
         self._received = message.version
-        count = len(self._manifest.tensors)
+        count = len(digests) // 8
         self._link.complete(
             message.request_id,
             result={"seconds": update.seconds, "unverified": unverified},
@@ -281,7 +291,17 @@ class InferenceNode:
             buffers=[digests],
         )
 
-    def _run_update(self, message: ReceiveWeights, update: _Update, manifest: Manifest) -> tuple[bytes, dict[str, str]]:
+    def _why_no_base(self, base: int | None) -> str | None:
+        """Why an update of the changed tensors alone cannot go on top of `base` here; None if it can, or if all tensors come."""
+        if base is None:
+            return None
+        if self._poisoned is not None:
+            return f"version {base} is wanted below the changed tensors, but this replica is poisoned: {self._poisoned}"
+        if self._served != base:
+            return f"version {base} is wanted below the changed tensors, but this replica serves {self._served}"
+        return None if self._has_part else "no update of changed tensors alone is planned here; send PrepareUpdate first"
+
+    def _run_update(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
         deadline = time.monotonic() + message.deadline_s
 
         def call(phase: str, action: str, **arguments: Any) -> dict[str, Any]:
@@ -299,7 +319,7 @@ class InferenceNode:
         self._link.progress(message.request_id, "pausing")
         call("pause", "pause", mode=message.pause_mode, version=message.version, drain_s=min(DRAIN_S, message.deadline_s / 4))
         self._link.progress(message.request_id, "paused", seconds=update.seconds["pause"])
-        call("start", "start", direct=message.direct)
+        call("start", "start", direct=message.direct, changed_only=message.base_version is not None)
         self._raise_if_aborted()
         self._link.progress(message.request_id, "applying")
         received = call("apply", "receive", update_id=message.request_id, direct=message.direct)

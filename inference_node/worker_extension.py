@@ -97,15 +97,24 @@ class SpliceWorkerExtension:
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_plan_check(self, manifest: str) -> dict[str, Any]:
         """This worker's `Findings` about a manifest (JSON)."""
-        findings = asdict(self._splice_engine.plan_check(Manifest.model_validate_json(manifest)))
-        layout = self._splice_engine.wire_layout()
-        return {"findings": findings, "layout": None if layout is None else layout.model_dump_json()}
+        engine = self._splice_engine
+        findings = asdict(engine.plan_check(Manifest.model_validate_json(manifest)))
+        layout = engine.wire_layout()
+        return {
+            "findings": findings, "layout": None if layout is None else layout.model_dump_json(), "changed": engine.changed_whole()
+        }  # fmt: skip
+
+    @_answers(ErrorCode.PLAN_REFUSED)
+    def splice_plan_part(self, indices: list[int]) -> dict[str, Any]:
+        """Plan updates of these tensors of the planned manifest alone."""
+        layout = self._splice_engine.plan_part(tuple(indices))
+        return {"layout": None if layout is None else layout.model_dump_json()}
 
     @_answers(ErrorCode.APPLY_FAILED)
-    def splice_start(self, direct: bool) -> dict[str, Any]:
-        """Begin an update, also on top of one that failed; `direct`: in the layout."""
+    def splice_start(self, direct: bool, changed_only: bool) -> dict[str, Any]:
+        """Begin an update, also on top of one that failed; `direct`: in the layout, `changed_only`: of the part."""
         self._splice_engine.reset_weight_update_target()
-        self._splice_engine.use_layout(direct)
+        self._splice_engine.choose(is_direct=direct, changed_only=changed_only)
         self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
         return {}

@@ -135,6 +135,12 @@ def serve(
         int | None,
         typer.Option(help="Versions' checkpoints to keep on disk, at least 2; the one served always stays. Default: all."),
     ] = None,
+    full_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Every so many publications send all tensors, not only those with an adapter. Default: where needed."
+        ),
+    ] = None,
 ) -> None:
     """Run the orchestrator until a client stops it. The run's token is read from SPLICE_RUN_TOKEN."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -148,6 +154,7 @@ def serve(
         transport="nccl" if transport == "nccl" else "gloo",
         bucket_bytes=bucket_bytes,
         pause_mode=pause_mode,  # type: ignore[arg-type]  # checked above
+        full_every=full_every,
     )
     try:
         config = OrchestratorConfig(

@@ -30,6 +30,7 @@ class ClusterConfig:
     Attributes:
         trainer_module: module run under torchrun; another one only in tests that inject failures.
         bucket_bytes: size of the transfer's buckets.
+        full_every: every how many publications all tensors are sent; None: only where it is needed.
     """
 
     run_dir: Path
@@ -44,6 +45,7 @@ class ClusterConfig:
     inference_env: dict[str, str] = field(default_factory=dict)
     bucket_bytes: int = 2**30
     pause_mode: str = "keep"
+    full_every: int | None = None
     ready_timeout_s: float = 600.0
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
@@ -108,6 +110,7 @@ class Cluster:
             str(config.trainer_python), "-m", "orchestrator", "serve", "--run-dir", str(config.run_dir), "--name", config.name,
             "--endpoint", config.control_endpoint, "--transport", config.trainer.transport, "--replicas", str(len(config.inference)),
             "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode, "--resume",
+            *([] if config.full_every is None else ["--full-every", str(config.full_every)]),
         ]  # fmt: skip
         self.launcher.start(
             NodeProcess(

@@ -11,11 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from pydantic import ValidationError
 
-from orchestrator.errors import JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
+from orchestrator.errors import ConfigError, JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
 from orchestrator.journal import Journal
 from orchestrator.protocol.messages import (
     AbortSend,
@@ -26,6 +27,7 @@ from orchestrator.protocol.messages import (
     LeaveTransferGroup,
     LoadCheckpoint,
     Manifest,
+    ManifestPart,
     OpenTransferGroup,
     PauseMode,
     PlanPublication,
@@ -58,20 +60,41 @@ class PublicationConfig:
     commit_timeout_s: float = 30.0
     recovery_timeout_s: float = 300.0
     attempts: int = 3
+    full_every: int | None = None
+    """Every how many publications all tensors are sent, instead of those with an adapter only. 1: always. None: only where it is needed."""
+
+    def __post_init__(self) -> None:
+        if self.full_every is not None and self.full_every < 1:
+            raise ConfigError(f"full_every is {self.full_every}; it must be at least 1 (always everything), or None")
 
 
 @dataclass(slots=True, kw_only=True)
 class PublicationReport:
-    """What one publication did. `seconds` are wall-clock; `pause` is from the pause request to the resume."""
+    """What one publication did. `seconds` are wall-clock; `pause` is from the pause request to the resume.
+
+    `nbytes` and `num_tensors` were sent: of all tensors (`sent` "full"), or of those that training changes and what shares a layer with
+    them ("changed"). `num_verified` of these were compared by digest.
+    """
 
     version: int
+    sent: Literal["full", "changed"]
     nbytes: int
     num_tensors: int
+    num_verified: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     unverified: dict[str, str] = field(default_factory=dict)
     states: list[str] = field(default_factory=list)
     attempts: int = 1
     replicas: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wire:
+    """What an update brings, and whether in the replicas' own order. `base`: the version it goes on top of; None: it brings everything."""
+
+    manifest: Manifest
+    is_direct: bool
+    base: int | None = None
 
 
 def digest_mismatches(*, manifest: Manifest, sent: bytes, live: bytes, unverified: Sequence[str] = ()) -> list[str]:
@@ -109,6 +132,9 @@ class Publisher:
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
         self._planned: dict[str, str] = {}  # what `_joined` was when the replicas had checked the manifest
         self._is_direct = False
+        self._part: _Wire | None = None  # what an update of the changed tensors alone brings; None: there is no such update
+        self._full_by: str | None = None  # incarnation of the trainer that sent everything last
+        self._since_full = 0
         self._pause_started_s = 0.0
         self._abort_first = False
         self._holder: str | None = None  # incarnation of the trainer that holds what is to be published; None: not known
@@ -150,18 +176,39 @@ class Publisher:
     ) -> PublicationReport:
         started_s = time.monotonic()
         manifest = await self._plan(version, replicas=replicas, report=report)
+        wire = self._choose(version, manifest, replicas)
         result = PublicationReport(
-            version=version, nbytes=manifest.nbytes, num_tensors=len(manifest.tensors), replicas=tuple(replicas)
-        )
+            version=version, sent="full" if wire.base is None else "changed", nbytes=wire.manifest.nbytes,
+            num_tensors=len(wire.manifest.tensors), replicas=tuple(replicas),
+        )  # fmt: skip
         result.seconds["plan"] = time.monotonic() - started_s
         self._step(State.DURABLE, version, report, result, checkpoint_dir=checkpoint_dir)
-        await self._move(version, manifest, replicas=replicas, report=report, result=result)
+        await self._move(version, wire, replicas=replicas, report=report, result=result)
         self._step(State.COMMITTED, version, report, result)
         await self._commit(version, replicas=replicas, report=report)
         result.seconds["publish"] = time.monotonic() - started_s
         self.version, self.state = version, advance(self.state, State.IDLE)
         self.holding |= {r: self._router.peers[r].life for r in replicas}
+        self._since_full = 0 if wire.base is None else self._since_full + 1
+        if wire.base is None:
+            self._full_by = self._router.peers[self._trainer].hello.incarnation
         return result
+
+    def _choose(self, version: int, manifest: Manifest, replicas: Sequence[str]) -> _Wire:
+        """Everything, or what training changes on top of the served version.
+
+        The rest of the model is then what the last full update brought: in LoRA training nothing but the adapters is ever written, whatever
+        checkpoint or adapter was loaded since. So every replica must hold the served version in the same life, and the trainer's process be
+        the one that sent everything; if one replica needs everything, all get it. The same version again is a resync: everything.
+        """
+        everything = _Wire(manifest=manifest, is_direct=self._is_direct)
+        is_known = self.version is not None and version != self.version and self._part is not None
+        is_held = all(self.holding.get(r) == self._router.peers[r].life for r in replicas)
+        is_same_trainer = self._full_by == self._router.peers[self._trainer].hello.incarnation
+        is_due = self._config.full_every is not None and self._since_full + 1 >= self._config.full_every
+        if self._part is None or not is_known or not is_held or not is_same_trainer or is_due:
+            return everything
+        return replace(self._part, base=self.version)
 
     def resume(self, *, version: int | None, state: State) -> None:
         """Stand where the orchestrator stood that was restarted; a transfer that may be in flight is aborted before the next one."""
@@ -185,7 +232,10 @@ class Publisher:
         return manifest
 
     async def _check_and_lay_out(self, version: int, manifest: Manifest, replicas: Sequence[str]) -> None:
-        """Every replica checks the manifest; if all want the same layout and the trainer can send it, it is used from now on."""
+        """Every replica checks the manifest; if all want the same layout and the trainer can send it, it is used from now on.
+
+        The same for the part that training changes, where all replicas complete it to the same whole layers.
+        """
         checked = await _all_or_first_error(
             self._router.request(
                 replica,
@@ -198,10 +248,23 @@ class Publisher:
         )
         wanted = [answer.result.get("layout") for answer, _ in checked]
         layout = WireLayout.model_validate(wanted[0]) if wanted[0] and all(w == wanted[0] for w in wanted) else None
-        request = UseLayout(request_id=new_id("layout"), deadline_s=self._config.plan_timeout_s, layout=layout)
+        self._is_direct = await self._use_layout(layout)
+        parts = [ManifestPart.model_validate(p) for answer, _ in checked if (p := answer.result.get("changed"))]
+        tensors = parts[0].tensors if parts else ()
+        self._part = None
+        if tensors and len(parts) == len(checked) and all(p.tensors == tensors for p in parts):
+            part_layout = parts[0].layout if all(p == parts[0] for p in parts) else None
+            is_direct = await self._use_layout(part_layout, tensors)
+            self._part = _Wire(manifest=manifest.part(tensors), is_direct=is_direct)
+
+    async def _use_layout(self, layout: WireLayout | None, tensors: tuple[int, ...] | None = None) -> bool:
+        """Whether the trainer will send the manifest, or the part of these tensors, in the layout."""
+        request = UseLayout(request_id=new_id("layout"), deadline_s=self._config.plan_timeout_s, layout=layout, part=tensors)
         answer, _ = await self._router.request(self._trainer, request, phase="planning the layout")
-        self._is_direct = bool(answer.result.get("direct"))
-        log.info("layout: direct %s, %s", self._is_direct, answer.result.get("reason") or _summary(layout))
+        is_direct = bool(answer.result.get("direct"))
+        what = "layout" if tensors is None else f"layout of the {len(tensors)} tensors that change"
+        log.info("%s: direct %s, %s", what, is_direct, answer.result.get("reason") or _summary(layout))
+        return is_direct
 
     async def _get_manifest(self) -> Manifest:
         incarnation = self._router.peers[self._trainer].hello.incarnation
@@ -217,7 +280,7 @@ class Publisher:
         return manifest
 
     async def _move(
-        self, version: int, manifest: Manifest, *, replicas: Sequence[str], report: Report, result: PublicationReport
+        self, version: int, wire: _Wire, *, replicas: Sequence[str], report: Report, result: PublicationReport
     ) -> None:
         """Send and receive at once; the first failure aborts the other side. Ends verified."""
         paused_s: dict[str, float] = {}
@@ -239,7 +302,8 @@ class Publisher:
                     deadline_s=timeout_s,
                     version=version,
                     pause_mode=self._config.pause_mode,
-                    direct=self._is_direct,
+                    direct=wire.is_direct,
+                    base_version=wire.base,
                 ),
                 phase="receiving",
                 on_progress=on_receiving,
@@ -248,14 +312,14 @@ class Publisher:
         ]
         send = self._router.request(
             self._trainer,
-            SendWeights(request_id=new_id("send"), deadline_s=timeout_s, version=version),
+            SendWeights(request_id=new_id("send"), deadline_s=timeout_s, version=version, changed_only=wire.base is not None),
             phase="sending",
         )
         self._pause_started_s = time.monotonic()
         sent, *received = await _all_or_first_error([send, *receives], on_error=lambda why: self._abort(replicas, why))
         if self.state is State.APPLYING:
             self._step(State.FINISHED, version, report, result)
-        self._verify(manifest, sent=sent, received=received, replicas=replicas, result=result)
+        self._verify(wire.manifest, sent=sent, received=received, replicas=replicas, result=result)
         self._step(State.VERIFIED, version, report, result)
         result.seconds |= _renamed(_seconds(sent[0]), {"total": "send"})
         result.seconds |= _renamed(
@@ -280,6 +344,7 @@ class Publisher:
                     f"{replica}: {len(wrong)} of {len(manifest.tensors)} live tensors are not what the trainer sent, "
                     f"first {', '.join(wrong[:5])}; the replica serves nothing until a full resync verifies"
                 )
+        result.num_verified = result.num_tensors - len(result.unverified)
 
     async def _commit(self, version: int, *, replicas: Sequence[str], report: Report) -> None:
         await _all_or_first_error(

@@ -1,7 +1,8 @@
 """The model's weights under their HF names, adapters merged in on the way.
 
-    manifest()        names, dtypes, shapes in wire order; from the first export, then cached
-    merged_tensors()  the tensors in that order; a collective: every rank iterates to the end, rank 0's tensors are the real ones
+    manifest()             names, dtypes, shapes in wire order; from the first export, then cached
+    merged_tensors()       the tensors in that order; a collective: every rank iterates to the end, rank 0's tensors are the real ones
+    merged_tensors(part)   these of them alone; only the parameters that they come from are gathered
 
 Bridge's export gathers one HF tensor at a time over pipeline, tensor and expert ranks; here its padding goes, its adapter is merged in,
 and it is checked against the manifest. The model is never staged whole. In full-parameter training there is nothing to merge.
@@ -10,8 +11,8 @@ and it is checked against the manifest. The model is never staged whole. In full
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,20 @@ class Exporter:
     def __init__(self, runtime: TrainerRuntime) -> None:
         self._runtime = runtime
         self._manifest: Manifest | None = None
+        self._tasks: list[int] = []  # for each tensor of the manifest, the conversion task that brings it
+        self._task = -1  # the one whose tensors come now
         self._adapter_of: dict[str, str] = {}
         self.merge_s = 0.0
         """Seconds that the last `merged_tensors` spent merging (on CUDA: queueing the merge)."""
 
     @torch.no_grad()
-    def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def base_tensors(self, tasks: Collection[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The model without adapters under HF names, vocabulary padding removed. A collective; tensors may be views of the model.
 
         With finetuning_type "lora" that is the pristine base; with "full" the parameters as they are.
+
+        Args:
+            tasks: only what these of the runtime's conversion tasks bring, the same on every rank.
         """
         runtime = self._runtime
         pairs = runtime.bridge.stream_weights_megatron_to_hf(
@@ -45,41 +51,60 @@ class Exporter:
             runtime.checkpoint,
             cpu=False,
             show_progress=False,
-            conversion_tasks=runtime.conversion_tasks,
+            conversion_tasks=self._noted(tasks),
             merge_adapter_weights=False,
         )
         for name, tensor in pairs:
             yield name, tensor[: runtime.vocab_size] if name in VOCAB_TENSORS else tensor
 
+    def _noted(self, only: Collection[int] | None) -> Iterator[Any]:
+        """The conversion tasks, as Bridge takes them one by one; which one it is at stands in `_task`."""
+        for number, task in enumerate(self._runtime.conversion_tasks):
+            if only is None or number in only:
+                self._task = number
+                yield task
+
     def manifest(self) -> Manifest:
         """What `merged_tensors` will yield. The first call is a collective (one export, nothing kept but names and shapes).
+
+        `changed` is set with finetuning_type "lora": adapters are all that trains, so what has none stays what was loaded.
 
         Raises:
             MergePlanError: on every rank: an adapter has no target, or two.
         """
         if self._manifest is None:
-            specs = [_spec(name, tensor) for name, tensor in self.base_tensors()]
+            specs, self._tasks = [], []
+            for name, tensor in self.base_tensors():
+                specs.append(_spec(name, tensor))
+                self._tasks.append(self._task)
             manifest = Manifest(tensors=tuple(specs))
-            self._plan(manifest)
-            self._manifest = manifest
+            targets = self._plan(manifest)
+            changed = tuple(i for i, spec in enumerate(specs) if spec.name in targets)
+            self._manifest = Manifest(tensors=manifest.tensors, changed=changed or None)
         return self._manifest
 
-    def _plan(self, manifest: Manifest) -> None:
-        """Plan the merge on rank 0; a refusal is every rank's, so that none waits in an export that the others do not enter."""
-        deltas, refusal = self._runtime.adapters.gather(), cast(list[str | None], [None])
+    def _plan(self, manifest: Manifest) -> frozenset[str]:
+        """Plan the merge on rank 0; returns the tensors with an adapter.
+
+        A refusal is every rank's, so that none waits in an export that the others do not enter.
+        """
+        deltas = self._runtime.adapters.gather()
+        said: list[Any] = [None, frozenset()]
         if dist.get_rank() == 0:
             try:
                 ops = plan_merge(deltas=deltas, targets={s.name: s for s in manifest.tensors})
                 self._adapter_of = {op.target: op.adapter for op in ops}
+                said[1] = frozenset(self._adapter_of)
             except MergePlanError as error:
-                refusal = [str(error)]
-        dist.broadcast_object_list(refusal, src=0, group=self._runtime.control_group)
-        if refusal[0] is not None:
-            raise MergePlanError(refusal[0])
+                said[0] = str(error)
+        dist.broadcast_object_list(said, src=0, group=self._runtime.control_group)
+        if said[0] is not None:
+            raise MergePlanError(said[0])
+        return frozenset(said[1])
 
     @torch.no_grad()
-    def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, merged tensor), in the manifest's order.
+    def merged_tensors(self, part: Sequence[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, merged tensor), in the manifest's order; of a part (indices, ascending) if one is given.
 
         A collective: every rank must iterate to the end. Off rank 0 the tensors are the unmerged base.
         With no delta a tensor may be a view of the model: read it, do not write it.
@@ -87,11 +112,16 @@ class Exporter:
         Raises:
             ManifestError: the export differs from the manifest; names the tensor.
         """
-        specs = self.manifest().tensors
+        specs, tasks = self.manifest().tensors, None
+        if part is not None:
+            specs, tasks = tuple(specs[i] for i in part), {self._tasks[i] for i in part}
+        wanted = None if part is None else {s.name for s in specs}
         deltas = self._runtime.adapters.gather()
         is_root = dist.get_rank() == 0
         self.merge_s, count = 0.0, 0
-        for name, tensor in self.base_tensors():
+        for name, tensor in self.base_tensors(tasks):
+            if wanted is not None and name not in wanted:
+                continue
             if is_root:
                 if count >= len(specs) or _spec(name, tensor) != specs[count]:
                     planned = specs[count] if count < len(specs) else "the end"

@@ -31,6 +31,7 @@ from pydantic import ValidationError
 
 from orchestrator.errors import (
     ConfigError,
+    ManifestError,
     NodeLost,
     PublicationError,
     SpliceError,
@@ -50,6 +51,7 @@ from orchestrator.protocol.messages import (
     Hello,
     LoadAdapter,
     LoadCheckpoint,
+    Manifest,
     OpenTransferGroup,
     OptimStep,
     PlanPublication,
@@ -170,6 +172,8 @@ class Node:
         self.phase = "idle"
         self._request_id = ""
         self._transfer = Transfer(config, self.runtime.device)
+        self._part: tuple[Sequence[int], Manifest] | None = None
+        """Of updates of the changed tensors alone: indices into the manifest, and their manifest."""
         self._handlers: dict[type, Callable[..., Outcome]] = {
             TrainMerged: self._train_merged,
             TrainLora: self._train_lora,
@@ -470,18 +474,40 @@ class Node:
         from trainer_node import wire_export
 
         self._progress("planning the layout")
+        manifest, changed_only = self.exporter.manifest(), message.part is not None
+        if message.part is not None:
+            self._check_part(manifest, message.part)
+            manifest = manifest.part(message.part)
+            self._part = (message.part, manifest)
+        else:
+            self._part = None
+            self._transfer.use_chunks(None, changed_only=True)
         reason = wire_export.supports(self.runtime) if message.layout is not None else "manifest order was asked for"
         if reason is not None or message.layout is None:
-            self._transfer.use_chunks(None)
+            self._transfer.use_chunks(None, changed_only=changed_only)
             return Outcome(result={"direct": False, "reason": reason})
         order = [chunk.tensors for chunk in message.layout.chunks]
-        export = wire_export.WireExport(self.runtime, self.exporter.manifest(), order)
-        self._transfer.use_chunks(Chunks(order=order, fill=export.fill))
+        export = wire_export.WireExport(self.runtime, manifest, order)
+        self._transfer.use_chunks(Chunks(order=order, fill=export.fill), changed_only=changed_only)
         return Outcome(result={"direct": True})
+
+    def _check_part(self, manifest: Manifest, tensors: Sequence[int]) -> None:
+        """A part that lacks what training changes would leave old weights on the replicas."""
+        count, names = len(manifest.tensors), manifest.tensors
+        if list(tensors) != sorted(set(tensors)) or not tensors or not 0 <= tensors[0] <= tensors[-1] < count:
+            raise ManifestError(f"a part is ascending indices into the manifest's {count} tensors, got {list(tensors[:5])}...")
+        missing = sorted(set(manifest.changed or ()) - set(tensors))
+        if missing:
+            raise ManifestError(f"the part lacks {len(missing)} tensors with adapters: {[names[i].name for i in missing[:3]]}")
 
     def _send_weights(self, message: SendWeights) -> Outcome:
         deadline = time.monotonic() + message.deadline_s
-        manifest = self.exporter.manifest()
+        manifest, indices, changed_only = self.exporter.manifest(), None, message.changed_only
+        if changed_only:
+            if self._part is None:
+                raise NotReady("no part of the manifest is planned; send UseLayout with a part first")
+            indices, manifest = self._part
+        self._transfer.choose(changed_only=changed_only)
         if self._transfer.has_chunks:  # one rank: no collective to keep in step
             self._progress("sending", version=message.version)
             report = self._transfer.send_chunks(manifest, deadline_s=message.deadline_s)
@@ -491,7 +517,7 @@ class Node:
         # If nothing can be sent, every rank still runs the export, and they stay in step.
         problem = self._transfer.problem() if self.link is not None else None
         self._progress("sending", version=message.version)
-        stream = self.exporter.merged_tensors()
+        stream = self.exporter.merged_tensors(indices)
         if self.link is None or problem is not None:
             _exhaust(stream)
             if problem is not None:
@@ -544,7 +570,8 @@ class Transfer:
         self._listeners: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}
         self._sender: Any = None
-        self._chunks: Chunks | None = None
+        self._chunks: dict[bool, Chunks] = {}  # changed_only -> how such an update is sent, where not as a stream
+        self._changed_only = False
         self._bucket_bytes = 0
         self._why_not = "no transfer group is open; send OpenTransferGroup first"
 
@@ -598,10 +625,18 @@ class Transfer:
                 )
         return self._or_close(lambda: self._sender.send(stream, deadline_s=deadline_s))
 
-    def use_chunks(self, chunks: Chunks | None) -> None:
-        """From the next send on: these chunks, or (None) a stream in manifest order."""
-        self._chunks = chunks
+    def use_chunks(self, chunks: Chunks | None, *, changed_only: bool) -> None:
+        """From the next send on, of the whole manifest or of the part that changes: these chunks, or (None) a stream in manifest order."""
+        self._chunks.pop(changed_only, None)
+        if chunks is not None:
+            self._chunks[changed_only] = chunks
         self.free_buffers()
+
+    def choose(self, *, changed_only: bool) -> None:
+        """What the next send brings; the buffers of the other kind are freed."""
+        if changed_only != self._changed_only:
+            self.free_buffers()
+        self._changed_only = changed_only
 
     def free_buffers(self) -> None:
         """Free the sender's buffers; groups stay joined, and the next send makes new ones."""
@@ -613,7 +648,7 @@ class Transfer:
     @property
     def has_chunks(self) -> bool:
         """Whether `send_chunks` is the way to send."""
-        return self._chunks is not None
+        return self._changed_only in self._chunks
 
     def send_chunks(self, manifest: Any, *, deadline_s: float) -> Any:
         """Send the chunks to every group; on failure the groups are gone.
@@ -623,16 +658,16 @@ class Transfer:
         """
         from weight_transfer.chunks import ChunkSender
 
-        problem = self.problem()
-        if problem is not None or self._chunks is None:
+        problem, chunks = self.problem(), self._chunks.get(self._changed_only)
+        if problem is not None or chunks is None:
             raise NotReady(problem or "no layout is set; send UseLayout first")
         with self._lock:
             if self._sender is None:
                 self._sender = ChunkSender(
                     groups=self._groups,
                     manifest=manifest,
-                    chunks=self._chunks.order,
-                    fill=self._chunks.fill,
+                    chunks=chunks.order,
+                    fill=chunks.fill,
                     device=self._device,
                 )
         return self._or_close(lambda: self._sender.send(deadline_s=deadline_s))

@@ -45,6 +45,7 @@ class ErrorCode(StrEnum):
     VERIFICATION_FAILED = "verification_failed"
     POISONED = "poisoned"
     NODE_LOST = "node_lost"
+    BASE_MISSING = "base_missing"
     PROTOCOL = "protocol"
     INTERNAL = "internal"
 
@@ -80,6 +81,14 @@ class Manifest(Message):
     """What one publication sends: HF-named tensors in wire order. Computed once per model structure."""
 
     tensors: tuple[TensorSpec, ...] = Field(min_length=1)
+    changed: tuple[int, ...] | None = None
+    """Indices, ascending, of the tensors that training can change: those with an adapter. None: all of them."""
+
+    @model_validator(mode="after")
+    def _changed_are_there(self) -> Manifest:
+        if self.changed is not None:
+            _check_indices(self.changed, count=len(self.tensors), field="changed")
+        return self
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Manifest:
@@ -93,6 +102,19 @@ class Manifest(Message):
     def nbytes(self) -> int:
         """Bytes on the wire."""
         return sum(t.nbytes for t in self.tensors)
+
+    def part(self, indices: Sequence[int]) -> Manifest:
+        """The manifest of these tensors alone, in this order."""
+        return Manifest(tensors=tuple(self.tensors[i] for i in indices))
+
+
+def _check_indices(indices: Sequence[int], *, count: int | None, field: str) -> None:
+    if not indices or list(indices) != sorted(set(indices)) or indices[0] < 0:
+        raise ValueError(
+            f"{field} must be ascending indices into the manifest's tensors, at least one; got {list(indices[:5])}..."
+        )
+    if count is not None and indices[-1] >= count:
+        raise ValueError(f"{field} has index {indices[-1]}, but the manifest has {count} tensors")
 
 
 class WireChunk(Message):
@@ -110,6 +132,20 @@ class WireLayout(Message):
     chunks: tuple[WireChunk, ...] = Field(min_length=1)
     why_not_live: dict[str, str] = {}
     """Reason -> an example of the tensors that take the reload path for it."""
+
+
+class ManifestPart(Message):
+    """What an update of the changed tensors alone brings: they, and whatever shares a layer with them on the replica."""
+
+    tensors: tuple[int, ...]
+    """Indices into the manifest, ascending."""
+    layout: WireLayout | None = None
+    """Its indices count within the part. None: the part in manifest order."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> ManifestPart:
+        _check_indices(self.tensors, count=None, field="tensors")
+        return self
 
 
 class Rendezvous(Message):
@@ -587,6 +623,9 @@ class UseLayout(_Request):
 
     kind: Literal["UseLayout"] = "UseLayout"
     layout: WireLayout | None
+    part: tuple[int, ...] | None = None
+    """Indices of the tensors that updates of the changed ones alone bring, to which `layout` then refers. None: the whole manifest; what
+    was said of a part no longer counts."""
 
 
 class SendWeights(_Request):
@@ -597,6 +636,8 @@ class SendWeights(_Request):
 
     kind: Literal["SendWeights"] = "SendWeights"
     version: int = Field(ge=0)
+    changed_only: bool = False
+    """Send the part that `UseLayout.part` named."""
 
 
 class AbortSend(Message):
@@ -625,7 +666,8 @@ class LeaveTransferGroup(_Request):
 class PrepareUpdate(_Request):
     """Check the manifest against the model's placement plan; nothing pauses, nothing changes.
 
-    `Completed.result["layout"]` is the `WireLayout` that this replica would like (absent if it takes manifest order only).
+    `Completed.result["layout"]` is the `WireLayout` that this replica would like (absent if it takes manifest order only),
+    `["changed"]` the `ManifestPart` that brings `manifest.changed` (absent if that is everything).
     Ends in `Failed(code="plan_refused")` naming the tensors where a name, dtype or shape does not fit, or a weight of the model
     would get no data.
     """
@@ -648,6 +690,9 @@ class ReceiveWeights(_Request):
     pause_mode: PauseMode = "keep"
     direct: bool = False
     """The trainer sends in the layout that this replica asked for in its answer to `PrepareUpdate`."""
+    base_version: int | None = Field(default=None, ge=0)
+    """None: the whole manifest comes. Else only the part of the changed tensors, on top of this version; a replica that does not serve
+    exactly that answers `Failed(code="base_missing")`, and nothing pauses."""
 
 
 class CommitUpdate(_Request):

@@ -140,13 +140,13 @@ class _Smoke:
         row = {
             "version": version, "alias": result["alias"], "loss": metrics.get("loss"), "reward": reward,
             "tokens": metrics.get("tokens"), "metrics": metrics, "seconds": seconds, "bytes_sent": result["bytes_sent"],
-            "num_tensors": result["num_tensors"], "unverified": result["unverified"], "states": result["states"],
+            "sent": result["sent"], "num_tensors": result["num_tensors"], "num_verified": result["num_verified"], "unverified": result["unverified"], "states": result["states"],
             "attempts": result["attempts"], "max_logprob_diff": None,
         }  # fmt: skip
         self._report.versions.append(row)
         loss = "" if row["loss"] is None else f", loss {row['loss']:.4f}, reward {reward:.3f}"
         self._display.done(
-            f"[bold]{result['alias']}[/bold] is served: {result['num_tensors']} tensors, {result['bytes_sent'] / 1e6:.1f} MB, "
+            f"[bold]{result['alias']}[/bold] is served: {result['num_tensors']} tensors ({result['sent']}), {result['bytes_sent'] / 1e6:.1f} MB, "
             f"pause {seconds['pause'] * 1e3:.0f} ms{loss}"
         )
 

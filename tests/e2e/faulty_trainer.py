@@ -1,4 +1,4 @@
-"""The trainer node, which kills itself with SIGKILL after the first chunk of its second publication has left, once per marker file."""
+"""The trainer node, which kills itself with SIGKILL before the second piece of its second publication leaves, once per marker file."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_node import node, wire_export
+from trainer_node import node
+from weight_transfer import gloo_group
 
-_original = wire_export.ChunkMerger.fill
+_broadcast, _send_weights = gloo_group.GlooGroup.broadcast, node.Node._send_weights
 
 
 class _Count:
-    publications = 0
+    publications = pieces = 0
 
 
-def _fill_or_die(self: Any, chunk: int, out_B: Any) -> None:
+def _count(self: Any, message: Any) -> Any:
+    _Count.publications, _Count.pieces = _Count.publications + 1, 0
+    return _send_weights(self, message)
+
+
+def _broadcast_or_die(self: Any, buffer_B: Any, *, deadline_s: float) -> None:
     marker = Path(os.environ["SPLICE_TEST_KILL_MARKER"])
-    _Count.publications += chunk == 0
-    if _Count.publications == 2 and chunk == 1 and not marker.exists():
+    _Count.pieces += 1
+    if _Count.publications == 2 and _Count.pieces == 2 and not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    _original(self, chunk, out_B)
+    _broadcast(self, buffer_B, deadline_s=deadline_s)
 
 
 if __name__ == "__main__":
-    wire_export.ChunkMerger.fill = _fill_or_die  # type: ignore[method-assign]
+    node.Node._send_weights = _count  # type: ignore[method-assign]
+    gloo_group.GlooGroup.broadcast = _broadcast_or_die  # type: ignore[method-assign]
     sys.exit(node.main())

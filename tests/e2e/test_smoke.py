@@ -30,9 +30,12 @@ def smoke(tmp_path, *more, timeout=400):
     return done.returncode, done.stdout + done.stderr, json.loads(report.read_text()) if report.exists() else None
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "qwen3"])
-def test_from_checkpoint_to_version_two(arch, models, tmp_path):
-    code, output, report = smoke(tmp_path, "--model", models[arch])
+ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+
+
+@pytest.mark.parametrize(("arch", "more"), [("qwen3_moe", ()), ("qwen3", ("--lora-targets", ATTENTION))])
+def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
+    code, output, report = smoke(tmp_path, "--model", models[arch], *more)
     assert code == 0, output
     assert report["ok"] and report["failures"] == []
     rows = report["versions"]
@@ -41,7 +44,11 @@ def test_from_checkpoint_to_version_two(arch, models, tmp_path):
         assert row["max_logprob_diff"] < 1e-4 and row["unverified"] == {} and row["attempts"] == 1
         assert row["states"][-2:] == ["verified", "committed"]
         assert {"export", "merge", "wire", "apply", "verify", "pause", "total"} <= set(row["seconds"])
+    whole = rows[0]
+    assert whole["sent"] == "full" and whole["num_verified"] == whole["num_tensors"]
     for row in rows[1:]:
+        assert row["sent"] == "changed" and row["num_verified"] == row["num_tensors"] < whole["num_tensors"]
+        assert row["bytes_sent"] < (0.5 if more else 1) * whole["bytes_sent"]
         assert row["diff_to_previous"] > 1e-3 and row["metrics"]["grad_norm"] > 0 and row["reward"] > 0
     classes = {"q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "norm"}
     if arch == "qwen3_moe":

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.inference_node.harness import Node, ensure_published, moved
 
@@ -18,9 +19,9 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "temperature
 class Request(threading.Thread):
     """One long request; notes when its first bytes came."""
 
-    def __init__(self, node: Node, model: str, *, stream: bool) -> None:
+    def __init__(self, node: Node, model: str, *, stream: bool, **more: Any) -> None:
         super().__init__()
-        self.node, self.body, self.stream = node, {**LONG, "model": model, "stream": stream}, stream
+        self.node, self.body, self.stream = node, {**LONG, "model": model, "stream": stream, **more}, stream
         self.first = threading.Event()
         self.events: list[Any] = []
         self.status, self.headers, self.json, self.done = 0, {}, None, False  # type: ignore[var-annotated]
@@ -67,6 +68,36 @@ def test_unpinned_requests_span_the_swap_and_say_so(dense: Node, mode: str) -> N
     assert plain.json["model"] == f"tiny@{old + 1}" and plain.json["versions"] == [old, old + 1]
     assert plain.headers["x-splice-version"] == str(old + 1) and plain.headers["x-splice-versions"] == f"{old},{old + 1}"
     assert plain.json["usage"]["completion_tokens"] == LONG["max_tokens"]
+
+
+def halves(node: Node) -> list[dict[str, torch.Tensor]]:
+    """Two versions whose greedy tokens are told apart: the first says ids below 160 only, the second the others."""
+    head = "lm_head.weight"
+    low = torch.arange(320)[:, None] < 160
+    spoken = torch.arange(320)[:, None] > 2  # not the special tokens, which leave no text
+    base = node.base[head]
+    return [{**node.base, head: torch.where(half & spoken, base, torch.zeros_like(base))} for half in (low, ~low)]
+
+
+@pytest.mark.parametrize("mode", ["keep", "keep_kv", "wait", "abort"])
+def test_every_token_comes_under_the_name_of_the_weights_that_made_it(dense: Node, mode: str) -> None:
+    first, second = halves(dense)
+    old = ensure_published(dense) + 1
+    dense.publish(old, first)
+    count = 400 if mode == "wait" else 900
+    streams = [Request(dense, "tiny", stream=True, prompt=[3 + k, 9, 27], max_tokens=count, temperature=0.0) for k in range(6)]
+    assert all(s.first.wait(20.0) for s in streams)
+    dense.publish(old + 1, second, mode=mode)
+    for stream in streams:
+        stream.join(60.0)
+        choices = [(e["model"], c) for e in stream.events for c in e.get("choices", ())]
+        said = [(model, int(word[1:])) for model, c in choices for word in c["text"].split()]
+        assert said and all(model == f"tiny@{old if token < 160 else old + 1}" for model, token in said)
+        assert stream.done and choices[-1][1]["finish_reason"] == ("abort" if mode == "abort" else "length")
+        if mode != "abort":  # nothing was lost
+            assert len(said) == count
+        if mode.startswith("keep"):
+            assert {model for model, _ in said} == {f"tiny@{old}", f"tiny@{old + 1}"}
 
 
 def test_pinned_requests_are_finished_before_the_swap_or_ended(dense: Node) -> None:

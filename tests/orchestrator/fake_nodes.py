@@ -22,7 +22,12 @@ from orchestrator.protocol.messages import (
 from orchestrator.protocol.node_link import NodeLink
 
 MANIFEST = Manifest(tensors=tuple(TensorSpec(name=f"w{i}", dtype="float32", shape=(4, 2)) for i in range(3)))
-DIGESTS = TensorSpec(name="digests", dtype="int64", shape=(3,))
+
+
+def digests(values: list[int]) -> dict[str, object]:
+    """A terminal message's tensors and buffers."""
+    spec = TensorSpec(name="digests", dtype="int64", shape=(len(values),))
+    return {"tensors": (spec,), "buffers": [array.array("q", values).tobytes()]}
 
 
 class FakeNode:
@@ -111,6 +116,8 @@ class FakeTrainer(FakeNode):
         self.saved: dict[str, list[int]] = {}
         self.pending = 0
         self.messages: list[object] = []
+        self.manifest = MANIFEST
+        self.part: tuple[int, ...] = ()
 
     def on_SaveCheckpoint(self, message) -> None:
         self.saved[message.checkpoint_dir] = list(self.weights)
@@ -162,7 +169,11 @@ class FakeTrainer(FakeNode):
         self.link.complete(message.request_id, result={"version": 0, "client_state": {}, "dropped_batches": dropped})
 
     def on_PlanPublication(self, message) -> None:
-        self.link.complete(message.request_id, result=MANIFEST.model_dump())
+        self.link.complete(message.request_id, result=self.manifest.model_dump())
+
+    def on_UseLayout(self, message) -> None:
+        self.part = message.part or ()
+        self._done(message)
 
     def on_OpenTransferGroup(self, message) -> None:
         where = {
@@ -173,12 +184,9 @@ class FakeTrainer(FakeNode):
         self._done(message)
 
     def on_SendWeights(self, message) -> None:
-        self.link.complete(
-            message.request_id,
-            result={"seconds": {"wire": 0.1}},
-            tensors=(DIGESTS,),
-            buffers=[array.array("q", self.weights).tobytes()],
-        )
+        self.messages.append(message)
+        sent = [self.weights[i] for i in self.part] if message.changed_only else self.weights
+        self.link.complete(message.request_id, result={"seconds": {"wire": 0.1}}, **digests(sent))
 
 
 class FakeReplica(FakeNode):
@@ -190,20 +198,25 @@ class FakeReplica(FakeNode):
         super().__init__(**kwargs)
         self.source, self.served, self.live = source, [], [0, 0, 0]
         self.flip = False
+        self.part: tuple[int, ...] | None = None
+        """What it completes the changed tensors to; None: it does not take a part."""
+        self.bases: list[int | None] = []
+
+    def on_PrepareUpdate(self, message) -> None:
+        self.link.complete(message.request_id, result={} if self.part is None else {"changed": {"tensors": self.part}})
 
     def on_ReceiveWeights(self, message) -> None:
         for phase in ("pausing", "paused", "applying"):
             self.link.progress(message.request_id, phase)
-        self.live = list(self.source())
+        self.bases.append(message.base_version)
+        came = range(3) if message.base_version is None else self.part or ()
+        for i in came:
+            self.live[i] = self.source()[i]
         if self.flip:
             self.live[1] ^= 1
             self.flip = False
-        self.link.complete(
-            message.request_id,
-            result={"seconds": {"apply": 0.2}},
-            tensors=(DIGESTS,),
-            buffers=[array.array("q", self.live).tobytes()],
-        )
+        live = digests([self.live[i] for i in came])
+        self.link.complete(message.request_id, result={"seconds": {"apply": 0.2}}, **live)
 
     def on_CommitUpdate(self, message) -> None:
         self.served.append((message.version, list(self.live)))

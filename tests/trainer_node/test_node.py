@@ -44,6 +44,7 @@ from orchestrator.protocol.messages import (
     Shutdown,
     TrainLora,
     TrainMerged,
+    UseLayout,
     Welcome,
     batch_specs,
 )
@@ -214,9 +215,9 @@ def open_group(control: Orchestrator) -> Receiver:
 
 
 def check_publication(
-    control: Orchestrator, receiver: Receiver, manifest: Manifest, *, version: int
+    control: Orchestrator, receiver: Receiver, manifest: Manifest, *, version: int, changed_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    request_id = control.start(SendWeights, version=version)
+    request_id = control.start(SendWeights, version=version, changed_only=changed_only)
     receiver.receive(manifest)
     tensors = receiver.done()
     envelope = control.finish(request_id)
@@ -226,6 +227,23 @@ def check_publication(
     assert list(tensors) == [s.name for s in manifest.tensors]
     assert digests.tolist() == [int(tensor_digest(t)) for t in tensors.values()]
     return tensors
+
+
+def check_part(control: Orchestrator, receiver: Receiver, manifest: Manifest, at_0: dict, at_1: dict) -> None:
+    """Nothing but what has an adapter differs from @0; sent alone it has the same bytes, and everything can be sent again after it."""
+    names = [s.name for s in manifest.tensors]
+    assert {n for n in names if not torch.equal(at_0[n], at_1[n])} <= {names[i] for i in manifest.changed}
+    assert control.refused(SendWeights, version=1, changed_only=True).code == "not_ready"
+    lacking = control.refused(UseLayout, layout=None, part=manifest.changed[:-1])
+    assert lacking.code == "plan_refused" and names[manifest.changed[-1]] in lacking.message
+    assert control.refused(UseLayout, layout=None, part=(*manifest.changed, len(names))).code == "plan_refused"
+    more = tuple(sorted({*manifest.changed, 0}))  # the embedding, as if it shared a layer with one of them
+    control.ok(UseLayout, layout=None, part=more)
+    for part, changed_only in ((manifest.part(more), True), (manifest, False), (manifest.part(more), True)):
+        sent = check_publication(control, receiver, part, version=1, changed_only=changed_only)
+        assert all(torch.equal(t, at_1[n]) for n, t in sent.items())
+    control.ok(UseLayout, layout=None)
+    assert control.refused(SendWeights, version=1, changed_only=True).code == "not_ready"
 
 
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})])
@@ -258,6 +276,7 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         theirs = peft_merged(models[name], tmp_path / "v1" / "adapter")
         assert all(torch.equal(at_1[n], theirs[n]) for n in at_1)
 
+        check_part(control, receiver, manifest, at_0, at_1)
         bad = arrays()
         bad["tokens"][10] = 300
         fields, bad_buffers = training(bad)

@@ -292,6 +292,7 @@ def check_model(model: Path, dtype: str, targets: Sequence[str] | None, *, by_ke
     exporter = Exporter(runtime)
     manifest = exporter.manifest()
     names = [s.name for s in manifest.tensors]
+    assert {names[i] for i in manifest.changed or ()} == {n for n in names if n.split(".")[-2] in lora.targets}
     orders = [[list(range(len(names)))], vllm_order(names), shuffled_order(len(names), 5, seed=2)]
     exports = [WireExport(runtime, manifest, order) for order in orders]
     random_adapters(runtime)  # after the plan: adapters are read where they are
@@ -313,8 +314,23 @@ def check_model(model: Path, dtype: str, targets: Sequence[str] | None, *, by_ke
         # Other storage, other values: the plan must not hold on to the old.
         for p in runtime.model[0].parameters():
             p.data = p.data.clone() + 0.25
+    check_changed_part(runtime, exporter)
     check_refusals(runtime, manifest, names)
     runtime.close()
+
+
+def check_changed_part(runtime, exporter) -> None:
+    """The tensors with an adapter alone, in an order of the receiver's: the same bytes as out of the whole."""
+    from trainer_node.wire_export import WireExport
+
+    part = exporter.manifest().part(exporter.manifest().changed)
+    order = shuffled_order(len(part.tensors), 3, seed=4)
+    export = WireExport(runtime, part, order)
+    assert sum(export.chunk_nbytes(k) for k in range(export.num_chunks)) == part.nbytes < exporter.manifest().nbytes
+    merged = dict(exporter.merged_tensors(exporter.manifest().changed))
+    for chunk, indices in enumerate(order):
+        wanted_B = torch.cat([merged[part.tensors[i].name].reshape(-1).contiguous().view(torch.uint8) for i in indices])
+        assert torch.equal(filled(export, chunk), wanted_B)
 
 
 def check_refusals(runtime, manifest, names: Sequence[str]) -> None:
@@ -346,6 +362,7 @@ def main() -> None:
             for dtype in ("float32", "bfloat16"):
                 check_model(model, dtype, None)
         check_model(Path(sys.argv[4]), "bfloat16", ("k_proj", "up_proj"))
+        check_model(Path(sys.argv[4]), "float32", ("q_proj", "k_proj", "v_proj", "o_proj"))
     elif sys.argv[1] == "kernel-model":
         check_model(Path(sys.argv[2]), "float32", None, by_kernel=True)
     elif sys.argv[1] == "kernel":

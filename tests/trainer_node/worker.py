@@ -76,6 +76,7 @@ def main() -> None:
     merged = {n: t.clone() for n, t in exporter.merged_tensors()}
     for name, tensor in exporter.base_tensors():
         assert torch.equal(tensor, initial[name]), f"the base was written: {name}"
+    check_part(exporter, merged, root=root)
     if root:
         assert list(merged) == [s.name for s in exporter.manifest().tensors]
         save_file({n: t.contiguous() for n, t in merged.items()}, out / "merged.safetensors")
@@ -84,6 +85,23 @@ def main() -> None:
     else:
         _padded_rows(runtime)
     runtime.close()
+
+
+def check_part(exporter: Exporter, merged: dict[str, torch.Tensor], *, root: bool) -> None:
+    """The tensors with an adapter are known to every rank, and of a part only the parameters that it comes from are exported."""
+    names = [s.name for s in exporter.manifest().tensors]
+    changed = exporter.manifest().changed
+    assert {names[i] for i in changed} == {n for n in names if "_proj." in n}
+    part = [i for i in changed if "self_attn" in names[i]]
+    tasks: set[int] = set()
+    got = {}
+    for name, tensor in exporter.merged_tensors(part):
+        tasks.add(exporter._task)
+        got[name] = tensor.clone()
+    assert len(part) == 8 and len(tasks) == 4, (part, tasks)  # of two layers: fused qkv and o
+    assert list(got) == [names[i] for i in part]
+    if root:
+        assert all(torch.equal(got[n], merged[n]) for n in got)
 
 
 def _padded_rows(runtime: TrainerRuntime) -> int:

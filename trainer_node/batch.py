@@ -65,6 +65,8 @@ class MicroBatch:
     """Longest piece of this micro-batch. Never more: Megatron (0.16) takes rotary tables of length L to be a whole pack's."""
     predictors_N: torch.Tensor
     """Where in L the model predicts the token: one before it."""
+    rows_L: torch.Tensor
+    """Each token's row in the batch; negative: padding."""
     rows_N: torch.Tensor
     """The token's row in the batch."""
     sequence_N: torch.Tensor
@@ -318,6 +320,7 @@ def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int) -> MicroBatc
     pieces += [longest] * whole + [rest] * (rest > 0)
     tokens_L = torch.zeros(length, dtype=torch.int64)
     tokens_L[: len(rows_R)] = batch.tokens_T[torch.from_numpy(rows_R)]
+    rows_L = torch.from_numpy(np.concatenate([rows_R, -1 - np.arange(left)]))
     places_N = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])
     rows_N = torch.from_numpy(rows_R[places_N])
     owners_R = np.repeat(np.arange(len(sequences)), np.array([batch.lengths[i] for i in sequences], dtype=np.int64))
@@ -331,6 +334,7 @@ def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int) -> MicroBatc
         cu_seqlens=torch.from_numpy(np.cumsum([0, *pieces], dtype=np.int32)),
         max_seqlen=max(pieces),
         predictors_N=torch.from_numpy(places_N - 1),
+        rows_L=rows_L,
         rows_N=rows_N,
         sequence_N=torch.from_numpy(owners_R[places_N]),
         num_sequences=len(sequences),

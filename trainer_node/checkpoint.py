@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from trainer_node import generations, sharded_state
+from trainer_node import generations, peft_io, sharded_state
 from trainer_node.generations import MARKER, CheckpointError, write_file
 from trainer_node.lora import Matrix
 from trainer_node.merge import LoraDelta
@@ -70,27 +70,9 @@ class Loaded:
 
 
 def write_adapter(folder: Path, *, runtime: TrainerRuntime, deltas: Mapping[str, LoraDelta]) -> None:
-    """Write a PEFT adapter into `folder`, which may exist; each file appears whole or not at all, the config last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, delta in deltas.items():
-        tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = delta.lora_A_RI.detach().float().cpu().contiguous().clone()
-        tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = delta.lora_B_OR.detach().float().cpu().contiguous().clone()
-    write_file(folder / "adapter_model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    lora = runtime.config.lora
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(runtime.config.model.absolute()),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    write_file(folder / "adapter_config.json", lambda path: path.write_text(json.dumps(config, indent=1)))
+    """Write the gathered adapters into `folder`, as `peft_io.write` does."""
+    tensors = {(n, m): t for n, d in deltas.items() for m, t in (("A", d.lora_A_RI), ("B", d.lora_B_OR))}
+    peft_io.write(folder, tensors, lora=runtime.config.lora, model=runtime.config.model)
 
 
 def read_adapter(folder: Path, *, runtime: TrainerRuntime) -> dict[tuple[str, Matrix], torch.Tensor]:
@@ -237,7 +219,7 @@ def _identity(runtime: TrainerRuntime) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "finetuning_type": runtime.config.finetuning_type,
-        "lora": None if runtime.trains_all else runtime.config.lora.model_dump(mode="json"),
+        "lora": None if runtime.trains_all else runtime.config.lora.model_dump(mode="json", exclude={"dropout"}),
         "architecture": list(runtime.hf_config.architectures or ()),
         "sizes": {name: getattr(runtime.hf_config, name, None) for name in _SIZES},
     }

@@ -8,7 +8,6 @@ It is what a trainer with the same LoRA settings and seed starts from. vLLM and 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,13 +15,11 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LORA_TARGETS, LoraConfig
-from trainer_node.generations import write_file
 from trainer_node.hf import read_config
-from trainer_node.peft_io import CONFIG, WEIGHTS
+from trainer_node.peft_io import Key, write
 
 
 def linear_shapes(config: Any, targets: Sequence[str]) -> Iterator[tuple[str, int, int]]:
@@ -63,25 +60,11 @@ def write_identity_adapter(model: Path, out: Path, *, lora: LoraConfig, seed: in
         raise ConfigError(f"{out} exists; choose a new folder")
     from trainer_node.lora import initial_lora_a  # brings in Megatron
 
-    tensors = {}
+    tensors: dict[Key, torch.Tensor] = {}
     for name, rows, columns in linear_shapes(config, lora.targets):
-        lora_A_RI = initial_lora_a(name, rank=lora.rank, in_features=columns, seed=seed)
-        tensors[f"base_model.model.{name}.lora_A.weight"] = lora_A_RI
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(rows, lora.rank)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model.absolute()),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    out.mkdir(parents=True)
-    write_file(out / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    write_file(out / CONFIG, lambda path: path.write_text(json.dumps(settings, indent=1)))
+        tensors[name, "A"] = initial_lora_a(name, rank=lora.rank, in_features=columns, seed=seed)
+        tensors[name, "B"] = torch.zeros(rows, lora.rank)
+    write(out, tensors, lora=lora, model=model)
     return len(tensors)
 
 

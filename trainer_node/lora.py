@@ -35,6 +35,7 @@ from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
+from trainer_node.dropout import Dropout, key_of
 from trainer_node.merge import LoraDelta, decoder_name
 from trainer_node.parameters import Piece, TrainedParam
 
@@ -69,6 +70,7 @@ class DenseAdapter(nn.Module):
     Args:
         parts: HF module name and full out features of each HF linear, in the fused order; a name is None where no adapter is wanted.
         in_features: full in features.
+        dropout: of the set.
         qkv_heads: (query heads, head size) of one local query group, if the output interleaves q, k, v by group.
         sequence_parallel: what lies outside the linears is this rank's part of the sequence; copies then get gradients of it alone.
     """
@@ -82,10 +84,12 @@ class DenseAdapter(nn.Module):
         qkv_heads: tuple[int, int] | None,
         sequence_parallel: bool,
         lora: LoraConfig,
+        dropout: Dropout,
         seed: int,
         device: torch.device,
     ) -> None:
         super().__init__()
+        self._dropout = dropout
         self._group = parallel_state.get_tensor_model_parallel_group()
         size, rank = self._group.size(), self._group.rank()
         self.row_parallel, self.qkv_heads, self.scale = row_parallel, qkv_heads, lora.alpha / lora.rank
@@ -98,6 +102,7 @@ class DenseAdapter(nn.Module):
         else:
             self._exchange = reduce_from_tensor_model_parallel_region if row_parallel else copy_to_tensor_model_parallel_region
         self.names = [name for name, _ in parts]
+        self._keys = [key_of(name) for name in self.names if name is not None]
         self.out_local = [out if row_parallel else out // size for _, out in parts]
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for i, name in enumerate(self.names):
@@ -112,8 +117,19 @@ class DenseAdapter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, I local] -> what to add to the linear's output, [s, b, sum of O local]; under sequence parallelism s is this rank's part
         on a column-parallel linear's way in (also behind its fused norm) and on a row-parallel one's way out."""
-        lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
-        h = functional.linear(x, lora_A)
+        if self._dropout.is_on:
+            h = torch.cat(
+                [
+                    functional.linear(
+                        self._dropout.dense(x, name_key=key, sharded=self.row_parallel), self.lora_A[k].to(x.dtype)
+                    )
+                    for k, key in zip(self.lora_A, self._keys, strict=True)
+                ],
+                dim=-1,
+            )
+        else:
+            lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
+            h = functional.linear(x, lora_A)
         h = self._exchange(h, group=self._group) * self.scale
         hidden = iter(h.chunk(len(self.lora_A), dim=-1))
         outs = [
@@ -161,6 +177,7 @@ class ExpertAdapter(nn.Module):
     Args:
         names: for each HF linear of the fused order, the HF module names of the local experts; None where no adapter is wanted.
         out_features: of one HF linear.
+        dropout: of the set.
     """
 
     def __init__(
@@ -170,11 +187,13 @@ class ExpertAdapter(nn.Module):
         in_features: int,
         out_features: int,
         lora: LoraConfig,
+        dropout: Dropout,
         seed: int,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.names, self.out_features, self.scale = names, out_features, lora.alpha / lora.rank
+        self._dropout, self._keys = dropout, [key_of(experts[0]) for experts in names if experts is not None]
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for i, experts in enumerate(names):
             if experts is None:
@@ -185,9 +204,19 @@ class ExpertAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """[t, I] sorted by expert -> [t, P * O]; `m_splits[e]` rows belong to local expert e."""
-        lora_A = torch.cat([self.lora_A[k] for k in self.lora_A], dim=1).to(x.dtype)
         groups = _Groups(m_splits, x)
-        h = groups.matmul(groups.pad(x), lora_A) * self.scale
+        if self._dropout.is_on:
+            h = torch.cat(
+                [
+                    groups.matmul(groups.pad(self._dropout.experts(x, name_key=key)), self.lora_A[k].to(x.dtype))
+                    for k, key in zip(self.lora_A, self._keys, strict=True)
+                ],
+                dim=-1,
+            )
+        else:
+            lora_A = torch.cat([self.lora_A[k] for k in self.lora_A], dim=1).to(x.dtype)
+            h = groups.matmul(groups.pad(x), lora_A)
+        h = h * self.scale
         hidden = iter(h.chunk(len(self.lora_A), dim=-1))
         outs = [
             groups.matmul(next(hidden).contiguous(), self.lora_B[str(i)].to(x.dtype))
@@ -272,14 +301,32 @@ class AdapterSet:
 
     Args:
         tasks: Bridge's conversion tasks for the model.
+        layers: its transformer layers.
         config: Megatron's transformer config.
     """
 
-    def __init__(self, *, tasks: Sequence[Any], config: Any, lora: LoraConfig, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        tasks: Sequence[Any],
+        layers: Iterable[nn.Module],
+        config: Any,
+        lora: LoraConfig,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         self._lora, self._seed, self._device, self._config = lora, seed, device, config
         self.adapters: list[DenseAdapter | ExpertAdapter] = []
         self._hooks: list[Any] = []
         self._on = True
+        self.dropout = Dropout(
+            lora.dropout,
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+            sequence_parallel=config.sequence_parallel,
+        )
+        for layer in layers if lora.dropout and tasks else ():
+            self._hooks.append((layer, layer.register_forward_pre_hook(self.dropout.before_layer, with_kwargs=True)))
         by_module: dict[Any, list[Any]] = defaultdict(list)
         for task in tasks:
             if task is not None and task.megatron_module is not None and _is_linear(task):
@@ -329,6 +376,7 @@ class AdapterSet:
             qkv_heads=heads,
             sequence_parallel=config.sequence_parallel,
             lora=self._lora,
+            dropout=self.dropout,
             seed=self._seed,
             device=self._device,
         )
@@ -336,12 +384,19 @@ class AdapterSet:
     def _expert_adapter(self, tasks: Sequence[Any], names: list[list[str | None]]) -> ExpertAdapter:
         order = sorted(range(len(tasks)), key=lambda i: int(tasks[i].param_name.rpartition(".weight")[2]))
         out, in_features = tasks[0].param_weight.shape
+        copies = parallel_state.get_tensor_model_parallel_world_size() > 1 and not self._config.sequence_parallel
+        if self._lora.dropout and copies and parallel_state.get_expert_model_parallel_world_size() > 1:
+            raise ConfigError(
+                "lora.dropout on experts with parallel.tensor > 1 and parallel.expert > 1 needs parallel.sequence = True: without it an "
+                "expert gets every token once from each tensor rank and would drop other elements of each copy"
+            )
         columns = [[names[i][part] for i in order] for part in range(len(names[0]))]
         return ExpertAdapter(
             names=[column if all(column) else None for column in columns],  # type: ignore[misc]
             in_features=in_features,
             out_features=out // len(columns),
             lora=self._lora,
+            dropout=self.dropout,
             seed=self._seed,
             device=self._device,
         )

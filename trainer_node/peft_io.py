@@ -1,10 +1,10 @@
-"""Adapters that the PEFT library wrote, into the trainer: all of it or nothing.
+"""Adapters in the PEFT library's format: ours out, and what it wrote into the trainer, all of it or nothing.
 
     read_config(folder) -> check_config(config, lora)        settings that change the numbers agree, or are refused by name
     read_tensors(folder) -> by_module(...)                   PEFT's names -> (HF module, "A" or "B"); the `.default` infix is dropped
     check_tensors(found, expected)                           missing, extra and misshapen tensors are named
 
-`load_adapter` does all of it on every rank, so that all load or all refuse; what was there before is untouched by a refusal.
+`write` is the way out, and `load_adapter` does all of it on every rank, so that all load or all refuse; what was there before is untouched by a refusal.
 
 Shapes: O = out features, I = in features, R = rank; A is [R, I], B is [O, R].
 """
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
+from trainer_node.generations import write_file
 
 if TYPE_CHECKING:
     from trainer_node.runtime import TrainerRuntime
@@ -36,7 +37,8 @@ SAME_NUMBERS = frozenset({
     "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "loftq_config", "lora_dropout", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 })  # fmt: skip
-"""Settings that do not change what a saved adapter computes. (`loftq_config` has an effect only with init_lora_weights="loftq".)"""
+"""Settings that do not change what a saved adapter computes. (Another `lora_dropout` is none of the adapter's business: the trainer's own counts.
+`loftq_config` has an effect only with init_lora_weights="loftq".)"""
 PLAIN_INIT = (None, True, False, "gaussian", "orthogonal", "eva")
 """The others (pissa, olora, corda, loftq, ...) change the base as well, so their adapter does not fit the checkpoint's base."""
 _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight$")
@@ -44,6 +46,28 @@ _NAME = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?P<matrix>[
 
 class AdapterError(ConfigError):
     """A PEFT adapter that cannot be loaded; names the file and the settings or tensors. Nothing was changed."""
+
+
+def write(folder: Path, tensors: Mapping[Key, torch.Tensor], *, lora: LoraConfig, model: Path) -> None:
+    """Write a PEFT adapter into `folder`, which may exist; each file appears whole or not at all, the config last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {
+        f"base_model.model.{_stored_name(key)}": t.detach().float().cpu().contiguous().clone() for key, t in tensors.items()
+    }
+    write_file(folder / WEIGHTS, lambda path: save_file(stored, path, metadata={"format": "pt"}))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.absolute()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    write_file(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=1)))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.batch import Batch, BatchError, MicroBatch, check_accumulation, check_routing, micro_batches
+from trainer_node.dropout import key_of
 from trainer_node.hf import HfCheckpoint, read_config
 from trainer_node.losses import LossInputs, bind_loss, import_losses, linear_statistics, total_loss
 from trainer_node.merge import strip_wrappers
@@ -41,6 +42,8 @@ CONTROL_TIMEOUT_S = 3600.0
 """Deadline of the control group's collectives; rank 0 sends a keepalive much more often."""
 
 
+MAX_REFERENCES = 4
+"""Adapters that are kept for KL terms; the one unused for longest goes."""
 COMPILE_BACKEND = "inductor"
 NUM_REPORTED = 6
 """What `_loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy (sums) and the largest gap."""
@@ -197,12 +200,15 @@ class TrainerRuntime:
 
     def _adapt(self) -> None:
         """Decide what trains: adapters on the frozen model, or (with none) the model itself."""
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
         from trainer_node.lora import AdapterSet
         from trainer_node.optimizer import ShardedAdamW
         from trainer_node.parameters import count, model_parameters
 
         self.adapters = AdapterSet(
             tasks=() if self.trains_all else self.conversion_tasks,
+            layers=[m for m in self.model[0].modules() if isinstance(m, TransformerLayer)],
             config=self.provider,
             lora=self.config.lora,
             seed=self.config.seed,
@@ -293,16 +299,21 @@ class TrainerRuntime:
                         batch, allowed_token_ids=loss.allowed_token_ids, adapters=loss.kl.reference == "adapter"
                     )
                 batch = replace(batch, reference_logprobs_T=base_T)
-            reports = self._schedule(
-                self._cut(batch), partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight)
-            )
+            with self.adapters.dropout.on(self._dropout_key()):
+                reports = self._schedule(
+                    self._cut(batch), partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight)
+                )
             sums = self._reduce_sums(reports, batch, loss)
         except BaseException as error:
             dropped = self.drop_pending()
             error.add_note(f"Gradients pending from {dropped} batches before it were dropped with it.")
             raise
-        self.pending = self.pending.plus(sums, normalize_by=loss.normalize_by)
+        self.pending = self.pending.plus(sums, normalize_by=loss.normalize_by, rows=len(batch.tokens_T))
         return sums
+
+    def _dropout_key(self) -> int:
+        """Another one for each optimizer step; the counters are in checkpoints."""
+        return key_of(self.config.seed, self.num_steps, self.num_skipped_steps)
 
     @torch.no_grad()
     def forward(
@@ -365,6 +376,8 @@ class TrainerRuntime:
                 max_seqlen_q=one.max_seqlen,
                 max_seqlen_kv=one.max_seqlen,
             )
+            # Travels with what the layers get, and so reaches a recomputed one as well. Rows of batches that are pending count.
+            packed.rows_L = one.rows_L + self.pending.num_rows  # type: ignore[attr-defined]
             output = model(
                 input_ids=one.tokens_L[None], position_ids=one.positions_L[None], attention_mask=None, packed_seq_params=packed
             )
@@ -609,15 +622,18 @@ class TrainerRuntime:
         return self.drop_pending()
 
     def read_reference(self, folder: Path) -> None:
-        """Keep this rank's pieces of a PEFT adapter for `reference_in_place`; a folder is read once.
+        """Keep this rank's pieces of a PEFT adapter for `reference_in_place`; a folder is read once while it is among the last `MAX_REFERENCES`.
 
         Raises:
             AdapterError: as `load_adapter`.
         """
         if folder in self.references:
+            self.references[folder] = self.references.pop(folder)
             return
         self.need_adapters("a KL term with reference 'adapter' (send reference log-probs and use 'given')")
         whole = read_together(self, folder)
+        while len(self.references) >= MAX_REFERENCES:
+            del self.references[next(iter(self.references))]
         pieces = [torch.empty_like(p.param.data) for p in self.params]
         self.references[folder] = pieces
         with self.reference_in_place(str(folder)):

@@ -80,6 +80,8 @@ class Pending:
     """Gradients that wait for the optimizer step: how many batches, what they add up to, how they will be divided."""
 
     num_batches: int = 0
+    num_rows: int = 0
+    """Tokens of those batches, with and without loss."""
     sums: StepSums = StepSums()
     normalize_by: NormalizeBy = "tokens"
 
@@ -95,9 +97,11 @@ class Pending:
                 "one sum is divided once: send OptimStep in between, or use the same"
             )
 
-    def plus(self, sums: StepSums, *, normalize_by: NormalizeBy) -> Pending:
-        """With one more batch."""
-        return Pending(num_batches=self.num_batches + 1, sums=self.sums + sums, normalize_by=normalize_by)
+    def plus(self, sums: StepSums, *, normalize_by: NormalizeBy, rows: int = 0) -> Pending:
+        """With one more batch, of so many tokens."""
+        return Pending(
+            num_batches=self.num_batches + 1, num_rows=self.num_rows + rows, sums=self.sums + sums, normalize_by=normalize_by
+        )
 
     @property
     def denominator(self) -> float:

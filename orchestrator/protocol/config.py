@@ -25,6 +25,9 @@ class LoraConfig(Message):
     alpha: float = Field(default=16.0, gt=0)
     targets: tuple[str, ...] = LORA_TARGETS
     """Last component of the HF module names that get an adapter."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that an element of an adapter's input is dropped, in training passes only: never in `Forward`, nor in a KL term's
+    reference, nor in what is exported."""
 
     @field_validator("targets")
     @classmethod

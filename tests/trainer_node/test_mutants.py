@@ -25,6 +25,7 @@ from tests.trainer_node.conftest import REPO, child_env
 LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pure.py"
 PACKING = "tests/trainer_node/test_packing.py"
 GENERATIONS, OPERATIONS = "tests/trainer_node/test_generations.py", "tests/trainer_node/test_operations.py"
+DROPOUT = "tests/trainer_node/test_dropout.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
@@ -304,6 +305,20 @@ MUTANTS = [
         old='(("r", lora.rank), ("lora_alpha", lora.alpha))',
         new='(("r", lora.rank),)',
         killer=f"{PEFT}::test_settings",
+    ),
+    Mutant(
+        name="dropout without its scale",
+        file="trainer_node/dropout.py",
+        old="x / (1.0 - self.p)",
+        new="x",
+        killer=f"{DROPOUT}::test_one_rank_equals_peft_with_the_same_masks",
+    ),
+    Mutant(
+        name="tensor ranks drop the same of their different features",
+        file="trainer_node/dropout.py",
+        old="first = self._rank * x.shape[-1] if sharded else 0",
+        new="first = 0",
+        killer=f"{DROPOUT}::test_every_topology_draws_the_same_masks[tp2]",
     ),
     Mutant(
         name="tokens counted per rank",

@@ -16,12 +16,9 @@ from tests.trainer_node.tiny import VOCAB
 
 TOPOLOGIES = {
     "tp2": ("dense_tied", 2, (2, 1, 1)),
-    "pp2_tied": ("dense_tied", 2, (1, 2, 1)),
-    "pp2": ("dense_untied", 2, (1, 2, 1)),
     "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
     "dp2": ("dense_tied", 2, (1, 1, 1)),
     "moe_ep2": ("moe", 2, (1, 1, 2)),
-    "moe_dp2": ("moe", 2, (1, 1, 1)),
     "moe_tp2pp2ep2": ("moe", 4, (2, 2, 2)),
 }
 

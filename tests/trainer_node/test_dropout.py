@@ -1,0 +1,120 @@
+"""Dropout on adapters' inputs: the hash by itself, and real Megatron against PEFT with the same masks and against other topologies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.trainer_node.data import LENGTHS, make_batch
+from trainer_node.dropout import _signed, keep_mask, key_of
+
+TOPOLOGIES = {
+    "tp2": ("dense_tied", 2, (2, 1, 1), "sequence"),
+    "dp2": ("dense_tied", 2, (1, 1, 1), "sequence"),
+    "tp2-no-sequence": ("dense_tied", 2, (2, 1, 1), "no-sequence"),
+    "pp2-recompute": ("dense_tied", 2, (1, 2, 1), "sequence"),
+    "tp2pp2-recompute": ("dense_tied", 4, (2, 2, 1), "sequence"),
+    "moe-tp2-no-sequence": ("moe", 2, (2, 1, 1), "no-sequence"),
+}
+
+
+@pytest.fixture(scope="module")
+def single(models, torchrun, tmp_path_factory):
+    """Model name -> folder with what one rank did; made once."""
+    done: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in done:
+            done[name] = tmp_path_factory.mktemp(f"dropout_{name}")
+            torchrun(1, "dropout", done[name], models[name], 1, 1, 1, "sequence")
+        return done[name]
+
+    return get
+
+
+def load(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
+def test_masks_are_independent_and_drop_as_often_as_asked(p: float) -> None:
+    rows, columns = torch.arange(1000), torch.arange(1000)
+    keep = keep_mask(rows, columns, key=key_of("a"), p=p).float()
+    assert abs(keep.mean() - (1 - p)) < 0.002
+    assert (keep.mean(0) - (1 - p)).abs().max() < 0.08
+    assert (keep.mean(1) - (1 - p)).abs().max() < 0.08
+    centred = keep - (1 - p)
+    for other in (keep_mask(rows, columns, key=key_of("b"), p=p).float(), keep.roll(1, 0), keep.roll(1, 1), keep.T):
+        assert (centred * (other - (1 - p))).mean().abs() < 0.002
+
+
+def test_a_part_of_the_mask_is_that_part() -> None:
+    rows, columns = torch.tensor([5, 900, 7, -1]), torch.arange(64)
+    whole = keep_mask(rows, columns, key=3, p=0.5)
+    assert torch.equal(keep_mask(rows[1:3], columns[32:], key=3, p=0.5), whole[1:3, 32:])
+
+
+class SameMasks(nn.Module):
+    """PEFT's dropout module, with our masks."""
+
+    def __init__(self, name: str, rows: dict[str, torch.Tensor], p: float) -> None:
+        super().__init__()
+        self.key, self.rows, self.p = _signed(key_of(1234, 0, 0) ^ key_of(name), 62), rows, p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keep = keep_mask(self.rows["now"], torch.arange(x.shape[-1]), key=self.key, p=self.p)
+        return x * keep.view(x.shape) / (1 - self.p)
+
+
+def test_one_rank_equals_peft_with_the_same_masks(models, single) -> None:
+    """Each HF linear has its own; loss within 1e-6, gradients within 1e-5 of the largest."""
+    from tests.trainer_node.dropout import P
+
+    folder = single("dense_tied")
+    assert json.loads((folder / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == P
+    base = AutoModelForCausalLM.from_pretrained(models["dense_tied"], torch_dtype=torch.float32)
+    policy: Any = PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True).train()
+    rows: dict[str, torch.Tensor] = {}
+    for name, module in policy.named_modules():
+        if hasattr(module, "lora_dropout"):
+            assert module.lora_dropout["default"].p == P
+            module.lora_dropout["default"] = SameMasks(name.removeprefix("base_model.model."), rows, P)
+    batch, total = make_batch(), torch.zeros(())
+    for ids, mask, now in zip(
+        *(t.split(LENGTHS) for t in (batch.tokens_T, batch.loss_mask_T, torch.arange(sum(LENGTHS)))), strict=True
+    ):
+        rows["now"] = now
+        table = policy(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        total = total - (table.gather(-1, ids[1:, None])[:, 0] * mask[1:]).sum()
+    ours = load(folder)
+    assert ours["loss"] == pytest.approx(total.item(), rel=1e-6)
+    (total / batch.num_loss_tokens).backward()
+    theirs = {n: p.grad for n, p in policy.named_parameters() if p.requires_grad}
+    largest = max(g.abs().max().item() for g in theirs.values())
+    assert len(theirs) == len(ours["gradients"])
+    for name, gradient in theirs.items():
+        module, _, rest = name.removeprefix("base_model.model.").partition(".lora_")
+        assert (ours["gradients"][f"{module}.{rest[0]}"] - gradient).abs().max() <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("name", ["dense_tied", "moe"])
+def test_steps_resume_cuts_and_recomputation(name: str, models, torchrun, tmp_path: Path) -> None:
+    torchrun(1, "dropout", tmp_path, models[name], 1, 1, 1, "checks")
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_topology_draws_the_same_masks(topology: str, models, single, torchrun, tmp_path: Path) -> None:
+    model, ranks, sizes, sequence = TOPOLOGIES[topology]
+    torchrun(ranks, "dropout", tmp_path, models[model], *sizes, sequence)
+    ours, theirs = load(tmp_path), load(single(model))
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    largest = max(t.abs().max().item() for t in theirs["gradients"].values())
+    for name, gradient in theirs["gradients"].items():
+        assert (ours["gradients"][name] - gradient).abs().max() <= 1e-5 * largest, name

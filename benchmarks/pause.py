@@ -70,13 +70,15 @@ class Seen:
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Shape from SPLICE_BENCH_SHAPES (30b-a3b on cuda, tiny else); modes from SPLICE_BENCH_PAUSE_MODES (keep,keep_kv)."""
+    """Shape from SPLICE_BENCH_SHAPES (30b-a3b on cuda, tiny else); what is run from SPLICE_BENCH_PAUSE
+    (keep,keep_kv,stock), each on a server of its own."""
     load = LOADS["small" if small else device]
     shape = "tiny" if small or device == "cpu" else os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b")
-    modes = os.environ.get("SPLICE_BENCH_PAUSE_MODES", "keep,keep_kv").split(",")
+    servers = os.environ.get("SPLICE_BENCH_PAUSE", "keep,keep_kv,stock").split(",")
+    modes = [name for name in servers if name != "stock"]
     with TemporaryDirectory(prefix="splice-bench-") as folder:
         ours = {mode: _ours(shape, Path(folder), device=device, load=load, mode=cast(PauseMode, mode)) for mode in modes}
-        stock = _stock(Path(folder), device=device, load=load)
+        stock = _stock(Path(folder), device=device, load=load) if "stock" in servers else Seen()
     settings = {
         "streams": load.streams, "prompt_tokens": load.prompt_tokens, "max_tokens": load.max_tokens, "window_s": load.window_s,
         "verification": "on", "sent": "all tensors",
@@ -95,14 +97,14 @@ def _cases(name: str, seen: Seen, stock: Seen, settings: dict[str, Any]) -> list
     settings = settings | {"step_s": step, "pause_s": seen.pauses}
     counted = {"requests": seen.requests, "reasons": seen.lost[:10]}
 
-    def seconds(metric: str, samples: list[float], peer: str, peer_samples: list[float]) -> Case:
+    def seconds(metric: str, samples: list[float], peer: str | None, peer_samples: list[float]) -> Case:
         return Case(
             name=name, metric=metric, unit="s", samples=tuple(samples), peer=peer, peer_samples=tuple(peer_samples), settings=settings
         )  # fmt: skip
 
     return [
         seconds("gap_beyond_step_s", [g - step for g in seen.gaps], "no publication", [g - step for g in seen.quiet_gaps]),
-        seconds("largest_gap_s", seen.gaps, STOCK, stock.gaps),
+        seconds("largest_gap_s", seen.gaps, STOCK if stock.gaps else None, stock.gaps),
         Case(
             name=name, metric="tokens_per_s", unit="tokens/s", samples=tuple(seen.after), peer="before the publication",
             peer_samples=tuple(seen.before), settings=settings,

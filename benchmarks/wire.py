@@ -167,7 +167,7 @@ def _receive() -> None:
 
 def _store(*, port: int, is_master: bool) -> Any:
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    return dist.TCPStore("127.0.0.1", port, 2, is_master, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", port, 2, is_master, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _messages(size: int, per_sample: int) -> int:

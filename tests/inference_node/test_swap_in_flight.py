@@ -84,7 +84,7 @@ def test_every_token_comes_under_the_name_of_the_weights_that_made_it(dense: Nod
     first, second = halves(dense)
     old = ensure_published(dense) + 1
     dense.publish(old, first)
-    count = 400 if mode == "wait" else 900
+    count = {"wait": 250, "abort": 900}.get(mode, 500)
     streams = [Request(dense, "tiny", stream=True, prompt=[3 + k, 9, 27], max_tokens=count, temperature=0.0) for k in range(6)]
     assert all(s.first.wait(20.0) for s in streams)
     dense.publish(old + 1, second, mode=mode)

@@ -74,3 +74,25 @@ def test_an_index_cannot_run_code(folder: Path, tmp_path: Path) -> None:
     (folder / INDEX).write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read"):
         plan({"whole": box(WHOLE_67, 0, 0)}, folder)
+
+
+class Reach:
+    """Unpickled, it takes an attribute of a class."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> tuple[object, tuple[type, str]]:
+        return getattr, (self.kind, self.name)
+
+
+def test_getattr_in_an_index_is_for_members_of_enums_only(folder: Path) -> None:
+    """Python before 3.11.4 pickles them so."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+
+    (folder / INDEX).write_bytes(pickle.dumps(Reach(TensorProperties, "__init__")))
+    with pytest.raises(CheckpointError, match="getattr.*has no business"):
+        plan({"whole": box(WHOLE_67, 0, 0)}, folder)
+    (folder / INDEX).write_bytes(pickle.dumps(Reach(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")))
+    with pytest.raises(CheckpointError, match="holds a _MEM_FORMAT_ENCODING"):
+        plan({"whole": box(WHOLE_67, 0, 0)}, folder)

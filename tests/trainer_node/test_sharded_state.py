@@ -91,7 +91,7 @@ def test_getattr_in_an_index_is_for_members_of_enums_only(folder: Path) -> None:
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
     (folder / INDEX).write_bytes(pickle.dumps(Reach(TensorProperties, "__init__")))
-    with pytest.raises(CheckpointError, match="getattr.*has no business"):
+    with pytest.raises(CheckpointError, match=r"getattr.*has no business"):
         plan({"whole": box(WHOLE_67, 0, 0)}, folder)
     (folder / INDEX).write_bytes(pickle.dumps(Reach(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")))
     with pytest.raises(CheckpointError, match="holds a _MEM_FORMAT_ENCODING"):

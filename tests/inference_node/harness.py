@@ -104,7 +104,7 @@ class Node:
             "max_num_seqs": 8, "startup_timeout_s": 170.0,
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
-        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         argv = [sys.executable, "-m", "inference_node", "--endpoint", self.router.endpoint, "--node-id", "inference-0"]
         self.process = subprocess.Popen([*argv, "--config", str(folder / "inference.json")], env=env, start_new_session=True)
         self.sender: Any = None

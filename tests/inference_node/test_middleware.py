@@ -16,17 +16,21 @@ SECRET = "s3cret"
 
 
 class Engine:
-    """Stands in for vLLM's engine client: remembers what it was asked to do."""
+    """Stands in for vLLM's engine client: remembers what it was asked to do. It is its own renderer and engine core."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.weight_version = ""
+        self.renderer = self.engine_core = self
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         self.calls.append(method)
         return [{"seconds": 0.0, "layers": 1}]
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def clear_mm_cache_async(self) -> None:
+        """What else vLLM drops with its caches."""
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause {mode} {clear_cache}")
 
     async def resume_generation(self) -> None:

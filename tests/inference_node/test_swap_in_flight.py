@@ -41,33 +41,41 @@ class Request(threading.Thread):
                     self.events.append(json.loads(line[6:]))
 
 
+ATTEMPTS = 6
+"""A request may arrive after the swap, or be through before it, where the machine is slow or fast: what it says must be right in any case, and
+that it spans the swap must be seen once in so many."""
+
+
 def two_running(node: Node, model: str) -> tuple[Request, Request]:
-    """A streaming request and a plain one, both admitted: one that is still on its way would run on the next version alone."""
-    plain = Request(node, model, stream=False)
-    deadline, running = time.monotonic() + 20.0, 0.0
-    while not running:
-        assert time.monotonic() < deadline, "the plain request never ran"
-        lines = node.get("/metrics").text.splitlines()
-        running = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
-    stream = Request(node, model, stream=True)
+    """A streaming request and a plain one, the stream under way."""
+    plain, stream = Request(node, model, stream=False), Request(node, model, stream=True)
     assert stream.first.wait(20.0)
     return stream, plain
 
 
 @pytest.mark.parametrize("mode", ["keep", "keep_kv"])
 def test_unpinned_requests_span_the_swap_and_say_so(dense: Node, mode: str) -> None:
-    old = ensure_published(dense)
-    tensors = moved(dense.base, 20)
-    stream, plain = two_running(dense, "tiny")
-    dense.publish(old + 1, tensors, mode=mode)
-    stream.join(60.0)
-    plain.join(60.0)
-    versions = [int(e["model"].removeprefix("tiny@")) for e in stream.events]
-    assert stream.done and set(versions) == {old, old + 1} and versions == sorted(versions)
-    assert all(e.get("versions") == [old, old + 1] for e in stream.events if e["model"] == f"tiny@{old + 1}")
-    assert plain.json["model"] == f"tiny@{old + 1}" and plain.json["versions"] == [old, old + 1]
-    assert plain.headers["x-splice-version"] == str(old + 1) and plain.headers["x-splice-versions"] == f"{old},{old + 1}"
-    assert plain.json["usage"]["completion_tokens"] == LONG["max_tokens"]
+    streamed = whole = False
+    for attempt in range(ATTEMPTS):
+        old = ensure_published(dense)
+        stream, plain = two_running(dense, "tiny")
+        dense.publish(old + 1, moved(dense.base, 20 + attempt), mode=mode)
+        stream.join(60.0)
+        plain.join(60.0)
+        versions = [int(e["model"].removeprefix("tiny@")) for e in stream.events]
+        assert stream.done and set(versions) <= {old, old + 1} and versions == sorted(versions)
+        if versions[0] == old:
+            assert all(e.get("versions") == [old, old + 1] for e in stream.events if e["model"] == f"tiny@{old + 1}")
+        spans = plain.json.get("versions")
+        last = old + 1 if spans else int(plain.json["model"].removeprefix("tiny@"))
+        assert plain.json["model"] == f"tiny@{last}" and last in (old, old + 1) and spans in (None, [old, old + 1])
+        said = plain.headers["x-splice-version"], plain.headers.get("x-splice-versions")
+        assert said == (str(last), f"{old},{old + 1}" if spans else None)
+        assert plain.json["usage"]["completion_tokens"] == LONG["max_tokens"]
+        streamed, whole = streamed or len(set(versions)) == 2, whole or spans is not None
+        if streamed and whole:
+            return
+    raise AssertionError(f"in {ATTEMPTS} swaps no request spanned one: streamed {streamed}, plain {whole}")
 
 
 def halves(node: Node) -> list[dict[str, torch.Tensor]]:
@@ -82,22 +90,30 @@ def halves(node: Node) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("mode", ["keep", "keep_kv", "wait", "abort"])
 def test_every_token_comes_under_the_name_of_the_weights_that_made_it(dense: Node, mode: str) -> None:
     first, second = halves(dense)
-    old = ensure_published(dense) + 1
-    dense.publish(old, first)
     count = {"wait": 250, "abort": 900}.get(mode, 500)
-    streams = [Request(dense, "tiny", stream=True, prompt=[3 + k, 9, 27], max_tokens=count, temperature=0.0) for k in range(6)]
-    assert all(s.first.wait(20.0) for s in streams)
-    dense.publish(old + 1, second, mode=mode)
-    for stream in streams:
-        stream.join(60.0)
-        choices = [(e["model"], c) for e in stream.events for c in e.get("choices", ())]
-        said = [(model, int(word[1:])) for model, c in choices for word in c["text"].split()]
-        assert said and all(model == f"tiny@{old if token < 160 else old + 1}" for model, token in said)
-        assert stream.done and choices[-1][1]["finish_reason"] == ("abort" if mode == "abort" else "length")
-        if mode != "abort":  # nothing was lost
-            assert len(said) == count
-        if mode.startswith("keep"):
-            assert {model for model, _ in said} == {f"tiny@{old}", f"tiny@{old + 1}"}
+    for _ in range(ATTEMPTS):
+        old = ensure_published(dense) + 1
+        dense.publish(old, first)
+        streams = [
+            Request(dense, "tiny", stream=True, prompt=[3 + k, 9, 27], max_tokens=count, temperature=0.0) for k in range(6)
+        ]
+        assert all(s.first.wait(20.0) for s in streams)
+        dense.publish(old + 1, second, mode=mode)
+        seen: set[str] = set()
+        for stream in streams:
+            stream.join(60.0)
+            choices = [(e["model"], c) for e in stream.events for c in e.get("choices", ())]
+            said = [(model, int(word[1:])) for model, c in choices for word in c["text"].split()]
+            assert said and all(model == f"tiny@{old if token < 160 else old + 1}" for model, token in said)
+            reason = choices[-1][1]["finish_reason"]
+            assert stream.done and (reason == "length" or (mode == "abort" and reason == "abort"))
+            if reason == "length":  # nothing was lost
+                assert len(said) == count
+            seen |= {model for model, _ in said} | {reason}
+        wanted = {f"tiny@{old}", "abort"} if mode == "abort" else {f"tiny@{old}", f"tiny@{old + 1}"}
+        if mode == "wait" or wanted <= seen:
+            return
+    raise AssertionError(f"in {ATTEMPTS} swaps (mode {mode}) no stream was under way")
 
 
 def test_pinned_requests_are_finished_before_the_swap_or_ended(dense: Node) -> None:
@@ -109,7 +125,8 @@ def test_pinned_requests_are_finished_before_the_swap_or_ended(dense: Node) -> N
     if plain.status == 200:
         assert plain.json["model"] == f"tiny@{old}" and "versions" not in plain.json
     else:
-        assert plain.status == 409 and f"tiny@{old + 1}" in plain.json["error"]["message"]
+        # 404: it came after the swap.
+        assert plain.status in (404, 409) and f"tiny@{old + 1}" in plain.json["error"]["message"]
     assert stream.done and all(e.get("model", f"tiny@{old}") == f"tiny@{old}" for e in stream.events)
 
 

@@ -15,16 +15,21 @@ from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.protocol.config import LORA_TARGETS, InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import PauseMode
 
-SHAPES = {"30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"), "8b": ("qwen3", "qwen3-8b"), "tiny": ("qwen3_moe", "tiny")}
+SHAPES = {
+    "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
+    "8b": ("qwen3", "qwen3-8b"),
+    "tiny": ("qwen3_moe", "tiny"),
+    "tiny-dense": ("qwen3", "tiny"),
+}
 TARGETS = {"lora-all": LORA_TARGETS, "lora-attn": ("q_proj", "k_proj", "v_proj", "o_proj")}
 NAME, RANK = "bench", 16
 
 
 def make_model(shape: str, out: Path) -> Path:
-    """A checkpoint folder: of "tiny" with weights, of the others config and tokenizer only."""
+    """A checkpoint folder: of the tiny ones with weights, of the others config and tokenizer only."""
     arch, size = SHAPES[shape]
     argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--shape", size, "--out", str(out)]
-    argv += [] if shape == "tiny" else ["--config-only"]
+    argv += [] if size == "tiny" else ["--config-only"]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=120)
     return out
 

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks.convergence_control import Task, job_prompts
-from benchmarks.harness import Case, Result
+from benchmarks.harness import Case, Result, inference_python
 from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
@@ -108,9 +108,10 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
 
 
 def _cluster_config(model: Path, *, seed: int, work: Path, task: Task) -> ClusterConfig:
-    inference = Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ".venv-inference/bin/python")).absolute()
     lora = LoraConfig(rank=task.rank, alpha=task.alpha)
-    config = SmokeConfig(run_dir=work, model=model, trainer_python=Path(sys.executable), inference_python=inference, lora=lora)
+    config = SmokeConfig(
+        run_dir=work, model=model, trainer_python=Path(sys.executable), inference_python=inference_python(), lora=lora
+    )
     cluster, _ = check(config)
     return replace(cluster, trainer=cluster.trainer.model_copy(update={"seed": seed}))
 

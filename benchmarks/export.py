@@ -26,6 +26,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.harness import Case
+from benchmarks.timing import seconds
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import Manifest
 from weight_transfer.buckets import plan_buckets
@@ -205,20 +206,8 @@ def _check(export: Any, exporter: Any, manifest: Manifest, order: list[list[int]
 
 def _timed(way: Callable[[], None], device: str, repeats: int) -> dict[str, Any]:
     """Seconds of each of `repeats` passes after one untimed; on CUDA the allocator's peak in one more."""
-    seconds = []
-    for n in range(repeats + 1):
-        _wait(device)
-        began = time.perf_counter()
-        way()
-        _wait(device)
-        if n:
-            seconds.append(time.perf_counter() - began)
-    return {"seconds": seconds} | ({"peak_bytes": memory.allocated_beyond(way)} if device == "cuda" else {})
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    samples = [seconds(way, device) for _ in range(repeats + 1)][1:]
+    return {"seconds": samples} | ({"peak_bytes": memory.allocated_beyond(way)} if device == "cuda" else {})
 
 
 def _main() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.harness import Case
+from benchmarks.timing import seconds, wait
 from orchestrator.protocol.messages import TensorSpec
 from trainer_node.wire_export import ChunkMerger, Delta, MergeItem, Source, reference
 
@@ -115,31 +116,19 @@ def _check(merger: ChunkMerger, items: Sequence[MergeItem], order: Sequence[Sequ
 
 def _times(work: Callable[[], None], device: str, repeats: int) -> list[float]:
     """Seconds until the work is done, after one untimed round."""
-    samples = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        started = time.perf_counter()
-        work()
-        _wait(device)
-        samples.append(time.perf_counter() - started)
-    return samples[1:]
+    return [seconds(work, device) for _ in range(repeats + 1)][1:]
 
 
 def _host_times(work: Callable[[], None], device: str, repeats: int) -> list[float]:
     """Seconds until the work is queued (on a CPU: done)."""
     samples = []
     for _ in range(repeats):
-        _wait(device)
+        wait(device)
         started = time.perf_counter()
         work()
         samples.append(time.perf_counter() - started)
-    _wait(device)
+    wait(device)
     return samples
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def _rate(

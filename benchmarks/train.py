@@ -19,14 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clusters import make_model
 from benchmarks.harness import Case
 
-SHAPES = {
-    "8b": ("qwen3", "qwen3-8b"),
-    "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
-    "tiny": ("qwen3_moe", "tiny"),
-    "tiny-dense": ("qwen3", "tiny"),
-}
 PEERS = {
     "bridge": "bare loop on Megatron-Bridge's LoRA (fewer adapters: they mean something else)",
     "peft": "transformers + PEFT",
@@ -42,18 +37,10 @@ def run(*, device: str, small: bool) -> list[Case]:
     cases = []
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
-            model = _model(shape, Path(folder))
+            model = make_model(shape, Path(folder))
             for kind in ("rl",) if small else ("rl", "sft"):
                 cases += _cases(f"{shape}/lora-{kind}/1", model, kind=kind, device=device, steps=steps, tokens=tokens)
     return cases
-
-
-def _model(shape: str, folder: Path) -> Path:
-    arch, size = SHAPES[shape]
-    argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--shape", size, "--out", str(folder)]
-    config_only = [] if size == "tiny" else ["--config-only"]
-    subprocess.run([*argv, *config_only], check=True, stdout=subprocess.DEVNULL, timeout=120)
-    return folder
 
 
 def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> list[Case]:

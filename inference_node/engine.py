@@ -7,6 +7,11 @@ One instance per worker, made by vLLM from `--weight-transfer-config '{"backend"
     start -> receive -> finish      vLLM's own three calls, with `start_weight_update` resetting what a failed update left behind
     digests()                       of the live tensors, through the placement plan
 
+or, in shadow mode (`inference_node.shadow`),
+
+    open_shadow -> start_shadow ... poll_shadow     while the engine steps; nothing live changes
+    start -> receive(shadow) -> finish, digests     the swap: the same calls, but the bytes are here already
+
 A failure in `receive_weights` or `finish_weight_update` resets the reload at once: kernel tensors are back in place, a mixture of
 versions until a full update succeeds.
 """
@@ -22,7 +27,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from inference_node import dialect, direct, placement, reload, verify
+from inference_node import dialect, direct, placement, reload, shadow, verify
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import Manifest, Rendezvous, WireLayout
@@ -49,6 +54,8 @@ class SpliceUpdateInfo(WeightTransferUpdateInfo):
     deadline_s: float
     direct: bool = False
     """The bytes come in the layout that `wire_layout` gave."""
+    shadow: bool = False
+    """They came beside the live tensors and are taken from there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +99,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._is_direct = False
         self._is_reloading = False
         self.applied = _Applied()
+        self._shadow: shadow.Shadow | None = None
+        self._shadow_stream: torch.cuda.Stream | None = None
 
     # ------------------------------------------------------------ the group
 
@@ -130,6 +139,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave the group and end the watchdog. vLLM calls this when the worker ends."""
+        self.drop_shadow()
         self.leave()
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
@@ -226,9 +236,13 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             TransferError and its kin: the wire, an abort, the deadline.
             RuntimeError: no group, or no plan.
         """
+        began = time.monotonic()
+        if update_info.shadow:
+            self._apply_shadow()
+            self.applied.seconds["apply"] = time.monotonic() - began
+            return
         if self._group is None or self._update is None or self._watchdog is None:
             raise TransferError("no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first")
-        began = time.monotonic()
         try:
             with (
                 self._watchdog.guard(update_id=update_info.update_id, group=self._group, deadline_s=update_info.deadline_s),
@@ -255,6 +269,85 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             deadline_s=update_info.deadline_s, load=self._load,
         )  # fmt: skip
         self.applied.seconds = dict(report.seconds)
+
+    # ------------------------------------------------------------ shadow mode
+
+    def open_shadow(self, *, budget_bytes: int) -> str | None:
+        """Allocate what the chosen update brings, beside the live tensors; or say why it does not fit.
+
+        Raises:
+            TransferError: no update was chosen, no group was joined, or an earlier receive has not ended.
+        """
+        self.drop_shadow()
+        if self._update is None or self._group is None:
+            raise TransferError("no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first")
+        manifest, layout = self._update.manifest, self._update.layout if self._is_direct else None
+        refusal = shadow.why_not(manifest.nbytes, free_bytes=shadow.free_bytes(self.device), budget_bytes=budget_bytes)
+        if refusal is not None:
+            return refusal
+        if self.device.type == "cuda" and self._shadow_stream is None:
+            self._shadow_stream = torch.cuda.Stream(self.device)
+        try:
+            self._shadow = shadow.Shadow(
+                manifest=manifest, chunks=shadow.chunks_of(manifest, layout, self._bucket_bytes), device=self.device,
+                stream=self._shadow_stream,
+            )  # fmt: skip
+        except torch.OutOfMemoryError as error:
+            return f"its {manifest.nbytes:,} bytes could not be allocated beside the live tensors: {error}"[:500]
+        return None
+
+    def start_shadow(self, *, update_id: str, deadline_s: float) -> None:
+        """Receive into the open shadow on a thread; returns at once.
+
+        Raises:
+            TransferError: none is open.
+        """
+        if self._shadow is None or self._group is None or self._watchdog is None:
+            raise TransferError("no shadow is open; send PrepareShadow first")
+        self._shadow.start(group=self._group, watchdog=self._watchdog, update_id=update_id, deadline_s=deadline_s)
+
+    def poll_shadow(self) -> shadow.Arrived | None:
+        """What has come beside the live tensors; None while it comes.
+
+        Raises:
+            TransferError and its kin: it failed. The shadow is dropped and the group left; the live tensors are as they were.
+        """
+        if self._shadow is None:
+            raise TransferError("no shadow is open; send PrepareShadow first")
+        try:
+            return self._shadow.poll()
+        except BaseException:
+            self.drop_shadow()
+            self.leave()
+            raise
+
+    def drop_shadow(self) -> None:
+        """End a receive beside the live tensors and free its memory; safe at any time.
+
+        Raises:
+            TransferError: its thread did not end; it holds memory still, but no live tensor.
+        """
+        dropped, self._shadow = self._shadow, None
+        if dropped is not None and not dropped.close():
+            self.leave()
+            raise TransferError("the thread that receives beside the live tensors did not end; restart vLLM if this goes on")
+
+    def _apply_shadow(self) -> None:
+        """Put what came beside the live tensors into them. A failure leaves a mixture, unless nothing was written."""
+        update, came = self._update, self._shadow
+        if update is None or came is None or not came.is_whole:
+            raise TransferError("nothing whole lies beside the live tensors; send ReceiveWeights first")
+        try:
+            with dialect.partial_load(), torch.no_grad():
+                if self._is_direct and update.receiver is not None:
+                    update.receiver.apply(came.buffers, load=self._load_reloaded, on_written=self._note_written)
+                else:
+                    for k in range(len(came.buffers)):
+                        self._load(came.tensors(k))
+        except BaseException:
+            self.reset()
+            raise
+        self.applied.nbytes = update.manifest.nbytes
 
     def _note_written(self, count: int) -> None:
         self.applied.tensors += count

@@ -3,7 +3,16 @@
     JoinTransferGroup  -> every worker joins the trainer's group
     PrepareUpdate      -> the manifest against every worker's placement plan; nothing pauses
     ReceiveWeights     -> pause, start, [Progress "applying"], receive, finish, digests of the live tensors; still paused
+    CheckCanary        -> log-probs of a prompt, where nothing is served meanwhile
     CommitUpdate       -> alias, weight version, resume
+
+or, in shadow mode, with nothing paused and nothing changed until the swap:
+
+    PrepareShadow      -> room beside the live tensors, or why there is none
+    ReceiveWeights     -> receive there while generation goes on, digests of what came
+    SwapWeights        -> pause, swap, digests of the live tensors; still paused
+    CommitUpdate       -> as above
+
     AbortUpdate        -> at once, through the workers' watchdogs
 
 A failure before any tensor was loaded puts everything back and @N goes on; after it the replica is poisoned: it answers 503 until
@@ -14,6 +23,7 @@ Requests run on the main thread, one at a time; `AbortUpdate` runs on the link's
 
 from __future__ import annotations
 
+import array
 import base64
 import contextlib
 import importlib.metadata
@@ -35,16 +45,19 @@ from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import (
     AbortUpdate,
     AnyMessage,
+    CheckCanary,
     CommitUpdate,
     ErrorCode,
     Hello,
     JoinTransferGroup,
     LeaveTransferGroup,
     Manifest,
+    PrepareShadow,
     PrepareUpdate,
     Ready,
     ReceiveWeights,
     Shutdown,
+    SwapWeights,
     TensorSpec,
 )
 from orchestrator.protocol.node_link import NodeLink
@@ -92,6 +105,8 @@ class InferenceNode:
         self._update: _Update | None = None
         self._received: int | None = None
         """Version received and verified here, waiting for its commit."""
+        self._shadowed: int | None = None
+        """Version received beside the live tensors, waiting for its swap."""
         self._served: int | None = None
         self._poisoned: str | None = None
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -180,7 +195,7 @@ class InferenceNode:
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             raise NodeLost(f"vLLM ended {self._restarts} times; giving up. {self._vllm.log_tail()}")
-        self._manifest = self._update = self._received = self._served = self._poisoned = None
+        self._manifest = self._update = self._received = self._shadowed = self._served = self._poisoned = None
         self._has_part = False
         self._start_vllm(restarted=True)
 
@@ -200,7 +215,10 @@ class InferenceNode:
             JoinTransferGroup: ("joining", self._join),
             LeaveTransferGroup: ("leaving", self._leave),
             PrepareUpdate: ("planning", self._prepare),
+            PrepareShadow: ("making room", self._prepare_shadow),
             ReceiveWeights: ("receiving", self._receive),
+            SwapWeights: ("swapping", self._swap),
+            CheckCanary: ("checking the canary", self._canary),
             CommitUpdate: ("committing", self._commit),
         }
         known = handlers.get(type(message))
@@ -263,6 +281,20 @@ class InferenceNode:
             self._served, self._received, self._poisoned = message.version, None, None
         self._link.complete(message.request_id, result={"model": f"{self._config.name}@{message.version}"})
 
+    def _canary(self, message: CheckCanary) -> None:
+        if self._received != message.version:
+            text = f"version {message.version} was not received here (received: {self._received})"
+            self._fail(message, ErrorCode.NOT_READY, "checking the canary", text, "Receive and verify the version first.")
+            return
+        if self._served is not None and self._poisoned is None:
+            self._link.complete(message.request_id, result={"skipped": f"{self._config.name}@{self._served} was being served"})
+            return
+        timeout_s = message.deadline_s + CALL_GRACE_S
+        answer = self._vllm.call("canary", timeout_s=timeout_s, tokens=list(message.tokens), deadline_s=message.deadline_s)
+        logprobs = array.array("f", answer["logprobs"])
+        spec = TensorSpec(name="logprobs", dtype="float32", shape=(len(logprobs),))
+        self._link.complete(message.request_id, tensors=[spec], buffers=[logprobs.tobytes()])
+
     # ------------------------------------------------------------ the update
 
     def _receive(self, message: ReceiveWeights) -> None:
@@ -274,15 +306,24 @@ class InferenceNode:
             self._fail(message, ErrorCode.BASE_MISSING, "receiving", missing, "Publish the version whole.")
             return
         update = self._update = _Update(request_id=message.request_id, version=message.version)
-        self._received = None
+        self._received = self._shadowed = None
+        is_shadow = message.mode == "shadow"
         try:
-            digests, unverified = self._run_update(message, update)
+            digests, unverified = (self._receive_beside if is_shadow else self._run_update)(message, update)
         except (CallFailed, TransferAborted) as error:
-            self._after_failure(message, update, error)
+            (self._drop_after_failure if is_shadow else self._after_failure)(message, update, error)
             return
         finally:
             self._update = None
-        self._received = message.version
+        if is_shadow:
+            self._shadowed = message.version
+        else:
+            self._received = message.version
+        self._complete_with(digests, unverified, message, update)
+
+    def _complete_with(
+        self, digests: bytes, unverified: dict[str, str], message: ReceiveWeights | SwapWeights, update: _Update
+    ) -> None:  # fmt: skip
         count = len(digests) // 8
         self._link.complete(
             message.request_id,
@@ -301,14 +342,15 @@ class InferenceNode:
             return f"version {base} is wanted below the changed tensors, but this replica serves {self._served}"
         return None if self._has_part else "no update of changed tensors alone is planned here; send PrepareUpdate first"
 
-    def _run_update(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
+    def _caller(self, message: ReceiveWeights | SwapWeights, update: _Update) -> Callable[..., dict[str, Any]]:
+        """`call(phase, action, **arguments)` of vLLM within the message's deadline, timed, unless the update was aborted."""
         deadline = time.monotonic() + message.deadline_s
 
         def call(phase: str, action: str, **arguments: Any) -> dict[str, Any]:
             update.phase = phase
             self._raise_if_aborted()
             left_s = max(1.0, deadline - time.monotonic())
-            if action in ("pause", "receive"):
+            if action in ("pause", "receive", "shadow_receive"):
                 arguments["deadline_s"] = left_s
             began = time.monotonic()
             try:
@@ -316,9 +358,16 @@ class InferenceNode:
             finally:
                 update.seconds[phase] = time.monotonic() - began
 
+        return call
+
+    def _pause(self, call: Callable[..., dict[str, Any]], message: ReceiveWeights | SwapWeights, update: _Update) -> None:
         self._link.progress(message.request_id, "pausing")
         call("pause", "pause", mode=message.pause_mode, version=message.version, drain_s=min(DRAIN_S, message.deadline_s / 4))
         self._link.progress(message.request_id, "paused", seconds=update.seconds["pause"])
+
+    def _run_update(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
+        call = self._caller(message, update)
+        self._pause(call, message, update)
         call("start", "start", direct=message.direct, changed_only=message.base_version is not None)
         self._raise_if_aborted()
         self._link.progress(message.request_id, "applying")
@@ -331,7 +380,62 @@ class InferenceNode:
         update.seconds["verify_worker"] = float(checked["worker_seconds"])
         return base64.b64decode(checked["digests"]), checked["unverified"]
 
-    def _after_failure(self, message: ReceiveWeights, update: _Update, error: CallFailed | TransferAborted) -> None:
+    # ------------------------------------------------------------ shadow mode
+
+    def _prepare_shadow(self, message: PrepareShadow) -> None:
+        why = self._why_no_base(message.base_version)
+        if self._served is None or self._poisoned is not None:
+            why = "nothing is served here that would go on meanwhile"
+        if why is None:
+            arguments = {"direct": message.direct, "changed_only": message.base_version is not None}
+            timeout_s = message.deadline_s + CALL_GRACE_S
+            why = self._vllm.call("shadow_open", timeout_s=timeout_s, budget_bytes=message.budget_bytes, **arguments)["why_not"]
+        self._link.complete(message.request_id, result={"why_not": why})
+
+    def _receive_beside(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
+        received = self._caller(message, update)("shadow", "shadow_receive", update_id=message.request_id)
+        update.seconds |= {k: float(v) for k, v in received["phases"].items()}
+        return base64.b64decode(received["digests"]), {}
+
+    def _drop_after_failure(self, message: ReceiveWeights, update: _Update, error: CallFailed | TransferAborted) -> None:
+        """Nothing was paused, nothing has changed: @N was never in danger."""
+        code = error.code if isinstance(error, CallFailed) else ErrorCode.TRANSFER_ABORTED
+        self._drop_shadow()
+        remedy = f"Nothing was changed; {self._config.name}@{self._served} goes on being served. Publish the version again."
+        self._fail(message, code, "receiving beside the live tensors", str(error), remedy)
+
+    def _drop_shadow(self) -> None:
+        self._shadowed = None
+        with contextlib.suppress(CallFailed):
+            self._vllm.call("shadow_drop", timeout_s=QUICK_S)
+
+    def _swap(self, message: SwapWeights) -> None:
+        if self._shadowed != message.version:
+            text = f"version {message.version} does not lie beside the live tensors (there is: {self._shadowed})"
+            self._fail(message, ErrorCode.NOT_READY, "swapping", text, "Send PrepareShadow and ReceiveWeights first.")
+            return
+        update = self._update = _Update(request_id=message.request_id, version=message.version)
+        self._shadowed = self._received = None
+        try:
+            call = self._caller(message, update)
+            self._pause(call, message, update)
+            self._raise_if_aborted()
+            self._link.progress(message.request_id, "applying")
+            swapped = call("swap", "shadow_swap")
+        except (CallFailed, TransferAborted) as error:
+            self._drop_shadow()
+            self._after_failure(message, update, error)
+            return
+        finally:
+            self._update = None
+        phases = {k: float(v) for k, v in swapped["phases"].items()}
+        update.seconds |= {"apply": phases["swap"], "verify": phases["digest"], "verify_worker": phases["digest"]}
+        self._received = message.version
+        self._complete_with(base64.b64decode(swapped["digests"]), swapped["unverified"], message, update)
+
+    def _after_failure(
+        self, message: ReceiveWeights | SwapWeights, update: _Update, error: CallFailed | TransferAborted
+    ) -> None:  # fmt: skip
         """Nothing loaded: @N goes on. Something loaded: poisoned."""
         code = error.code if isinstance(error, CallFailed) else ErrorCode.TRANSFER_ABORTED
         loaded = update.applying or (isinstance(error, CallFailed) and int(error.answer.get("tensors", 0)) > 0)
@@ -372,7 +476,13 @@ class InferenceNode:
         with contextlib.suppress(queue.Empty):
             while True:
                 reason = self._aborts.get_nowait()
-        if reason is None or self._received is None or not self._vllm.is_running:
+        if reason is None or not self._vllm.is_running:
+            return
+        if self._shadowed is not None:
+            log.warning("version %d, received beside the live tensors, is dropped: %s", self._shadowed, reason)
+            with contextlib.suppress(NodeLost):
+                self._drop_shadow()
+        if self._received is None:
             return
         with contextlib.suppress(NodeLost, CallFailed):
             self._poison(f"version {self._received} was received but not committed: {reason}")

@@ -113,6 +113,7 @@ class SpliceWorkerExtension:
     @_answers(ErrorCode.APPLY_FAILED)
     def splice_start(self, direct: bool, changed_only: bool) -> dict[str, Any]:
         """Begin an update, also on top of one that failed; `direct`: in the layout, `changed_only`: of the part."""
+        self._splice_engine.drop_shadow()
         self._splice_engine.reset_weight_update_target()
         self._splice_engine.choose(is_direct=direct, changed_only=changed_only)
         self._weight_update_active = False
@@ -141,6 +142,9 @@ class SpliceWorkerExtension:
     @_answers(ErrorCode.VERIFICATION_FAILED)
     def splice_digests(self) -> dict[str, Any]:
         """`WorkerDigests` of the live tensors: [name, [[first_index, size, strides, numel, digest], ...]] rows, and `whole` as int64 pairs."""
+        return self._digests()
+
+    def _digests(self) -> dict[str, Any]:
         found = self._splice_engine.digests()
         rows = [
             [name, [[p.key[0], list(p.key[1]), list(p.key[2]), p.numel, p.digest] for p in parts]]
@@ -148,6 +152,61 @@ class SpliceWorkerExtension:
         ]
         whole = array.array("q", [n for pair in found.whole.items() for n in pair])
         return {"parts": rows, "unverified": found.unverified, "whole": base64.b64encode(whole.tobytes()).decode()}
+
+    # ------------------------------------------------------------ shadow mode
+
+    @_answers(ErrorCode.TRANSFER_FAILED)
+    def splice_shadow_open(self, direct: bool, changed_only: bool, budget_bytes: int) -> dict[str, Any]:
+        """Make room for an update beside the live tensors; `why_not` says why there is none."""
+        self._splice_engine.choose(is_direct=direct, changed_only=changed_only)
+        return {"why_not": self._splice_engine.open_shadow(budget_bytes=budget_bytes)}
+
+    @_answers(ErrorCode.TRANSFER_FAILED)
+    def splice_shadow_start(self, update_id: str, deadline_s: float) -> dict[str, Any]:
+        """Begin to receive beside the live tensors, on a thread: this returns at once, and the engine steps on."""
+        self._splice_engine.start_shadow(update_id=update_id, deadline_s=deadline_s)
+        return {}
+
+    @_answers(ErrorCode.TRANSFER_FAILED)
+    def splice_shadow_poll(self) -> dict[str, Any]:
+        """`digests` (int64, base64) of what came, in manifest order; None while it comes."""
+        arrived = self._splice_engine.poll_shadow()
+        if arrived is None:
+            return {"digests": None}
+        packed = base64.b64encode(array.array("q", arrived.digests).tobytes()).decode()
+        return {"digests": packed, "phases": arrived.seconds}
+
+    @_answers(ErrorCode.TRANSFER_FAILED)
+    def splice_shadow_drop(self) -> dict[str, Any]:
+        """Forget what was received, or is being received, beside the live tensors."""
+        self._splice_engine.drop_shadow()
+        return {}
+
+    @_answers(ErrorCode.APPLY_FAILED)
+    def splice_shadow_swap(self) -> dict[str, Any]:
+        """Put what came beside the live tensors into them, digest those, free the rest. After an error, `tensors` says how many were written."""
+        engine = self._splice_engine
+        engine.reset_weight_update_target()
+        self._weight_update_active = False
+        began = time.monotonic()
+        try:
+            self.start_weight_update()  # type: ignore[attr-defined]
+            self.update_weights({"update_id": "", "deadline_s": 0.0, "shadow": True})  # type: ignore[attr-defined]
+            self.finish_weight_update()  # type: ignore[attr-defined]
+            swapped = time.monotonic()
+            answer = self._digests()
+        except Exception as error:  # noqa: BLE001 - see the module
+            _log.exception("splice: the swap failed")
+            code, message = code_of(error, ErrorCode.APPLY_FAILED), f"{type(error).__name__}: {error}"[:3000]
+            self.splice_reset()
+            return {"error": {"code": code.value, "message": message}, "tensors": engine.applied.tensors}
+        finally:
+            engine.drop_shadow()
+        return {
+            **answer,
+            "tensors": engine.applied.tensors,
+            "phases": {"swap": swapped - began, "digest": time.monotonic() - swapped},
+        }
 
     @_answers(ErrorCode.INTERNAL)
     def splice_reset(self) -> dict[str, Any]:

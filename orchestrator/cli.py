@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from orchestrator.protocol.config import LORA_TARGETS, LoraConfig, ParallelConfi
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
 from orchestrator.smoke.config import SmokeConfig
+from orchestrator.smoke.interrupts import Interrupts
 from orchestrator.smoke.run import run_smoke
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning on split GPUs.")
@@ -53,6 +55,7 @@ def smoke(
     ] = "lora",
     lora_rank: int = 8,
     lora_alpha: float = 16.0,
+    lora_dropout: Annotated[float, typer.Option(help="Of the adapters' inputs, in training passes only.")] = 0.0,
     lora_targets: Annotated[str, typer.Option(help="Comma-separated HF module names.")] = ",".join(LORA_TARGETS),
     lr: float = 5e-3,
     random_init: Annotated[bool, typer.Option(help="Random weights; the model folder needs no safetensors.")] = False,
@@ -62,10 +65,15 @@ def smoke(
     trainer_tp: int = 1,
     trainer_pp: int = 1,
     trainer_ep: int = 1,
-    trainer_ranks: Annotated[int, typer.Option(help="Trainer processes; 0: tensor * pipeline * expert as needed.")] = 0,
+    trainer_cp: Annotated[int, typer.Option(help="Ranks that share each sequence (context parallelism).")] = 1,
+    trainer_etp: Annotated[int, typer.Option(help="Ranks that share each expert (expert tensor parallelism).")] = 1,
+    trainer_ranks: Annotated[int, typer.Option(help="Trainer processes; 0: as many as the sizes need.")] = 0,
     inference_tp: int = 1,
     port: Annotated[int, typer.Option(help="Port of the OpenAI API; 0: any.")] = 0,
     bucket_bytes: int = 2**30,
+    mode: Annotated[str, typer.Option(help="How versions are published: in_place or shadow.")] = "in_place",
+    shadow_bytes: Annotated[int, typer.Option(help="Most bytes shadow mode may use beside the model, on each worker.")] = 4
+    * 2**30,
     gpu_memory_utilization: float = 0.85,
     cuda_graphs: bool = False,
     trainer_python: TrainerPython = _HERE,
@@ -94,20 +102,35 @@ def smoke(
             random_init=random_init,
             proof=proof,
             finetuning_type="full" if finetuning_type == "full" else "lora",
-            lora=LoraConfig(rank=lora_rank, alpha=lora_alpha, targets=tuple(t for t in lora_targets.split(",") if t)),
+            lora=LoraConfig(
+                rank=lora_rank,
+                alpha=lora_alpha,
+                dropout=lora_dropout,
+                targets=tuple(t for t in lora_targets.split(",") if t),
+            ),
             lr=lr,
-            trainer_parallel=_parallel(trainer_tp, trainer_pp, trainer_ep, trainer_ranks),
+            trainer_parallel=_parallel(
+                trainer_ranks,
+                tensor=trainer_tp,
+                pipeline=trainer_pp,
+                expert=trainer_ep,
+                context=trainer_cp,
+                expert_tensor=trainer_etp,
+            ),
             inference_tensor_parallel=inference_tp,
             trainer_gpus=_numbers(trainer_gpus) if cuda else (),
             inference_gpus=_numbers(inference_gpus) if cuda else (),
             port=port,
             bucket_bytes=bucket_bytes,
+            mode=mode,
+            shadow_bytes=shadow_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=not cuda_graphs,
             trainer_module=trainer_module,
         )
-        signal.signal(signal.SIGTERM, _terminate)
-        result = run_smoke(config, console=console)
+        interrupts = Interrupts()
+        interrupts.install()
+        result = run_smoke(config, console=console, check_interrupts=interrupts.check)
     except (SpliceError, ValidationError) as error:
         _die(console, error)
     except KeyboardInterrupt:
@@ -127,6 +150,15 @@ def serve(
     replicas: Annotated[int, typer.Option(help="Inference nodes to wait for.")] = 1,
     bucket_bytes: int = 2**30,
     pause_mode: Annotated[str, typer.Option(help="keep, keep_kv, wait or abort.")] = "keep",
+    mode: Annotated[
+        str, typer.Option(help="in_place, or shadow: receive beside the live weights while generation goes on, then swap.")
+    ] = "in_place",
+    shadow_bytes: Annotated[int, typer.Option(help="Most bytes shadow mode may use beside the model, on each worker.")] = 4
+    * 2**30,
+    canary: Annotated[
+        bool,
+        typer.Option(help="Compare log-probs of a prompt with the trainer's before @0, and after every failure, is served."),
+    ] = True,
     curve_dir: Annotated[Path | None, typer.Option(help="CURVE keys from `splice keys`; mandatory off loopback.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in RUN_DIR, if there is one, at the endpoint it had.")
@@ -150,13 +182,16 @@ def serve(
         _die(console, ConfigError("set SPLICE_RUN_TOKEN to the run's secret (at least 16 characters)"))
     if transport not in ("gloo", "nccl") or pause_mode not in ("keep", "keep_kv", "wait", "abort"):
         _die(console, ConfigError(f"unknown transport {transport!r} or pause mode {pause_mode!r}"))
-    publication = PublicationConfig(
-        transport="nccl" if transport == "nccl" else "gloo",
-        bucket_bytes=bucket_bytes,
-        pause_mode=pause_mode,  # type: ignore[arg-type]  # checked above
-        full_every=full_every,
-    )
     try:
+        publication = PublicationConfig(
+            transport="nccl" if transport == "nccl" else "gloo",
+            bucket_bytes=bucket_bytes,
+            pause_mode=pause_mode,  # type: ignore[arg-type]  # checked above
+            full_every=full_every,
+            mode=mode,  # type: ignore[arg-type]  # PublicationConfig checks it
+            shadow_bytes=shadow_bytes,
+            canary=canary,
+        )
         config = OrchestratorConfig(
             run_dir=run_dir, run_token=token, name=name, endpoint=_old_endpoint(run_dir, endpoint, resume=resume), publication=publication, replicas=replicas,
             curve_dir=curve_dir, keep_versions=keep_versions, resume=resume,
@@ -243,10 +278,6 @@ def _console() -> Console:
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else TABLE_WIDTH)
 
 
-def _terminate(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def _die(console: Console, error: Exception) -> NoReturn:
     console.print(f"splice: {error}", style="red", markup=False)
     raise typer.Exit(2) from None
@@ -272,8 +303,15 @@ def _dtype(dtype: str | None, *, cuda: bool):  # type: ignore[no-untyped-def]
     return chosen
 
 
-def _parallel(tensor: int, pipeline: int, expert: int, ranks: int) -> ParallelConfig:
-    return ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, world_size=ranks or pipeline * max(tensor, expert))
+def _parallel(ranks: int, *, tensor: int, pipeline: int, expert: int, context: int, expert_tensor: int) -> ParallelConfig:
+    return ParallelConfig(
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=expert,
+        context=context,
+        expert_tensor=expert_tensor,
+        world_size=ranks or pipeline * math.lcm(tensor * context, expert * expert_tensor),
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ class ClusterConfig:
         trainer_module: module run under torchrun; another one only in tests that inject failures.
         bucket_bytes: size of the transfer's buckets.
         full_every: every how many publications all tensors are sent; None: only where it is needed.
+        mode, shadow_bytes: "in_place" or "shadow", and how much memory that may take (`PublicationConfig`).
+        canary: whether log-probs of a prompt are compared with the trainer's before @0, and after a failure.
     """
 
     run_dir: Path
@@ -46,6 +48,9 @@ class ClusterConfig:
     bucket_bytes: int = 2**30
     pause_mode: str = "keep"
     full_every: int | None = None
+    mode: str = "in_place"
+    shadow_bytes: int = 4 * 2**30
+    canary: bool = True
     ready_timeout_s: float = 600.0
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
@@ -110,6 +115,7 @@ class Cluster:
             str(config.trainer_python), "-m", "orchestrator", "serve", "--run-dir", str(config.run_dir), "--name", config.name,
             "--endpoint", config.control_endpoint, "--transport", config.trainer.transport, "--replicas", str(len(config.inference)),
             "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode, "--resume",
+            "--mode", config.mode, "--shadow-bytes", str(config.shadow_bytes), "--canary" if config.canary else "--no-canary",
             *([] if config.full_every is None else ["--full-every", str(config.full_every)]),
         ]  # fmt: skip
         self.launcher.start(

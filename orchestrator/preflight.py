@@ -91,6 +91,11 @@ def check_parallel(model_config: dict[str, Any], *, trainer: TrainerConfig, infe
         raise ConfigError(f"pipeline parallel size {parallel.pipeline} does not divide the model's {layers} layers")
     if parallel.expert > 1 and (experts == 0 or experts % parallel.expert):
         raise ConfigError(f"expert parallel size {parallel.expert} does not divide the model's {experts} experts")
+    width = int(model_config.get("moe_intermediate_size") or 0) if experts else 0
+    if parallel.expert_tensor > 1 and (width == 0 or width % parallel.expert_tensor):
+        raise ConfigError(
+            f"expert tensor parallel size {parallel.expert_tensor} does not divide the {width} hidden features of the model's {experts} experts"
+        )
 
 
 def check_cpu_attention(model_config: dict[str, Any]) -> None:

@@ -1,9 +1,11 @@
 """How `@N` becomes `@N+1`: the publication's states, as a pure function.
 
-    idle -> planned -> durable -> paused -> applying -> finished -> verified -> committed -> idle
-               |          |         |          |           |           |
-               +----------+---------+ nothing changed: @N goes on      |
-                                               +-----------+-----------+ poisoned: serves nothing, roll forward
+    idle -> planned -> durable -> [shadowed] -> paused -> applying -> finished -> verified -> committed -> idle
+               |          |            |           |          |           |           |
+               +----------+------------+-----------+          +-----------+-----------+
+                nothing changed: @N goes on                    poisoned: serves nothing, roll forward
+
+`shadowed` is passed in shadow mode only: every replica has received and verified the update beside its live tensors, and still serves @N.
 
 From `applying` on the live tensors are a mixture of two versions, so the only way is forward: a full resync of the version whose
 parts are durable on disk. `poisoned -> planned` is that resync.
@@ -23,6 +25,7 @@ class State(StrEnum):
     IDLE = "idle"
     PLANNED = "planned"
     DURABLE = "durable"
+    SHADOWED = "shadowed"
     PAUSED = "paused"
     APPLYING = "applying"
     FINISHED = "finished"
@@ -31,18 +34,19 @@ class State(StrEnum):
     POISONED = "poisoned"
 
 
-_FORWARD: dict[State, State] = {
-    State.IDLE: State.PLANNED,
-    State.POISONED: State.PLANNED,
-    State.PLANNED: State.DURABLE,
-    State.DURABLE: State.PAUSED,
-    State.PAUSED: State.APPLYING,
-    State.APPLYING: State.FINISHED,
-    State.FINISHED: State.VERIFIED,
-    State.VERIFIED: State.COMMITTED,
-    State.COMMITTED: State.IDLE,
+_FORWARD: dict[State, tuple[State, ...]] = {
+    State.IDLE: (State.PLANNED,),
+    State.POISONED: (State.PLANNED,),
+    State.PLANNED: (State.DURABLE,),
+    State.DURABLE: (State.PAUSED, State.SHADOWED),
+    State.SHADOWED: (State.PAUSED,),
+    State.PAUSED: (State.APPLYING,),
+    State.APPLYING: (State.FINISHED,),
+    State.FINISHED: (State.VERIFIED,),
+    State.VERIFIED: (State.COMMITTED,),
+    State.COMMITTED: (State.IDLE,),
 }
-REVERSIBLE = frozenset({State.IDLE, State.PLANNED, State.DURABLE, State.PAUSED})
+REVERSIBLE = frozenset({State.IDLE, State.PLANNED, State.DURABLE, State.SHADOWED, State.PAUSED})
 """A failure here leaves @N serving, unless the replica was poisoned before."""
 
 
@@ -52,8 +56,8 @@ def advance(state: State, to: State) -> State:
     Raises:
         PublicationError: `to` does not follow `state`; a step was left out.
     """
-    if _FORWARD[state] is not to:
-        raise PublicationError(f"publication cannot go from {state} to {to}; the next step is {_FORWARD[state]}")
+    if to not in _FORWARD[state]:
+        raise PublicationError(f"publication cannot go from {state} to {to}; the next step is {' or '.join(_FORWARD[state])}")
     return to
 
 
@@ -82,7 +86,7 @@ def after_restart(steps: Iterable[tuple[int, str]]) -> tuple[int | None, State]:
             poisoned, in_doubt = after_failure(state, was_poisoned=poisoned) is State.POISONED, False
         elif state is State.COMMITTED:
             served, poisoned, in_doubt = version, False, False
-        elif state not in (State.IDLE, State.PLANNED, State.DURABLE):
+        elif state not in (State.IDLE, State.PLANNED, State.DURABLE, State.SHADOWED):
             in_doubt = True
         begun = version
     if not poisoned and not in_doubt:

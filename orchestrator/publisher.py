@@ -9,6 +9,8 @@ from __future__ import annotations
 import array
 import asyncio
 import logging
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +23,10 @@ from orchestrator.journal import Journal
 from orchestrator.protocol.messages import (
     AbortSend,
     AbortUpdate,
+    CheckCanary,
     CommitUpdate,
     Completed,
+    Forward,
     JoinTransferGroup,
     LeaveTransferGroup,
     LoadCheckpoint,
@@ -31,20 +35,25 @@ from orchestrator.protocol.messages import (
     OpenTransferGroup,
     PauseMode,
     PlanPublication,
+    PrepareShadow,
     PrepareUpdate,
     Progress,
+    PublicationMode,
     ReceiveWeights,
     Rendezvous,
     SendWeights,
+    SwapWeights,
     Transport,
     UseLayout,
     WireLayout,
+    forward_specs,
 )
 from orchestrator.publication import State, advance, after_failure
 from orchestrator.router import ControlRouter, new_id
 
 log = logging.getLogger("splice.publisher")
 Report = Callable[[str, dict[str, object]], None]
+_Answer = tuple[Completed, tuple[bytes, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +71,21 @@ class PublicationConfig:
     attempts: int = 3
     full_every: int | None = None
     """Every how many publications all tensors are sent, instead of those with an adapter only. 1: always. None: only where it is needed."""
+    mode: PublicationMode = "in_place"
+    """in_place: generation stands still while the bytes come; no extra memory. shadow: they come beside the live tensors while generation goes
+    on, are verified there and swapped in; what does not fit goes in place, and the result says why."""
+    shadow_bytes: int = 4 * 2**30
+    """Most bytes that shadow mode may use beside the model on each inference worker, while an update comes."""
+
+    canary: bool = True
+    """Before a replica that serves nothing (@0, after a failure) is committed: its log-probs of a fixed prompt against the trainer's own forward
+    pass. Digests prove that the weights are the trainer's; this proves that both compute the same model from them."""
 
     def __post_init__(self) -> None:
+        if self.mode not in ("in_place", "shadow"):
+            raise ConfigError(f"the publication mode is in_place or shadow, got {self.mode!r}")
+        if self.shadow_bytes < 1:
+            raise ConfigError(f"shadow_bytes is {self.shadow_bytes}; it must be at least 1; for no shadow use mode in_place")
         if self.full_every is not None and self.full_every < 1:
             raise ConfigError(f"full_every is {self.full_every}; it must be at least 1 (always everything), or None")
 
@@ -73,7 +95,8 @@ class PublicationReport:
     """What one publication did. `seconds` are wall-clock; `pause` is from the pause request to the resume.
 
     `nbytes` and `num_tensors` were sent: of all tensors (`sent` "full"), or of those that training changes and what shares a layer with
-    them ("changed"). `num_verified` of these were compared by digest.
+    them ("changed"). `num_verified` of these were compared by digest. `mode` is the one that was used; `why_in_place` says why it was not shadow,
+    if that was wanted. `canary`: each replica's median difference from the trainer, in nats, of those that were asked. In shadow mode `seconds["shadow"]` is what receiving and verifying took beside generation, before the pause.
     """
 
     version: int
@@ -86,6 +109,9 @@ class PublicationReport:
     states: list[str] = field(default_factory=list)
     attempts: int = 1
     replicas: tuple[str, ...] = ()
+    mode: PublicationMode = "in_place"
+    why_in_place: str | None = None
+    canary: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +121,26 @@ class _Wire:
     manifest: Manifest
     is_direct: bool
     base: int | None = None
+
+
+CANARY_TOKENS = 12
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
+"""Most nats that the log-probs may differ in the median, by the manifest's coarsest dtype. fp32: the proof's 1e-4, with room for other kernels. bf16:
+rounding alone made 0.013 on a tiny MoE, more layers and routers make more; a model that is wrong is off by about a nat or more."""
+
+
+def canary_prompt(manifest: Manifest) -> tuple[int, ...]:
+    """Tokens that every vocabulary of this model has, spread over its lower half; pure."""
+    rows = next((t.shape[0] for t in manifest.tensors if t.name.endswith("embed_tokens.weight")), 64)
+    return tuple(3 + (7919 * (n + 1)) % max(1, rows // 2 - 3) for n in range(CANARY_TOKENS))
+
+
+def canary_difference(ours: bytes, theirs: bytes) -> float:
+    """Median difference of two float32 log-prob buffers, the first token's left out; infinite where one is not finite."""
+    a, b = array.array("f", ours), array.array("f", theirs)
+    if len(a) != len(b) or not all(map(math.isfinite, (*a, *b))):
+        return math.inf
+    return statistics.median(abs(x - y) for x, y in zip(a[1:], b[1:], strict=True))
 
 
 def digest_mismatches(*, manifest: Manifest, sent: bytes, live: bytes, unverified: Sequence[str] = ()) -> list[str]:
@@ -136,6 +182,7 @@ class Publisher:
         self._full_by: str | None = None  # incarnation of the trainer that sent everything last
         self._since_full = 0
         self._pause_started_s = 0.0
+        self._is_beside = False  # what is being sent arrives beside the live tensors: no failure can have changed them
         self._abort_first = False
         self._holder: str | None = None  # incarnation of the trainer that holds what is to be published; None: not known
 
@@ -183,7 +230,13 @@ class Publisher:
         )  # fmt: skip
         result.seconds["plan"] = time.monotonic() - started_s
         self._step(State.DURABLE, version, report, result, checkpoint_dir=checkpoint_dir)
-        await self._move(version, wire, replicas=replicas, report=report, result=result)
+        if self._config.mode == "shadow":
+            result.why_in_place = await self._why_in_place(version, wire, replicas)
+            result.mode = "shadow" if result.why_in_place is None else "in_place"
+        move = self._move if result.mode == "in_place" else self._move_beside
+        await move(version, wire, replicas=replicas, report=report, result=result)
+        if self._config.canary and wire.base is None:
+            await self._check_canary(version, wire.manifest, replicas=replicas, result=result)
         self._step(State.COMMITTED, version, report, result)
         await self._commit(version, replicas=replicas, report=report)
         result.seconds["publish"] = time.monotonic() - started_s
@@ -282,41 +335,11 @@ class Publisher:
     async def _move(
         self, version: int, wire: _Wire, *, replicas: Sequence[str], report: Report, result: PublicationReport
     ) -> None:
-        """Send and receive at once; the first failure aborts the other side. Ends verified."""
-        paused_s: dict[str, float] = {}
-
-        def on_receiving(node_id: str, progress: Progress) -> None:
-            if progress.phase == "pausing":
-                paused_s.setdefault(node_id, time.monotonic())
-            elif progress.phase == "paused" and self.state is State.DURABLE:
-                self._step(State.PAUSED, version, report, result)
-            elif progress.phase == "applying" and self.state is State.PAUSED:
-                self._step(State.APPLYING, version, report, result)
-
-        timeout_s = self._config.transfer_timeout_s
-        receives = [
-            self._router.request(
-                replica,
-                ReceiveWeights(
-                    request_id=new_id("receive"),
-                    deadline_s=timeout_s,
-                    version=version,
-                    pause_mode=self._config.pause_mode,
-                    direct=wire.is_direct,
-                    base_version=wire.base,
-                ),
-                phase="receiving",
-                on_progress=on_receiving,
-            )
-            for replica in replicas
-        ]
-        send = self._router.request(
-            self._trainer,
-            SendWeights(request_id=new_id("send"), deadline_s=timeout_s, version=version, changed_only=wire.base is not None),
-            phase="sending",
-        )
+        """Send and receive in place at once; the first failure aborts the other side. Ends verified."""
         self._pause_started_s = time.monotonic()
-        sent, *received = await _all_or_first_error([send, *receives], on_error=lambda why: self._abort(replicas, why))
+        sent, received = await self._transfer(
+            version, wire, mode="in_place", replicas=replicas, on_progress=self._on_replica(version, report, result)
+        )  # fmt: skip
         if self.state is State.APPLYING:
             self._step(State.FINISHED, version, report, result)
         self._verify(wire.manifest, sent=sent, received=received, replicas=replicas, result=result)
@@ -326,14 +349,114 @@ class Publisher:
             _slowest([_seconds(r[0]) for r in received]), {"pause": "pause_request", "wire": "receive_wire"}
         )
 
+    async def _move_beside(
+        self, version: int, wire: _Wire, *, replicas: Sequence[str], report: Report, result: PublicationReport
+    ) -> None:
+        """Send beside the live tensors and verify on every replica; only then swap on any, and verify what is live. Ends verified."""
+        self._is_beside = True
+        began = time.monotonic()
+        sent, received = await self._transfer(version, wire, mode="shadow", replicas=replicas, on_progress=lambda _i, _p: None)
+        self._verify(wire.manifest, sent=sent, received=received, replicas=replicas, result=result, what="received")
+        self._step(State.SHADOWED, version, report, result)
+        result.seconds["shadow"] = time.monotonic() - began
+        result.seconds |= _renamed(_seconds(sent[0]), {"total": "send"})
+        coming = _renamed(_slowest([_seconds(r[0]) for r in received]), {"wire": "receive_wire", "digest": "verify_shadow"})
+        result.seconds |= {k: v for k, v in coming.items() if k != "shadow"}
+        self._is_beside = False
+        self._pause_started_s = time.monotonic()
+        swapped = await _all_or_first_error(
+            [
+                self._router.request(
+                    replica,
+                    SwapWeights(
+                        request_id=new_id("swap"), deadline_s=self._config.transfer_timeout_s, version=version,
+                        pause_mode=self._config.pause_mode,
+                    ),
+                    phase="swapping",
+                    on_progress=self._on_replica(version, report, result),
+                )
+                for replica in replicas
+            ],
+            on_error=lambda why: self._abort(replicas, why),
+        )  # fmt: skip
+        if self.state is State.APPLYING:
+            self._step(State.FINISHED, version, report, result)
+        self._verify(wire.manifest, sent=sent, received=swapped, replicas=replicas, result=result)
+        self._step(State.VERIFIED, version, report, result)
+        result.seconds |= _renamed(_slowest([_seconds(r[0]) for r in swapped]), {"pause": "pause_request"})
+
+    async def _why_in_place(self, version: int, wire: _Wire, replicas: Sequence[str]) -> str | None:
+        """Ask every replica for room beside its live tensors; None: all have it. Else the first reason, and all receive in place."""
+        answers = await _all_or_first_error(
+            self._router.request(
+                replica,
+                PrepareShadow(
+                    request_id=new_id("shadow"),
+                    deadline_s=self._config.plan_timeout_s,
+                    version=version,
+                    direct=wire.is_direct,
+                    base_version=wire.base,
+                    budget_bytes=self._config.shadow_bytes,
+                ),
+                phase="making room beside the live tensors",
+            )
+            for replica in replicas
+        )
+        reasons = [f"{i}: {why}" for i, (a, _) in zip(replicas, answers, strict=True) if (why := a.result.get("why_not"))]
+        if reasons:
+            log.info("version %d is published in place, not in shadow mode: %s", version, reasons[0])
+        return reasons[0] if reasons else None
+
+    def _on_replica(self, version: int, report: Report, result: PublicationReport) -> Callable[[str, Progress], None]:
+        """Steps the state as the first replica pauses, and as the first one begins to write."""
+
+        def on_progress(_: str, progress: Progress) -> None:
+            if progress.phase == "paused" and self.state in (State.DURABLE, State.SHADOWED):
+                self._step(State.PAUSED, version, report, result)
+            elif progress.phase == "applying" and self.state is State.PAUSED:
+                self._step(State.APPLYING, version, report, result)
+
+        return on_progress
+
+    async def _transfer(
+        self, version: int, wire: _Wire, *, mode: PublicationMode, replicas: Sequence[str], on_progress: Callable[[str, Progress], None]
+    ) -> tuple[_Answer, list[_Answer]]:  # fmt: skip
+        """Send and receive at once; what the trainer and each replica answered."""
+        timeout_s = self._config.transfer_timeout_s
+        receives = [
+            self._router.request(
+                replica,
+                ReceiveWeights(
+                    request_id=new_id("receive"),
+                    deadline_s=timeout_s,
+                    version=version,
+                    pause_mode=self._config.pause_mode,
+                    mode=mode,
+                    direct=wire.is_direct,
+                    base_version=wire.base,
+                ),
+                phase="receiving",
+                on_progress=on_progress,
+            )
+            for replica in replicas
+        ]
+        send = self._router.request(
+            self._trainer,
+            SendWeights(request_id=new_id("send"), deadline_s=timeout_s, version=version, changed_only=wire.base is not None),
+            phase="sending",
+        )
+        sent, *received = await _all_or_first_error([send, *receives], on_error=lambda why: self._abort(replicas, why))
+        return sent, received
+
     def _verify(
         self,
         manifest: Manifest,
         *,
-        sent: tuple[Completed, tuple[bytes, ...]],
-        received: Sequence[tuple[Completed, tuple[bytes, ...]]],
+        sent: _Answer,
+        received: Sequence[_Answer],
         replicas: Sequence[str],
         result: PublicationReport,
+        what: Literal["live", "received"] = "live",
     ) -> None:
         for replica, (completed, buffers) in zip(replicas, received, strict=True):
             unverified = completed.result.get("unverified", {})
@@ -341,10 +464,47 @@ class Publisher:
             wrong = digest_mismatches(manifest=manifest, sent=sent[1][0], live=buffers[0], unverified=list(unverified))
             if wrong:
                 raise VerificationError(
-                    f"{replica}: {len(wrong)} of {len(manifest.tensors)} live tensors are not what the trainer sent, "
-                    f"first {', '.join(wrong[:5])}; the replica serves nothing until a full resync verifies"
+                    f"{replica}: {len(wrong)} of {len(manifest.tensors)} {what} tensors are not what the trainer sent, "
+                    f"first {', '.join(wrong[:5])}; "
+                    + ("the replica serves nothing until a full resync verifies" if what == "live" else "none of it is used")
                 )
         result.num_verified = result.num_tensors - len(result.unverified)
+
+    async def _check_canary(
+        self, version: int, manifest: Manifest, *, replicas: Sequence[str], result: PublicationReport
+    ) -> None:
+        """Replicas that serve nothing yet score a fixed prompt; the trainer does too.
+
+        Raises:
+            VerificationError: a replica computes something else than the trainer.
+        """
+        # An engine's first request compiles and warms up, whose it ever is.
+        began, timeout_s, prompt = time.monotonic(), self._config.plan_timeout_s, canary_prompt(manifest)
+        answers = await _all_or_first_error(
+            self._router.request(
+                replica,
+                CheckCanary(request_id=new_id("canary"), deadline_s=timeout_s, version=version, tokens=prompt),
+                phase="checking the canary",
+            )
+            for replica in replicas
+        )
+        asked = {replica: buffers[0] for replica, (_, buffers) in zip(replicas, answers, strict=True) if buffers}
+        if not asked:
+            return
+        specs = forward_specs(num_sequences=1, num_tokens=len(prompt))
+        forward = Forward(request_id=new_id("canary"), deadline_s=timeout_s, tensors=specs)
+        inputs = [array.array("i", prompt).tobytes(), array.array("i", [len(prompt)]).tobytes()]
+        _, own = await self._router.request(self._trainer, forward, buffers=inputs, phase="checking the canary")
+        allowed = max(CANARY_TOLERANCE.get(t.dtype, 0.5) for t in manifest.tensors)
+        for replica, logprobs in asked.items():
+            result.canary[replica] = canary_difference(own[0], logprobs)
+            if not result.canary[replica] <= allowed:
+                raise VerificationError(
+                    f"{replica}: the served log-probs of a fixed prompt differ from the trainer's by {result.canary[replica]:.2g} nats in the "
+                    f"median, {allowed:g} are allowed, although every digest agrees: vLLM and Megatron do not compute the same model "
+                    "(compare their configurations and versions; --no-canary serves it all the same)"
+                )
+        result.seconds["canary"] = time.monotonic() - began
 
     async def _commit(self, version: int, *, replicas: Sequence[str], report: Report) -> None:
         await _all_or_first_error(
@@ -435,12 +595,13 @@ class Publisher:
     async def _after_failure(
         self, error: Exception, *, version: int, replicas: Sequence[str], was_poisoned: bool, report: Report
     ) -> None:
-        failed_in = self.state
+        failed_in, was_beside, self._is_beside = self.state, self._is_beside, False
         self.state = after_failure(self.state, was_poisoned=was_poisoned)
         self._joined, self._planned = {}, {}
         self._manifest = None
-        for replica in replicas:
-            self.holding.pop(replica, None)
+        if not was_beside:
+            for replica in replicas:
+                self.holding.pop(replica, None)
         self._journal.record_publication(version=version, state=f"failed:{failed_in}", detail=str(error)[:2000])
         if failed_in not in (State.IDLE, State.PLANNED, State.POISONED):
             await self._abort(replicas, f"publication of version {version} failed while {failed_in}: {error}")

@@ -23,7 +23,8 @@ from weight_transfer.layout import view_of
 from weight_transfer.sender import SendReport, named_replica
 
 RING_BYTES = 2 * 2**30
-RING_SLOTS = 4
+RING_SLOTS = 3
+"""One is filled, one is on the wire, one is digested."""
 Fill = Callable[[int, torch.Tensor], None]
 
 

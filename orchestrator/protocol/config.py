@@ -6,7 +6,7 @@ Plain data, so that bad input is refused before anything heavy is imported.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -39,39 +39,30 @@ class LoraConfig(Message):
 
 
 class ParallelConfig(Message):
-    """Megatron's parallel sizes. The world size must be a multiple of tensor * pipeline."""
+    """Megatron's parallel sizes. The world size must be a multiple of tensor * pipeline * context."""
 
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
     sequence: bool = True
     """Sequence parallelism: tensor ranks share the tokens between their linears. Has no effect where tensor is 1."""
-    context: int = 1
-    expert_tensor: int = 1
-    """Context and expert tensor parallelism are refused: 1 only."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share each sequence, for long ones: every rank has two chunks of it, and attention passes keys and values around."""
+    expert_tensor: int = Field(default=1, ge=1)
+    """Ranks that share each expert, whatever `tensor` is: its rows of gate and up, its columns of down."""
     world_size: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
-    def _there(self) -> ParallelConfig:
-        if self.context != 1:
-            raise ValueError(
-                f"parallel.context = {self.context}: context parallelism is not supported; for long sequences use tensor with sequence "
-                "parallelism, and recompute"
-            )
-        if self.expert_tensor != 1:
-            raise ValueError(
-                f"parallel.expert_tensor = {self.expert_tensor}: expert tensor parallelism is not supported; split the experts with expert"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _divides(self) -> ParallelConfig:
-        if self.world_size % (self.tensor * self.pipeline):
+        if self.world_size % (self.tensor * self.pipeline * self.context):
             raise ValueError(
-                f"world_size {self.world_size} is not a multiple of tensor {self.tensor} * pipeline {self.pipeline}"
+                f"world_size {self.world_size} is not a multiple of tensor {self.tensor} * pipeline {self.pipeline} * context {self.context}"
             )
-        if (self.world_size // self.pipeline) % self.expert:
-            raise ValueError(f"expert {self.expert} does not divide world_size / pipeline = {self.world_size // self.pipeline}")
+        if (self.world_size // self.pipeline) % (self.expert * self.expert_tensor):
+            raise ValueError(
+                f"expert {self.expert} * expert_tensor {self.expert_tensor} does not divide world_size / pipeline = "
+                f"{self.world_size // self.pipeline}"
+            )
         return self
 
 
@@ -97,9 +88,10 @@ class TrainerConfig(Message):
     transport: Transport = "gloo"
     host: str = "127.0.0.1"
     """Address that inference workers reach the trainer at."""
-    micro_batch_tokens: int = Field(default=4096, ge=1)
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Most tokens that go through a rank's model at once: sequences are packed up to it, without seeing each other; a longer sequence
-    goes alone. Memory and speed, not numbers, depend on it."""
+    goes alone. Context-parallel ranks share them. Memory and speed, not numbers, depend on it. auto: on a GPU as many as its memory takes, measured at the start
+    (at most 65,536), the same on all ranks; on a CPU 4096."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations made again in the backward pass instead of kept: none, core attention's, or everything but each layer's input."""
     compile: bool = False

@@ -22,6 +22,7 @@ PROTOCOL_VERSION = 1
 Transport = Literal["gloo", "nccl"]
 Role = Literal["trainer", "inference", "client", "launcher"]
 PauseMode = Literal["keep", "keep_kv", "wait", "abort"]
+PublicationMode = Literal["in_place", "shadow"]
 Dtype = Literal["float32", "bfloat16", "float16", "int64", "int32", "uint8", "float64"]
 
 DTYPE_BYTES: dict[str, int] = {
@@ -678,7 +679,8 @@ class PrepareUpdate(_Request):
 
 
 class ReceiveWeights(_Request):
-    """Pause, start, receive, finish, then digest the live tensors. Generation stays paused.
+    """Pause, start, receive, finish, then digest the live tensors. Generation stays paused. In mode "shadow": receive beside the live tensors
+    and digest what came, while generation goes on; nothing changes, whatever fails. `SwapWeights` comes next.
 
     `Progress(phase="paused")` once paused; `Progress(phase="applying")` just before the first receive: until then a failure
     leaves @N serving. `Completed` carries one int64 buffer [N] of digests in manifest order, and
@@ -688,11 +690,53 @@ class ReceiveWeights(_Request):
     kind: Literal["ReceiveWeights"] = "ReceiveWeights"
     version: int = Field(ge=0)
     pause_mode: PauseMode = "keep"
+    mode: PublicationMode = "in_place"
+    """"shadow": into the room that `PrepareShadow` made."""
     direct: bool = False
     """The trainer sends in the layout that this replica asked for in its answer to `PrepareUpdate`."""
     base_version: int | None = Field(default=None, ge=0)
     """None: the whole manifest comes. Else only the part of the changed tensors, on top of this version; a replica that does not serve
     exactly that answers `Failed(code="base_missing")`, and nothing pauses."""
+
+
+class PrepareShadow(_Request):
+    """Make room beside the live tensors for the update that `ReceiveWeights(mode="shadow")` will bring. Generation goes on.
+
+    `Completed.result["why_not"]` is None, or says why it must be received in place: it does not fit, or nothing is served here that would be
+    worth keeping.
+    """
+
+    kind: Literal["PrepareShadow"] = "PrepareShadow"
+    version: int = Field(ge=0)
+    direct: bool = False
+    base_version: int | None = Field(default=None, ge=0)
+    """As in `ReceiveWeights`."""
+    budget_bytes: int = Field(ge=0)
+    """Most bytes that each worker may use beside its model."""
+
+
+class SwapWeights(_Request):
+    """Pause, put what came beside the live tensors into them, then digest those. Generation stays paused.
+
+    `Progress` as of `ReceiveWeights(mode="in_place")`: before "applying" a failure leaves @N serving, after it the replica is poisoned.
+    `Completed` carries the digests of the live tensors, as there.
+    """
+
+    kind: Literal["SwapWeights"] = "SwapWeights"
+    version: int = Field(ge=0)
+    pause_mode: PauseMode = "keep"
+
+
+class CheckCanary(_Request):
+    """Score these tokens with the weights that were just received, before anybody is served them.
+
+    `Completed` carries one float32 buffer [T], the log-prob of each token given those before it (0 for the first). None where this replica was
+    serving: its engine is not let run between two versions, and `result["skipped"]` says so.
+    """
+
+    kind: Literal["CheckCanary"] = "CheckCanary"
+    version: int = Field(ge=0)
+    tokens: tuple[int, ...] = Field(min_length=2)
 
 
 class CommitUpdate(_Request):
@@ -847,7 +891,7 @@ AnyMessage = (
     | Forward | ForwardBackward | OptimStep | ExportHf
     | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
     | LoadAdapter | ReleaseMemory | StartTrainer | StopTrainer
-    | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | ReceiveWeights | CommitUpdate | AbortUpdate | Shutdown
+    | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | PrepareShadow | ReceiveWeights | SwapWeights | CheckCanary | CommitUpdate | AbortUpdate | Shutdown
     | Hello | Welcome | Rejected | Ready | Heartbeat | Progress | Completed | Failed | Cancelled | Status
 )  # fmt: skip
 Terminal = Completed | Failed | Cancelled

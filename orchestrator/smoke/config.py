@@ -44,6 +44,8 @@ class SmokeConfig:
     inference_gpus: tuple[int, ...] = ()
     port: int = 0
     bucket_bytes: int = 2**30
+    mode: str = "in_place"
+    shadow_bytes: int = 4 * 2**30
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = True
     inference_env: dict[str, str] = field(default_factory=dict)
@@ -63,6 +65,8 @@ def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
     """
     if config.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {config.steps}")
+    if config.mode not in ("in_place", "shadow"):
+        raise ConfigError(f"--mode is in_place or shadow, got {config.mode!r}")
     if config.group_size < 2:
         raise ConfigError(f"--group-size must be at least 2 (advantages are relative to the group), got {config.group_size}")
     if config.proof and config.random_init:
@@ -96,6 +100,8 @@ def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
         trainer_module=config.trainer_module,
         inference_env=config.inference_env,
         bucket_bytes=config.bucket_bytes,
+        mode=config.mode,
+        shadow_bytes=config.shadow_bytes,
     )
     return cluster, model_config
 

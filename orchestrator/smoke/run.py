@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +27,11 @@ T = TypeVar("T")
 HTTP_TIMEOUT_S = 120.0
 
 
-def run_smoke(config: SmokeConfig, *, console: Console) -> SmokeReport:
+def run_smoke(config: SmokeConfig, *, console: Console, check_interrupts: Callable[[], None] = lambda: None) -> SmokeReport:
     """Run it all; the report says whether every check held, and is written even where one did not.
+
+    Args:
+        check_interrupts: called between pieces of work; raises KeyboardInterrupt if one was asked for.
 
     Raises:
         ConfigError: bad input, before anything was started.
@@ -41,12 +44,14 @@ def run_smoke(config: SmokeConfig, *, console: Console) -> SmokeReport:
         try:
             with Cluster(cluster_config, on_wait=display.phase) as cluster:
                 report.seconds["start"] = time.monotonic() - started_s
-                _Smoke(config, cluster, display, report, vocab_size=int(model_config["vocab_size"])).run()
+                vocab_size = int(model_config["vocab_size"])
+                _Smoke(config, cluster, display, report, vocab_size=vocab_size, check_interrupts=check_interrupts).run()
                 report.peak_memory_bytes = cluster.launcher.peak_bytes
                 report.is_complete = True
         except ConfigError:
             raise
         except (SpliceError, OSError, httpx.HTTPError) as error:
+            check_interrupts()  # what was being ended then may have failed, and hide it
             report.failures.append(f"{type(error).__name__}: {error}")
         finally:
             report.seconds["total"] = time.monotonic() - started_s
@@ -60,8 +65,16 @@ class _Smoke:
     """The steps of one run; every check that fails is added to `report.failures`."""
 
     def __init__(
-        self, config: SmokeConfig, cluster: Cluster, display: Display, report: SmokeReport, *, vocab_size: int
+        self,
+        config: SmokeConfig,
+        cluster: Cluster,
+        display: Display,
+        report: SmokeReport,
+        *,
+        vocab_size: int,
+        check_interrupts: Callable[[], None],
     ) -> None:
+        self._check_interrupts = check_interrupts
         self._config, self._cluster, self._display, self._report = config, cluster, display, report
         self._vocab_size = vocab_size
         self._base_url = cluster.base_urls[0]
@@ -140,7 +153,7 @@ class _Smoke:
         row = {
             "version": version, "alias": result["alias"], "loss": metrics.get("loss"), "reward": reward,
             "tokens": metrics.get("tokens"), "metrics": metrics, "seconds": seconds, "bytes_sent": result["bytes_sent"],
-            "sent": result["sent"], "num_tensors": result["num_tensors"], "num_verified": result["num_verified"], "unverified": result["unverified"], "states": result["states"],
+            "mode": result["mode"], "why_in_place": result["why_in_place"], "canary": result["canary"], "sent": result["sent"], "num_tensors": result["num_tensors"], "num_verified": result["num_verified"], "unverified": result["unverified"], "states": result["states"],
             "attempts": result["attempts"], "max_logprob_diff": None,
         }  # fmt: skip
         self._report.versions.append(row)
@@ -239,7 +252,9 @@ class _Smoke:
                 coroutine: Coroutine[Any, Any, Any] = call(http)
                 return await coroutine
 
-        return asyncio.run(go())
+        result = asyncio.run(go())
+        self._check_interrupts()
+        return result
 
     def _fail(self, text: str) -> None:
         self._report.failures.append(text)

@@ -33,7 +33,7 @@ def smoke(tmp_path, *more, timeout=400):
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 
 
-@pytest.mark.parametrize(("arch", "more"), [("qwen3_moe", ()), ("qwen3", ("--lora-targets", ATTENTION))])
+@pytest.mark.parametrize(("arch", "more"), [("qwen3_moe", ()), ("qwen3", ("--lora-targets", ATTENTION, "--mode", "shadow"))])
 def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
     code, output, report = smoke(tmp_path, "--model", models[arch], *more)
     assert code == 0, output
@@ -45,6 +45,9 @@ def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
         assert row["states"][-2:] == ["verified", "committed"]
         assert {"export", "merge", "wire", "apply", "verify", "pause", "total"} <= set(row["seconds"])
     whole = rows[0]
+    assert whole["mode"] == "in_place" and [r["mode"] for r in rows[1:]] == [("shadow" if more else "in_place")] * 2
+    assert 0 <= whole["canary"]["inference-0"] < 1e-4 and not any(r["canary"] for r in rows[1:])
+    assert not more or "nothing is served" in whole["why_in_place"]
     assert whole["sent"] == "full" and whole["num_verified"] == whole["num_tensors"]
     for row in rows[1:]:
         assert row["sent"] == "changed" and row["num_verified"] == row["num_tensors"] < whole["num_tensors"]
@@ -105,8 +108,8 @@ def test_ctrl_c_leaves_nothing_behind(models, tmp_path):
     ports = {c.laddr.port for p in family for c in _listening(p)}
     assert ports
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, "".join(seen) + rest
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and any(_alive(p) for p in family):
         time.sleep(0.1)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from inference_node import direct
 from inference_node.direct import DirectReceiver, plan_layout
 from inference_node.placement import ParamFormat, PlacementPlan, Region
+from inference_node.shadow import Shadow
+from inference_node.watchdog import Watchdog
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from weight_transfer.digest import row_major_strides
+from weight_transfer.digest import PreparedDigest, row_major_strides, tensor_digest
 
 H, I, E = 4, 6, 3  # hidden, intermediate, experts  # noqa: E741
 
@@ -176,3 +180,72 @@ def test_a_wire_that_dies_has_said_what_it_touched(moe):
         assert sum(written) == touched
         if touched == 0:  # the first chunk comes beside: nothing has changed, and @N can go on
             assert all(torch.equal(before[key], live[key]) for key in live)
+
+
+class CudaWire(Wire):
+    """Broadcasts on a stream of its own, as NCCL's do: the bytes are there behind the event, not before."""
+
+    def broadcast(self, buffer_B, *, deadline_s):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            super().broadcast(buffer_B, deadline_s=deadline_s)
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def synchronize(self, event=None, *, deadline_s):
+        event.synchronize()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)])
+def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, device):
+    """On CUDA beside a busy default stream, for which the receive must not wait; digests of the live tensors after the copy."""
+    manifest, plan, live = moe
+    device = torch.device(device)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    live = {key: tensor.to(device) for key, tensor in live.items()}
+    live["norm", "weight"] = "kept elsewhere"
+    layout = plan_layout(plan, manifest, live)
+    weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
+    receiver = DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=device)
+    before = {key: tensor.clone() for key, tensor in live.items() if isinstance(tensor, torch.Tensor)}
+    addresses = {key: live[key].data_ptr() for key in before}
+    watchdog = Watchdog(None)
+    beside = Shadow(manifest=manifest, chunks=layout.chunks, device=device, stream=stream)
+    busy = None
+    if stream is not None:
+        PreparedDigest([torch.zeros(4, device=device)], rows=[0]).launch(torch.zeros(1, dtype=torch.int64, device=device))
+        torch.cuda.synchronize()  # its kernel is compiled and loaded now
+        torch.cuda._sleep(2**33)  # seconds of work for the model's stream
+        busy = torch.cuda.Event()
+        busy.record()
+    try:
+        beside.start(
+            group=(Wire if stream is None else CudaWire)(packed(manifest, layout, weights)),
+            watchdog=watchdog,
+            update_id="u",
+            deadline_s=5,
+        )
+        deadline = time.monotonic() + 5
+        while (arrived := beside.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert busy is None or not busy.query()
+        wanted = [int(tensor_digest(weights[s.name])) for s in manifest.tensors]
+        assert arrived.digests == wanted
+        assert all(torch.equal(before[key], live[key]) for key in before)  # nothing live has changed yet
+        loaded, written = {}, []
+        receiver.apply(beside.buffers, load=lambda t: loaded.update(t), on_written=written.append)
+        if stream is not None:
+            torch.cuda.synchronize()
+            assert receiver.digests() == {i: w for i, w in enumerate(wanted) if manifest.tensors[i].name != "norm"}
+    finally:
+        assert beside.close()
+        watchdog.close()
+    for e in range(E):
+        assert torch.equal(live["experts", "w13"][e, :I].cpu(), weights[f"{e}.gate"])
+        assert torch.equal(live["experts", "w13"][e, I:].cpu(), weights[f"{e}.up"])
+        assert torch.equal(live["experts", "w2"][e].cpu(), weights[f"{e}.down"])
+    assert set(loaded) == {"norm"} and torch.equal(loaded["norm"].cpu(), weights["norm"])
+    assert {key: live[key].data_ptr() for key in before} == addresses and sum(written) == len(weights)

@@ -201,11 +201,33 @@ class FakeReplica(FakeNode):
         self.part: tuple[int, ...] | None = None
         """What it completes the changed tensors to; None: it does not take a part."""
         self.bases: list[int | None] = []
+        self.why_not: str | None = None
+        """Why nothing can be received beside the live numbers."""
+        self.shadow: dict[int, int] = {}
+        self.flip_swap = False
+        self.canary: list[float] | None = None
+        """Log-probs that it answers a canary with; None: it was serving."""
 
     def on_PrepareUpdate(self, message) -> None:
         self.link.complete(message.request_id, result={} if self.part is None else {"changed": {"tensors": self.part}})
 
+    def on_PrepareShadow(self, message) -> None:
+        why = self.why_not if self.served else "nothing is served"
+        self.link.complete(message.request_id, result={"why_not": why})
+
+    def on_SwapWeights(self, message) -> None:
+        for phase in ("pausing", "paused", "applying"):
+            self.link.progress(message.request_id, phase)
+        for i, value in self.shadow.items():
+            self.live[i] = value ^ self.flip_swap
+        self.flip_swap = False
+        live = digests([self.live[i] for i in self.shadow])
+        self.link.complete(message.request_id, result={"seconds": {"apply": 0.01}}, **live)
+
     def on_ReceiveWeights(self, message) -> None:
+        if message.mode == "shadow":
+            self._receive_beside(message)
+            return
         for phase in ("pausing", "paused", "applying"):
             self.link.progress(message.request_id, phase)
         self.bases.append(message.base_version)
@@ -217,6 +239,20 @@ class FakeReplica(FakeNode):
             self.flip = False
         live = digests([self.live[i] for i in came])
         self.link.complete(message.request_id, result={"seconds": {"apply": 0.2}}, **live)
+
+    def _receive_beside(self, message) -> None:
+        self.bases.append(message.base_version)
+        came = range(3) if message.base_version is None else self.part or ()
+        self.shadow = {i: self.source()[i] ^ (self.flip and i == 1) for i in came}
+        self.flip = False
+        self.link.complete(message.request_id, result={"seconds": {"wire": 0.2}}, **digests(list(self.shadow.values())))
+
+    def on_CheckCanary(self, message) -> None:
+        if self.canary is None:
+            self.link.complete(message.request_id, result={"skipped": "it was serving"})
+            return
+        spec = TensorSpec(name="logprobs", dtype="float32", shape=(len(self.canary),))
+        self.link.complete(message.request_id, tensors=(spec,), buffers=[array.array("f", self.canary).tobytes()])
 
     def on_CommitUpdate(self, message) -> None:
         self.served.append((message.version, list(self.live)))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import array
 import json
 import math
+import subprocess
+import sys
 
 import pytest
+from rich.console import Console
 
 from orchestrator import doctor, preflight
 from orchestrator.errors import ConfigError, PublicationError, VerificationError
@@ -15,15 +18,18 @@ from orchestrator.protocol.config import InferenceConfig, LoraConfig, ParallelCo
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from orchestrator.publication import REVERSIBLE, State, advance, after_failure
 from orchestrator.publisher import digest_mismatches
+from orchestrator.smoke.config import SmokeConfig
 from orchestrator.smoke.proof import judge, judge_sensitivity
 from orchestrator.smoke.rollouts import Rollout, build_batch, group_advantages
 from orchestrator.smoke.served import max_difference
 
 
-def test_the_only_way_through_a_publication():
+@pytest.mark.parametrize("more", [(), (State.SHADOWED,)])
+def test_the_two_ways_through_a_publication(more):
     way = [
         State.PLANNED,
         State.DURABLE,
+        *more,
         State.PAUSED,
         State.APPLYING,
         State.FINISHED,
@@ -33,7 +39,7 @@ def test_the_only_way_through_a_publication():
     ]
     state = State.IDLE
     for to in way:
-        for other in set(State) - {to}:
+        for other in set(State) - {to} - ({State.SHADOWED, State.PAUSED} if state is State.DURABLE else set()):
             with pytest.raises(PublicationError):
                 advance(state, other)
         state = advance(state, to)
@@ -45,7 +51,7 @@ def test_failures_before_the_first_byte_change_nothing_and_later_ones_poison(sta
     assert after_failure(state, was_poisoned=True) is State.POISONED
     expected = State.IDLE if state in REVERSIBLE else State.POISONED
     assert after_failure(state, was_poisoned=False) is expected
-    assert (state in REVERSIBLE) == (state in {"idle", "planned", "durable", "paused"})
+    assert (state in REVERSIBLE) == (state in {"idle", "planned", "durable", "shadowed", "paused"})
 
 
 def test_liveness_is_a_function_of_clock_and_last_seen():
@@ -138,6 +144,7 @@ def test_preflight_names_what_is_wrong(model, tmp_path):
         ({"tensor": 4, "world_size": 4}, 1, "2 key/value heads"),
         ({"pipeline": 4, "world_size": 4}, 1, "2 layers"),
         ({"expert": 3, "world_size": 3}, 1, "8 experts"),
+        ({"expert_tensor": 3, "world_size": 3}, 1, "expert tensor parallel size 3 does not divide the"),
         ({}, 3, "inference tensor parallel size 3"),
     ],
 )
@@ -190,3 +197,53 @@ def test_in_bf16_the_yardstick_is_what_rounding_alone_does():
     assert len(stale.failures) == 2
     noisy = judge(tau=1e-4, served={0: [[0.0, -1.3, -1.3]]}, reference=reference, rounded=rounded)
     assert len(noisy.failures) == 1
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_interrupt_that_a_failing_clean_up_hides_is_found(interrupted: bool, tmp_path, monkeypatch) -> None:
+    """A run that was interrupted is not reported as failed, whatever fails while it is ended; one that only fails is."""
+    from orchestrator.smoke import run
+    from orchestrator.smoke.interrupts import Interrupts
+
+    interrupts = Interrupts()
+
+    class Cluster:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> object:
+            interrupts.received = interrupted
+            raise OSError("the socket is gone")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(run, "Cluster", Cluster)
+    monkeypatch.setattr(run, "check", lambda _: (None, {"vocab_size": 8}))
+    config = SmokeConfig(model=tmp_path, run_dir=tmp_path / "run", trainer_python=tmp_path, inference_python=tmp_path)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            run.run_smoke(config, console=Console(quiet=True), check_interrupts=interrupts.check)
+    else:
+        report = run.run_smoke(config, console=Console(quiet=True), check_interrupts=interrupts.check)
+        assert not report.ok and report.failures == ["OSError: the socket is gone"]
+
+
+def test_a_signal_is_remembered_where_its_exception_is_lost() -> None:
+    """Python prints and forgets what a destructor raises; the next question finds it."""
+    code = (
+        "import os, signal\n"
+        "from orchestrator.smoke.interrupts import Interrupts\n"
+        "interrupts = Interrupts()\n"
+        "interrupts.install()\n"
+        "interrupts.check()\n"
+        "class Swallows:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        for _ in range(1000): pass\n"
+        "Swallows()\n"
+        "try:\n"
+        "    interrupts.check()\n"
+        "except KeyboardInterrupt:\n"
+        "    raise SystemExit(130)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 130 and "Exception ignored" in ran.stderr, ran.stderr

@@ -1,0 +1,247 @@
+"""Shadow mode on a real vLLM: it generates while an update comes beside its tensors, and goes on with @N whatever happens before the swap."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inference_node import dialect, shadow
+from orchestrator.protocol import messages as m
+from tests.inference_node.harness import BUCKET_BYTES, Node, moved, new
+from tests.inference_node.test_changed_only import TAU, is_attention, is_norm_and_query, is_one_expert, plan, with_part
+from tests.inference_node.test_swap_in_flight import Request
+from weight_transfer.chunks import ChunkSender
+from weight_transfer.sender import SendReport, WeightSender
+
+ROOM = 2**30
+
+
+class Transfer:
+    """A trainer that sends a part when told to, and stands still before its last piece until `go`."""
+
+    def __init__(self, node: Node, part: m.ManifestPart, tensors: dict[str, torch.Tensor]) -> None:
+        self.node, self.reports = node, list[SendReport]()
+        self.go, self.stalled = threading.Event(), threading.Event()
+        manifest, groups = node.manifest.part(part.tensors), dict(node.sender._groups)
+        node.sender.release()
+        if part.layout is None:
+            sender = WeightSender(groups=groups, manifest=manifest, bucket_bytes=BUCKET_BYTES, device="cpu")
+            pairs = [(t.name, tensors[t.name]) for t in manifest.tensors]
+            self._send = lambda: sender.send(self._gated(pairs), deadline_s=30.0)
+        else:
+            order = [c.tensors for c in part.layout.chunks]
+
+            def fill(chunk: int, out_B: torch.Tensor) -> None:
+                if chunk == len(order) - 1:
+                    self._wait()
+                out_B.copy_(torch.cat([tensors[manifest.tensors[i].name].reshape(-1).view(torch.uint8) for i in order[chunk]]))
+
+            sender = ChunkSender(groups=groups, manifest=manifest, chunks=order, fill=fill, device="cpu")
+            self._send = lambda: sender.send(deadline_s=30.0)
+        node.sender = sender
+        self._thread = threading.Thread(target=self._run)
+
+    def _wait(self) -> None:
+        self.stalled.set()
+        self.go.wait(25.0)
+
+    def _gated(self, pairs: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from pairs[:-1]
+        self._wait()
+        yield pairs[-1]
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):
+            self.reports.append(self._send())
+
+    def __enter__(self) -> Transfer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+        self._thread.join(30.0)
+
+
+def open_shadow(node: Node, part: m.ManifestPart, version: int, *, budget_bytes: int = ROOM) -> m.ReceiveWeights:
+    """Make room; the request that would fill it."""
+    fields = {"version": version, "base_version": version - 1, "direct": part.layout is not None}
+    answer = node.router.request(new(m.PrepareShadow, budget_bytes=budget_bytes, **fields)).message
+    assert answer.kind == "Completed", answer
+    node.why_not = answer.result["why_not"]  # type: ignore[attr-defined]
+    return new(m.ReceiveWeights, mode="shadow", **fields)  # type: ignore[no-any-return]
+
+
+def begin(node: Node, request: m.ReceiveWeights, transfer: Transfer) -> None:
+    """Send the request and wait until the trainer stands still in the middle."""
+    node.router.send(request)
+    assert transfer.stalled.wait(20.0)
+
+
+def served(node: Node) -> tuple[int, dict[str, torch.Tensor], torch.Tensor]:
+    """Publish moved weights in place: (version, tensors, log-probs)."""
+    version = 0 if node.version is None else node.version + 1
+    tensors = moved(node.base, 60)
+    node.join()
+    node.publish(version, tensors)
+    return version, tensors, node.prompt_logprobs(f"tiny@{version}")
+
+
+def phases(node: Node, request: m.ReceiveWeights | m.SwapWeights) -> list[str]:
+    return [p.phase for p in node.router.progress.get(request.request_id, [])]
+
+
+def swap_and_commit(node: Node, version: int, reports: list[SendReport]) -> None:
+    swap = new(m.SwapWeights, version=version, pause_mode="keep_kv")
+    envelope = node.router.request(swap)
+    assert envelope.message.kind == "Completed", envelope.message
+    assert phases(node, swap) == ["pausing", "paused", "applying"] and envelope.message.result["unverified"] == {}
+    assert torch.equal(torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64), reports[0].digests_N)
+    assert node.commit(version).kind == "Completed"
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_tokens_come_while_the_update_does_and_the_swap_serves_it(kind: str, request: pytest.FixtureRequest) -> None:
+    node: Node = request.getfixturevalue(kind)
+    version, tensors, logprobs = served(node)
+    cases = {is_attention: 61, is_norm_and_query: 62} if kind == "dense" else {is_attention: 61, is_one_expert: 62}
+    for is_changed, seed in cases.items():
+        part = plan(node, version + 1, is_changed)
+        names = {node.manifest.tensors[i].name for i in part.tensors}
+        update = with_part(tensors, moved(node.base, seed), names)
+        receive = open_shadow(node, part, version + 1)
+        assert node.why_not is None  # type: ignore[attr-defined]
+        with Transfer(node, part, update) as transfer:
+            begin(node, receive, transfer)
+            stream = Request(node, "tiny", stream=True, max_tokens=60)  # from the first to the last token within the transfer
+            stream.join(20.0)
+            assert stream.done and {e["model"] for e in stream.events} == {f"tiny@{version}"}
+            assert torch.equal(node.prompt_logprobs(f"tiny@{version}"), logprobs)
+            transfer.go.set()
+            envelope = node.router.outcome(receive.request_id)
+        assert envelope.message.kind == "Completed", envelope.message
+        assert phases(node, receive) == []  # nothing was paused
+        came_N = torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64)
+        assert torch.equal(came_N, transfer.reports[0].digests_N)
+        assert torch.equal(node.prompt_logprobs(f"tiny@{version}"), logprobs)
+        version += 1
+        swap_and_commit(node, version, transfer.reports)
+        logprobs, tensors = node.prompt_logprobs(f"tiny@{version}"), update
+        assert (logprobs - node.expected(tensors)).abs().max() < TAU
+    node.join()  # the sender is the part's
+
+
+def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -> None:
+    version, tensors, logprobs = served(dense)
+
+    def goes_on() -> bool:
+        return torch.equal(dense.prompt_logprobs(f"tiny@{version}"), logprobs)
+
+    part = plan(dense, version + 1, is_attention)
+    names = {dense.manifest.tensors[i].name for i in part.tensors}
+    update = with_part(tensors, moved(dense.base, 63), names)
+
+    open_shadow(dense, part, version + 1, budget_bytes=1000)
+    assert "more than the 1,000 that shadow mode may use" in dense.why_not  # type: ignore[attr-defined]
+
+    for how in ("abort", "dead trainer", "deadline"):
+        receive = open_shadow(dense, part, version + 1)
+        if how == "deadline":
+            receive = receive.model_copy(update={"deadline_s": 1.5})
+        with Transfer(dense, part, update) as transfer:
+            begin(dense, receive, transfer)
+            began = time.monotonic()
+            if how == "abort":
+                dense.router.send(m.AbortUpdate(reason="the test says so"))
+            elif how == "dead trainer":
+                dense.leave()
+            failed = dense.router.outcome(receive.request_id, 20.0).message
+            assert failed.kind == "Failed" and failed.phase == "receiving beside the live tensors", failed
+            wanted = {"abort": "transfer_aborted", "dead trainer": "transfer_failed"}.get(how)
+            assert failed.code == wanted or (wanted is None and failed.code in ("transfer_timeout", "transfer_aborted"))
+            assert time.monotonic() - began < 3.0 and f"tiny@{version} goes on" in failed.remedy
+            assert goes_on() and phases(dense, receive) == []
+        dense.leave()
+        dense.join()
+        assert plan(dense, version + 1, is_attention) == part
+
+    # Received whole, then the orchestrator says no, as after a digest that differs: nothing to swap, and nothing was poisoned.
+    receive = open_shadow(dense, part, version + 1)
+    with Transfer(dense, part, update) as transfer:
+        begin(dense, receive, transfer)
+        transfer.go.set()
+        assert dense.router.outcome(receive.request_id).message.kind == "Completed"
+    dense.router.send(m.AbortUpdate(reason="the digests differ"))
+    refused = dense.router.request(new(m.SwapWeights, version=version + 1)).message
+    assert refused.kind == "Failed" and refused.code in (
+        "not_ready",
+        "transfer_aborted",
+    )  # heard before the swap, or as it began
+    assert goes_on()
+    refused = dense.router.request(new(m.SwapWeights, version=version + 1)).message
+    assert refused.kind == "Failed" and refused.code == "not_ready" and "does not lie beside" in refused.message
+
+    dense.leave()
+    dense.join()
+    receive = open_shadow(dense, part, version + 1)
+    with Transfer(dense, part, update) as transfer:
+        begin(dense, receive, transfer)
+        transfer.go.set()
+        assert dense.router.outcome(receive.request_id).message.kind == "Completed"
+    swap_and_commit(dense, version + 1, transfer.reports)
+    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(update)).abs().max() < TAU
+    dense.join()
+
+
+def test_room_is_asked_for_before_anything_moves() -> None:
+    assert shadow.why_not(100, free_bytes=100 + shadow.RESERVE_BYTES, budget_bytes=100) is None
+    assert "may use" in (shadow.why_not(101, free_bytes=2**40, budget_bytes=100) or "")
+    assert "free" in (shadow.why_not(100, free_bytes=99 + shadow.RESERVE_BYTES, budget_bytes=100) or "")
+
+
+async def settled_after_s(waiting: asyncio.Queue[int] | None, collector: SimpleNamespace, wait_s: float = 0.2) -> float:
+    core = SimpleNamespace() if waiting is None else SimpleNamespace(outputs_queue=waiting)
+    states = {"r": SimpleNamespace(queue=collector), "pooled": SimpleNamespace(queue=None)}
+    engine = SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states))
+    began = time.monotonic()
+    await dialect.settle(engine, until_s=began + wait_s)
+    return time.monotonic() - began
+
+
+def test_the_alias_waits_for_tokens_that_are_under_way_and_no_longer() -> None:
+    async def under_way() -> tuple[float, bool]:
+        waiting, collector, sent = asyncio.Queue[int](), SimpleNamespace(output=None), asyncio.Event()
+        waiting.put_nowait(1)
+
+        async def pass_on() -> None:
+            await asyncio.sleep(0.05)
+            collector.output = waiting.get_nowait()
+            await asyncio.sleep(0.05)
+            collector.output = None
+            for _ in range(dialect.QUIET_TURNS - 2):  # the request's own task, on its way to the client
+                await asyncio.sleep(0)
+            sent.set()
+
+        task = asyncio.ensure_future(pass_on())
+        took_s = await settled_after_s(waiting, collector, wait_s=5.0)
+        await task if sent.is_set() else task.cancel()
+        return took_s, sent.is_set()
+
+    took_s, was_sent = asyncio.run(under_way())
+    assert was_sent and 0.09 < took_s < 4.0
+    quiet = asyncio.run(settled_after_s(None, SimpleNamespace(output=None)))
+    assert quiet >= 0.2  # an engine that cannot be seen: the whole time
+
+    async def nothing() -> tuple[float, float]:
+        stuck = await settled_after_s(asyncio.Queue[int](), SimpleNamespace(output="a slow client"))
+        return await settled_after_s(asyncio.Queue[int](), SimpleNamespace(output=None), wait_s=5.0), stuck
+
+    idle, stuck = asyncio.run(nothing())
+    assert idle < 4.0 and stuck >= 0.2

@@ -1,0 +1,102 @@
+"""Shadow mode over real sockets: nobody swaps before all have verified, and what fails before that has changed nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.journal import Journal
+from orchestrator.protocol.messages import ErrorCode, ResyncJob
+from orchestrator.publication import State, after_restart
+from orchestrator.publisher import PublicationConfig
+from tests.orchestrator.test_changed_only import start, train
+from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
+
+WAY = ["durable", "shadowed", "paused", "applying", "finished", "verified", "committed"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(tmp_path, replicas=2, mode="shadow") as r:
+        yield r
+
+
+def failures(run):
+    """Train once: the result, and what the failed attempts left behind."""
+    seen = []
+    result = run.client.run(JOB, buffers=BUFFERS, on_progress=lambda p: seen.append((p.phase, p.detail)))
+    return result, [detail for phase, detail in seen if phase == "failed"]
+
+
+def test_received_beside_by_all_then_swapped_by_all(run):
+    _, nodes = start(run, replicas=2)
+    result = train(run)
+    assert (result["mode"], result["why_in_place"], result["sent"], result["states"]) == ("shadow", None, "changed", WAY)
+    assert {"shadow", "apply", "pause", "receive_wire", "wire"} <= set(result["seconds"])
+    for node in nodes:
+        assert node.served == [(0, [10, 20, 30]), (1, [10, 21, 31])]
+        assert node.log[-4:] == ["PrepareShadow", "ReceiveWeights", "SwapWeights", "CommitUpdate"]
+    whole = run.client.run(ResyncJob())  # everything fits as well
+    assert (whole["mode"], whole["sent"]) == ("shadow", "full") and nodes[0].served[-1] == (1, [11, 21, 31])
+    journal = Journal(run.dir / "journal.sqlite", run_token=TOKEN, name="m")
+    assert journal.publication_steps(1)[:8] == ["planned", *WAY]
+    journal.close()
+
+
+def test_nothing_served_yet_or_no_room_on_one_goes_in_place_and_says_why(run):
+    _, nodes = start(run, replicas=2)
+    assert [n.log.count("SwapWeights") for n in nodes] == [0, 0]  # @0
+    nodes[1].why_not = "it brings too much"
+    result = train(run)
+    assert (result["mode"], result["why_in_place"]) == ("in_place", "inference-1: it brings too much")
+    assert "shadowed" not in result["states"] and [n.log.count("SwapWeights") for n in nodes] == [0, 0]
+
+
+def test_a_digest_that_differs_beside_swaps_nobody_and_poisons_nobody(run):
+    _, (good, bad) = start(run, replicas=2)
+    bad.flip = True
+    result, failed = failures(run)
+    assert [f["left"] for f in failed] == ["idle"] and "w1" in failed[0]["error"] and "none of it is used" in failed[0]["error"]
+    assert bad.aborted.is_set() and good.aborted.is_set()  # what lies beside is dropped
+    assert result["attempts"] == 2 and (result["mode"], result["sent"]) == ("shadow", "changed")  # they hold @0 as before
+    assert good.log.count("SwapWeights") == bad.log.count("SwapWeights") == 1
+    assert good.served == bad.served == [(0, [10, 20, 30]), (1, [10, 21, 31])]
+
+
+def test_a_transfer_that_breaks_leaves_the_version_served_for_good(run):
+    _, (good, bad) = start(run, replicas=2)
+
+    def broken(message):
+        bad.script["ReceiveWeights"] = broken
+        bad.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    bad.script["ReceiveWeights"] = broken
+    with pytest.raises(JobFailed, match="m@0 goes on being served"):
+        train(run)
+    assert run.client.status().publication == "idle" and run.client.status().version == 0
+    assert good.log.count("SwapWeights") == 0 and good.served == bad.served == [(0, [10, 20, 30])]
+    bad.script.clear()
+    assert train(run)["mode"] == "shadow"
+
+
+def test_a_swap_that_fails_is_poisoned_and_heals_whole(run):
+    _, (good, bad) = start(run, replicas=2)
+    bad.flip_swap = True
+    result, failed = failures(run)
+    assert [f["left"] for f in failed] == ["poisoned"] and "live tensors" in failed[0]["error"]
+    assert (result["attempts"], result["sent"]) == (2, "full")
+    assert good.served == bad.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
+
+
+def test_an_orchestrator_that_dies_while_it_lies_beside_still_serves_the_version():
+    begun = [(0, s) for s in ("planned", "durable", "paused", "applying", "finished", "verified", "committed")]
+    shadowed = [(1, s) for s in ("planned", "durable", "shadowed")]
+    assert after_restart([*begun, *shadowed]) == (0, State.IDLE)
+    assert after_restart([*begun, *shadowed, (1, "failed:shadowed")]) == (0, State.IDLE)
+    assert after_restart([*begun, *shadowed, (1, "paused")]) == (None, State.POISONED)
+
+
+@pytest.mark.parametrize("bad", [{"mode": "behind"}, {"mode": "shadow", "shadow_bytes": 0}])
+def test_bad_options_are_refused(bad):
+    with pytest.raises(ConfigError, match=r"in_place or shadow|shadow_bytes"):
+        PublicationConfig(transport="gloo", **bad)

@@ -1,14 +1,20 @@
 """A training message's buffers to micro-batches: decode, refuse what is wrong, pack. No collective, no model.
 
-Shapes: S = sequences, T = tokens of all sequences laid end to end; L = tokens of a micro-batch, padding included, N = those of its
-tokens that carry loss.
+Shapes: S = sequences, T = tokens of all sequences laid end to end; L = tokens of a micro-batch, padding included (under context parallelism:
+this rank's), N = those of its tokens that carry loss, M = those of the N whose predictor this rank has.
+
+Context parallelism splits every sequence of a pack into twice as many chunks as ranks; rank r has chunks r and 2 * size - 1 - r, as Megatron's
+rotary positions and TransformerEngine's attention want it: early tokens attend to few, late ones to many, and so every rank has as much to do.
+A sequence is padded at its end to a multiple of that number; causal attention never looks there. Targets and whatever else the losses need are
+cut from the whole sequence, so nothing depends on where the borders are.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,7 @@ import torch
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import BATCH_TENSORS, FORWARD_TENSORS, OPTIONAL_BATCH_TENSORS, LossSpec, TensorSpec
 
+CPU = torch.device("cpu")
 _FLOATS = ("loss_mask", "advantages", "sampler_logprobs")
 
 
@@ -46,12 +53,14 @@ class Batch:
     @property
     def num_loss_sequences(self) -> int:
         """Sequences with at least one token that carries loss."""
-        return sum(bool(part.any()) for part in self.loss_mask_T.split(list(self.lengths)))
+        starts = np.cumsum(self.lengths) - np.array(self.lengths)  # each has a token at least, as `reduceat` needs
+        return int(np.logical_or.reduceat(self.loss_mask_T.numpy() != 0, starts).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Whole sequences laid end to end, then padding; what the losses need is there for the N tokens with loss only.
+    """Whole sequences laid end to end, then padding, or this rank's chunks of all that; what the losses need is there for the N tokens with
+    loss only, on every context-parallel rank for all of them.
 
     Padding is sequences of its own, so that nothing attends to it, and no longer ones than the batch's longest.
     """
@@ -60,11 +69,13 @@ class MicroBatch:
     positions_L: torch.Tensor
     """From 0 in each sequence."""
     cu_seqlens: torch.Tensor
-    """int32: where each sequence begins, and L at the end."""
+    """int32: where each sequence of the whole pack begins, and the pack's length at the end."""
     max_seqlen: int
     """Longest piece of this micro-batch. Never more: Megatron (0.16) takes rotary tables of length L to be a whole pack's."""
     predictors_N: torch.Tensor
-    """Where in L the model predicts the token: one before it."""
+    """Where in L the model predicts the token: one before it; negative: on another context-parallel rank."""
+    here_M: torch.Tensor | None
+    """Which of the N this rank predicts; None: all."""
     rows_L: torch.Tensor
     """Each token's row in the batch; negative: padding."""
     rows_N: torch.Tensor
@@ -81,12 +92,34 @@ class MicroBatch:
     """[L, layers, top_k]: the experts that each token of the pack goes to."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`."""
+        """The same on `device`; to a GPU in one copy from pinned memory, which nothing waits for."""
+        if device.type != "cuda":
+            return self
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        moved: dict[str, Any] = {
-            n: t.to(device, non_blocking=True) if isinstance(t, torch.Tensor) else t for n, t in fields.items()
-        }
-        return MicroBatch(**moved)
+        tensors = {n: t for n, t in fields.items() if isinstance(t, torch.Tensor)}
+        return MicroBatch(**fields | move_together(tensors, device, pinned=True))
+
+
+_ALIGNMENT = 256
+"""Bytes; as the GPU's own allocations have it."""
+
+
+def move_together(tensors: Mapping[str, torch.Tensor], device: torch.device, *, pinned: bool) -> dict[str, torch.Tensor]:
+    """The same tensors on `device`, as views of one buffer that is copied there at once."""
+    places, end = {}, 0
+    for name, t in tensors.items():
+        places[name] = end
+        end += -(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT
+    staging = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+
+    def view(buffer: torch.Tensor, name: str, like: torch.Tensor) -> torch.Tensor:
+        nbytes = like.numel() * like.element_size()
+        return buffer[places[name] : places[name] + nbytes].view(like.dtype).view(like.shape)
+
+    for name, t in tensors.items():
+        view(staging, name, t).copy_(t)
+    moved = staging.to(device, non_blocking=True)
+    return {name: view(moved, name, t) for name, t in tensors.items()}
 
 
 def decode_batch(
@@ -287,6 +320,39 @@ def _spread(lengths: Sequence[int], longest_first: Sequence[int], count: int) ->
     return packs
 
 
+class Packs(Sequence[MicroBatch]):
+    """A rank's micro-batches on its device, each laid out when it is first asked for: the first one's forward pass waits for itself alone, and
+    the rest is laid out while the device computes."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        sequences: Sequence[tuple[int, ...]],
+        lengths: Sequence[int],
+        *,
+        sequence_tokens: Sequence[int],
+        context: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        self._batch, self._sequences, self._device = batch, sequences, device
+        self._sequence_tokens, self._context = sequence_tokens, context
+        self.lengths = tuple(lengths)
+        """Tokens of each over all its context-parallel ranks, padding included."""
+        self._made: dict[int, MicroBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> MicroBatch:  # type: ignore[override]  # no slices
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if index not in self._made:
+            whole = _lay_out(self._batch, self._sequences[index], self.lengths[index], self._sequence_tokens)
+            rank, size = self._context
+            self._made[index] = (whole if size == 1 else _part(whole, rank, size)).to(self._device)
+        return self._made[index]
+
+
 def micro_batches(
     batch: Batch,
     *,
@@ -296,37 +362,51 @@ def micro_batches(
     least: int = 1,
     same_length: bool = False,
     multiple: int = 1,
-) -> list[MicroBatch]:
+    context_rank: int = 0,
+    context_size: int = 1,
+    device: torch.device = CPU,
+) -> Packs:
     """This data-parallel rank's micro-batches, as `pack` cuts them.
 
     Args:
         same_length: all micro-batches of all ranks have one L: pipeline stages exchange tensors of one shape, and expert-parallel ranks
             gather equal token counts.
         multiple: L is a multiple of it (sequence parallelism: the tensor-parallel size).
+        context_rank, context_size: which chunks of every sequence are this rank's.
     """
-    ranks = pack(batch.lengths, budget=budget, dp_size=dp_size, least=least)
-    fills = [[sum(batch.lengths[i] for i in p) for p in packs] for packs in ranks]
+    chunks = 2 * context_size if context_size > 1 else 1
+    lengths = [-(-n // chunks) * chunks for n in batch.lengths]
+    ranks = pack(lengths, budget=budget, dp_size=dp_size, least=least)
+    fills = [[sum(lengths[i] for i in p) for p in packs] for packs in ranks]
     most = max(max(f) for f in fills)
     padded = [most if same_length else max(fill, 1) for fill in fills[dp_rank]]
-    return [_lay_out(batch, p, -(-n // multiple) * multiple) for p, n in zip(ranks[dp_rank], padded, strict=True)]
+    step = chunks * multiple
+    tokens = [-(-n // step) * step for n in padded]
+    return Packs(batch, ranks[dp_rank], tokens, sequence_tokens=lengths, context=(context_rank, context_size), device=device)
 
 
-def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int) -> MicroBatch:
+def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int, lengths: Sequence[int]) -> MicroBatch:
+    """A whole pack; `lengths`: of the batch's sequences, each with its padding."""
     starts = np.cumsum([0, *batch.lengths])
-    pieces = [batch.lengths[i] for i in sequences]
+    pieces = [lengths[i] for i in sequences]
+    sizes = [batch.lengths[i] for i in sequences]
     rows_R = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences] or [np.arange(0)])
-    left, longest = length - len(rows_R), max(batch.lengths)
+    left, longest = length - sum(pieces), max(lengths)
     whole, rest = divmod(left, longest)
+    begins_S = np.cumsum([0, *pieces])[: len(sequences)]
+    # Where in the pack the tokens are: behind each sequence is its padding, if it has any.
+    places_R = np.concatenate([b + np.arange(n) for b, n in zip(begins_S, sizes, strict=True)] or [np.arange(0)])
     pieces += [longest] * whole + [rest] * (rest > 0)
     tokens_L = torch.zeros(length, dtype=torch.int64)
-    tokens_L[: len(rows_R)] = batch.tokens_T[torch.from_numpy(rows_R)]
-    rows_L = torch.from_numpy(np.concatenate([rows_R, -1 - np.arange(left)]))
-    places_N = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])
-    rows_N = torch.from_numpy(rows_R[places_N])
-    owners_R = np.repeat(np.arange(len(sequences)), np.array([batch.lengths[i] for i in sequences], dtype=np.int64))
+    # numpy's indexing: torch's wakes its thread pool, which takes longer than the work.
+    tokens_L.numpy()[places_R] = batch.tokens_T.numpy()[rows_R]
+    rows_L = torch.from_numpy(_spread_out(rows_R, places_R, length))
+    carries_R = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])
+    places_N, loss_rows_N = places_R[carries_R], rows_R[carries_R]
+    owners_R = np.repeat(np.arange(len(sequences)), np.array(sizes, dtype=np.int64))
 
-    def of(flat_T: torch.Tensor | None) -> torch.Tensor | None:
-        return None if flat_T is None else flat_T[rows_N]
+    def of(flat_T: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(flat_T.numpy()[loss_rows_N])
 
     return MicroBatch(
         tokens_L=tokens_L,
@@ -334,23 +414,68 @@ def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int) -> MicroBatc
         cu_seqlens=torch.from_numpy(np.cumsum([0, *pieces], dtype=np.int32)),
         max_seqlen=max(pieces),
         predictors_N=torch.from_numpy(places_N - 1),
+        here_M=None,
         rows_L=rows_L,
-        rows_N=rows_N,
-        sequence_N=torch.from_numpy(owners_R[places_N]),
+        rows_N=torch.from_numpy(loss_rows_N),
+        sequence_N=torch.from_numpy(owners_R[carries_R]),
         num_sequences=len(sequences),
-        targets_N=batch.tokens_T[rows_N],
-        advantages_N=batch.advantages_T[rows_N],
-        sampler_logprobs_N=batch.sampler_logprobs_T[rows_N],
-        old_logprobs_N=of(batch.old_logprobs_T),
-        reference_logprobs_N=of(batch.reference_logprobs_T),
-        routed_experts_L=_routing(batch.routed_experts_T, rows_R, length),
+        targets_N=of(batch.tokens_T),
+        advantages_N=of(batch.advantages_T),
+        sampler_logprobs_N=of(batch.sampler_logprobs_T),
+        old_logprobs_N=None if batch.old_logprobs_T is None else of(batch.old_logprobs_T),
+        reference_logprobs_N=None if batch.reference_logprobs_T is None else of(batch.reference_logprobs_T),
+        routed_experts_L=_routing(batch.routed_experts_T, rows_R, places_R, length),
     )
 
 
-def _routing(routed_experts_T: torch.Tensor | None, rows_R: np.ndarray, length: int) -> torch.Tensor | None:
+def _spread_out(rows_R: np.ndarray, places_R: np.ndarray, length: int) -> np.ndarray:
+    """The tokens' rows at their places, and -1, -2, ... for padding."""
+    rows_L = np.empty(length, dtype=np.int64)
+    is_padding_L = np.ones(length, dtype=bool)
+    is_padding_L[places_R] = False
+    rows_L[places_R] = rows_R
+    rows_L[is_padding_L] = -1 - np.arange(length - len(rows_R))
+    return rows_L
+
+
+def _routing(
+    routed_experts_T: torch.Tensor | None, rows_R: np.ndarray, places_R: np.ndarray, length: int
+) -> torch.Tensor | None:
     """The rows' experts; padding goes to the first ones."""
     if routed_experts_T is None:
         return None
     _, layers, top_k = routed_experts_T.shape
-    padding = torch.arange(top_k).expand(length - len(rows_R), layers, top_k)
-    return torch.cat([routed_experts_T[torch.from_numpy(rows_R)].long(), padding])
+    experts_L = torch.arange(top_k).repeat(length, layers, 1)
+    experts_L[torch.from_numpy(places_R)] = routed_experts_T[torch.from_numpy(rows_R)].long()
+    return experts_L
+
+
+def context_places(bounds: Sequence[int], *, rank: int, size: int) -> np.ndarray:
+    """Where in a pack the tokens of a context-parallel rank are, in its order: of each sequence chunk `rank`, then `2 * size - 1 - rank`.
+
+    Args:
+        bounds: where each sequence begins, and the pack's length; all differences are multiples of 2 * size.
+    """
+    places = []
+    for start, end in pairwise(bounds):
+        chunk = (end - start) // (2 * size)
+        places += [start + first * chunk + np.arange(chunk) for first in (rank, 2 * size - 1 - rank)]
+    return np.concatenate(places)
+
+
+def _part(pack: MicroBatch, rank: int, size: int) -> MicroBatch:
+    """A context-parallel rank's part of a pack."""
+    places_L = context_places(pack.cu_seqlens.tolist(), rank=rank, size=size)
+    local = np.full(len(pack.tokens_L), -1)
+    local[places_L] = np.arange(len(places_L))
+    predictors_N = local[pack.predictors_N.numpy()]
+    places = torch.from_numpy(places_L)
+    return replace(
+        pack,
+        tokens_L=pack.tokens_L[places],
+        positions_L=pack.positions_L[places],
+        rows_L=pack.rows_L[places],
+        predictors_N=torch.from_numpy(predictors_N),
+        here_M=torch.from_numpy(np.flatnonzero(predictors_N >= 0)),
+        routed_experts_L=None if pack.routed_experts_L is None else pack.routed_experts_L[places],
+    )

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from trainer_node import generations, peft_io, sharded_state
+from trainer_node import generations, pack_size, peft_io, sharded_state
+from trainer_node.bulk_files import Writing, bulk_writer
 from trainer_node.generations import MARKER, CheckpointError, write_file
 from trainer_node.lora import Matrix
-from trainer_node.merge import LoraDelta
 from trainer_node.optimizer import MOMENTS
 from trainer_node.parameters import Piece, TrainedParam
 from trainer_node.runtime import TrainerRuntime
@@ -47,7 +47,6 @@ __all__ = [
     "read_adapter",
     "save",
     "save_adapter",
-    "write_adapter",
 ]
 ADAPTER, STATE = "adapter", "state"
 _FORMAT = 2
@@ -69,12 +68,6 @@ class Loaded:
 # ---------------------------------------------------------------- PEFT's format
 
 
-def write_adapter(folder: Path, *, runtime: TrainerRuntime, deltas: Mapping[str, LoraDelta]) -> None:
-    """Write the gathered adapters into `folder`, as `peft_io.write` does."""
-    tensors = {(n, m): t for n, d in deltas.items() for m, t in (("A", d.lora_A_RI), ("B", d.lora_B_OR))}
-    peft_io.write(folder, tensors, lora=runtime.config.lora, model=runtime.config.model)
-
-
 def read_adapter(folder: Path, *, runtime: TrainerRuntime) -> dict[tuple[str, Matrix], torch.Tensor]:
     """A PEFT adapter's whole tensors, checked to be those this rank needs.
 
@@ -86,12 +79,9 @@ def read_adapter(folder: Path, *, runtime: TrainerRuntime) -> dict[tuple[str, Ma
         raise CheckpointError(f"no {path}; the adapter is missing")
     stored = load_file(path)
     whole: dict[tuple[str, Matrix], torch.Tensor] = {}
-    size = runtime.config.parallel.tensor
     for shard in runtime.adapters.shards():
         key = f"{_PEFT_PREFIX}{shard.name}.lora_{shard.matrix}.weight"
-        shape = list(shard.tensor.shape)
-        if shard.dim is not None:
-            shape[shard.dim] *= size
+        shape = shard.whole_shape()
         if key not in stored or list(stored[key].shape) != shape:
             found = tuple(stored[key].shape) if key in stored else "nothing"
             raise CheckpointError(f"{path}: {key} should have shape {tuple(shape)}; found {found}")
@@ -110,10 +100,13 @@ def save_adapter(runtime: TrainerRuntime, folder: Path) -> None:
         CheckpointError: on every rank, if rank 0 could not write.
     """
     runtime.need_adapters("an adapter in PEFT's format")
-    deltas = runtime.adapters.gather()
-    with _together(runtime, f"writing the adapter to {folder}"):
+    stacks = peft_io.gather_stacks(runtime)
+    with _together(runtime, f"writing the adapter to {folder}"), bulk_writer(runtime.device) as writer:
         if dist.get_rank() == 0:
-            write_adapter(folder, runtime=runtime, deltas=deltas)
+            parts = peft_io.layout(stacks)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / peft_io.WEIGHTS, lambda path: writer.start(path, parts).wait())
+            peft_io.write_config(folder, lora=runtime.config.lora, model=runtime.config.model)
 
 
 def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: Mapping[str, Any] | None = None) -> None:
@@ -123,19 +116,26 @@ def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: M
         CheckpointError: on every rank, if one could not write; a whole checkpoint that stood there before is still there then.
     """
     rank, temp = dist.get_rank(), generations.new_folder(folder)
-    deltas = runtime.adapters.gather()
+    stacks = [] if runtime.trains_all else peft_io.gather_stacks(runtime)
     meta = {**_meta(runtime, version), "client_state": dict(client_state or {})}
-    with _together(runtime, f"making {temp}"):
-        if rank == 0:
-            for one in (folder, temp, generations.old_folder(folder)):
-                generations.refuse_foreign(one, names=_names())
-            generations.begin(folder)
-            if not runtime.trains_all:
-                write_adapter(temp / ADAPTER, runtime=runtime, deltas=deltas)
-            write_file(temp / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=1)))
-    sharded_state.save(_boxes(runtime), temp / STATE, group=runtime.control_group)
-    with _together(runtime, f"writing rank {rank}'s state to {temp}"):
-        write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(_rng_state(runtime), path))
+    with bulk_writer(runtime.device) as writer:
+        adapter: Writing | None = None
+        with _together(runtime, f"making {temp}"):
+            if rank == 0:
+                for one in (folder, temp, generations.old_folder(folder)):
+                    generations.refuse_foreign(one, names=_names())
+                generations.begin(folder)
+                write_file(temp / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=1)))
+                if stacks:
+                    # Written while the state's plan is made. Nobody looks for it here before the marker is there, so it needs no rename.
+                    (temp / ADAPTER).mkdir()
+                    adapter = writer.start(temp / ADAPTER / peft_io.WEIGHTS, peft_io.layout(stacks))
+        sharded_state.save(_boxes(runtime), temp / STATE, group=runtime.control_group, writer=writer)
+        with _together(runtime, f"writing rank {rank}'s state to {temp}"):
+            write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(rng_state(runtime), path))
+            if adapter is not None:
+                adapter.wait()
+                peft_io.write_config(temp / ADAPTER, lora=runtime.config.lora, model=runtime.config.model)
     with _together(runtime, f"moving {temp} to {folder}"):
         if rank == 0:
             generations.finish(folder, facts={"version": version})
@@ -174,9 +174,11 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
     del plan
     runtime.optimizer.restore(_values(runtime, boxes, with_moments=num_steps > 0), num_steps=num_steps)
     if rng is not None:
-        _set_rng_state(runtime, rng)
+        set_rng_state(runtime, rng)
     else:
         runtime.seed(meta["counters"]["steps"])
+    if same_place:
+        pack_size.remember(runtime, meta.get("micro_batch_tokens"))
     counters = meta["counters"]
     runtime.num_steps, runtime.num_skipped_steps = counters["steps"], counters["skipped_steps"]
     return Loaded(
@@ -231,6 +233,7 @@ def _meta(runtime: TrainerRuntime, version: int) -> dict[str, Any]:
         **_identity(runtime),
         "version": version,
         "parallel": runtime.config.parallel.model_dump(mode="json"),
+        "micro_batch_tokens": runtime.micro_batch_tokens,
         "optimizer_steps": runtime.optimizer.num_steps(runtime.control_group),
         "counters": {"steps": runtime.num_steps, "skipped_steps": runtime.num_skipped_steps},
     }
@@ -290,7 +293,8 @@ def _values(runtime: TrainerRuntime, boxes: dict[str, Box], *, with_moments: boo
 # ---------------------------------------------------------------- random numbers
 
 
-def _rng_state(runtime: TrainerRuntime) -> dict[str, Any]:
+def rng_state(runtime: TrainerRuntime) -> dict[str, Any]:
+    """Of this process's generators."""
     state: dict[str, Any] = {"rng": torch.get_rng_state()}
     if runtime.device.type == "cuda":
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -300,7 +304,8 @@ def _rng_state(runtime: TrainerRuntime) -> dict[str, Any]:
     return state
 
 
-def _set_rng_state(runtime: TrainerRuntime, state: Mapping[str, Any]) -> None:
+def set_rng_state(runtime: TrainerRuntime, state: Mapping[str, Any]) -> None:
+    """Undo what drew from them since `rng_state`."""
     torch.set_rng_state(state["rng"])
     if runtime.device.type == "cuda":
         from megatron.core.tensor_parallel import get_cuda_rng_tracker

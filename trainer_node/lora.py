@@ -2,8 +2,8 @@
 
 One A and one B for each HF linear: q, k and v inside a fused `linear_qkv`, gate and up inside a fused `linear_fc1`, and each
 expert's own. They shard as the base does: a column-parallel linear's A is whole on every tensor-parallel rank and its B split by
-rows; a row-parallel linear's A is split by columns and its B whole; experts are never split over tensor ranks, only over
-expert-parallel ones. Which HF linear sits where is what Bridge's mapping says (`QKVMapping`, `GatedMLPMapping`, `AutoMapping`).
+rows; a row-parallel linear's A is split by columns and its B whole; experts are split over expert-parallel ranks, and each of them in the same way
+over expert-tensor-parallel ones. Which HF linear sits where is what Bridge's mapping says (`QKVMapping`, `GatedMLPMapping`, `AutoMapping`).
 
 The adapters hang on forward hooks and live outside Megatron's module tree, so Bridge sees an unchanged model.
 Parameters are fp32; the product runs in the activations' dtype.
@@ -37,7 +37,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from trainer_node.dropout import Dropout, key_of
 from trainer_node.merge import LoraDelta, decoder_name
-from trainer_node.parameters import Piece, TrainedParam
+from trainer_node.parameters import Piece, TrainedParam, tensor_group
 
 Matrix = Literal["A", "B"]
 
@@ -52,8 +52,15 @@ class Shard:
     tensor: torch.Tensor
     """A view of the parameter."""
     dim: int | None
-    """Dimension split over tensor-parallel ranks; None: whole on each."""
+    """Dimension split over tensor-parallel ranks (an expert's: expert-tensor-parallel ranks); None: whole on each."""
     expert: bool
+
+    def whole_shape(self) -> list[int]:
+        """Of the HF linear's matrix."""
+        shape = list(self.tensor.shape)
+        if self.dim is not None:
+            shape[self.dim] *= tensor_group(expert=self.expert).size()
+        return shape
 
 
 def initial_lora_a(name: str, *, rank: int, in_features: int, seed: int) -> torch.Tensor:
@@ -115,7 +122,7 @@ class DenseAdapter(nn.Module):
             self.lora_B[str(i)] = nn.Parameter(torch.zeros(self.out_local[i], lora.rank, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, I local] -> what to add to the linear's output, [s, b, sum of O local]; under sequence parallelism s is this rank's part
+        """[s, b, I local] -> scale * A x of all parts, [s, b, parts with an adapter * R]; under sequence parallelism s is this rank's part
         on a column-parallel linear's way in (also behind its fused norm) and on a row-parallel one's way out."""
         if self._dropout.is_on:
             h = torch.cat(
@@ -130,22 +137,35 @@ class DenseAdapter(nn.Module):
         else:
             lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
             h = functional.linear(x, lora_A)
-        h = self._exchange(h, group=self._group) * self.scale
-        hidden = iter(h.chunk(len(self.lora_A), dim=-1))
-        outs = [
-            h.new_zeros(*h.shape[:-1], out)
-            if name is None
-            else functional.linear(next(hidden), self.lora_B[str(i)].to(x.dtype))
-            for i, (name, out) in enumerate(zip(self.names, self.out_local, strict=True))
-        ]
-        return outs[0] if len(outs) == 1 else self._fuse(outs)
+        return self._exchange(h, group=self._group) * self.scale
 
-    def _fuse(self, outs: list[torch.Tensor]) -> torch.Tensor:
-        if self.qkv_heads is None:
-            return torch.cat(outs, dim=-1)
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The linear's output with the adapters' added, [s, b, sum of O local]; written over `out` where nothing is compiled."""
+        h, lora_B_OQ = self(x), self._packed_b(out.dtype)
+        if torch.compiler.is_compiling():
+            # The compiler cannot trace writing over a custom function's input, and plans the memory itself.
+            return out + functional.linear(h, lora_B_OQ)
+        added: torch.Tensor = _AddProduct.apply(out, h, lora_B_OQ)
+        return added
+
+    def _packed_b(self, dtype: torch.dtype) -> torch.Tensor:
+        """B of all parts, each in its columns, rows in the fused linear's order. [sum of O local, parts with an adapter * R]"""
+        num, done = len(self.lora_B), 0
+        parts = []
+        for i, (name, out) in enumerate(zip(self.names, self.out_local, strict=True)):
+            if name is None:
+                rank = next(iter(self.lora_B.values())).shape[1]
+                parts.append(next(iter(self.lora_B.values())).new_zeros(out, num * rank, dtype=dtype))
+                continue
+            lora_B_OR = self.lora_B[str(i)].to(dtype)
+            rank = lora_B_OR.shape[1]
+            parts.append(functional.pad(lora_B_OR, (done * rank, (num - 1 - done) * rank)))
+            done += 1
+        if len(parts) == 1 or self.qkv_heads is None:
+            return torch.cat(parts)
         heads, size = self.qkv_heads
-        by_group = [t.unflatten(-1, (-1, width)) for t, width in zip(outs, (heads * size, size, size), strict=True)]
-        return torch.cat(by_group, dim=-1).flatten(-2)
+        by_group = [t.unflatten(0, (-1, width)) for t, width in zip(parts, (heads * size, size, size), strict=True)]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
 
     def shards(self) -> Iterable[Shard]:
         """This rank's pieces, by HF name."""
@@ -174,9 +194,14 @@ class DenseAdapter(nn.Module):
 class ExpertAdapter(nn.Module):
     """Adapters of all local experts' HF linears in one grouped Megatron linear, batched over the experts.
 
+    Under expert tensor parallelism the token dispatcher gives every rank of the group the same tokens, adds their outputs up, and in the backward
+    pass their inputs' gradients. So nothing is exchanged here: behind a row-parallel linear's A both h and the delta are parts of sums, and of what
+    the ranks have copies of (a column-parallel linear's A, a row-parallel one's B) each has a part of the gradient.
+
     Args:
         names: for each HF linear of the fused order, the HF module names of the local experts; None where no adapter is wanted.
-        out_features: of one HF linear.
+        in_features: full in features.
+        out_features: full out features of one HF linear.
         dropout: of the set.
     """
 
@@ -186,21 +211,31 @@ class ExpertAdapter(nn.Module):
         names: Sequence[Sequence[str] | None],
         in_features: int,
         out_features: int,
+        row_parallel: bool,
         lora: LoraConfig,
         dropout: Dropout,
         seed: int,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.names, self.out_features, self.scale = names, out_features, lora.alpha / lora.rank
+        self._group, self.row_parallel = tensor_group(expert=True), row_parallel
+        size, rank = self._group.size(), self._group.rank()
+        self.names, self.scale = names, lora.alpha / lora.rank
+        self.out_features = out_features if row_parallel else out_features // size
         self._dropout, self._keys = dropout, [key_of(experts[0]) for experts in names if experts is not None]
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for i, experts in enumerate(names):
             if experts is None:
                 continue
-            all_A = [initial_lora_a(n, rank=lora.rank, in_features=in_features, seed=seed) for n in experts]
-            self.lora_A[str(i)] = nn.Parameter(torch.stack(all_A).to(device))
-            self.lora_B[str(i)] = nn.Parameter(torch.zeros(len(experts), out_features, lora.rank, device=device))
+            all_A = torch.stack([initial_lora_a(n, rank=lora.rank, in_features=in_features, seed=seed) for n in experts])
+            if row_parallel:
+                all_A = all_A.chunk(size, dim=2)[rank]
+            self.lora_A[str(i)] = nn.Parameter(all_A.contiguous().to(device))
+            self.lora_B[str(i)] = nn.Parameter(torch.zeros(len(experts), self.out_features, lora.rank, device=device))
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
+        """The linear's output with the adapters' added, [t, P * O]."""
+        return out + self(x, m_splits)
 
     def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """[t, I] sorted by expert -> [t, P * O]; `m_splits[e]` rows belong to local expert e."""
@@ -230,24 +265,33 @@ class ExpertAdapter(nn.Module):
         """This rank's experts, by HF name."""
         for i, experts in enumerate(self.names):
             for e, name in enumerate(experts or ()):
-                for matrix, params in (("A", self.lora_A), ("B", self.lora_B)):
-                    yield Shard(name=name, matrix=matrix, tensor=params[str(i)].data[e], dim=None, expert=True)  # type: ignore[arg-type]
+                for matrix, params, dim in self._matrices():
+                    yield Shard(name=name, matrix=matrix, tensor=params[str(i)].data[e], dim=dim, expert=True)
+
+    def _matrices(self) -> Iterator[tuple[Matrix, nn.ParameterDict, int | None]]:
+        """A and B, and the dimension of an expert's that is split."""
+        yield "A", self.lora_A, 1 if self.row_parallel else None
+        yield "B", self.lora_B, None if self.row_parallel else 0
 
     def trained_params(self) -> Iterable[TrainedParam]:
         """The parameters and their layout: rows of one tensor that stacks all experts of the model, [experts, ...]."""
         ranks = parallel_state.get_expert_model_parallel_world_size()
-        for matrix, params in (("A", self.lora_A), ("B", self.lora_B)):
+        for matrix, params, dim in self._matrices():
             for key, param in params.items():
                 name = (self.names[int(key)] or ())[0]
                 before, _, rest = name.partition(".experts.")
                 first, _, linear = rest.partition(".")
+                shape, offsets = [param.shape[0] * ranks, *param.shape[1:]], [int(first), 0, 0]
+                if dim is not None:
+                    shape[dim + 1] *= self._group.size()
+                    offsets[dim + 1] = param.shape[dim + 1] * self._group.rank()
                 piece = Piece(
                     key=f"{before}.experts.{linear}.lora_{matrix}",
-                    shape=(param.shape[0] * ranks, *param.shape[1:]),
-                    offsets=(int(first), 0, 0),
+                    shape=tuple(shape),
+                    offsets=tuple(offsets),
                     rows=param.shape[0],
                 )
-                yield TrainedParam(param=param, pieces=(piece,), split=False, expert=True)
+                yield TrainedParam(param=param, pieces=(piece,), split=dim is not None, expert=True)
 
 
 class _Groups:
@@ -317,6 +361,8 @@ class AdapterSet:
     ) -> None:
         self._lora, self._seed, self._device, self._config = lora, seed, device, config
         self.adapters: list[DenseAdapter | ExpertAdapter] = []
+        self.by_module: dict[nn.Module, DenseAdapter | ExpertAdapter] = {}
+        """Megatron's linear -> what hangs on it."""
         self._hooks: list[Any] = []
         self._on = True
         self.dropout = Dropout(
@@ -345,13 +391,14 @@ class AdapterSet:
             return
         adapter: DenseAdapter | ExpertAdapter
         if tasks[0].mapping.is_expert:
-            adapter = self._expert_adapter(tasks, names)
+            adapter = self._expert_adapter(module, tasks, names)
         else:
             adapter = self._dense_adapter(module, tasks[0], names[0])
         if hasattr(module, "return_layernorm_output"):
             # A fused norm-and-linear: the adapter's input is the norm's output.
             module.return_layernorm_output = True  # type: ignore[assignment]
         self.adapters.append(adapter)
+        self.by_module[module] = adapter
         self._hooks.append((module, module.register_forward_hook(_add_delta(adapter, lambda: self._on))))
 
     def _dense_adapter(self, module: Any, task: Any, names: list[str | None]) -> DenseAdapter:
@@ -381,25 +428,26 @@ class AdapterSet:
             device=self._device,
         )
 
-    def _expert_adapter(self, tasks: Sequence[Any], names: list[list[str | None]]) -> ExpertAdapter:
+    def _expert_adapter(self, module: nn.Module, tasks: Sequence[Any], names: list[list[str | None]]) -> ExpertAdapter:
         order = sorted(range(len(tasks)), key=lambda i: int(tasks[i].param_name.rpartition(".weight")[2]))
-        out, in_features = tasks[0].param_weight.shape
-        copies = parallel_state.get_tensor_model_parallel_world_size() > 1 and not self._config.sequence_parallel
-        if self._lora.dropout and copies and parallel_state.get_expert_model_parallel_world_size() > 1:
-            raise ConfigError(
-                "lora.dropout on experts with parallel.tensor > 1 and parallel.expert > 1 needs parallel.sequence = True: without it an "
-                "expert gets every token once from each tensor rank and would drop other elements of each copy"
-            )
+        row_parallel, size = _is_row_parallel(tasks[0], module), tensor_group(expert=True).size()
+        out_local, in_local = tasks[0].param_weight.shape
         columns = [[names[i][part] for i in order] for part in range(len(names[0]))]
         return ExpertAdapter(
             names=[column if all(column) else None for column in columns],  # type: ignore[misc]
-            in_features=in_features,
-            out_features=out // len(columns),
+            in_features=in_local * (size if row_parallel else 1),
+            out_features=out_local * (1 if row_parallel else size) // len(columns),
+            row_parallel=row_parallel,
             lora=self._lora,
             dropout=self.dropout,
             seed=self._seed,
             device=self._device,
         )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model runs with its adapters at present (`switched`)."""
+        return self._on
 
     @contextlib.contextmanager
     def switched(self, *, on: bool) -> Iterator[None]:
@@ -423,7 +471,8 @@ class AdapterSet:
     def _owned(self) -> list[Shard]:
         """The pieces this rank answers for, so that every element is counted once over all ranks."""
         answers = parallel_state.get_expert_data_parallel_rank() == 0
-        experts = [s for s in self.shards() if s.expert and answers]
+        first = tensor_group(expert=True).rank() == 0
+        experts = [s for s in self.shards() if s.expert and answers and (s.dim is not None or first)]
         if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
             return experts
         first = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -432,10 +481,9 @@ class AdapterSet:
     @torch.no_grad()
     def load(self, full: Mapping[tuple[str, Matrix], torch.Tensor]) -> None:
         """Fill every piece from full tensors (fp32, HF layout); the caller has checked that all are there."""
-        size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
         for shard in self.shards():
-            tensor = full[shard.name, shard.matrix]
-            piece = tensor if shard.dim is None else tensor.chunk(size, dim=shard.dim)[rank]
+            tensor, group = full[shard.name, shard.matrix], tensor_group(expert=shard.expert)
+            piece = tensor if shard.dim is None else tensor.chunk(group.size(), dim=shard.dim)[group.rank()]
             shard.tensor.copy_(piece)
 
     # ------------------------------------------------------------ gathering
@@ -449,10 +497,10 @@ class AdapterSet:
         owned = self._owned()
         plan = self._plan(owned)
         pieces: dict[tuple[str, Matrix], list[tuple[int, int | None, torch.Tensor]]] = defaultdict(list)
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
         if dist.get_rank() == 0:
             for shard in owned:
-                pieces[shard.name, shard.matrix].append((tp_rank, shard.dim, shard.tensor))
+                rank = tensor_group(expert=shard.expert).rank()
+                pieces[shard.name, shard.matrix].append((rank, shard.dim, shard.tensor))
             for source in range(1, dist.get_world_size()):
                 for name, matrix, dim, rank, tensor in self._receive(source, plan[source]):
                     pieces[name, matrix].append((rank, dim, tensor))
@@ -464,8 +512,7 @@ class AdapterSet:
     def _plan(self, owned: list[Shard]) -> list[list[tuple[str, Matrix, int | None, int, tuple[int, ...]]]]:
         """What every rank will send; exchanged once."""
         if self._gather_plan is None:
-            tp_rank = parallel_state.get_tensor_model_parallel_rank()
-            mine = [(s.name, s.matrix, s.dim, tp_rank, tuple(s.tensor.shape)) for s in owned]
+            mine = [(s.name, s.matrix, s.dim, tensor_group(expert=s.expert).rank(), tuple(s.tensor.shape)) for s in owned]
             plans: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(plans, mine)
             self._gather_plan = plans
@@ -536,7 +583,29 @@ def _is_row_parallel(task: Any, module: nn.Module) -> bool:
     return bool(kind == "row")
 
 
-def _add_delta(adapter: nn.Module, is_on: Callable[[], bool]) -> Any:
+class _AddProduct(torch.autograd.Function):
+    """out + h B', written over `out`, which nobody else reads: no linear keeps its output for its backward pass. Were that to change,
+    autograd would say so, because the version that it checks is counted."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, h: torch.Tensor, lora_B_OQ: torch.Tensor) -> torch.Tensor:
+        """[..., O], [..., Q], [O, Q] -> [..., O]"""
+        ctx.save_for_backward(h, lora_B_OQ)
+        # An alias that is no view: what is compiled behind it (SwiGLU) would else be compiled again for each shape of a view's base.
+        result = out.data if out.is_contiguous() else out.contiguous()
+        result.view(-1, out.shape[-1]).addmm_(h.reshape(-1, h.shape[-1]), lora_B_OQ.t())
+        torch.autograd.graph.increment_version(out)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of all three."""
+        h, lora_B_OQ = ctx.saved_tensors
+        flat = grads[0].reshape(-1, grads[0].shape[-1])
+        return grads[0], (flat @ lora_B_OQ).view_as(h), flat.t() @ h.reshape(-1, h.shape[-1])
+
+
+def _add_delta(adapter: DenseAdapter | ExpertAdapter, is_on: Callable[[], bool]) -> Any:
     """A forward hook that adds the adapter's delta, while it is on, to what Megatron's and TransformerEngine's linears return."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[torch.Tensor, Any]:
@@ -544,6 +613,6 @@ def _add_delta(adapter: nn.Module, is_on: Callable[[], bool]) -> Any:
         x, *rest = args
         if isinstance(out, tuple):  # (out, norm output)
             out, x = out
-        return (out + adapter(x, *rest) if is_on() else out), bias
+        return (adapter.add_to(out, x, *rest) if is_on() else out), bias
 
     return hook

@@ -65,7 +65,7 @@ def linear_statistics(
     head = _Head(
         local_N=targets_N - vocab_start,
         invalid_V=~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, weight_VH.device),
-        group=group if group is not None and group.size() > 1 else None,
+        group=group if group is not None and group.size() > 1 and len(targets_N) else None,
         with_entropy=with_entropy,
         chunk=max(1, logits_per_chunk // num_rows),
     )
@@ -87,7 +87,7 @@ class _Head:
     def chunks(self) -> list[slice]:
         """Which positions go together."""
         size = len(self.local_N)
-        return [slice(i, min(i + self.chunk, size)) for i in range(0, size, self.chunk)]
+        return [slice(i, min(i + self.chunk, size)) for i in range(0, max(size, 1), self.chunk)]
 
     def logits(self, hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
         """fp32 (or fp64), -inf where a row does not count. [C, V], the caller's to overwrite."""
@@ -171,6 +171,35 @@ def _chunk_sums(head: _Head, chunk: slice, hidden_CH: torch.Tensor, weight_VH: t
         # Rows that do not count are 0 * 0, not 0 * -inf.
         energy_C = logits.masked_fill_(head.invalid_V, 0.0).mul_(weights).sum(dim=1)
     return torch.stack([target_C, top_C, weights.sum(dim=1), energy_C])
+
+
+def gather_positions(values_PM: torch.Tensor, here_M: torch.Tensor, num_positions: int, group: Any) -> torch.Tensor:
+    """Put what each rank of `group` has of N positions together, [P, M] each -> [P, N] on every one.
+
+    Every rank is to compute the same of it, so a gradient flows back to a rank's own positions as it is: the ranks' parts of a parameter's
+    gradient add up to one whole, not to one for each rank.
+
+    Args:
+        here_M: which of the positions are this rank's.
+    """
+    gathered: torch.Tensor = _Gather.apply(values_PM, here_M, num_positions, group)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_PM: torch.Tensor, here_M: torch.Tensor, num_positions: int, group: Any) -> torch.Tensor:
+        """A sum in which all but one term are 0, hence exact."""
+        ctx.save_for_backward(here_M)
+        whole_PN = values_PM.new_zeros(len(values_PM), num_positions).index_copy_(1, here_M, values_PM)
+        dist.all_reduce(whole_PN, group=group)
+        return whole_PN
+
+    @staticmethod
+    def backward(ctx: Any, grad_PN: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        """No collective."""
+        (here_M,) = ctx.saved_tensors
+        return grad_PN.index_select(1, here_M), None, None, None
 
 
 def _valid_rows(

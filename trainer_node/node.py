@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import numpy as np
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
@@ -130,23 +131,24 @@ class Control:
         Raises:
             StopIteration: rank 0 said stop.
         """
-        payload = b""
+        if dist.get_world_size() == 1:
+            if stop:
+                raise StopIteration
+            return envelope
+        payload = bytearray()
         if self._is_root and envelope is not None:
             frames = encode(envelope.message, envelope.buffers)
-            payload = msgpack.packb([bytes(f) for f in frames], use_bin_type=True)
+            head = msgpack.packb([memoryview(f).nbytes for f in frames])
+            payload = bytearray().join([len(head).to_bytes(8, "little"), head, *frames])
         size = torch.tensor([_STOP if stop else len(payload)], dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._group)
         if int(size) == _STOP:
             raise StopIteration
         if int(size) == _KEEPALIVE:
             return None
-        data = (
-            torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            if self._is_root
-            else torch.empty(int(size), dtype=torch.uint8)
-        )
+        data = torch.frombuffer(payload, dtype=torch.uint8) if self._is_root else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._group)
-        return envelope if self._is_root else decode(msgpack.unpackb(data.numpy().tobytes(), raw=False))
+        return envelope if self._is_root else _unframe(data.numpy())
 
     def compare(self, error: BaseException | None) -> list[str | None]:
         """Every rank's error with its notes, as text starting with the type's name, or None."""
@@ -156,6 +158,16 @@ class Control:
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, mine, group=self._group)
         return errors
+
+
+def _unframe(data: np.ndarray) -> Envelope:
+    """What rank 0 shared: the frames' sizes, then the frames. Buffers are copied once, out of it."""
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    frames = []
+    for size in msgpack.unpackb(data[8:begin].tobytes()):
+        frames.append(data[begin : begin + size].tobytes())
+        begin += size
+    return decode(frames)
 
 
 class Node:
@@ -171,6 +183,7 @@ class Node:
         self.control = Control(self.runtime.control_group)
         self.phase = "idle"
         self._request_id = ""
+        self._received_s = 0.0
         self._transfer = Transfer(config, self.runtime.device)
         self._part: tuple[Sequence[int], Manifest] | None = None
         """Of updates of the changed tensors alone: indices into the manifest, and their manifest."""
@@ -203,31 +216,35 @@ class Node:
                 "dtype": self.config.dtype,
                 "device": self.config.device,
                 "memory": self.config.memory,
+                "micro_batch_tokens": self.runtime.micro_batch_tokens,
             }
             self.link.send(Ready(node_id=self.link.node_id, detail=detail))
         while True:
             try:
-                envelope = self._next()
+                envelope, received_s = self._next()
             except StopIteration:
                 return 0
-            if envelope is not None and not self._handle(envelope):
+            if envelope is not None and not self._handle(envelope, received_s):
                 return EXIT_DIVERGED
 
-    def _next(self) -> Envelope | None:
+    def _next(self) -> tuple[Envelope | None, float]:
+        """The next request, and when it was this process's turn to see it."""
         if self.link is None:
-            return self.control.share(None)
+            return self.control.share(None), time.monotonic()
         try:
             envelope = self.link.recv(timeout_s=KEEPALIVE_S)
         except NodeLost as error:
             log.warning("%s; the trainer ends", error)
-            return self.control.share(None, stop=True)
+            return self.control.share(None, stop=True), time.monotonic()
+        received_s = time.monotonic()
         stop = envelope is not None and envelope.message.kind == "Shutdown"
-        return self.control.share(None if stop else envelope, stop=stop)
+        return self.control.share(None if stop else envelope, stop=stop), received_s
 
-    def _handle(self, envelope: Envelope) -> bool:
-        """Run one request to its terminal message. False: the ranks have diverged and must end."""
+    def _handle(self, envelope: Envelope, received_s: float) -> bool:
+        """Run one request, received then, to its terminal message. False: the ranks have diverged and must end."""
         message: Any = envelope.message
         self._request_id, self.phase = message.request_id, message.kind
+        self._received_s, self.runtime.first_forward_s = received_s, 0.0
         outcome, error = Outcome(), None
         with self._watch(message):
             try:
@@ -268,6 +285,10 @@ class Node:
             remedy = "The ranks are no longer in step, so the trainer ends and is started again; LoadCheckpoint the last durable version."
         where = f"rank {rank}: " if len(errors) > 1 else ""
         self.link.fail(self._request_id, code=code, phase=self.phase, message=where + text, remedy=remedy)
+
+    def _to_first_forward(self) -> dict[str, float]:
+        """Seconds from the request's receipt to the first forward pass: shared, decoded, checked, its first micro-batch laid out."""
+        return {"to_first_forward": self.runtime.first_forward_s - self._received_s}
 
     def _progress(self, phase: str, **detail: object) -> None:
         self.phase = phase
@@ -331,7 +352,7 @@ class Node:
         )
         results = self.runtime.forward(batch, allowed_token_ids=message.allowed_token_ids, adapters=message.adapters)
         return Outcome(
-            result={"seconds": {"forward": time.monotonic() - started}},
+            result={"seconds": {"forward": time.monotonic() - started, **self._to_first_forward()}},
             tensors=tuple(
                 TensorSpec(name=n, dtype=d, shape=tuple(t.shape))  # type: ignore[arg-type]
                 for (n, d), t in zip(FORWARD_RESULTS.items(), results, strict=True)
@@ -352,7 +373,7 @@ class Node:
             result={
                 "metrics": sums.metrics(message.loss.normalize_by),
                 "pending_batches": self.runtime.pending.num_batches,
-                "seconds": {"forward_backward": time.monotonic() - started},
+                "seconds": {"forward_backward": time.monotonic() - started, **self._to_first_forward()},
             }
         )
 
@@ -388,7 +409,7 @@ class Node:
         self._progress("saving", metrics=metrics)
         started = time.monotonic()
         checkpoint.save(self.runtime, Path(message.checkpoint_dir), version=message.version)
-        seconds = {"train": train_s, "save": time.monotonic() - started}
+        seconds = {"train": train_s, "save": time.monotonic() - started, **self._to_first_forward()}
         result = {"version": message.version, "metrics": metrics, "seconds": seconds}
         return Outcome(result=result | self._delete(message.delete_after))
 
@@ -400,7 +421,7 @@ class Node:
         self._progress("saving", metrics=metrics)
         started = time.monotonic()
         checkpoint.save_adapter(self.runtime, Path(message.output_dir))
-        seconds = {"train": train_s, "save": time.monotonic() - started}
+        seconds = {"train": train_s, "save": time.monotonic() - started, **self._to_first_forward()}
         return Outcome(result={"output_dir": message.output_dir, "metrics": metrics, "seconds": seconds})
 
     def _save_checkpoint(self, message: SaveCheckpoint) -> Outcome:

@@ -68,9 +68,9 @@ class TrainedParam:
     param: nn.Parameter
     pieces: tuple[Piece, ...]
     split: bool
-    """Pieces on tensor-parallel ranks (True) or copies (False)."""
+    """Pieces on tensor-parallel ranks (True) or copies (False); of experts: on expert-tensor-parallel ranks."""
     expert: bool
-    """Belongs to experts: never split over tensor ranks, summed over expert-data-parallel ranks."""
+    """Belongs to experts: summed over expert-data-parallel ranks."""
     partial: bool = False
     """A copy whose gradient is this tensor rank's part, without sequence parallelism too."""
     tied: bool = False
@@ -120,7 +120,7 @@ class TrainedParam:
         """Whether of all copies over tensor ranks and pipeline stages this is the one that counts (data-parallel ranks aside)."""
         if self.tied and not parallel_state.is_pipeline_first_stage():
             return False
-        return self.expert or self.split or parallel_state.get_tensor_model_parallel_rank() == 0
+        return self.split or tensor_group(expert=self.expert).rank() == 0
 
     @property
     def group(self) -> Any:
@@ -128,6 +128,11 @@ class TrainedParam:
         if self.expert:
             return parallel_state.get_expert_data_parallel_group()
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def tensor_group(*, expert: bool) -> Any:
+    """The ranks that a linear is split over; experts have a group of their own."""
+    return parallel_state.get_expert_tensor_parallel_group() if expert else parallel_state.get_tensor_model_parallel_group()
 
 
 # ---------------------------------------------------------------- the whole model's
@@ -192,32 +197,32 @@ def _split_dim(task: Any) -> int | None:
         raise ConfigError(
             f"{task.global_param_name} is mapped by {kind.__name__}; finetuning_type='full' does not know it, use 'lora'"
         )
-    return None if mapping.is_expert else layouts[kind]
+    return layouts[kind]
 
 
 def _pieces(param: nn.Parameter, task: Any, *, config: Any, dim: int | None) -> Iterator[Piece]:
     """The HF tensors in a weight: q, k and v interleaved by query group, gate above up, or one alone."""
-    names = task.mapping.hf_param
+    names, group = task.mapping.hf_param, tensor_group(expert=task.mapping.is_expert)
     if isinstance(names, str):
-        yield _piece(names, param, groups=1, first=0, rows=param.shape[0], dim=dim)
+        yield _piece(names, param, group, groups=1, first=0, rows=param.shape[0], dim=dim)
     elif "gate" in names:
         half = param.shape[0] // 2
-        yield _piece(names["gate"], param, groups=1, first=0, rows=half, dim=dim)
-        yield _piece(names["up"], param, groups=1, first=half, rows=half, dim=dim)
+        yield _piece(names["gate"], param, group, groups=1, first=0, rows=half, dim=dim)
+        yield _piece(names["up"], param, group, groups=1, first=half, rows=half, dim=dim)
     else:
         size = config.kv_channels
         heads = config.num_attention_heads // config.num_query_groups
         groups = param.shape[0] // ((heads + 2) * size)
         for key, first, width in ((names["q"], 0, heads), (names["k"], heads, 1), (names["v"], heads + 1, 1)):
-            yield _piece(key, param, groups=groups, first=first * size, rows=width * size, dim=dim)
+            yield _piece(key, param, group, groups=groups, first=first * size, rows=width * size, dim=dim)
 
 
-def _piece(key: str, param: torch.Tensor, *, groups: int, first: int, rows: int, dim: int | None) -> Piece:
+def _piece(key: str, param: torch.Tensor, group: Any, *, groups: int, first: int, rows: int, dim: int | None) -> Piece:
     box = [groups * rows, *param.shape[1:]]
     shape, offsets = list(box), [0] * len(box)
     if dim is not None:
-        shape[dim] *= parallel_state.get_tensor_model_parallel_world_size()
-        offsets[dim] = box[dim] * parallel_state.get_tensor_model_parallel_rank()
+        shape[dim] *= group.size()
+        offsets[dim] = box[dim] * group.rank()
     return Piece(key=key, shape=tuple(shape), offsets=tuple(offsets), rows=rows, first=first, groups=groups)
 
 
@@ -268,25 +273,26 @@ def finalize_gradients(params: Sequence[TrainedParam], *, denominator: float, se
     """Sum over data-parallel ranks, over both copies of a tied embedding, and over partial copies; make copies agree; divide once.
 
     Experts see every token of their expert-data-parallel group; without sequence parallelism each token is there once per tensor
-    rank, hence the division by the tensor size.
+    rank, hence the division by the tensor size. What expert-tensor ranks have copies of saw their part of the expert's features only.
     """
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    copies_of_tokens = 1 if sequence_parallel else tensor_group.size()
+    group = tensor_group(expert=False)
+    copies_of_tokens = 1 if sequence_parallel else group.size()
     dense = [p.grad for p in params if not p.expert]
     experts = [p.grad for p in params if p.expert]
     all_reduce_flat(dense, parallel_state.get_data_parallel_group(with_context_parallel=True), 1 / denominator)
     all_reduce_flat(experts, parallel_state.get_expert_data_parallel_group(), 1 / (denominator * copies_of_tokens))
+    all_reduce_flat([p.grad for p in params if p.expert and not p.split], tensor_group(expert=True), 1.0)
     tied = [p.grad for p in params if p.tied]
     if tied:
         all_reduce_flat(tied, parallel_state.get_embedding_group(), 1.0)
-    if tensor_group.size() > 1:
+    if group.size() > 1:
         copies = [p for p in params if not (p.expert or p.split)]
         parts = [p.grad for p in copies if p.partial or sequence_parallel]
-        all_reduce_flat(parts, tensor_group, 1.0)
+        all_reduce_flat(parts, group, 1.0)
         # Complete already on every tensor rank; averaging keeps the copies equal to the bit where a kernel's order is not
         # deterministic.
         complete = [p.grad for p in copies if not (p.partial or sequence_parallel)]
-        all_reduce_flat(complete, tensor_group, 1 / tensor_group.size())
+        all_reduce_flat(complete, group, 1 / group.size())
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@
     read_tensors(folder) -> by_module(...)                   PEFT's names -> (HF module, "A" or "B"); the `.default` infix is dropped
     check_tensors(found, expected)                           missing, extra and misshapen tensors are named
 
-`write` is the way out, and `load_adapter` does all of it on every rank, so that all load or all refuse; what was there before is untouched by a refusal.
+`write`, or `gather_stacks`, `layout` and `write_config`, are the way out, and `read_together` does all of it on every rank, so that all load or all refuse; what was there before is untouched by a refusal.
 
 Shapes: O = out features, I = in features, R = rank; A is [R, I], B is [O, R].
 """
@@ -12,21 +12,27 @@ Shapes: O = out features, I = in features, R = rank; A is [R, I], B is [O, R].
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
+from trainer_node.bulk_files import Part, bulk_writer
 from trainer_node.generations import write_file
 
 if TYPE_CHECKING:
+    from trainer_node.parameters import Piece
     from trainer_node.runtime import TrainerRuntime
 
 Key = tuple[str, str]
@@ -48,13 +54,62 @@ class AdapterError(ConfigError):
     """A PEFT adapter that cannot be loaded; names the file and the settings or tensors. Nothing was changed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """One matrix of an HF linear, or of all experts' linears one after the other, as it stands in the file: fp32, end to end."""
+
+    names: tuple[str, ...]
+    """HF module names, in the order in which they are stacked."""
+    matrix: str
+    """"A" or "B"."""
+    shape: tuple[int, ...]
+    """Of one module's matrix."""
+    pieces: tuple[tuple[int, torch.Tensor], ...]
+    """(first element, tensor), contiguous, on any device; together they are the whole stack."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all modules."""
+        return 4 * len(self.names) * math.prod(self.shape)
+
+
+def layout(stacks: Sequence[Stack]) -> list[Part]:
+    """A safetensors file of these stacks: 8 bytes of the header's size, the header, which names every module's matrix, the stacks."""
+    # As text at once: of 37,000 modules, dicts would keep the garbage collector busy for longer than the disk.
+    entries, places, end = ['"__metadata__":{"format":"pt"}'], [], 0
+    for stack in stacks:
+        places.append(end)
+        size, shape = 4 * math.prod(stack.shape), json.dumps(stack.shape)
+        for name in stack.names:
+            key = json.dumps(f"base_model.model.{name}.lora_{stack.matrix}.weight")
+            entries.append(f'{key}:{{"dtype":"F32","shape":{shape},"data_offsets":[{end},{end + size}]}}')
+            end += size
+    text = f"{{{','.join(entries)}}}".encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    parts = [Part(offset=0, nbytes=len(head), source=head)]
+    for stack, place in zip(stacks, places, strict=True):
+        for first, tensor in stack.pieces:
+            parts.append(Part(offset=len(head) + place + 4 * first, nbytes=4 * tensor.numel(), source=partial(_itself, tensor)))
+    return parts
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def write(folder: Path, tensors: Mapping[Key, torch.Tensor], *, lora: LoraConfig, model: Path) -> None:
-    """Write a PEFT adapter into `folder`, which may exist; each file appears whole or not at all, the config last."""
+    """Write whole tensors as a PEFT adapter into `folder`, which may exist; each file appears whole or not at all, the config last."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {
-        f"base_model.model.{_stored_name(key)}": t.detach().float().cpu().contiguous().clone() for key, t in tensors.items()
-    }
-    write_file(folder / WEIGHTS, lambda path: save_file(stored, path, metadata={"format": "pt"}))
+    stacks = [Stack(names=(n,), matrix=m, shape=tuple(t.shape), pieces=((0, t.float()),)) for (n, m), t in tensors.items()]
+    parts = layout(stacks)
+    with bulk_writer(next(iter(tensors.values())).device) as writer:
+        write_file(folder / WEIGHTS, lambda path: writer.start(path, parts).wait())
+    write_config(folder, lora=lora, model=model)
+
+
+def write_config(folder: Path, *, lora: LoraConfig, model: Path) -> None:
+    """Write PEFT's adapter_config.json; to be called when the weights are there."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -207,10 +262,7 @@ def expected_tensors(runtime: TrainerRuntime) -> dict[Key, tuple[int, ...]]:
     """Every adapter matrix of the whole model and its whole shape. A collective."""
     mine: dict[Key, tuple[int, ...]] = {}
     for shard in runtime.adapters.shards():
-        shape = list(shard.tensor.shape)
-        if shard.dim is not None:
-            shape[shard.dim] *= runtime.config.parallel.tensor
-        mine[shard.name, shard.matrix] = tuple(shape)
+        mine[shard.name, shard.matrix] = tuple(shard.whole_shape())
     everyones: list[dict[Key, tuple[int, ...]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyones, mine, group=runtime.control_group)
     return {k: v for one in everyones for k, v in one.items()}
@@ -234,3 +286,46 @@ def read_together(runtime: TrainerRuntime, folder: Path) -> dict[Key, torch.Tens
     if first is not None:
         raise AdapterError(first)
     return found
+
+
+# ---------------------------------------------------------------- the trainer's adapters, whole
+
+
+@torch.no_grad()
+def gather_stacks(runtime: TrainerRuntime) -> list[Stack]:
+    """The live adapters of the whole model on rank 0, an empty list elsewhere; what rank 0 has is not copied. A collective: one message a rank."""
+    mine = [(piece, p.param.detach()) for p in runtime.params if p.counted and p.group.rank() == 0 for piece in p.pieces]
+    plans: list[list[tuple[Piece, tuple[int, ...]]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(plans, [(piece, tuple(t.shape)) for piece, t in mine], group=runtime.control_group)
+    if dist.get_rank() != 0:
+        if mine:
+            dist.send(torch.cat([t.reshape(-1) for _, t in mine]), dst=0)
+        return []
+    for source, plan in enumerate(plans):
+        if source and plan:
+            sizes = [math.prod(shape) for _, shape in plan]
+            flat = torch.empty(sum(sizes), device=runtime.device)
+            dist.recv(flat, src=source)
+            mine += [(piece, t.view(shape)) for (piece, shape), t in zip(plan, flat.split(sizes), strict=True)]
+    by_key: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+    for piece, tensor in mine:
+        by_key[piece.key].append((piece, tensor))
+    return [_stack(key, pieces) for key, pieces in by_key.items()]
+
+
+def _stack(key: str, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> Stack:
+    shape = pieces[0][0].shape
+    module, _, matrix = key.rpartition(".lora_")
+    if all(tuple(t.shape[1:]) == shape[1:] for _, t in pieces):
+        row = math.prod(shape[1:])
+        parts = tuple(sorted(((piece.offsets[0] * row, t.contiguous()) for piece, t in pieces), key=lambda x: x[0]))
+    else:  # cut along the columns
+        whole = pieces[0][1].new_empty(shape)
+        for piece, t in pieces:
+            whole[tuple(slice(o, o + n) for o, n in zip(piece.offsets, t.shape, strict=True))] = t
+        parts = ((0, whole),)
+    if len(shape) == 2:
+        return Stack(names=(module,), matrix=matrix, shape=shape, pieces=parts)
+    before, _, linear = module.partition(".experts.")
+    names = tuple(f"{before}.experts.{e}.{linear}" for e in range(shape[0]))
+    return Stack(names=names, matrix=matrix, shape=shape[1:], pieces=parts)

@@ -26,12 +26,13 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError, SpliceError
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node.batch import Batch, BatchError, MicroBatch, check_accumulation, check_routing, micro_batches
+from trainer_node import pack_size
+from trainer_node.batch import Batch, BatchError, MicroBatch, Packs, check_accumulation, check_routing, micro_batches
 from trainer_node.dropout import key_of
 from trainer_node.hf import HfCheckpoint, read_config
-from trainer_node.losses import LossInputs, bind_loss, import_losses, linear_statistics, total_loss
+from trainer_node.losses import LossInputs, bind_loss, gather_positions, import_losses, linear_statistics, total_loss
 from trainer_node.merge import strip_wrappers
 from trainer_node.offload import HostCopies, held_tensors, storage_bytes
 from trainer_node.peft_io import read_together
@@ -71,6 +72,8 @@ class TrainerRuntime:
         import_losses(config.loss_modules)
         self.pending = Pending()
         self.num_steps, self.num_skipped_steps = 0, 0
+        self.first_forward_s = 0.0
+        """Monotonic clock at the first forward pass since whoever wants to know set it to 0."""
         _check_topology(config, self.hf_config)
         if config.device == "cpu":
             from trainer_node import cpu_shims
@@ -83,6 +86,9 @@ class TrainerRuntime:
         self.references: dict[Path, list[torch.Tensor]] = {}
         if config.adapter is not None:
             self.load_adapter(config.adapter)
+        self.micro_batch_tokens = pack_size.DEFAULT_TOKENS
+        """Most tokens of a pack."""
+        self.micro_batch_tokens = pack_size.tokens_for(self)
 
     # ------------------------------------------------------------ building
 
@@ -115,7 +121,8 @@ class TrainerRuntime:
         provider.tensor_model_parallel_size = parallel.tensor
         provider.pipeline_model_parallel_size = parallel.pipeline
         provider.expert_model_parallel_size = parallel.expert
-        provider.expert_tensor_parallel_size = 1
+        provider.expert_tensor_parallel_size = parallel.expert_tensor
+        provider.context_parallel_size = parallel.context
         provider.sequence_parallel = parallel.sequence and parallel.tensor > 1
         provider.params_dtype = provider.pipeline_dtype = self.dtype
         provider.bf16, provider.fp16 = self.dtype is torch.bfloat16, False
@@ -127,6 +134,9 @@ class TrainerRuntime:
         # Whether the choice of experts is replayed is said for each micro-batch (`_replay_routing`); a fused router would not listen.
         provider.moe_enable_routing_replay = bool(getattr(self.hf_config, "num_experts", None))
         provider.moe_router_fusion = False
+        # On GPUs; unfused rotary embeddings of packed sequences also read the sequences' bounds back to the host, in every layer.
+        # (Without dropout and bias the fused bias-dropout is one addition, which Megatron would compile for every shape.)
+        provider.apply_rope_fusion = provider.bias_activation_fusion = True
         # The base is frozen: nothing accumulates into main_grad, and sums are divided by us.
         provider.gradient_accumulation_fusion = False
         provider.calculate_per_token_loss = True
@@ -185,15 +195,18 @@ class TrainerRuntime:
         from megatron.core import parallel_state
 
         tied = bool(self.hf_config.tie_word_embeddings)
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tp_rank, etp_rank = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
         for local, param in self.model[0].named_parameters():
             if param.dim() < 2:
                 continue
             name = _megatron_local_name_to_global(self.model, self.provider, strip_wrappers(local), 0)
             if tied and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"
-            expert_or_whole = ".experts." in name or ".router." in name
-            key = f"{self.config.seed}:{name}:{0 if expert_or_whole else tp_rank}"
+            part = etp_rank if ".experts." in name else 0 if ".router." in name else tp_rank
+            key = f"{self.config.seed}:{name}:{part}"
             seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
             generator = torch.Generator(device=self.device).manual_seed(seed)
             param.normal_(0.0, self.hf_config.initializer_range, generator=generator)
@@ -222,10 +235,24 @@ class TrainerRuntime:
             )
         else:
             self.params = self.adapters.params()
+            self._stack_experts()
         self.optimizer = ShardedAdamW(self.params)
         self.num_parameters = count(self.params, self.device)
         if self.num_parameters == 0:
             raise ConfigError(f"no linear of the model is among the lora targets {self.config.lora.targets}")
+
+    def _stack_experts(self) -> None:
+        """Put grouped products in the place of Megatron's experts where they compute the same."""
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        from trainer_node.experts import StackedExperts, understood
+
+        if self.config.lora.dropout or not understood(self.provider, self.device):
+            return
+        for layer in [m for m in self.model[0].modules() if isinstance(m, MoELayer)]:
+            linears = layer.experts.linear_fc1, layer.experts.linear_fc2
+            adapters = tuple(self.adapters.by_module.get(linear) for linear in linears)
+            StackedExperts(layer, adapters, is_on=lambda: self.adapters.is_on)  # type: ignore[arg-type]
 
     @property
     def trains_all(self) -> bool:
@@ -342,23 +369,25 @@ class TrainerRuntime:
     def _allowed(self, ids: Sequence[int] | None) -> torch.Tensor | None:
         return None if ids is None else torch.tensor(sorted(set(ids)), device=self.device)
 
-    def _cut(self, batch: Batch) -> list[MicroBatch]:
-        """This rank's micro-batches, on its device."""
+    def _cut(self, batch: Batch) -> Packs:
+        """This rank's micro-batches, on its device, each from when it is first asked for."""
         from megatron.core import parallel_state
 
         parallel = self.config.parallel
-        micro = micro_batches(
+        return micro_batches(
             batch,
-            budget=self.config.micro_batch_tokens,
+            budget=self.micro_batch_tokens,
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
             least=parallel.pipeline,
-            same_length=parallel.pipeline > 1 or parallel.expert > 1,
+            same_length=max(parallel.pipeline, parallel.expert, parallel.expert_tensor) > 1,
             multiple=parallel.tensor if self.provider.sequence_parallel else 1,
+            context_rank=parallel_state.get_context_parallel_rank(),
+            context_size=parallel.context,
+            device=self.device,
         )
-        return [m.to(self.device) for m in micro]
 
-    def _schedule(self, micro: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool = False) -> list[torch.Tensor]:
+    def _schedule(self, micro: Packs, loss: Callable[..., Any], *, forward_only: bool = False) -> list[torch.Tensor]:
         """Megatron's schedule over these micro-batches; `loss(micro, hidden)`'s reports, on the last pipeline stage only.
 
         Nothing in it waits for the device: what depends on the data (positions with loss, sequence bounds) was worked out on the CPU.
@@ -368,6 +397,7 @@ class TrainerRuntime:
 
         def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             one = next(data)
+            self.first_forward_s = self.first_forward_s or time.monotonic()
             self._replay_routing(one)
             packed = PackedSeqParams(
                 qkv_format="thd",
@@ -376,6 +406,9 @@ class TrainerRuntime:
                 max_seqlen_q=one.max_seqlen,
                 max_seqlen_kv=one.max_seqlen,
             )
+            if self.config.parallel.context > 1:
+                # TransformerEngine's context parallelism wants them. Sequences keep their padding: causal attention never looks there.
+                packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = one.cu_seqlens
             # Travels with what the layers get, and so reaches a recomputed one as well. Rows of batches that are pending count.
             packed.rows_L = one.rows_L + self.pending.num_rows  # type: ignore[attr-defined]
             output = model(
@@ -388,7 +421,7 @@ class TrainerRuntime:
             data_iterator=iter(micro),
             model=self.model,
             num_microbatches=len(micro),
-            seq_length=len(micro[0].tokens_L),
+            seq_length=micro.lengths[0],
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -425,7 +458,8 @@ class TrainerRuntime:
     def _statistics(
         self, micro: MicroBatch, allowed_K: torch.Tensor | None, hidden_1LH: torch.Tensor, *, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy where the micro-batch has loss, [N] each."""
+        """Log-probs and entropy where the micro-batch has loss, [N] each; context-parallel ranks put theirs together, so that a loss sees whole
+        sequences and is the same on each of them."""
         from megatron.core import parallel_state, tensor_parallel
 
         group, head, hidden_LH = parallel_state.get_tensor_model_parallel_group(), self._head, hidden_1LH[0]
@@ -434,19 +468,28 @@ class TrainerRuntime:
         # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the region's backward adds them up.
         if self.provider.sequence_parallel:
             hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
-        hidden_NH = hidden_LH.index_select(0, micro.predictors_N)
+        predictors_M, targets_M = micro.predictors_N, micro.targets_N
+        if micro.here_M is not None:
+            predictors_M, targets_M = predictors_M[micro.here_M], targets_M[micro.here_M]
+        hidden_MH = hidden_LH.index_select(0, predictors_M)
         if not self.provider.sequence_parallel:
-            hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH, group=group)
-        return linear_statistics(
-            hidden_NH,
+            hidden_MH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_MH, group=group)
+        mine = linear_statistics(
+            hidden_MH,
             weight_VH,
-            micro.targets_N,
+            targets_M,
             vocab_start=group.rank() * weight_VH.shape[0],
             vocab_size=self.vocab_size,
             allowed_K=allowed_K,
             group=group,
             with_entropy=with_entropy,
         )
+        if micro.here_M is None:
+            return mine
+        log_probs_N, entropy_N = gather_positions(
+            torch.stack(mine), micro.here_M, len(micro.rows_N), parallel_state.get_context_parallel_group()
+        )
+        return log_probs_N, entropy_N
 
     def _scores(
         self, allowed_K: torch.Tensor | None, micro: MicroBatch, hidden_1LH: torch.Tensor
@@ -481,10 +524,11 @@ class TrainerRuntime:
         return total, count, torch.stack([x.double() for x in reported])
 
     def _speaks(self) -> bool:
-        """Whether this rank answers for its data-parallel rank: first tensor rank of the last stage."""
+        """Whether this rank answers for its data-parallel rank: first tensor and context rank of the last stage."""
         from megatron.core import parallel_state
 
-        return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
+        first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+        return bool(first and parallel_state.is_pipeline_last_stage())
 
     def _reduce_sums(self, reports: list[torch.Tensor], batch: Batch, spec: LossSpec) -> StepSums:
         """Add up over micro-batches and data-parallel ranks; only those that speak have a say."""
@@ -702,7 +746,7 @@ def _padded_vocab(provider: Any) -> int:
 
 
 def _check_topology(config: TrainerConfig, hf_config: Any) -> None:
-    """Sizes that do not divide, before anything is allocated."""
+    """Sizes that do not divide and what does not go together, before anything is allocated or a process group made."""
     parallel, world = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
         raise ConfigError(f"parallel.world_size is {parallel.world_size} but torchrun started {world} ranks")
@@ -713,9 +757,32 @@ def _check_topology(config: TrainerConfig, hf_config: Any) -> None:
         (parallel.tensor, "tensor", 0 if experts else hf_config.intermediate_size, "intermediate_size"),
         (parallel.pipeline, "pipeline", hf_config.num_hidden_layers, "layers"),
         (parallel.expert, "expert", experts, "experts"),
+        (parallel.expert_tensor, "expert_tensor", hf_config.moe_intermediate_size if experts else 0, "moe_intermediate_size"),
     ):
-        if value % size or (field == "expert" and size > 1 and not experts):
+        if value % size or (field.startswith("expert") and size > 1 and not experts):
             raise ConfigError(f"parallel.{field} = {size} does not divide the model's {value} {what}; choose a divisor")
+    lora = config.lora
+    if (
+        experts
+        and config.finetuning_type == "lora"
+        and lora.dropout
+        and {"gate_proj", "up_proj", "down_proj"} & set(lora.targets)
+    ):
+        _check_expert_dropout(parallel)
+
+
+def _check_expert_dropout(parallel: ParallelConfig) -> None:
+    """Each copy of a token that an expert gets has to drop the same elements."""
+    if parallel.tensor > 1 and parallel.expert > 1 and not parallel.sequence:
+        raise ConfigError(
+            "lora.dropout on experts with parallel.tensor > 1 and parallel.expert > 1 needs parallel.sequence = True: without it an "
+            "expert gets every token once from each tensor rank and would drop other elements of each copy"
+        )
+    if parallel.expert_tensor > 1:
+        raise ConfigError(
+            "lora.dropout on experts needs parallel.expert_tensor = 1: the ranks that share an expert would drop other elements of "
+            "the same token"
+        )
 
 
 def _init_distributed(config: TrainerConfig) -> torch.device:
@@ -739,7 +806,8 @@ def _init_distributed(config: TrainerConfig) -> torch.device:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        context_parallel_size=parallel.context,
         distributed_timeout_minutes=config.collective_timeout_s / 60,  # type: ignore[arg-type]
         create_gloo_process_groups=False,
     )

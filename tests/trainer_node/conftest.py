@@ -24,7 +24,8 @@ FORKSERVER = "SPLICE_TEST_FORKSERVER"
 
 def child_env() -> dict[str, str]:
     """Environment of the processes that tests start."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """One rank of a check of dropout on adapters' inputs.
 
-    torchrun ... -m tests.trainer_node.dropout OUT MODEL TENSOR PIPELINE EXPERT {sequence,no-sequence,checks}
+    torchrun ... -m tests.trainer_node.dropout OUT MODEL TENSOR PIPELINE EXPERT {sequence,no-sequence,checks} [FLAG ...]
 
 Rank 0 leaves OUT/result.pt: the loss and the gradients of the first step. `checks`, on one rank, does everything else.
 """
@@ -62,13 +62,13 @@ def check_cuts(runtime: TrainerRuntime) -> None:
     """Other packs, and several calls, draw the same masks for each token."""
     batch, loss = make_batch(), runtime.forward_backward(make_batch(), LOSS).loss
     gradients = take_gradients(runtime)
-    config = runtime.config
+    usual = runtime.micro_batch_tokens
     for budget, pieces in ((7, [batch]), (200, [batch]), (16, [part(batch, 0, 2), part(batch, 2, 5)])):
-        runtime.config = config.model_copy(update={"micro_batch_tokens": budget})
+        runtime.micro_batch_tokens = budget
         total = sum(runtime.forward_backward(piece, LOSS).loss for piece in pieces)
         assert abs(total / loss - 1) < 1e-6, budget
         close(take_gradients(runtime), gradients, relative=2e-6)
-    runtime.config = config
+    runtime.micro_batch_tokens = usual
 
 
 def check_expectation(runtime: TrainerRuntime) -> None:
@@ -96,7 +96,10 @@ def check_one_rank(runtime: TrainerRuntime, result: dict, model: Path, out: Path
         check_expectation(runtime)
     runtime.close()
     plain = start(model, [1, 1, 1], 0.0)
-    assert all(torch.equal(a, b) for a, b in zip(scores, plain.forward(batch), strict=True)), "a forward pass dropped"
+    # With dropout Megatron's own experts run instead of the stacked ones, which sum in another order; a pass that drops moves nats.
+    tolerance = 0.0 if "dense" in model.name else 1e-6
+    for a, b in zip(scores, plain.forward(batch), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m: f"a forward pass dropped: {m}")
     assert abs(plain.forward_backward(batch, LOSS).loss - result["loss"]) > 1e-3
     plain.close()
     trainer_node.runtime.COMPILE_BACKEND = "eager"

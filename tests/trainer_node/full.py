@@ -157,6 +157,21 @@ def check_bfloat16(model: Path, out: Path) -> None:
     node.close()
 
 
+def remembers_its_packs(runtime: TrainerRuntime, folder: Path) -> None:
+    """Measured anew after a restart, a pack's size may differ a little; the checkpoint's counts then, but not one of another kind of machine."""
+    config, saved = runtime.config, runtime.micro_batch_tokens
+    for wanted, measured, taken in (
+        ("auto", saved * 1.03, saved),
+        ("auto", saved * 2, saved * 2),
+        (saved * 1.03, saved * 1.03, saved * 1.03),
+    ):
+        runtime.config = config.model_copy(update={"micro_batch_tokens": wanted})
+        runtime.micro_batch_tokens = measured
+        checkpoint.load(runtime, folder)
+        assert runtime.micro_batch_tokens == taken
+    runtime.config, runtime.micro_batch_tokens = config, saved
+
+
 def main() -> None:
     """See the module's docstring."""
     out, model, foreign = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[6:]
@@ -173,6 +188,7 @@ def main() -> None:
             checkpoint.save(runtime, out / "one_step", version=1, client_state={"row": 7})
             noise = torch.rand(3)
     check_sharded_equals_whole(runtime)
+    remembers_its_packs(runtime, out / "one_step")
     loaded = checkpoint.load(runtime, out / "one_step")
     assert (loaded.version, loaded.client_state, loaded.rng_restored) == (1, {"row": 7}, True)
     assert torch.equal(torch.rand(3), noise)

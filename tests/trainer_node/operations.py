@@ -1,6 +1,6 @@
 """One rank of a check of the operations: forward, forward_backward in pieces, every normalisation, KL and entropy.
 
-    torchrun ... -m tests.trainer_node.operations OUT MODEL TENSOR PIPELINE EXPERT PEFT_ADAPTER
+    torchrun ... -m tests.trainer_node.operations OUT MODEL TENSOR PIPELINE EXPERT PEFT_ADAPTER [FLAG ...]
 
 Leaves log-probs, entropies and whole gradients in OUT/result.pt, and the adapter they belong to in OUT/random. What needs no second
 topology (failures, skipped steps, checkpoints) runs where there is one rank.

@@ -1,8 +1,9 @@
 """One rank of a check of packing and of what changes memory only: every budget and order, recomputation, compilation.
 
-    torchrun ... -m tests.trainer_node.packing OUT MODEL TENSOR PIPELINE EXPERT SEQUENCE
+    torchrun ... -m tests.trainer_node.packing OUT MODEL TENSOR PIPELINE EXPERT SEQUENCE [FLAG ...]
 
-SEQUENCE: 1 with sequence parallelism, 0 without. Leaves log-probs, losses and whole gradients of one sequence at a time in OUT/result.pt.
+SEQUENCE: 1 with sequence parallelism, 0 without. Leaves log-probs, losses and whole gradients of one sequence at a time in OUT/result.pt, of
+a MoE also log-probs with a routing of our own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import trainer_node.runtime
 from orchestrator.protocol.messages import KlSpec, LossSpec
 from tests.trainer_node.operations import close, part, take_gradients, whole_batch
 from tests.trainer_node.worker import make_runtime, random_adapters
-from trainer_node import checkpoint
+from trainer_node import checkpoint, pack_size
 from trainer_node.batch import Batch, BatchError
 from trainer_node.runtime import TrainerRuntime
 
@@ -42,7 +43,7 @@ def in_order(batch: Batch, order: list[int]) -> Batch:
 
 def set_budget(runtime: TrainerRuntime, tokens: int) -> None:
     """Another `micro_batch_tokens` from now on."""
-    runtime.config = runtime.config.model_copy(update={"micro_batch_tokens": tokens})
+    runtime.micro_batch_tokens = tokens
 
 
 def measure(runtime: TrainerRuntime, batch: Batch) -> dict:
@@ -106,6 +107,32 @@ def check_neighbours(runtime: TrainerRuntime, batch: Batch) -> None:
     assert ((before - after).abs()[:, outside] <= tolerance).all()
 
 
+def check_probe(runtime: TrainerRuntime, batch: Batch) -> None:
+    """A memory probe leaves nothing behind: generators, gradients, counters, and the bits of what is computed next."""
+    set_budget(runtime, 16)
+
+    def state() -> tuple:
+        grads = [p.param.grad is None for p in runtime.params]
+        return grads, runtime.pending.num_batches, runtime.num_steps, runtime.num_skipped_steps, runtime.micro_batch_tokens
+
+    def computed() -> tuple[float, dict[str, torch.Tensor]]:
+        return runtime.forward_backward(batch, SPECS[0]).loss, take_gradients(runtime)
+
+    (loss, gradients), before, generator = computed(), state(), torch.get_rng_state()
+    drawing = runtime.model[0].register_forward_pre_hook(
+        lambda *_: (torch.rand(3), None)[1]
+    )  # as a layer with random numbers does
+    pack_size.probe(runtime, 32)
+    drawing.remove()
+    assert state() == before and torch.equal(torch.get_rng_state(), generator)
+    again, gradients_again = computed()
+    assert again == loss and all(torch.equal(gradients[n], gradients_again[n]) for n in gradients)
+    runtime.forward_backward(batch, SPECS[0])
+    with pytest.raises(RuntimeError, match="a probe needs the gradients for itself"):
+        pack_size.probe(runtime, 32)
+    assert runtime.drop_pending() == 1
+
+
 def check_routing(runtime: TrainerRuntime, batch: Batch, alone: dict) -> None:
     """Replaying the model's own routing changes nothing, in packs of another size and order; replaying another changes the log-probs."""
     set_budget(runtime, 4096)
@@ -165,6 +192,13 @@ def main() -> None:
     checkpoint.save_adapter(runtime, out / "random")
     result = check_packs(runtime, batch)
     check_neighbours(runtime, batch)
+    if runtime._routers:
+        set_budget(runtime, 16)
+        first = torch.arange(len(batch.tokens_T))[:, None, None] + torch.arange(2)[:, None]
+        experts = (first + torch.arange(2)) % 4
+        result["routed"] = torch.stack(runtime.forward(replace(batch, routed_experts_T=experts.int())))
+        assert (result["routed"] - result["scores"]).abs().max() > 1e-2
+    check_probe(runtime, batch)
     if dist.get_rank() == 0:
         torch.save(result, out / "result.pt")
     world = dist.get_world_size()

@@ -1,6 +1,6 @@
 """One rank of one cell of the parity matrix: the same batches on whatever topology it is started with.
 
-    torchrun ... -m tests.trainer_node.parity OUT MODEL TENSOR PIPELINE EXPERT {lora,full} {rl,sft} [no-sequence] [bfloat16] [cuda]
+    torchrun ... -m tests.trainer_node.parity OUT MODEL TENSOR PIPELINE EXPERT {lora,full} {rl,sft} [no-sequence] [bfloat16] [cuda] [FLAG ...]
 
 Rank 0 leaves OUT/cell.pt: log-probs and entropies of every token, the metrics of two optimizer steps, the first step's gradients, and
 after the second the trained tensors and the exported ones; with LoRA also the adapter that it began with, in OUT/adapter. The tokens are also cut
@@ -74,11 +74,11 @@ def cell(runtime: TrainerRuntime, loss: LossSpec) -> dict[str, Any]:
 def check_cuts(runtime: TrainerRuntime, loss: LossSpec, gradients: dict[str, torch.Tensor], total: float) -> None:
     """Other packs, and several calls instead of one: the gradient within 2e-6 of its largest element, the loss's sum within 1e-6 a token
     (bf16: 2e-2)."""
-    batch, budget = batches()[0], runtime.config.micro_batch_tokens
+    batch, budget = batches()[0], runtime.micro_batch_tokens
     rounding = 1e4 if runtime.dtype is torch.bfloat16 else 1.0
     calls = [[batch]] * len(CUTS) + [[part(batch, 0, 2), part(batch, 2, 5)]]
     for tokens, pieces in zip((*CUTS, budget), calls, strict=True):
-        runtime.config = runtime.config.model_copy(update={"micro_batch_tokens": tokens})
+        runtime.micro_batch_tokens = tokens
         sums = [runtime.forward_backward(piece, loss) for piece in pieces]
         assert abs(sum(s.loss for s in sums) - total) < rounding * 1e-6 * batch.num_loss_tokens, tokens
         again = runtime.take_gradients()

@@ -18,6 +18,7 @@ from trainer_node.dropout import _signed, keep_mask, key_of
 TOPOLOGIES = {
     "tp2": ("dense_tied", 2, (2, 1, 1), "sequence"),
     "dp2": ("dense_tied", 2, (1, 1, 1), "sequence"),
+    "cp2": ("dense_tied", 2, (1, 1, 1), "sequence", "cp2"),
     "tp2-no-sequence": ("dense_tied", 2, (2, 1, 1), "no-sequence"),
     "pp2-recompute": ("dense_tied", 2, (1, 2, 1), "sequence"),
     "tp2pp2-recompute": ("dense_tied", 4, (2, 2, 1), "sequence"),
@@ -111,8 +112,8 @@ def test_steps_resume_cuts_and_recomputation(name: str, models, torchrun, tmp_pa
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_topology_draws_the_same_masks(topology: str, models, single, torchrun, tmp_path: Path) -> None:
-    model, ranks, sizes, sequence = TOPOLOGIES[topology]
-    torchrun(ranks, "dropout", tmp_path, models[model], *sizes, sequence)
+    model, ranks, sizes, *rest = TOPOLOGIES[topology]
+    torchrun(ranks, "dropout", tmp_path, models[model], *sizes, *rest)
     ours, theirs = load(tmp_path), load(single(model))
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     largest = max(t.abs().max().item() for t in theirs["gradients"].values())

@@ -78,15 +78,15 @@ MUTANTS = [
     Mutant(
         name="sequences without loss counted",
         file="trainer_node/batch.py",
-        old="return sum(bool(part.any()) for part",
-        new="return sum(True for part",
+        old="reduceat(self.loss_mask_T.numpy() != 0, starts)",
+        new="reduceat(self.loss_mask_T.numpy() >= 0, starts)",
         killer=f"{PURE}::TestSums::test_sequences_without_loss_do_not_count",
     ),
     Mutant(
         name="off-by-one log-prob shift",
         file="trainer_node/batch.py",
-        old="targets_N=batch.tokens_T[rows_N]",
-        new="targets_N=batch.tokens_T[rows_N - 1]",
+        old="targets_N=of(batch.tokens_T)",
+        new="targets_N=torch.from_numpy(batch.tokens_T.numpy()[loss_rows_N - 1])",
         killer=f"{PACKING}::test_by_hand",
     ),
     Mutant(
@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         name="copies averaged under sequence parallelism",
         file="trainer_node/parameters.py",
-        old="copies_of_tokens = 1 if sequence_parallel else tensor_group.size()",
-        new="copies_of_tokens = tensor_group.size()",
+        old="copies_of_tokens = 1 if sequence_parallel else group.size()",
+        new="copies_of_tokens = group.size()",
         killer=parity("moe-tp2-lora-sft"),
     ),
     Mutant(
@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         name="adapter scale forgotten",
         file="trainer_node/lora.py",
-        old="h = self._exchange(h, group=self._group) * self.scale",
-        new="h = self._exchange(h, group=self._group)",
+        old="return self._exchange(h, group=self._group) * self.scale",
+        new="return self._exchange(h, group=self._group)",
         killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
@@ -330,7 +330,7 @@ MUTANTS = [
     Mutant(
         name="gradients of adapters that tensor ranks have copies of not reduced",
         file="trainer_node/parameters.py",
-        old="        all_reduce_flat(parts, tensor_group, 1.0)\n",
+        old="        all_reduce_flat(parts, group, 1.0)\n",
         new="        pass\n",
         killer=parity("dense_tied-tp2-lora-sft"),
     ),
@@ -358,15 +358,15 @@ MUTANTS = [
     Mutant(
         name="gate and up swapped in the parameters",
         file="trainer_node/parameters.py",
-        old='_piece(names["gate"], param, groups=1, first=0, rows=half, dim=dim)\n        yield _piece(names["up"], param, groups=1, first=half,',
-        new='_piece(names["gate"], param, groups=1, first=half, rows=half, dim=dim)\n        yield _piece(names["up"], param, groups=1, first=0,',
+        old='_piece(names["gate"], param, group, groups=1, first=0, rows=half, dim=dim)\n        yield _piece(names["up"], param, group, groups=1, first=half,',
+        new='_piece(names["gate"], param, group, groups=1, first=half, rows=half, dim=dim)\n        yield _piece(names["up"], param, group, groups=1, first=0,',
         killer=reference("dense_tied-full-sft"),
     ),
     Mutant(
         name="q, k and v of an adapter not interleaved by query group",
         file="trainer_node/lora.py",
-        old="        if self.qkv_heads is None:\n            return",
-        new="        if True:\n            return",
+        old="if len(parts) == 1 or self.qkv_heads is None:",
+        new="if True:",
         killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
@@ -379,16 +379,65 @@ MUTANTS = [
     Mutant(
         name="every expert-parallel rank has the first experts",
         file="trainer_node/lora.py",
-        old="offsets=(int(first), 0, 0)",
-        new="offsets=(0, 0, 0)",
+        old="[int(first), 0, 0]",
+        new="[0, 0, 0]",
         killer=parity("moe-ep2-lora-sft"),
     ),
     Mutant(
         name="padded rows counted",
         file="trainer_node/batch.py",
-        old="    places_N = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])\n    rows_N = torch.from_numpy(rows_R[places_N])\n    owners_R = np.repeat(np.arange(len(sequences)), np.array([batch.lengths[i] for i in sequences], dtype=np.int64))\n",
-        new="    places_N = np.flatnonzero(np.resize(batch.loss_mask_T.numpy()[rows_R], length))\n    rows_N = torch.from_numpy(np.resize(rows_R, length)[places_N])\n    owners_R = np.resize(np.repeat(np.arange(len(sequences)), [batch.lengths[i] for i in sequences]), length)\n",
+        old="    carries_R = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])\n    places_N, loss_rows_N = places_R[carries_R], rows_R[carries_R]\n    owners_R = np.repeat(np.arange(len(sequences)), np.array(sizes, dtype=np.int64))\n",
+        new="    carries_R = np.flatnonzero(np.resize(batch.loss_mask_T.numpy()[rows_R], length))\n    places_N, loss_rows_N = carries_R, np.resize(rows_R, length)[carries_R]\n    owners_R = np.resize(np.repeat(np.arange(len(sequences)), sizes), length)\n",
         killer=parity("dense_tied-pp2-lora-sft"),
+    ),
+    Mutant(
+        name="gate and up swapped in the stacked experts",
+        file="trainer_node/experts.py",
+        old="    gate, up = y.chunk(2, dim=1)\n",
+        new="    up, gate = y.chunk(2, dim=1)\n",
+        killer=reference("moe-lora-sft"),
+    ),
+    Mutant(
+        name="routing weights not brought into the order of the experts' rows",
+        file="trainer_node/experts.py",
+        old="probs.flatten().index_select(0, rows.choice_N)",
+        new="probs.flatten()",
+        killer=reference("moe-lora-sft"),
+    ),
+    Mutant(
+        name="gate's gradient of A given to up as well",
+        file="trainer_node/experts.py",
+        old="found.append(grad_A_EQI[:, i * padded : i * padded + rank].to",
+        new="found.append(grad_A_EQI[:, :rank].to",
+        killer=reference("moe-lora-rl"),
+    ),
+    Mutant(
+        name="the next-token shift within a context rank's chunks",
+        file="trainer_node/batch.py",
+        old="predictors_N = local[pack.predictors_N.numpy()]",
+        new="predictors_N = local[pack.predictors_N.numpy() + 1] - 1",
+        killer=parity("dense_tied-cp2-lora-sft"),
+    ),
+    Mutant(
+        name="gradients not summed over context ranks",
+        file="trainer_node/parameters.py",
+        old="get_data_parallel_group(with_context_parallel=True), 1 / denominator",
+        new="get_data_parallel_group(with_context_parallel=False), 1 / denominator",
+        killer=parity("dense_tied-cp2-lora-sft"),
+    ),
+    Mutant(
+        name="gradients of adapters that expert-tensor ranks have copies of not reduced",
+        file="trainer_node/parameters.py",
+        old="    all_reduce_flat([p.grad for p in params if p.expert and not p.split], tensor_group(expert=True), 1.0)\n",
+        new="",
+        killer=parity("moe-tp2-etp2-lora-sft"),
+    ),
+    Mutant(
+        name="a sequence-level loss of each context rank's part",
+        file="trainer_node/losses.py",
+        old="        dist.all_reduce(whole_PN, group=group)\n",
+        new="        pass\n",
+        killer=f"{OPERATIONS}::test_topology_changes_nothing[pp2cp2]",
     ),
 ]
 

@@ -23,6 +23,7 @@ TOPOLOGIES = {
     "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
     "dp2": ("dense_untied", 2, (1, 1, 1)),
     "moe_tp2pp2ep2": ("moe", 4, (2, 2, 2)),
+    "pp2cp2": ("dense_untied", 4, (1, 2, 1), "cp2"),
 }
 
 
@@ -59,8 +60,8 @@ def test_topology_changes_nothing(topology: str, models, peft_adapters, single_o
     another order)."""
     from tests.trainer_node.operations import SPECS, close
 
-    name, ranks, sizes = TOPOLOGIES[topology]
-    torchrun(ranks, "operations", tmp_path, models[name], *sizes, peft_adapters[name])
+    name, ranks, sizes, *flags = TOPOLOGIES[topology]
+    torchrun(ranks, "operations", tmp_path, models[name], *sizes, peft_adapters[name], *flags)
     one, other = result(single_operations(name)), result(tmp_path)
     for key in ("policy", "base", "allowed", "peft"):
         assert torch.equal(one[key].isinf(), other[key].isinf())

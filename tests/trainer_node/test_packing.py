@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from orchestrator.protocol.config import ParallelConfig
 from orchestrator.protocol.messages import LossSpec, batch_specs
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
-from trainer_node.batch import Batch, BatchError, decode_batch, micro_batches, pack
+from trainer_node.batch import Batch, BatchError, context_places, decode_batch, micro_batches, move_together, pack
 
 LENGTHS_ST = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -46,6 +46,33 @@ def test_by_hand() -> None:
     (one,) = [m for m in padded if m.num_sequences == 2]
     assert one.tokens_L.tolist() == [0, 1, 2, 8, 9, 0, 0, 0]
     assert one.cu_seqlens.tolist() == [0, 3, 5, 8]
+
+
+def test_a_pack_is_laid_out_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer_node import batch as module
+
+    made: list[tuple[int, ...]] = []
+    lay_out = module._lay_out
+    monkeypatch.setattr(module, "_lay_out", lambda batch, p, *rest: (made.append(p), lay_out(batch, p, *rest))[1])
+    packs = micro_batches(batch_of([3, 5, 2, 6]), budget=6)
+    assert (len(packs), packs.lengths, made) == (3, (6, 5, 5), [])
+    assert packs[1] is packs[1] and len(made) == 1
+    assert [m.num_sequences for m in packs] == [1, 2, 1] or [m.num_sequences for m in packs] == [1, 1, 2]
+    assert len(made) == 3
+    with pytest.raises(IndexError):
+        packs[3]
+
+
+def test_tensors_move_together() -> None:
+    """One copy, nothing lost: dtypes, shapes, and one without elements."""
+    tensors = {
+        "tokens": torch.arange(77), "bounds": torch.tensor([0, 3], dtype=torch.int32), "none": torch.zeros(0),
+        "routing": torch.arange(24).view(2, 3, 4), "floats": torch.randn(13),
+    }  # fmt: skip
+    moved = move_together(tensors, torch.device("cpu"), pinned=False)
+    assert {n: (t.dtype, t.shape) for n, t in moved.items()} == {n: (t.dtype, t.shape) for n, t in tensors.items()}
+    assert all(torch.equal(moved[n], t) for n, t in tensors.items())
+    assert len({t.untyped_storage().data_ptr() for t in moved.values()}) == 1
 
 
 def test_padding_is_no_longer_than_the_longest_sequence() -> None:
@@ -102,6 +129,41 @@ def test_every_token_once_in_its_place(lengths: list[int], budget: int, dp_size:
         assert torch.equal(m.advantages_N, m.rows_N + 0.5)
 
 
+def test_context_ranks_by_hand() -> None:
+    """Five tokens and two ranks: padded to eight, chunks of two; rank 0 has the first and the last, rank 1 those between."""
+    values = {n: v[:5] for n, v in arrays().items()} | {"sequence_lengths": np.array([5], dtype=np.int32)}
+    values["loss_mask"] = np.array([0, 1, 1, 0, 1], dtype=np.float32)
+    batch = make_batch(values)
+    (first,), (second,) = (micro_batches(batch, budget=8, context_rank=r, context_size=2) for r in (0, 1))
+    ids = batch.tokens_T.tolist()
+    assert first.tokens_L.tolist() == [*ids[:2], 0, 0] and second.tokens_L.tolist() == [*ids[2:], 0]
+    assert first.positions_L.tolist() == [0, 1, 6, 7] and second.positions_L.tolist() == [2, 3, 4, 5]
+    assert first.rows_L.tolist() == [0, 1, -2, -3] and second.rows_L.tolist() == [2, 3, 4, -1]
+    for part in (first, second):
+        assert part.cu_seqlens.tolist() == [0, 8] and part.max_seqlen == 8
+        assert part.targets_N.tolist() == [ids[1], ids[2], ids[4]]
+    # Token 2 is rank 1's, and predicted by token 1, which is rank 0's.
+    assert first.here_M.tolist() == [0, 1] and first.predictors_N.tolist() == [0, 1, -1]
+    assert second.here_M.tolist() == [2] and second.predictors_N.tolist() == [-1, -1, 1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_ranks_share_every_pack(size: int) -> None:
+    """Together they have every place once, every position of loss has one predictor, and all parts are of one length."""
+    batch, cut = make_batch(), {"budget": 20, "dp_size": 2, "same_length": True, "multiple": 2}
+    for dp_rank in (0, 1):
+        parts = [micro_batches(batch, **cut, dp_rank=dp_rank, context_rank=r, context_size=size) for r in range(size)]
+        for pack_parts in zip(*parts, strict=True):
+            length = int(pack_parts[0].cu_seqlens[-1])
+            assert {len(p.tokens_L) for p in pack_parts} == {length // size} and length // size % 2 == 0
+            places = [context_places(p.cu_seqlens.tolist(), rank=r, size=size) for r, p in enumerate(pack_parts)]
+            assert sorted(np.concatenate(places)) == list(range(length))
+            here = torch.cat([p.here_M for p in pack_parts])
+            assert sorted(here.tolist()) == list(range(len(pack_parts[0].rows_N)))
+            for p in pack_parts:
+                assert torch.equal(p.rows_L[p.predictors_N[p.here_M]], p.rows_N[p.here_M] - 1)
+
+
 def test_packs_are_balanced() -> None:
     """Ten of 21 tokens and a budget of 100 take three packs; not 84, 84 and 42."""
     fills = sorted(len(p) for p in pack([21] * 10, budget=100)[0])
@@ -112,26 +174,35 @@ def test_packs_are_balanced() -> None:
 
 @pytest.mark.parametrize("name", ["dense_untied", "moe"])
 def test_packs_equal_one_sequence_at_a_time(name: str, models, torchrun, tmp_path: Path) -> None:
-    """On one rank, and for the MoE also on TP2 x EP2 without sequence parallelism (`test_operations` has it with): there within 5e-6
-    (vocabulary, hidden units and experts summed in another order). That packs equal transformers is `test_operations`' part: its batches are packed."""
+    """On one rank, and for the MoE also on TP2 x EP2 without sequence parallelism (`test_operations` has it with), and on CP2: there within
+    5e-6 (vocabulary, hidden units and experts summed in another order). That packs equal transformers is `test_operations`' part: its batches are packed."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir(), other.mkdir()
     torchrun(1, "packing", one, models[name], 1, 1, 1, 1)
     if name == "moe":
         from tests.trainer_node.packing import same
 
-        torchrun(2, "packing", other, models[name], 2, 1, 2, 0)
-        ours, theirs = (torch.load(f / "result.pt", weights_only=True) for f in (other, one))
-        same(ours, theirs, tolerance=5e-6)
+        for arguments in ((2, 1, 2, 0), (1, 1, 1, 1, "cp2")):
+            torchrun(2, "packing", other, models[name], *arguments)
+            ours, theirs = (torch.load(f / "result.pt", weights_only=True) for f in (other, one))
+            same(ours, theirs, tolerance=5e-6)
+            assert (ours["routed"] - theirs["routed"]).abs().max() < 5e-6
 
 
 @pytest.mark.parametrize(
-    ("field", "message"), [("context", "context parallelism"), ("expert_tensor", "expert tensor parallelism")]
+    ("sizes", "message"),
+    [
+        ({"context": 2}, r"world_size 1 is not a multiple of tensor 1 \* pipeline 1 \* context 2"),
+        ({"expert_tensor": 2}, r"expert 1 \* expert_tensor 2 does not divide world_size / pipeline = 1"),
+        (
+            {"expert_tensor": 2, "expert": 2, "world_size": 6},
+            r"expert 2 \* expert_tensor 2 does not divide world_size / pipeline = 6",
+        ),
+    ],
 )
-def test_what_is_not_there_is_refused(field: str, message: str) -> None:
-    assert getattr(ParallelConfig(**{field: 1}), field) == 1
-    with pytest.raises(ValidationError, match=f"parallel.{field} = 2: {message}"):
-        ParallelConfig(**{field: 2})
+def test_sizes_that_do_not_fit_the_world_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ParallelConfig(**sizes)
 
 
 @pytest.mark.parametrize("field", ["old_logprobs", "reference_logprobs"])

@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from tests.trainer_node.conftest import REPO, child_env
-from tests.trainer_node.test_parity import MOE, load, single_parity  # noqa: F401  (a fixture)
+from tests.trainer_node.test_parity import MOE, load, options, single_parity  # noqa: F401  (a fixture)
 
 CELLS = [
     ("dense_tied", "tp2", "full-rl"),
     ("dense_untied", "dp2", "lora-sft"),
     ("moe", "tp2ep2", "lora-rl"),
     ("moe", "dp2ep2", "full-sft"),
+    ("dense_tied", "cp2", "lora-rl"),
+    ("moe", "tp2-etp2", "lora-rl"),
 ]
 TIMES_ROUNDING = 3.0
 GPU_MARKS = {2: pytest.mark.gpu2, 4: pytest.mark.gpu4}
@@ -61,7 +63,7 @@ def rounding(models, torchrun, single_parity, tmp_path_factory):  # noqa: F811
 @pytest.mark.parametrize(("model", "topology", "cell"), CELLS)
 def test_on_the_cpu(model: str, topology: str, cell: str, models, torchrun, rounding, single_parity, tmp_path: Path) -> None:  # noqa: F811
     ranks, sizes = MOE[topology]
-    torchrun(ranks, "parity", tmp_path, models[model], *sizes, *cell.split("-"), "bfloat16")
+    torchrun(ranks, "parity", tmp_path, models[model], *sizes, *cell.split("-"), "bfloat16", *options(topology))
     check(load(tmp_path), load(single_parity(model, cell)), rounding(model, cell))
 
 
@@ -80,6 +82,7 @@ def test_on_gpus(model: str, topology: str, cell: str, models, rounding, single_
         *cell.split("-"),
         "bfloat16",
         "cuda",
+        *options(topology),
     ]
     ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]

@@ -20,6 +20,8 @@ TOPOLOGIES = {
     "dp2": ("dense_tied", 2, (1, 1, 1)),
     "moe_ep2": ("moe", 2, (1, 1, 2)),
     "moe_tp2pp2ep2": ("moe", 4, (2, 2, 2)),
+    "dp2cp2": ("dense_tied", 4, (1, 1, 1), "cp2"),
+    "moe_dp2etp2": ("moe", 2, (1, 1, 1), "etp2"),
 }
 
 
@@ -66,8 +68,8 @@ def test_export_equals_peft_merge(name: str, models, single) -> None:
 def test_topology_changes_nothing(topology: str, models, single, torchrun, tmp_path: Path) -> None:
     """Merged export bit for bit; loss and gradient norm of three steps within 1e-5 (fp32 sums in another order), and of the third once
     more, from one rank's checkpoint of two steps (adapters and moments)."""
-    name, ranks, sizes = TOPOLOGIES[topology]
-    torchrun(ranks, "worker", tmp_path, models[name], *sizes, single(name) / "trained")
+    name, ranks, sizes, *flags = TOPOLOGIES[topology]
+    torchrun(ranks, "worker", tmp_path, models[name], *sizes, single(name) / "trained", *flags)
     one, other = facts(single(name)), facts(tmp_path)
     assert one["num_parameters"] == other["num_parameters"]
     for a, b in zip([*one["steps"], one["steps"][2]], other["steps"], strict=True):

@@ -1,6 +1,6 @@
 """One rank of a check on real Megatron: trains, exports, saves, and leaves what it saw in a folder.
 
-    torchrun ... -m tests.trainer_node.worker OUT MODEL TENSOR PIPELINE EXPERT [CHECKPOINT OF ANOTHER TOPOLOGY ...]
+    torchrun ... -m tests.trainer_node.worker OUT MODEL TENSOR PIPELINE EXPERT [CHECKPOINT OF ANOTHER TOPOLOGY ...] [FLAG ...]
 
 Several checks share a launch, because a launch costs seconds.
 """
@@ -12,10 +12,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.trainer_node.data import make_batch
@@ -25,6 +27,8 @@ from trainer_node.runtime import TrainerRuntime
 
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-2, weight_decay=0.01, max_grad_norm=0.5)
 SEED_RANDOM_B = 77
+FLAGS: dict[str, dict[str, int]] = {"cp2": {"context": 2}, "etp2": {"expert_tensor": 2}}
+"""What a launch's arguments may say of the topology beside the three sizes."""
 
 
 def make_runtime(
@@ -32,7 +36,8 @@ def make_runtime(
 ) -> TrainerRuntime:
     """A runtime on however many ranks torchrun started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence, world_size=world)
+    more = {k: v for flag, sizes in FLAGS.items() if flag in sys.argv for k, v in sizes.items()}
+    parallel = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence, world_size=world, **more)
     config = TrainerConfig(
         model=model,
         parallel=parallel,
@@ -45,11 +50,8 @@ def make_runtime(
 def random_adapters(runtime: TrainerRuntime) -> None:
     """Nonzero A and B that depend on the HF name only."""
     full = {}
-    size = runtime.config.parallel.tensor
     for shard in runtime.adapters.shards():
-        shape = list(shard.tensor.shape)
-        if shard.dim is not None:
-            shape[shard.dim] *= size
+        shape = shard.whole_shape()
         seed = SEED_RANDOM_B + sum(ord(c) * (i + 1) for i, c in enumerate(shard.name + shard.matrix))
         full[shard.name, shard.matrix] = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     runtime.adapters.load(full)
@@ -68,7 +70,7 @@ def main() -> None:
     assert checkpoint.load(runtime, out / "trained").version == 2
     again = runtime.train_step(batch, LOSS, OPTIM)
     assert again["loss"] == steps[2]["loss"] and again["grad_norm"] == steps[2]["grad_norm"], (again, steps[2])
-    for folder in sys.argv[6:]:
+    for folder in (a for a in sys.argv[6:] if a not in FLAGS):
         assert not checkpoint.load(runtime, Path(folder)).rng_restored
         steps.append(runtime.train_step(batch, LOSS, OPTIM))
     random_adapters(runtime)
@@ -85,6 +87,10 @@ def main() -> None:
     else:
         _padded_rows(runtime)
     runtime.close()
+    if runtime.config.parallel.expert_tensor > 1:
+        with pytest.raises(ConfigError, match=r"lora.dropout on experts needs parallel.expert_tensor = 1"):
+            make_runtime(model, *map(int, sys.argv[3:6]), lora=LoraConfig(dropout=0.1))
+        assert not dist.is_initialized()
 
 
 def check_part(exporter: Exporter, merged: dict[str, torch.Tensor], *, root: bool) -> None:

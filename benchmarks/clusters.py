@@ -13,7 +13,7 @@ from benchmarks import memory
 from benchmarks.harness import inference_python
 from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.protocol.config import LORA_TARGETS, InferenceConfig, LoraConfig, TrainerConfig
-from orchestrator.protocol.messages import PauseMode
+from orchestrator.protocol.messages import PauseMode, PublicationMode
 
 SHAPES = {
     "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
@@ -48,6 +48,7 @@ def cluster_config(
     run: str = "run",
     lora: str = "lora-all",
     pause_mode: PauseMode = "keep",
+    mode: PublicationMode = "in_place",
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
 ) -> ClusterConfig:
@@ -64,7 +65,7 @@ def cluster_config(
     trainer_gpu, inference_gpu = gpus()
     trainer = TrainerConfig(
         model=model, init="hf" if shape == "tiny" else "random", device="cuda" if cuda else "cpu", dtype=dtype, transport=transport,
-        lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]),
+        lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]), micro_batch_tokens=4096,
     )  # fmt: skip
     inference = InferenceConfig(
         model=model, name=NAME, device="cuda" if cuda else "cpu", dtype=dtype, load_format="dummy", gpus=(inference_gpu,) if cuda else (),
@@ -72,7 +73,7 @@ def cluster_config(
     )  # fmt: skip
     return ClusterConfig(
         run_dir=folder / run, name=NAME, trainer_python=Path(sys.executable), inference_python=inference_python(), trainer=trainer,
-        inference=(inference,), trainer_gpus=(trainer_gpu,) if cuda else (), pause_mode=pause_mode,
+        inference=(inference,), trainer_gpus=(trainer_gpu,) if cuda else (), pause_mode=pause_mode, mode=mode,
     )  # fmt: skip
 
 

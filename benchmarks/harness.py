@@ -14,7 +14,9 @@ import json
 import os
 import platform
 import subprocess
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -91,20 +93,29 @@ def load(path: Path) -> Result:
     return Result(benchmark=raw["benchmark"], device=raw["device"], commit=raw["commit"], packages=raw["packages"], cases=cases)
 
 
-def make_result(benchmark: str, cases: list[Case], *, device: str = "cpu", with_inference: bool = False) -> Result:
+def make_result(benchmark: str, cases: Iterable[Case], *, device: str = "cpu", with_inference: bool = False) -> Result:
     """Cases and where they were measured.
 
     Args:
         device: "cpu" or "cuda", as the benchmark was told.
         with_inference: vLLM's environment took part; its packages are listed with "inference:" before their names.
     """
-    twice = sorted({(c.name, c.metric) for c in cases if [(o.name, o.metric) for o in cases].count((c.name, c.metric)) > 1})
-    if twice:
-        raise ValueError(f"{benchmark} has cases of the same name and metric: {twice}")
     packages = installed_packages()
     if with_inference:
         packages |= inference_packages(inference_python())
-    return Result(benchmark=benchmark, device=device_name(device), commit=commit(), packages=packages, cases=tuple(cases))
+    empty = Result(benchmark=benchmark, device=device_name(device), commit=commit(), packages=packages, cases=())
+    return reduce(with_case, cases, empty)
+
+
+def with_case(result: Result, case: Case) -> Result:
+    """The result with one more case.
+
+    Raises:
+        ValueError: it has one of that name and metric.
+    """
+    if any((c.name, c.metric) == (case.name, case.metric) for c in result.cases):
+        raise ValueError(f"{result.benchmark} has two cases named {case.name} with the metric {case.metric}")
+    return replace(result, cases=(*result.cases, case))
 
 
 def inference_python() -> Path:
@@ -147,7 +158,10 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    """HEAD, with "-dirty" where the tree differs from it; "unknown" outside a checkout."""
+    """SPLICE_COMMIT, for a host that has the sources without their history; else HEAD, with "-dirty" where the tree differs from it;
+    "unknown" outside a checkout."""
+    if given := os.environ.get("SPLICE_COMMIT"):
+        return given
     try:
         head = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20, check=True

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +23,13 @@ from typing import Any
 
 from benchmarks import clusters, memory
 from benchmarks.harness import Case, inference_python
-from benchmarks.stream import TokenStream
+from benchmarks.stream import TokenStream, warm_prefill
 from orchestrator.cluster import Cluster
 from orchestrator.protocol.messages import InitialSyncJob, JobSpec, Manifest, PublishJob, ResyncJob, TensorSpec
 
+WARM = 4
+LONGEST = 2000
+"""Tokens of the running stream before another begins; lengths up to it are warm on both servers."""
 PLANS = ("30b-a3b/lora-all", "30b-a3b/lora-attn", "8b/lora-all")
 
 
@@ -42,18 +46,16 @@ class Seen:
         return [{k: round(v, 5) for k, v in result["seconds"].items()} for result in self.results]
 
 
-def run(*, device: str, small: bool) -> list[Case]:
+def run(*, device: str, small: bool) -> Iterator[Case]:
     """SHAPE/LORA from SPLICE_BENCH_SYNC (comma-separated; default 30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small
     and on a cpu); samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1)."""
     usual = ("tiny/lora-attn",) if small else ("tiny/lora-all", "tiny/lora-attn") if device == "cpu" else PLANS
     plans = usual if small else os.environ.get("SPLICE_BENCH_SYNC", ",".join(usual)).split(",")
     samples = int(os.environ.get("SPLICE_BENCH_SAMPLES", "3" if small else "7"))
-    cases: list[Case] = []
     for plan in plans:
         shape, lora = plan.split("/")
         with TemporaryDirectory(prefix="splice-bench-") as folder:
-            cases += _plan(shape, lora, Path(folder), device=device, samples=samples)
-    return cases
+            yield from _plan(shape, lora, Path(folder), device=device, samples=samples)
 
 
 def _plan(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> list[Case]:
@@ -62,6 +64,8 @@ def _plan(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> 
         {"": ResyncJob()} if lora == "lora-all" else {"": PublishJob(), "-all-tensors": ResyncJob()}
     )  # fmt: skip
     seen, peaks, layout = _ours(shape, lora, folder, device=device, samples=samples, jobs=jobs)
+    for kind, one in seen.items():
+        print(f"{shape}/{lora}/1to1{kind}: pause to resume {[round(gap, 4) for gap in one.gaps]} s", flush=True)
     only_changed = {kind: one.results[-1].get("sent") == "changed" for kind, one in seen.items()}
     stock = _stock(shape, lora, folder, samples=samples, only_changed=only_changed) if device == "cuda" else {}
     cases = []
@@ -99,7 +103,8 @@ def _ours(
         with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
             cluster.client.run(InitialSyncJob())
             cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
-        url, tokens = cluster.base_urls[0], 4000 if device == "cuda" else 400
+        url, tokens = cluster.base_urls[0], LONGEST if device == "cuda" else 400
+        warm_prefill(url, clusters.NAME, longest=tokens)
         for kind, job in jobs.items():
             cluster.client.run(job)
             with TokenStream(base_url=url, model=clusters.NAME, max_tokens=tokens) as stream:
@@ -120,12 +125,13 @@ def _stock(shape: str, lora: str, folder: Path, *, samples: int, only_changed: d
     with StockServer(
         python=inference_python(), model=folder / "model", gpu=inference_gpu, log=folder / "stock.log"
     ) as server:  # fmt: skip
+        warm_prefill(server.base_url, "stock", longest=LONGEST)
         sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")
         try:
             for kind, is_part in only_changed.items():
                 sender.use(Manifest(tensors=changed if is_part else everything))
                 sender.publish()
-                with TokenStream(base_url=server.base_url, model="stock") as stream:
+                with TokenStream(base_url=server.base_url, model="stock", max_tokens=LONGEST) as stream:
                     seen[kind] = _sampled(stream, samples, lambda: {"seconds": sender.publish()})
         finally:
             sender.close()
@@ -133,8 +139,13 @@ def _stock(shape: str, lora: str, folder: Path, *, samples: int, only_changed: d
 
 
 def _sampled(stream: TokenStream, samples: int, publish: Any) -> Seen:
-    """Publish `samples` times under the stream."""
+    """Publish `samples` times under the stream, after WARM times that do not count: what a server compiles for a prefill of a new length is not what
+    is measured."""
     seen = Seen()
+    for _ in range(WARM):
+        time.sleep(0.5)
+        publish()
+        stream.wait_for_token_after(time.monotonic())
     for _ in range(samples):
         time.sleep(0.5)
         began = time.monotonic()

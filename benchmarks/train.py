@@ -2,7 +2,11 @@
 
 Every contender runs in a process of its own (`benchmarks.train_worker`), with the same sequences of mixed length, adapters of rank 16 on all linear
 layers, random weights and AdamW; sequences, losses and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES
-(8b,30b-a3b), steps from SPLICE_BENCH_SAMPLES (5), tokens of a step from SPLICE_BENCH_TOKENS (65536).
+(8b,30b-a3b), losses from SPLICE_BENCH_KINDS (rl,sft), steps from SPLICE_BENCH_SAMPLES (5), tokens of a step from SPLICE_BENCH_TOKENS (65536);
+a contender gets SPLICE_BENCH_TIMEOUT_S (570). With several SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
+
+    SHAPE/lora-KIND/1           one rank, beside the peers
+    SHAPE/lora-KIND/TOPOLOGY    SPLICE_BENCH_TOPOLOGIES (dp4, ep4, tp2dp2; none): four ranks with four times the tokens, beside one rank
 
 `flops_per_s` counts, for each token: 4 FLOP for every frozen weight that it passes (the product forward, and the gradient of the input; a frozen
 weight has no gradient of its own), 6 for every adapter weight, and causal attention's 12 x heads x head_dim x mean context in each layer; the
@@ -16,6 +20,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +33,57 @@ PEERS = {
     "bridge": "bare loop on Megatron-Bridge's LoRA (fewer adapters: they mean something else)",
     "peft": "transformers + PEFT",
 }
-WORKER_TIMEOUT_S = 570
+WORKER_TIMEOUT_S = float(os.environ.get("SPLICE_BENCH_TIMEOUT_S", "570"))
+TOPOLOGIES = {"dp4": {}, "ep4": {"expert": 4}, "tp2dp2": {"tensor": 2}}
+"""Of four ranks."""
+RANKS = 4
 
 
-def run(*, device: str, small: bool) -> list[Case]:
+def run(*, device: str, small: bool) -> Iterator[Case]:
     """One GPU, or the CPU."""
     shapes = ["tiny-dense"] if small else os.environ.get("SPLICE_BENCH_SHAPES", "8b,30b-a3b").split(",")
     steps = int(os.environ.get("SPLICE_BENCH_SAMPLES", "2" if small else "5"))
     tokens = int(os.environ.get("SPLICE_BENCH_TOKENS", "256" if small else "65536"))
-    cases = []
+    topologies = [t for t in os.environ.get("SPLICE_BENCH_TOPOLOGIES", "").split(",") if t and not small]
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(shape, Path(folder))
-            for kind in ("rl",) if small else ("rl", "sft"):
-                cases += _cases(f"{shape}/lora-{kind}/1", model, kind=kind, device=device, steps=steps, tokens=tokens)
-    return cases
+            for kind in ("rl",) if small else os.environ.get("SPLICE_BENCH_KINDS", "rl,sft").split(","):
+                if not topologies:
+                    yield from _cases(f"{shape}/lora-{kind}/1", model, kind=kind, device=device, steps=steps, tokens=tokens)
+                for topology in topologies:
+                    yield _scaling(
+                        f"{shape}/lora-{kind}", topology, model, kind=kind, device=device, steps=steps, tokens=tokens
+                    )  # fmt: skip
+
+
+def _scaling(name: str, topology: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> Case:
+    """Tokens per second of four ranks beside one; the one has a quarter of the tokens."""
+    run = partial(_worker, "splice", model, kind=kind, device=device, steps=steps)
+    four, one = run(tokens=RANKS * tokens, ranks=RANKS, sizes=TOPOLOGIES[topology]), run(tokens=tokens)
+    for result in (four, one):
+        if "error" in result:
+            raise RuntimeError(f"{name}/{topology}: {result['error']}")
+    settings = {k: v for k, v in four.items() if k != "seconds"} | {
+        "one_rank": {k: v for k, v in one.items() if k != "seconds"}
+    }
+    return Case(
+        name=f"{name}/{topology}", metric="tokens_per_s", unit="tokens/s", samples=tuple(four["tokens"] / s for s in four["seconds"]),
+        peer="one rank", peer_samples=tuple(one["tokens"] / s for s in one["seconds"]), settings=settings,
+    )  # fmt: skip
 
 
 def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> list[Case]:
     """A contender that fails (a peer that does not fit in memory, say) is in the settings with its error, not in the samples."""
-    found: dict[str, dict[str, Any]] = {}
-    for contender in ("splice", *PEERS):
-        found[contender] = _worker(contender, model, kind=kind, device=device, steps=steps, tokens=tokens)
+    contenders, gpus = ("splice", *PEERS), os.environ.get("SPLICE_BENCH_TRAIN_GPUS", "0").split(",")
+
+    def on_its_gpu(place: int) -> list[dict[str, Any]]:
+        run = partial(_worker, model=model, kind=kind, device=device, steps=steps, tokens=tokens, gpu=gpus[place])
+        return [run(contender) for contender in contenders[place :: len(gpus)]]
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        done = list(pool.map(on_its_gpu, range(len(gpus))))
+    found = {contender: done[i % len(gpus)][i // len(gpus)] for i, contender in enumerate(contenders)}
     ours = found["splice"]
     if "error" in ours:
         raise RuntimeError(f"{name}: {ours['error']}")
@@ -73,9 +109,22 @@ def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens
     return cases
 
 
-def _worker(contender: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> dict[str, Any]:
+def _worker(
+    contender: str,
+    model: Path,
+    *,
+    kind: str,
+    device: str,
+    steps: int,
+    tokens: int,
+    ranks: int = 1,
+    sizes: dict[str, int] | None = None,
+    gpu: str | None = None,
+) -> dict[str, Any]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     argv = [
         sys.executable,
+        *torchrun,
         "-m",
         "benchmarks.train_worker",
         contender,
@@ -87,8 +136,11 @@ def _worker(contender: str, model: Path, *, kind: str, device: str, steps: int, 
         device,
     ]
     argv += ["--steps", str(steps), "--tokens", str(tokens)]
+    argv += [word for name, size in (sizes or {}).items() for word in (f"--{name}", str(size))]
     try:
-        ran = subprocess.run(argv, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
+        # As torchrun sets it: what little the CPU does per step, a large host's thread pool only delays.
+        env = {"OMP_NUM_THREADS": "1"} | os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu and device == "cuda" else {})
+        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"no end within {WORKER_TIMEOUT_S} s"}
     if ran.returncode != 0:

@@ -1,11 +1,12 @@
 """One contender of `benchmarks.train`: some optimizer steps over the same sequences, seconds of each as JSON on the last line.
 
     python -m benchmarks.train_worker {splice,bridge,peft} --model DIR --kind {rl,sft} --device {cpu,cuda} --steps N --tokens N
+    torchrun ... -m benchmarks.train_worker splice ... --tensor N --expert N    ranks share the same sequences; rank 0 prints
 
 Sequences: lengths log-uniform between 1/16 of the longest and the longest, until `--tokens` are there; the second half of each carries loss.
 RL is the importance-sampling loss with given log-probs and advantages, SFT is cross-entropy; both divided by the number of loss tokens.
 
-- splice: `TrainerRuntime.train_step`; sequences packed to `--pack` tokens.
+- splice: `TrainerRuntime.train_step`; sequences packed to `--pack` tokens, or as many as fit.
 - bridge: Megatron-Bridge's provider and its `LoRA` on linear_qkv, linear_proj, linear_fc1, linear_fc2 (one A for each fused part, one adapter for a
   rank's experts), one sequence in a forward and backward pass, torch's AdamW.
 - peft: transformers' model, PEFT's LoRA on all linear layers, torch's SDPA attention, one sequence in a pass, torch's AdamW.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import kernel_profile
 from benchmarks.timing import seconds
 
 RANK, ALPHA, LR, WARM_STEPS = 16, 32.0, 1e-4, 2
@@ -43,6 +46,8 @@ class Data:
 
     def __init__(self, config: dict[str, Any], *, tokens: int, longest: int) -> None:
         self.lengths = lengths_of(tokens, longest)
+        self.pack_tokens = 0
+        """What a contender packs to; 0: it does not pack."""
         rng, total = np.random.default_rng(8), sum(self.lengths)
         self.tokens = rng.integers(0, config["vocab_size"], total)
         self.mask = np.concatenate([np.arange(n) >= max(n // 2, 1) for n in self.lengths])
@@ -82,16 +87,16 @@ def loss_of(logprobs: torch.Tensor, rest: tuple[torch.Tensor, ...], kind: str) -
 # ---------------------------------------------------------------- contenders: each returns the function that does one step
 
 
-def splice(model: Path, data: Data, kind: str, device: str, pack: int) -> Callable[[], object]:
+def splice(model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]) -> Callable[[], object]:
     """Ours."""
-    from orchestrator.protocol.config import LoraConfig, TrainerConfig
+    from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
     from orchestrator.protocol.messages import LossSpec, OptimParams
     from trainer_node.batch import Batch
     from trainer_node.runtime import TrainerRuntime
 
     dtype = "bfloat16" if device == "cuda" else "float32"
     config = TrainerConfig(
-        model=model, init="random", device=device, dtype=dtype, lora=LoraConfig(rank=RANK, alpha=ALPHA), micro_batch_tokens=pack  # type: ignore[arg-type]
+        model=model, init="random", device=device, dtype=dtype, parallel=ParallelConfig(**sizes), lora=LoraConfig(rank=RANK, alpha=ALPHA), micro_batch_tokens=pack or "auto"  # type: ignore[arg-type]
     )  # fmt: skip
     runtime = TrainerRuntime(config)
     batch = Batch(
@@ -99,10 +104,11 @@ def splice(model: Path, data: Data, kind: str, device: str, pack: int) -> Callab
         advantages_T=torch.from_numpy(data.advantages), sampler_logprobs_T=torch.from_numpy(data.logprobs), lengths=tuple(data.lengths),
     )  # fmt: skip
     loss = LossSpec(name="cross_entropy" if kind == "sft" else "importance_sampling")
+    data.pack_tokens = runtime.micro_batch_tokens
     return lambda: runtime.train_step(batch, loss, OptimParams(lr=LR))
 
 
-def bridge(model: Path, data: Data, kind: str, device: str, pack: int) -> Callable[[], object]:
+def bridge(model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]) -> Callable[[], object]:
     """A bare loop on Megatron-Bridge."""
     from orchestrator.protocol.config import TrainerConfig
     from trainer_node.hf import read_config
@@ -151,7 +157,7 @@ def bridge(model: Path, data: Data, kind: str, device: str, pack: int) -> Callab
     return _plain_loop(logprobs, trainable, data, kind, device)
 
 
-def peft(model: Path, data: Data, kind: str, device: str, pack: int) -> Callable[[], object]:
+def peft(model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]) -> Callable[[], object]:
     """A bare loop on transformers and PEFT."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -214,23 +220,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--longest", type=int, default=0, help="0: 4096, on a CPU 48")
-    parser.add_argument("--pack", type=int, default=0, help="0: 16384, on a CPU 128")
+    parser.add_argument("--pack", type=int, default=0, help="0: what the trainer measures that fits, on a CPU 128")
+    parser.add_argument(
+        "--profile", type=Path, default=None, help="write there which kernels one more step takes its time with"
+    )
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--expert", type=int, default=1)
     a = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = {"tensor": a.tensor, "expert": a.expert, "world_size": world}
     cuda = a.device == "cuda"
     config = json.loads((a.model / "config.json").read_text())
     data = Data(config, tokens=a.tokens, longest=a.longest or (4096 if cuda else 48))
-    pack = a.pack or (16384 if cuda else 128)
-    step = CONTENDERS[a.contender](a.model, data, a.kind, a.device, pack)
+    pack = a.pack or (0 if cuda else 128)
+    step = CONTENDERS[a.contender](a.model, data, a.kind, a.device, pack, sizes)
     for _ in range(WARM_STEPS):
         step()
     samples = [seconds(step, a.device) for _ in range(a.steps)]
     result = {
         "seconds": samples, "tokens": sum(data.lengths), "sequences": len(data.lengths), "loss_tokens": int(data.mask.sum()),
         "flops": step_flops(config, data), "peak_bytes": peak_bytes(a.device), "matmul_flops_per_s": matmul_flops_per_s(a.device),
-        "pack_tokens": pack, "rank": RANK,
+        "pack_tokens": data.pack_tokens, "rank": RANK, **sizes,
     }  # fmt: skip
+    if a.profile is not None:
+        a.profile.write_text(kernel_profile.table_of(step, a.device))
     sys.stderr.flush()
-    print(json.dumps(result), flush=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

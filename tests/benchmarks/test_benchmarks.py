@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 from rich.console import Console
 
 from benchmarks import harness, memory, stream
@@ -20,12 +21,14 @@ from benchmarks.harness import Case, Result
 ROOT = Path(__file__).resolve().parents[2]
 RESULT_KEYS = {"benchmark", "device", "commit", "packages", "cases"}
 CASE_KEYS = {"name", "metric", "unit", "value", "samples", "peer", "peer_value", "peer_samples", "settings"}
-WITHOUT_PEER = {"control/empty-job-p99"}
+WITHOUT_PEER = {"control/empty-job-p99", "save/tiny/adapter"}
 SMALL = {
     "control": {"control/empty-job", "control/empty-job-p99"},
     "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
     "merge": {"merge/30b-a3b-experts", "merge/30b-a3b-experts-loop"},
     "export": {"export/tiny-moe/wire", "export/tiny-moe/manifest", "export/tiny-moe/plan"},
+    "arrival": {"arrival/16x2048"},
+    "save": {"save/tiny/checkpoint", "save/tiny/adapter"},
     "logits": {"logits/chunked-256", "logits/default-256"},
 }
 
@@ -174,3 +177,30 @@ def test_gaps_steps_and_rates_of_streams():
 )
 def test_a_request_is_lost_with_an_error_or_without_all_its_tokens(request_, lost):
     assert request_.lost == lost
+
+
+def test_what_was_handed_over_before_an_end_is_written(tmp_path, monkeypatch):
+    """A benchmark that is killed, or fails, in its second case leaves the first one's result."""
+    from benchmarks import wire
+    from benchmarks.__main__ import app
+
+    def run(*, device, small):
+        yield case()
+        raise RuntimeError("the second one")
+
+    monkeypatch.setattr(wire, "run", run)
+    with pytest.raises(RuntimeError, match="the second one"):
+        app(["wire", "--out", str(tmp_path / "out.json")], standalone_mode=False)
+    assert [c.name for c in harness.load(tmp_path / "out.json").cases] == [case().name]
+
+
+def test_a_step_s_time_by_kinds_of_kernels():
+    from benchmarks import kernel_profile
+
+    assert kernel_profile.busy_us([(5, 9), (0, 2), (1, 4), (6, 7)]) == 8
+    assert [kernel_profile.kind_of(n) for n in ("nvjet_sm90_tst", "cudnn_fprop", "_swiglu_backward_kernel", "x")] == [
+        "products", "attention", "experts' own", "other"
+    ]  # fmt: skip
+    a = torch.randn(64, 64)
+    table = kernel_profile.table_of(lambda: a @ a, "cpu")
+    assert table.startswith("wall ") and "products" in table

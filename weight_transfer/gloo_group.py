@@ -140,7 +140,9 @@ class GlooGroup:
             raise
 
     def _count_connections(self) -> int:
-        return sum(1 for _ in _connections(local=self._listens_at, remote=self._peers_listen_at))
+        """By inode, because another thread that goes through the sockets just now has duplicates of its own of them open."""
+        found = _connections(local=self._listens_at, remote=self._peers_listen_at)
+        return len({os.fstat(connection.fileno()).st_ino for connection in found})
 
     def _raise_if_aborted(self) -> None:
         if self._reason is not None:

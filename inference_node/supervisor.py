@@ -61,6 +61,7 @@ from orchestrator.protocol.messages import (
     TensorSpec,
 )
 from orchestrator.protocol.node_link import NodeLink
+from orchestrator.protocol.restarts import RestartBudget
 
 log = logging.getLogger("splice.inference")
 
@@ -73,6 +74,7 @@ QUICK_S = 60.0
 ORPHAN_S = 600.0
 """Without a word from an orchestrator for this long, the node ends; until then vLLM goes on serving."""
 MAX_RESTARTS = 5
+"""Of vLLM, within an hour."""
 
 
 class _Ended(Exception):
@@ -110,7 +112,7 @@ class InferenceNode:
         self._served: int | None = None
         self._poisoned: str | None = None
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._restarts = 0
+        self._restarts = RestartBudget(MAX_RESTARTS)
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
@@ -192,9 +194,8 @@ class InferenceNode:
             return
         log.error("vLLM has ended; starting it again. %s", self._vllm.log_tail())
         self._vllm.stop()
-        self._restarts += 1
-        if self._restarts > MAX_RESTARTS:
-            raise NodeLost(f"vLLM ended {self._restarts} times; giving up. {self._vllm.log_tail()}")
+        if not self._restarts.take(time.monotonic()):
+            raise NodeLost(f"vLLM ended again after {MAX_RESTARTS} starts within an hour; giving up. {self._vllm.log_tail()}")
         self._manifest = self._update = self._received = self._shadowed = self._served = self._poisoned = None
         self._has_part = False
         self._start_vllm(restarted=True)

@@ -225,7 +225,7 @@ def trainer(
     prefix: Annotated[str, typer.Option(help="Put before the command line, such as 'docker run --rm --init ... IMAGE'.")] = "",
     python: Annotated[str, typer.Option(help="Interpreter of the trainer environment, as the prefix's command sees it.")] = "",
     node_id: str = "trainer",
-    max_restarts: Annotated[int, typer.Option(help="How often a crashed trainer is started again.")] = 2,
+    max_restarts: Annotated[int, typer.Option(help="How often within an hour a crashed trainer is started again.")] = 2,
     module: Annotated[str, typer.Option(hidden=True, help="For tests that inject failures.")] = "trainer_node",
 ) -> None:
     """Launch the trainer on this host and keep it: restarts, memory mode 'exit', several hosts. Token as for `serve`."""

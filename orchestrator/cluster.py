@@ -17,6 +17,7 @@ from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.launch import Launcher, NodeProcess
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 from orchestrator.protocol.messages import Status
+from orchestrator.protocol.restarts import RestartBudget
 
 OnWait = Callable[[str], None]
 _ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
@@ -33,6 +34,7 @@ class ClusterConfig:
         full_every: every how many publications all tensors are sent; None: only where it is needed.
         mode, shadow_bytes: "in_place" or "shadow", and how much memory that may take (`PublicationConfig`).
         canary: whether log-probs of a prompt are compared with the trainer's before @0, and after a failure.
+        trainer_restarts, orchestrator_restarts: after crashes, within an hour.
     """
 
     run_dir: Path
@@ -124,7 +126,7 @@ class Cluster:
                 argv=argv,
                 env=env,
                 log_file=logs / "orchestrator.log",
-                max_restarts=config.orchestrator_restarts,
+                restarts=RestartBudget(config.orchestrator_restarts),
             )
         )
         endpoint = self._wait_endpoint()

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.errors import NodeLost
+from orchestrator.protocol.restarts import RestartBudget
 
 TERM_GRACE_S = 15.0
 _PR_SET_PDEATHSIG = 1
@@ -39,15 +40,14 @@ class NodeProcess:
         argv: command line.
         env: added to ours.
         log_file: stdout and stderr, appended; None: where ours go.
-        max_restarts: how often `watch` restarts it after it died on its own.
+        restarts: how often the launcher starts it again after it died on its own.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
     log_file: Path | None
-    max_restarts: int = 0
-    restarts: int = 0
+    restarts: RestartBudget = field(default_factory=lambda: RestartBudget(0))
     stopping: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -135,7 +135,7 @@ class Launcher:
             NodeLost: names it and quotes the end of its log.
         """
         for node in self.nodes.values():
-            if node.died() and node.restarts >= node.max_restarts:
+            if node.died() and not node.restarts.has_left(time.monotonic()):
                 code = node.process.returncode if node.process is not None else None
                 raise NodeLost(f"{node.name} ended with code {code}; the end of {node.log_file}:\n{node.log_tail()}")
 
@@ -166,8 +166,7 @@ class Launcher:
     def _watch(self) -> None:
         while not self._watching.wait(1.0):
             for node in self.nodes.values():
-                if node.died() and node.restarts < node.max_restarts:
-                    node.restarts += 1
+                if node.died() and node.restarts.take(time.monotonic()):
                     node.start()
             self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
 

@@ -26,6 +26,7 @@ from orchestrator.launch import NodeProcess, descendants
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import ErrorCode, Hello, Ready, Shutdown, StartTrainer, StopTrainer
 from orchestrator.protocol.node_link import NodeLink
+from orchestrator.protocol.restarts import RestartBudget
 
 log = logging.getLogger("splice.launcher")
 POLL_S = 0.2
@@ -40,7 +41,7 @@ class TrainerLaunch:
         python: interpreter of the trainer environment, as the prefix's command sees it.
         prefix: put before the command line.
         rendezvous: host:port of node rank 0, the same on every host; empty with one node.
-        max_restarts: after crashes; being started for the next job does not count.
+        max_restarts: after crashes, within an hour; being started for the next job does not count.
     """
 
     endpoint: str
@@ -100,7 +101,7 @@ class TrainerHost:
         argv = torchrun_command(launch, world_size=config.parallel.world_size)
         self._trainer = NodeProcess(name="trainer", argv=argv, env={}, log_file=None)
         self._wanted = True
-        self._restarts = 0
+        self._restarts = RestartBudget(launch.max_restarts)
         self._stop = False
         hello = Hello(
             role="launcher", node_id=launch.launcher_id, incarnation=uuid.uuid4().hex, run_token=run_token, pid=os.getpid()
@@ -182,18 +183,15 @@ class TrainerHost:
         if process.returncode == 0:  # told to end, in order
             self._wanted = False
             return None
-        if self._restarts >= self._launch.max_restarts:
-            log.error(
-                "the trainer ended with code %d for the %d. time; the launcher ends", process.returncode, self._restarts + 1
-            )
+        now_s = time.monotonic()
+        used = self._restarts.used(now_s)
+        if not self._restarts.take(now_s):
+            log.error("the trainer ended with code %d, %d starts after a crash; the launcher ends", process.returncode, used)
             return process.returncode if process.returncode > 0 else 1
-        self._restarts += 1
         log.warning(
-            "the trainer ended with code %d; start %d of at most %d",
-            process.returncode,
-            self._restarts,
-            self._launch.max_restarts,
-        )
+            "the trainer ended with code %d; start %d of at most %d within an hour",
+            process.returncode, used + 1, self._launch.max_restarts,
+        )  # fmt: skip
         self._trainer.start()
         return None
 

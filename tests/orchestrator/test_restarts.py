@@ -1,0 +1,53 @@
+"""Crashed processes are started again, so many times within an hour."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import NodeLost
+from orchestrator.launch import Launcher, NodeProcess
+from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.restarts import RestartBudget
+from orchestrator.trainer_host import TrainerHost, TrainerLaunch
+from tests.orchestrator.test_orchestrator import TOKEN, Run
+
+
+def test_starts_count_within_the_window_only():
+    budget = RestartBudget(2, within_s=100.0)
+    assert budget.take(0.0) and budget.take(60.0)
+    assert not budget.has_left(100.0) and not budget.take(100.0) and budget.used(100.0) == 2
+    assert budget.take(101.0), "the first start is longer ago than the window"
+    assert not budget.take(160.0) and budget.take(161.0)
+    assert not RestartBudget(0).take(0.0)
+
+
+def crashing(starts: Path) -> tuple[str, ...]:
+    """A command that notes each start and ends with 3, whatever arguments follow."""
+    return (sys.executable, "-c", f"open({str(starts)!r}, 'a').write('x'); raise SystemExit(3)")
+
+
+def test_a_trainer_that_cannot_live_ends_its_launcher(tmp_path):
+    starts, config = tmp_path / "starts", tmp_path / "trainer.json"
+    with Run(tmp_path / "run") as run:
+        launch = TrainerLaunch(endpoint=run.endpoint, config=config, python="python", prefix=crashing(starts), max_restarts=2)
+        host = TrainerHost(launch, config=TrainerConfig(model=tmp_path), run_token=TOKEN)
+        assert host.serve() == 3
+    assert starts.read_text() == "xxx"
+
+
+def test_the_launcher_gives_a_node_up_and_says_so(tmp_path):
+    starts = tmp_path / "starts"
+    node = NodeProcess(name="node", argv=crashing(starts), env={}, log_file=tmp_path / "log", restarts=RestartBudget(1))
+    with Launcher() as launcher:
+        launcher.start(node)
+        until_s = time.monotonic() + 20
+        while node.restarts.has_left(time.monotonic()) or not node.died():
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        with pytest.raises(NodeLost, match="node ended with code 3"):
+            launcher.check()
+    assert starts.read_text() == "xx"

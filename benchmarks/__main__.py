@@ -26,9 +26,10 @@ BENCHMARKS = {
     "pause": "gaps between tokens of many streams during a publication",
     "train": "tokens per second of a LoRA step, against a bare Megatron-Bridge loop and PEFT",
     "loop": "whole RL steps: seconds by phase, share of idle time",
+    "soak": "hundreds of jobs with crashes of the trainer: what grows, what is lost",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
 }
-WITH_INFERENCE = ("sync", "pause", "loop", "convergence")
+WITH_INFERENCE = ("sync", "pause", "loop", "soak", "convergence")
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or .venv-inference)."""
 
 
@@ -59,6 +60,24 @@ def _docstring(name: str) -> str:
 
 for _name in BENCHMARKS:
     _add(_name)
+
+
+@app.command()
+def suite(
+    out: Annotated[Path, typer.Option(help="Folder for logs and results.")],
+    gpus: Annotated[str, typer.Option(help="Which GPUs, comma-separated.")] = "0,1",
+    only: Annotated[str, typer.Option(help="Tasks whose names begin with one of these, comma-separated.")] = "",
+    limit_s: Annotated[float, typer.Option(help="Seconds for all together.")] = 7200.0,
+) -> None:
+    """All GPU tests and benchmarks, on free GPUs as they come, each within a time limit."""
+    from benchmarks import suite as plan
+
+    tasks = [t for t in plan.TASKS if any(t.name.startswith(word) for word in only.split(","))]
+    console = _console()
+    outcomes = plan.run_all(tasks, gpus=[int(g) for g in gpus.split(",")], out=out, limit_s=limit_s, console=console)
+    plan.print_outcomes(outcomes, console)
+    if any(o.code != 0 for o in outcomes):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -33,6 +33,7 @@ class ClusterConfig:
         bucket_bytes: size of the transfer's buckets.
         full_every: every how many publications all tensors are sent; None: only where it is needed.
         mode, shadow_bytes: "in_place" or "shadow", and how much memory that may take (`PublicationConfig`).
+        keep_versions: how many versions' checkpoints stay on disk; None: all.
         canary: whether log-probs of a prompt are compared with the trainer's before @0, and after a failure.
         trainer_restarts, orchestrator_restarts: after crashes, within an hour.
     """
@@ -53,6 +54,7 @@ class ClusterConfig:
     mode: str = "in_place"
     shadow_bytes: int = 4 * 2**30
     canary: bool = True
+    keep_versions: int | None = None
     ready_timeout_s: float = 600.0
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
@@ -119,6 +121,7 @@ class Cluster:
             "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode, "--resume",
             "--mode", config.mode, "--shadow-bytes", str(config.shadow_bytes), "--canary" if config.canary else "--no-canary",
             *([] if config.full_every is None else ["--full-every", str(config.full_every)]),
+            *([] if config.keep_versions is None else ["--keep-versions", str(config.keep_versions)]),
         ]  # fmt: skip
         self.launcher.start(
             NodeProcess(

@@ -11,12 +11,14 @@ from io import StringIO
 from pathlib import Path
 from statistics import median
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
 
 from benchmarks import harness, memory, stream
 from benchmarks.harness import Case, Result
+from benchmarks.suite import TASKS, Task, run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT_KEYS = {"benchmark", "device", "commit", "packages", "cases"}
@@ -134,6 +136,37 @@ def test_committed_results_can_be_read_and_drawn(tmp_path):
         assert printed(harness.print_table, loaded).count("\n") > len(loaded.cases)
     harness.plot(harness.load(results[-1]), tmp_path / "last.png")
     assert (tmp_path / "last.png").stat().st_size > 5000
+
+
+# ------------------------------------------------------------ the suite
+
+
+def test_the_suite_puts_tasks_on_free_gpus_and_ends_what_is_late(tmp_path):
+    def task(name, gpus, code, limit_s=20.0, **more):
+        return Task(name=name, gpus=gpus, limit_s=limit_s, command=f"{{python}} -c '{code}'", **more)
+
+    show = 'import os; print(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["SPLICE_BENCH_GPUS"])'
+    late = 'import subprocess, sys; subprocess.run([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"])'
+    tasks = [
+        task("pair", 2, show), task("numbers", 1, show, by_number=True), task("late", 1, late, limit_s=3.0), task("red", 1, "raise SystemExit(3)"),
+        task("large", 4, show),
+    ]  # fmt: skip
+    began = time.monotonic()
+    outcomes = run_all(tasks, gpus=[4, 5, 6], out=tmp_path, limit_s=60.0, console=Console(file=StringIO()))
+    assert time.monotonic() - began < 45
+    assert [o.said() for o in outcomes] == ["ok", "ok", "over its limit", "exit code 3", "not run"]
+    assert (tmp_path / "pair.log").read_text().split() == ["4,5", "4,5"]
+    assert (tmp_path / "numbers.log").read_text().split()[1] == "6" and outcomes[1].gpus == (6,)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(60)" in " ".join(p.info["cmdline"] or ())]
+
+
+def test_the_suites_commands_can_be_read():
+    names = [task.name for task in TASKS]
+    assert len(set(names)) == len(names)
+    for task in TASKS:
+        command = task.command.format(trainer=0, inference=1, out="out.json", python="python", inference_python="python")
+        words = command.removeprefix("sh -c '").split()
+        assert Path(words[words.index("pytest") + 3]).exists() if "pytest" in words else words[1] == "-m", command
 
 
 def test_memory_of_another_process_is_seen():

@@ -1,6 +1,6 @@
 """CUDA graphs stay valid across updates: vLLM with graphs on serves, in decoding too, what each new version's weights compute.
 
-Needs two GPUs and both environments (SPLICE_INFERENCE_PYTHON names vLLM's): `pytest -m gpu2 tests/e2e/test_cuda_graphs.py`.
+Needs two GPUs (SPLICE_BENCH_GPUS, default 0,1) and both environments (SPLICE_INFERENCE_PYTHON names vLLM's): `pytest -m gpu2 tests/e2e/test_cuda_graphs.py`.
 Prefill's log-probs are compared with transformers by `splice smoke`; decode's, which run in full graphs, are compared here with prefill's of the same
 tokens, and with those of the version before.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.clusters import gpus
 from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TrainMergedJob, batch_specs
@@ -26,17 +27,17 @@ ROUNDING = 0.05
 
 
 def config(model: Path, folder: Path, *, mode: str, device: str) -> ClusterConfig:
-    cuda = device == "cuda"
+    cuda, (trainer_gpu, inference_gpu) = device == "cuda", gpus()
     kind = {"device": device, "dtype": "bfloat16" if cuda else "float32", "transport": "nccl" if cuda else "gloo"}
     trainer = TrainerConfig(
         model=model, lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")), **kind
     )
     inference = InferenceConfig(
-        model=model, name="tiny", load_format="dummy", gpus=(1,) if cuda else (), enforce_eager=not cuda, gpu_memory_utilization=0.2, **kind
+        model=model, name="tiny", load_format="dummy", gpus=(inference_gpu,) if cuda else (), enforce_eager=not cuda, gpu_memory_utilization=0.2, **kind
     )  # fmt: skip
     return ClusterConfig(
         run_dir=folder / "run", name="tiny", trainer_python=TRAINER_PYTHON, inference_python=INFERENCE_PYTHON, trainer=trainer,
-        inference=(inference,), trainer_gpus=(0,) if cuda else (), mode=mode,
+        inference=(inference,), trainer_gpus=(trainer_gpu,) if cuda else (), mode=mode,
     )  # fmt: skip
 
 

@@ -1,0 +1,196 @@
+"""Hundreds of training jobs on one cluster while requests run, the trainer killed now and then: what grows, what is lost.
+
+    job_s                 the last tenth of the jobs; peer: the first tenth. Jobs in which the trainer was killed are left out
+    recovery_s            jobs in which it was killed (SIGKILL, at a random moment); each has to end in `Completed`
+    NODE_bytes            resident memory of orchestrator, trainer and inference node with all their processes, after each tenth; peer: after the second
+                          tenth, when everything has run once. Medians of both: a leak shows in `samples`, which are in order
+    NODE_descriptors      open descriptors, likewise
+    journal_bytes_per_job, run_dir_bytes_per_job    growth of the journal, and of the whole run folder, by job, from the second tenth on
+    requests_lost         completions that ended with an error or short of tokens; 0 is the only good value
+    vllm_starts           processes that vLLM was; 1 is the only good value
+
+One small LoRA job after another, each published, two checkpoints kept (`keep_versions`). SPLICE_BENCH_JOBS says how many (300; 20 with --small),
+SPLICE_BENCH_CRASH_EVERY after how many the trainer is killed (50; 10 with --small).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import psutil
+
+from benchmarks import clusters
+from benchmarks.harness import Case
+from benchmarks.stream import Streams
+from orchestrator.cluster import Cluster
+from orchestrator.launch import descendants
+from orchestrator.preflight import read_model_config
+from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TensorSpec, TrainMergedJob, batch_specs
+
+NODES = {"orchestrator": "orchestrator", "trainer": "trainer", "inference": "inference-0"}
+TENTHS = 10
+SEQUENCES, TOKENS_EACH, STREAMS = 8, 64, 4
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the run showed. One entry a job, or a tenth."""
+
+    job_s: list[float] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+    tenths: list[dict[str, int]] = field(default_factory=list)
+    vllm: set[tuple[int, float]] = field(default_factory=set)
+    lost: list[str] = field(default_factory=list)
+    requests: int = 0
+
+
+def run(*, device: str, small: bool) -> list[Case]:
+    """Shape tiny; one trainer rank, one vLLM."""
+    jobs = int(os.environ.get("SPLICE_BENCH_JOBS", "20" if small else "300"))
+    crash_every = int(os.environ.get("SPLICE_BENCH_CRASH_EVERY", "10" if small else "50"))
+    if jobs < TENTHS or crash_every < 1:
+        raise ValueError(f"{jobs} jobs with a crash every {crash_every}: at least {TENTHS} jobs and every 1 are needed")
+    with TemporaryDirectory(prefix="splice-bench-") as folder:
+        seen = _soak(Path(folder), device=device, jobs=jobs, crash_every=crash_every)
+    return _cases(
+        seen, {"jobs": jobs, "crash_every": crash_every, "sequences": SEQUENCES, "streams": STREAMS}, per_tenth=jobs // TENTHS
+    )
+
+
+def _soak(folder: Path, *, device: str, jobs: int, crash_every: int) -> Seen:
+    seen, dice = Seen(), random.Random(0)
+    config = dataclasses.replace(
+        clusters.cluster_config("tiny", folder, device=device, max_num_seqs=2 * STREAMS), keep_versions=2, trainer_restarts=jobs
+    )
+    with Cluster(config) as cluster:
+        cluster.client.run(InitialSyncJob())
+        vocab_size = int(read_model_config(config.trainer.model)["vocab_size"])
+        streams = Streams(
+            base_url=cluster.base_urls[0], model=clusters.NAME, count=STREAMS, prompt_tokens=16, max_tokens=64, vocab_size=vocab_size
+        )  # fmt: skip
+        with streams:
+            for number in range(1, jobs + 1):
+                is_crash = number % crash_every == 0
+                after_s = dice.uniform(0.0, 1.5 * seen.job_s[-1]) if is_crash else None
+                job_s = _run_job(cluster, dice, vocab_size=vocab_size, kill_after_s=after_s)
+                (seen.recovery_s if is_crash else seen.job_s).append(job_s)
+                if number % (jobs // TENTHS) == 0:
+                    seen.tenths.append(_held(cluster))
+                    seen.vllm |= {(p.pid, p.create_time()) for p in _processes(cluster, "inference") if _is_server(p)}
+        seen.lost, seen.requests = streams.lost(), len(streams.requests)
+    return seen
+
+
+def _run_job(cluster: Cluster, dice: random.Random, *, vocab_size: int, kill_after_s: float | None) -> float:
+    """Seconds of one job; the trainer's ranks are killed in it after so many."""
+    specs, buffers = _batch(dice, vocab_size)
+    job = TrainMergedJob(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=1e-4), tensors=specs)
+    with _killing(cluster, kill_after_s):
+        began = time.monotonic()
+        cluster.client.run(job, buffers=buffers, timeout_s=600)
+        return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _killing(cluster: Cluster, after_s: float | None) -> Iterator[None]:
+    if after_s is None:
+        yield
+        return
+    timer = threading.Timer(after_s, lambda: [p.kill() for p in _processes(cluster, "trainer") if _is_rank(p)])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def _batch(dice: random.Random, vocab_size: int) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
+    """Random tokens, the first quarter of each sequence a prompt."""
+    count, prompt = SEQUENCES * TOKENS_EACH, TOKENS_EACH // 4
+    values = {
+        "tokens": [dice.randrange(vocab_size) for _ in range(count)],
+        "sequence_lengths": [TOKENS_EACH] * SEQUENCES,
+        "loss_mask": ([0] * prompt + [1] * (TOKENS_EACH - prompt)) * SEQUENCES,
+    }
+    specs = batch_specs(num_sequences=SEQUENCES, num_tokens=count)
+    return specs, [np.asarray(values.get(s.name, [0] * count), dtype=s.dtype).tobytes() for s in specs]
+
+
+# ------------------------------------------------------------ what is held
+
+
+def _processes(cluster: Cluster, node: str) -> list[psutil.Process]:
+    pid = cluster.launcher.nodes[NODES[node]].pid
+    return [] if pid is None else descendants(pid, and_self=True)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """A trainer rank: `python -u -m trainer_node ...`; torchrun's own command has the module as well, behind its own."""
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        return (
+            "trainer_node" in words and words[words.index("trainer_node") - 1] == "-m" and "torch.distributed.run" not in words
+        )
+    return False
+
+
+def _is_server(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "inference_node.serve" in process.cmdline()
+    return False
+
+
+def _held(cluster: Cluster) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for node in NODES:
+        processes = _processes(cluster, node)
+        held[f"{node}_bytes"] = _total(processes, lambda p: int(p.memory_info().rss))
+        held[f"{node}_descriptors"] = _total(processes, lambda p: int(p.num_fds()))
+    run_dir = cluster.config.run_dir
+    held["journal_bytes"] = sum(p.stat().st_size for p in run_dir.glob("journal.sqlite*"))
+    held["run_dir_bytes"] = sum(p.stat().st_size for p in run_dir.rglob("*") if p.is_file())
+    return held
+
+
+def _total(processes: list[psutil.Process], read: Callable[[psutil.Process], int]) -> int:
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            total += read(process)
+    return total
+
+
+def _cases(seen: Seen, settings: dict[str, object], *, per_tenth: int) -> list[Case]:
+    def case(
+        metric: str, unit: str, samples: list[float], peer: str | None = None, than: list[float] | None = None, **more: object
+    ) -> Case:
+        return Case(
+            name="tiny/soak", metric=metric, unit=unit, samples=tuple(samples), peer=peer, peer_samples=tuple(than or ()), settings=settings | more
+        )  # fmt: skip
+
+    tenth, first, last = max(1, len(seen.job_s) // TENTHS), seen.tenths[1], seen.tenths[-1]
+    cases = [
+        case("job_s", "s", seen.job_s[-tenth:], "the first tenth", seen.job_s[:tenth]),
+        case("recovery_s", "s", seen.recovery_s, "a job without a crash", seen.job_s),
+    ]
+    for node in NODES:
+        for what, unit in (("bytes", "B"), ("descriptors", "descriptors")):
+            samples = [float(held[f"{node}_{what}"]) for held in seen.tenths[2:]]
+            cases.append(case(f"{node}_{what}", unit, samples, "after the second tenth", [float(first[f"{node}_{what}"])]))
+    later = per_tenth * (TENTHS - 2)
+    cases += [case(f"{what}_per_job", "B", [(last[what] - first[what]) / later]) for what in ("journal_bytes", "run_dir_bytes")]
+    return [
+        *cases,
+        case("requests_lost", "requests", [float(len(seen.lost))], requests=seen.requests, reasons=seen.lost[:10]),
+        case("vllm_starts", "processes", [float(len(seen.vllm))]),
+    ]

@@ -1,0 +1,181 @@
+"""Every GPU test and benchmark, one command: tasks are put on free GPUs in their order, each within a time limit, whatever becomes of the others.
+
+    python -m benchmarks suite --gpus 0,1,2,3 --out DIR [--only sync,train] [--limit-s 3000]
+
+DIR gets NAME.log of every task and NAME.json of every benchmark. A task that outlives its limit, or the whole suite's, is ended with all its
+processes, so that the next one finds the GPU's memory free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import inference_python
+from orchestrator.launch import descendants
+
+POLL_S = 0.2
+TERM_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A command line; {trainer}, {inference}, {out} and {inference_python} stand for its first GPU, its second, its JSON file and vLLM's interpreter."""
+
+    name: str
+    gpus: int
+    limit_s: float
+    command: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    by_number: bool = False
+    """Its processes choose among all GPUs by number (a cluster does); else it sees its own only."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What became of a task. `code` None: it was ended by a limit, or never begun."""
+
+    task: Task
+    gpus: tuple[int, ...] = ()
+    began_s: float = 0.0
+    seconds: float = 0.0
+    code: int | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    def said(self) -> str:
+        """One word."""
+        if self.process is None:
+            return "not run"
+        return "over its limit" if self.code is None else ("ok" if self.code == 0 else f"exit code {self.code}")
+
+
+def _test(name: str, gpus: int, paths: str, limit_s: float, *, python: str = "{python}", by_number: bool = False) -> Task:
+    return Task(name=name, gpus=gpus, limit_s=limit_s, command=f"{python} -m pytest -m gpu{gpus} {paths}", by_number=by_number)
+
+
+def _bench(name: str, benchmark: str, gpus: int, limit_s: float, *, by_number: bool = False, **env: str) -> Task:
+    command = f"{{python}} -m benchmarks {benchmark} --device cuda --out {{out}}"
+    return Task(name=name, gpus=gpus, limit_s=limit_s, command=command, env=env, by_number=by_number)
+
+
+def _cluster(name: str, benchmark: str, limit_s: float, **env: str) -> Task:
+    return _bench(name, benchmark, 2, limit_s, by_number=True, **env)
+
+
+SMOKE = (
+    "{python} -m orchestrator smoke --device cuda --trainer-gpus {trainer} --inference-gpus {inference} "
+    "--inference-python {inference_python} --report {out}"
+)
+LARGE = "{python} -m trainer_node.make_checkpoint --arch qwen3_moe --shape qwen3-30b-a3b --config-only --out {out}.model"
+TASKS = (
+    _test("tests-gpu2-trainer", 2, "tests/trainer_node/test_parity_bf16.py", 400),
+    _test("tests-gpu2-transfer", 2, "tests/weight_transfer/test_gpu.py", 200),
+    _test("tests-gpu2-graphs", 2, "tests/e2e/test_cuda_graphs.py", 400, by_number=True),
+    _test("tests-gpu1-trainer", 1, "tests/trainer_node tests/weight_transfer", 300),
+    _test("tests-gpu1-inference", 1, "tests/inference_node/test_direct.py", 200, python="{inference_python}"),
+    _test("tests-gpu4", 4, "tests/trainer_node/test_parity_bf16.py", 400),
+    Task(name="smoke-tiny-moe", gpus=2, limit_s=400, command=SMOKE, by_number=True),
+    Task(
+        name="smoke-30b-a3b", gpus=2, limit_s=400, by_number=True,
+        command=f"sh -c '{LARGE} && {SMOKE} --model {{out}}.model --random-init --no-proof'",
+    ),
+    _cluster("sync-30b-a3b-lora-all", "sync", 400, SPLICE_BENCH_SYNC="30b-a3b/lora-all"),
+    _cluster("sync-30b-a3b-lora-attn", "sync", 400, SPLICE_BENCH_SYNC="30b-a3b/lora-attn"),
+    _cluster("sync-8b-lora-all", "sync", 300, SPLICE_BENCH_SYNC="8b/lora-all"),
+    _cluster("pause-shadow", "pause", 500, SPLICE_BENCH_PAUSE="shadow"),
+    _cluster("pause-30b-a3b", "pause", 600, SPLICE_BENCH_PAUSE="keep,keep_kv,stock"),
+    _bench("train-8b", "train", 1, 300, SPLICE_BENCH_SHAPES="8b"),
+    _bench("train-30b-a3b", "train", 1, 500, SPLICE_BENCH_SHAPES="30b-a3b"),
+    _bench("train-4-30b-a3b", "train", 4, 600, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_TOPOLOGIES="dp4,ep4,tp2dp2"),
+    _bench("train-4-8b", "train", 4, 400, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_TOPOLOGIES="dp4,tp2dp2"),
+    _cluster("loop-8b", "loop", 400, SPLICE_BENCH_SHAPES="8b"),
+    _cluster("soak", "soak", 900),
+    _bench("wire", "wire", 2, 120),
+    *(_bench(name, name, 1, 240) for name in ("merge", "export", "logits", "save", "arrival")),
+)  # fmt: skip
+
+
+def run_all(tasks: Sequence[Task], *, gpus: Sequence[int], out: Path, limit_s: float, console: Console) -> list[Outcome]:
+    """Run the tasks; one outcome each, in their order. Those that want more GPUs than there are, or for which no time is left, are not run."""
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes = [Outcome(task=t) for t in tasks]
+    waiting = [o for o in outcomes if o.task.gpus <= len(gpus)]
+    running: list[Outcome] = []
+    free, until_s = set(gpus), time.monotonic() + limit_s
+    try:
+        while running or (waiting and time.monotonic() < until_s):
+            for outcome in [o for o in running if _has_ended(o, until_s)]:
+                running.remove(outcome)
+                free |= set(outcome.gpus)
+                console.print(f"{outcome.task.name}: {outcome.said()} after {outcome.seconds:.0f} s")
+            # In their order: one that wants four GPUs is not passed by later ones for ever.
+            while waiting and len(free) >= waiting[0].task.gpus and time.monotonic() < until_s:
+                outcome = waiting.pop(0)
+                _start(outcome, tuple(sorted(free)[: outcome.task.gpus]), out)
+                free -= set(outcome.gpus)
+                running.append(outcome)
+            time.sleep(POLL_S)
+    finally:
+        for outcome in running:
+            _end(outcome)
+    return outcomes
+
+
+def _start(outcome: Outcome, gpus: tuple[int, ...], out: Path) -> None:
+    task, listed = outcome.task, ",".join(map(str, gpus))
+    places = {
+        "trainer": gpus[0], "inference": gpus[-1], "out": out / f"{task.name}.json", "python": sys.executable, "inference_python": inference_python(),
+    }  # fmt: skip
+    env = {"SPLICE_BENCH_GPUS": listed, "SPLICE_BENCH_TRAIN_GPUS": listed}
+    if not task.by_number:
+        env["CUDA_VISIBLE_DEVICES"] = listed
+    with (out / f"{task.name}.log").open("wb") as log:
+        outcome.process = subprocess.Popen(
+            shlex.split(task.command.format(**places)), env={**os.environ, **env, **task.env}, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    outcome.gpus, outcome.began_s = gpus, time.monotonic()
+
+
+def _has_ended(outcome: Outcome, until_s: float) -> bool:
+    assert outcome.process is not None
+    outcome.seconds = time.monotonic() - outcome.began_s
+    outcome.code = outcome.process.poll()
+    if outcome.code is None and outcome.seconds < outcome.task.limit_s and time.monotonic() < until_s:
+        return False
+    _end(outcome)
+    return True
+
+
+def _end(outcome: Outcome) -> None:
+    """The task's process and all below it."""
+    process = outcome.process
+    assert process is not None
+    family = descendants(process.pid, and_self=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=TERM_GRACE_S)
+    for left in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    process.wait(timeout=TERM_GRACE_S)
+
+
+def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
+    """One row per task."""
+    table = Table("task", "GPUs", "seconds", "outcome", title="suite")
+    for o in outcomes:
+        table.add_row(o.task.name, ",".join(map(str, o.gpus)), f"{o.seconds:.0f}", o.said())
+    console.print(table)

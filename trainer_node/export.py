@@ -81,6 +81,8 @@ class Exporter:
             targets = self._plan(manifest)
             changed = tuple(i for i, spec in enumerate(specs) if spec.name in targets)
             self._manifest = Manifest(tensors=manifest.tensors, changed=changed or None)
+            if self._runtime.device.type == "cuda":
+                torch.cuda.empty_cache()  # what this export took is not needed again
         return self._manifest
 
     def _plan(self, manifest: Manifest) -> frozenset[str]:

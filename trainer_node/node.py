@@ -554,9 +554,14 @@ class Node:
         report.seconds["export"] = max(0.0, report.seconds.get("export", 0.0) - self.exporter.merge_s)
         return self._sent(message, report)
 
-    @staticmethod
-    def _sent(message: SendWeights, report: Any) -> Outcome:
+    def _sent(self, message: SendWeights, report: Any) -> Outcome:
         digests = report.digests_N
+        if self.runtime.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            log.info(
+                "sent version %d; bytes on the GPU: %d in use, %d of them held by torch, at most %d by tensors so far",
+                message.version, total - free, torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated(),
+            )  # fmt: skip
         spec = TensorSpec(name="digests", dtype="int64", shape=tuple(digests.shape))
         return Outcome(
             result={"version": message.version, "nbytes": report.nbytes, "seconds": report.seconds},

@@ -12,11 +12,14 @@ Axes: N = rows, E = experts, H = hidden size, F = an expert's inner size, R = co
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from trainer_node.experts import GateUp
 
 BLOCK_N = 64
 """Rows of a tile."""
@@ -155,43 +158,28 @@ def _combine_kernel(y_ptr, row_ptr, out_ptr, H: tl.constexpr, K: tl.constexpr, C
     tl.store(out_ptr + t * H + c, total.to(out_ptr.dtype.element_ty), mask=c < H)
 
 
-def swiglu(
-    y_N2F: torch.Tensor,
-    h_N2R: torch.Tensor | None,
-    lora_B_E2F2R: torch.Tensor | None,
-    probs_N: torch.Tensor,
-    ends_E: torch.Tensor,
-) -> torch.Tensor:
+def swiglu(inner: GateUp) -> torch.Tensor:
     """`experts.swiglu`."""
-    out_NF = y_N2F.new_empty(len(y_N2F), y_N2F.shape[1] // 2)
-    shape = _shape(y_N2F, h_N2R, ends_E)
-    grid = (num_tiles(len(y_N2F), len(ends_E)), triton.cdiv(out_NF.shape[1], BLOCK_F))
+    y_N2F, (num_rows, width) = inner.y_N2F, inner.y_N2F.shape
+    out_NF = y_N2F.new_empty(num_rows, width // 2)
+    grid = (num_tiles(num_rows, len(inner.ends_E)), triton.cdiv(width // 2, BLOCK_F))
     with torch.cuda.device_of(y_N2F):
-        _swiglu_kernel[grid](
-            y_N2F, _or(h_N2R, y_N2F), _or(lora_B_E2F2R, y_N2F), probs_N, ends_E, out_NF, len(y_N2F), **shape, num_warps=4
-        )  # fmt: skip
+        _swiglu_kernel[grid](*_inputs(inner), out_NF, num_rows, **_shape(inner), num_warps=4)
     return out_NF
 
 
 def swiglu_backward(
-    y_N2F: torch.Tensor,
-    h_N2R: torch.Tensor | None,
-    lora_B_E2F2R: torch.Tensor | None,
-    probs_N: torch.Tensor,
-    ends_E: torch.Tensor,
-    grad_NF: torch.Tensor,
-    down_NR: torch.Tensor | None,
-    down_A_ERF: torch.Tensor | None,
+    inner: GateUp, grad_NF: torch.Tensor, down_NR: torch.Tensor | None, down_A_ERF: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`experts.swiglu_backward`."""
+    y_N2F, num_rows = inner.y_N2F, len(inner.y_N2F)
     act_NF, grad_y_N2F = torch.empty_like(grad_NF), torch.empty_like(y_N2F)
-    grad_p_N = torch.empty(len(y_N2F), dtype=torch.float32, device=y_N2F.device)
+    grad_p_N = torch.empty(num_rows, dtype=torch.float32, device=y_N2F.device)
     down_rank = 0 if down_NR is None else down_NR.shape[1]
     with torch.cuda.device_of(y_N2F):
-        _swiglu_backward_kernel[(num_tiles(len(y_N2F), len(ends_E)),)](
-            y_N2F, _or(h_N2R, y_N2F), _or(lora_B_E2F2R, y_N2F), probs_N, ends_E, grad_NF, _or(down_NR, y_N2F), _or(down_A_ERF, y_N2F),
-            act_NF, grad_y_N2F, grad_p_N, len(y_N2F), **_shape(y_N2F, h_N2R, ends_E),
-            DOWN_R=down_rank, PADDED_DOWN_R=_padded(down_rank), num_warps=4,
+        _swiglu_backward_kernel[(num_tiles(num_rows, len(inner.ends_E)),)](
+            *_inputs(inner), grad_NF, _or(down_NR, y_N2F), _or(down_A_ERF, y_N2F), act_NF, grad_y_N2F, grad_p_N, num_rows,
+            **_shape(inner), DOWN_R=down_rank, PADDED_DOWN_R=_padded(down_rank), num_warps=4,
         )  # fmt: skip
     return act_NF, grad_y_N2F, grad_p_N
 
@@ -221,17 +209,23 @@ def combine(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
     return out_TH
 
 
-def _shape(y_N2F: torch.Tensor, h_N2R: torch.Tensor | None, ends_E: torch.Tensor) -> dict[str, Any]:
-    rank = 0 if h_N2R is None else h_N2R.shape[1] // 2
+def _inputs(inner: GateUp) -> tuple[torch.Tensor, ...]:
+    """Both kernels' first arguments."""
+    y_N2F = inner.y_N2F
+    return y_N2F, _or(inner.h_N2R, y_N2F), _or(inner.lora_B_E2F2R, y_N2F), inner.probs_N, inner.ends_E
+
+
+def _shape(inner: GateUp) -> dict[str, Any]:
+    rank = 0 if inner.h_N2R is None else inner.h_N2R.shape[1] // 2
     return {
-        "F": y_N2F.shape[1] // 2,
+        "F": inner.y_N2F.shape[1] // 2,
         "R": rank,
         "PADDED_R": _padded(rank),
-        "E": len(ends_E),
-        "PADDED_E": triton.next_power_of_2(len(ends_E)),
+        "E": len(inner.ends_E),
+        "PADDED_E": triton.next_power_of_2(len(inner.ends_E)),
         "BLOCK": BLOCK_N,
         "COLUMNS": BLOCK_F,
-        "PRECISION": _precision(y_N2F),
+        "PRECISION": _precision(inner.y_N2F),
     }
 
 

@@ -122,6 +122,36 @@ class Factors:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateUp:
+    """[gate | up] = y + h B' of each row, not yet added up, and what becomes of it."""
+
+    y_N2F: torch.Tensor
+    """The base's part."""
+    h_N2R: torch.Tensor | None
+    """The adapters' hidden layer; None, like B, where nothing of fc1 has an adapter."""
+    lora_B_E2F2R: torch.Tensor | None
+    probs_N: torch.Tensor
+    """Routing weights."""
+    ends_E: torch.Tensor
+    """As in `Rows`."""
+
+    @staticmethod
+    def of(y_N2F: torch.Tensor, h_N2R: torch.Tensor | None, fc1: Factors | None, probs: torch.Tensor, rows: Rows) -> GateUp:
+        """As the layer has them."""
+        lora_B = None if fc1 is None else fc1.lora_B_EOQ
+        return GateUp(y_N2F=y_N2F, h_N2R=h_N2R, lora_B_E2F2R=lora_B, probs_N=_by_row(probs, rows), ends_E=rows.ends_E)
+
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate and up, [N, F] each, in fp32 or wider."""
+        wide = torch.promote_types(self.y_N2F.dtype, torch.float32)
+        y = self.y_N2F.to(wide)
+        if self.h_N2R is not None and self.lora_B_E2F2R is not None:
+            y = y + grouped_matmul(self.h_N2R.to(wide), self.lora_B_E2F2R.transpose(1, 2).to(wide), self.ends_E)
+        gate, up = y.chunk(2, dim=1)
+        return gate, up
+
+
 class _ExpertMlp(torch.autograd.Function):
     """See the module's docstring; the base is frozen."""
 
@@ -138,11 +168,10 @@ class _ExpertMlp(torch.autograd.Function):
         """`probs`: [T, K], or [N] where the rows are the input's own. `params`: A and B of gate, up and down."""
         fc1, fc2 = _factors(params, scale, x_TH.dtype)
         rows_NH = rows.gather(x_TH)
-        probs_N = _by_row(probs, rows)
         y_N2F = grouped_matmul(rows_NH, stacked.fc1_E2FH.transpose(1, 2), rows.ends_E)
         h_NQ = None if fc1 is None else fc1.hidden(rows_NH, rows)
         del rows_NH
-        act_NF = swiglu(y_N2F, h_NQ, None if fc1 is None else fc1.lora_B_EOQ, probs_N, rows.ends_E)
+        act_NF = swiglu(GateUp.of(y_N2F, h_NQ, fc1, probs, rows))
         out_NH = grouped_matmul(act_NF, stacked.fc2_EHF.transpose(1, 2), rows.ends_E)
         if fc2 is not None:
             add_product_(out_NH, fc2.hidden(act_NF, rows), fc2.lora_B_EOQ, rows.ends_E)
@@ -159,10 +188,10 @@ class _ExpertMlp(torch.autograd.Function):
         grad_NH = rows.gather(grad_TH.contiguous())
         grad_down_NR = None if fc2 is None else fc2.grad_hidden(grad_NH, rows)
         grad_act_NF = grouped_matmul(grad_NH, stacked.fc2_EHF, rows.ends_E)
+        down_A = None if fc2 is None else fc2.lora_A_EQI
         act_NF, grad_y_N2F, grad_probs_N = swiglu_backward(
-            y_N2F, h_NQ, None if fc1 is None else fc1.lora_B_EOQ, _by_row(probs, rows), rows.ends_E,
-            grad_act_NF, grad_down_NR, None if fc2 is None else fc2.lora_A_EQI,
-        )  # fmt: skip
+            GateUp.of(y_N2F, h_NQ, fc1, probs, rows), grad_act_NF, grad_down_NR, down_A
+        )
         del grad_act_NF
         grads: list[torch.Tensor | None] = [None] * len(params)
         if fc2 is not None and grad_down_NR is not None:
@@ -213,48 +242,33 @@ def grouped_outer(x_NO: torch.Tensor, y_NI: torch.Tensor, ends_E: torch.Tensor) 
     return torch.stack([x.T @ y for x, y in zip(_split(x_NO, ends_E), _split(y_NI, ends_E), strict=True)])
 
 
-def swiglu(
-    y_N2F: torch.Tensor,
-    h_N2R: torch.Tensor | None,
-    lora_B_E2F2R: torch.Tensor | None,
-    probs_N: torch.Tensor,
-    ends_E: torch.Tensor,
-) -> torch.Tensor:
-    """silu(gate) * up * p of [gate | up] = y + h B', in fp32, rounded once. [N, F]"""
-    if y_N2F.is_cuda:
+def swiglu(inner: GateUp) -> torch.Tensor:
+    """silu(gate) * up * p, in fp32, rounded once. [N, F]"""
+    if inner.y_N2F.is_cuda:
         from trainer_node import expert_kernels
 
-        return expert_kernels.swiglu(y_N2F, h_N2R, lora_B_E2F2R, probs_N, ends_E)
-    gate, up = _gate_up(y_N2F, h_N2R, lora_B_E2F2R, ends_E)
-    return (functional.silu(gate) * up * probs_N.to(gate.dtype)[:, None]).to(y_N2F.dtype)
+        return expert_kernels.swiglu(inner)
+    gate, up = inner.halves()
+    return (functional.silu(gate) * up * inner.probs_N.to(gate.dtype)[:, None]).to(inner.y_N2F.dtype)
 
 
 def swiglu_backward(
-    y_N2F: torch.Tensor,
-    h_N2R: torch.Tensor | None,
-    lora_B_E2F2R: torch.Tensor | None,
-    probs_N: torch.Tensor,
-    ends_E: torch.Tensor,
-    grad_NF: torch.Tensor,
-    down_NR: torch.Tensor | None,
-    down_A_ERF: torch.Tensor | None,
+    inner: GateUp, grad_NF: torch.Tensor, down_NR: torch.Tensor | None, down_A_ERF: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(`swiglu`'s output once more [N, F], gradient of y [N, 2F], gradient of p [N]), where the output's gradient is grad + down A."""
-    if y_N2F.is_cuda:
+    if inner.y_N2F.is_cuda:
         from trainer_node import expert_kernels
 
-        return expert_kernels.swiglu_backward(
-            y_N2F, h_N2R, lora_B_E2F2R, probs_N, ends_E, grad_NF, down_NR, down_A_ERF
-        )  # fmt: skip
-    gate, up = _gate_up(y_N2F, h_N2R, lora_B_E2F2R, ends_E)
+        return expert_kernels.swiglu_backward(inner, grad_NF, down_NR, down_A_ERF)
+    gate, up = inner.halves()
     grad = grad_NF.to(gate.dtype)
     if down_NR is not None and down_A_ERF is not None:
-        grad = grad + grouped_matmul(down_NR.to(gate.dtype), down_A_ERF.to(gate.dtype), ends_E)
-    p_N1, s = probs_N.to(gate.dtype)[:, None], gate.sigmoid()
+        grad = grad + grouped_matmul(down_NR.to(gate.dtype), down_A_ERF.to(gate.dtype), inner.ends_E)
+    p_N1, s = inner.probs_N.to(gate.dtype)[:, None], gate.sigmoid()
     product = gate * s * up
     grad_gate, grad_up = grad * p_N1 * up * (s * (1 + gate * (1 - s))), grad * p_N1 * gate * s
-    grad_y = torch.cat([grad_gate, grad_up], dim=1).to(y_N2F.dtype)
-    return (product * p_N1).to(y_N2F.dtype), grad_y, (grad * product).sum(1)
+    grad_y = torch.cat([grad_gate, grad_up], dim=1).to(inner.y_N2F.dtype)
+    return (product * p_N1).to(inner.y_N2F.dtype), grad_y, (grad * product).sum(1)
 
 
 def add_product_(y_NO: torch.Tensor, h_NR: torch.Tensor, w_EOR: torch.Tensor, ends_E: torch.Tensor) -> None:
@@ -276,17 +290,6 @@ def combine(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
         return expert_kernels.combine(y_NH, row_TK)
     wide = torch.promote_types(y_NH.dtype, torch.float32)
     return y_NH[row_TK].to(wide).sum(1).to(y_NH.dtype)
-
-
-def _gate_up(
-    y_N2F: torch.Tensor, h_N2R: torch.Tensor | None, lora_B_E2F2R: torch.Tensor | None, ends_E: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(y_N2F.dtype, torch.float32)
-    y = y_N2F.to(wide)
-    if h_N2R is not None and lora_B_E2F2R is not None:
-        y = y + grouped_matmul(h_N2R.to(wide), lora_B_E2F2R.transpose(1, 2).to(wide), ends_E)
-    gate, up = y.chunk(2, dim=1)
-    return gate, up
 
 
 def _split(x: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, ...]:

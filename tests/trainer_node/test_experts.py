@@ -43,6 +43,12 @@ def block_diagonal(b: torch.Tensor) -> torch.Tensor:
     return b
 
 
+def inner(d: dict[str, torch.Tensor], *, has_adapter: bool) -> experts.GateUp:
+    """SwiGLU's arguments."""
+    h, b = (d["h"], d["b"]) if has_adapter else (None, None)
+    return experts.GateUp(y_N2F=d["y"], h_N2R=h, lora_B_E2F2R=b, probs_N=d["p"], ends_E=d["ends"])
+
+
 def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Every kernel against the CPU's operations in fp32."""
     from trainer_node import expert_kernels
@@ -55,11 +61,13 @@ def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
         assert found.shape == want.shape
         torch.testing.assert_close(found.cpu().float(), want.float(), rtol=tolerance, atol=tolerance)
 
-    for h, b, ch, cb in ((d["h"], d["b"], c["h"], c["b"]), (None, None, None, None)):
-        close(expert_kernels.swiglu(d["y"], h, b, d["p"], d["ends"]), experts.swiglu(c["y"], ch, cb, c["p"], c["ends"]))
-        for down, a, cdown, ca in ((d["down_h"], d["down_a"], c["down_h"], c["down_a"]), (None, None, None, None)):
-            found = expert_kernels.swiglu_backward(d["y"], h, b, d["p"], d["ends"], d["grad"], down, a)
-            want = experts.swiglu_backward(c["y"], ch, cb, c["p"], c["ends"], c["grad"], cdown, ca)
+    for has_adapter in (True, False):
+        ours, theirs = inner(d, has_adapter=has_adapter), inner(c, has_adapter=has_adapter)
+        close(expert_kernels.swiglu(ours), experts.swiglu(theirs))
+        for has_down in (True, False):
+            down, their_down = ((x["down_h"], x["down_a"]) if has_down else (None, None) for x in (d, c))
+            found = expert_kernels.swiglu_backward(ours, d["grad"], *down)
+            want = experts.swiglu_backward(theirs, c["grad"], *their_down)
             for one, other in zip(found, want, strict=True):
                 close(one, other)
     for w, cw in ((d["w"], c["w"]), (d["w"].transpose(1, 2).contiguous().transpose(1, 2), c["w"])):

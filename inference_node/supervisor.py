@@ -50,6 +50,7 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     Hello,
     JoinTransferGroup,
+    LeaveAlias,
     LeaveTransferGroup,
     Manifest,
     PrepareShadow,
@@ -59,6 +60,7 @@ from orchestrator.protocol.messages import (
     Shutdown,
     SwapWeights,
     TensorSpec,
+    Unready,
 )
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.protocol.restarts import RestartBudget
@@ -193,6 +195,7 @@ class InferenceNode:
         if self._vllm.is_running:
             return
         log.error("vLLM has ended; starting it again. %s", self._vllm.log_tail())
+        self._say_unready("vLLM has ended")
         self._vllm.stop()
         if not self._restarts.take(time.monotonic()):
             raise NodeLost(f"vLLM ended again after {MAX_RESTARTS} starts within an hour; giving up. {self._vllm.log_tail()}")
@@ -200,8 +203,13 @@ class InferenceNode:
         self._has_part = False
         self._start_vllm(restarted=True)
 
+    def _say_unready(self, reason: str) -> None:
+        with contextlib.suppress(NodeLost):
+            self._link.send(Unready(node_id=self._node_id, reason=reason[:1000]))
+
     def _on_lost(self, message: AnyMessage, phase: str, error: NodeLost) -> None:
         """vLLM died or stopped answering under a request: fail it, end vLLM; the loop starts it again."""
+        self._say_unready(str(error))  # before the answer, or the next attempt would count on this node
         self._fail(
             message, ErrorCode.NODE_LOST, phase, str(error), "vLLM is being restarted; publish the version again after Ready."
         )
@@ -221,6 +229,7 @@ class InferenceNode:
             SwapWeights: ("swapping", self._swap),
             CheckCanary: ("checking the canary", self._canary),
             CommitUpdate: ("committing", self._commit),
+            LeaveAlias: ("leaving the alias", self._leave_alias),
         }
         known = handlers.get(type(message))
         if known is None:
@@ -452,6 +461,12 @@ class InferenceNode:
             remedy = f"Nothing was loaded; this replica goes on serving {serving}. Publish the version again."
         phase = update.phase if loaded or update.phase != "apply" else "waiting for the first byte"
         self._fail(message, code, phase, str(error), remedy)
+
+    def _leave_alias(self, message: LeaveAlias) -> None:
+        if self._served is not None and self._poisoned is None:
+            log.warning("version %d is no longer served here: %s", self._served, message.reason)
+            self._poison(f"the other replicas went on without this one: {message.reason}")
+        self._link.complete(message.request_id)
 
     def _poison(self, reason: str) -> None:
         self._poisoned, self._received = reason, None

@@ -12,7 +12,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -28,6 +29,7 @@ from orchestrator.protocol.messages import (
     Completed,
     Forward,
     JoinTransferGroup,
+    LeaveAlias,
     LeaveTransferGroup,
     LoadCheckpoint,
     Manifest,
@@ -109,6 +111,7 @@ class PublicationReport:
     states: list[str] = field(default_factory=list)
     attempts: int = 1
     replicas: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
     mode: PublicationMode = "in_place"
     why_in_place: str | None = None
     canary: dict[str, float] = field(default_factory=dict)
@@ -123,6 +126,8 @@ class _Wire:
     base: int | None = None
 
 
+BLAMED_OUT = 2
+"""After so many attempts of one publication that failed at the same replica it is left out, if another one is there."""
 CANARY_TOKENS = 12
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 """Most nats that the log-probs may differ in the median, by the manifest's coarsest dtype. fp32: the proof's 1e-4, with room for other kernels. bf16:
@@ -184,24 +189,37 @@ class Publisher:
         self._pause_started_s = 0.0
         self._is_beside = False  # what is being sent arrives beside the live tensors: no failure can have changed them
         self._abort_first = False
+        self._others: tuple[str, ...] = ()
         self._holder: str | None = None  # incarnation of the trainer that holds what is to be published; None: not known
 
     async def publish(
-        self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report, holder: str | None = None
+        self,
+        version: int,
+        *,
+        checkpoint_dir: str,
+        replicas: Sequence[str],
+        report: Report,
+        holder: str | None = None,
+        others: Sequence[str] = (),
     ) -> PublicationReport:
-        """Publish `version` to all `replicas`, rolling forward after failures, at most `attempts` times.
+        """Publish `version` to all `replicas`, rolling forward after failures, at most `attempts` times; all healthy ones or none.
+
+        A replica that is gone, or that alone fails its verification, is left out (`left_out` in the report) if another one is left.
 
         Args:
             holder: incarnation of the trainer that holds the version in memory; another one is first given it from `checkpoint_dir`.
+            others: replicas that serve `version` already and go on with it, whatever becomes of the others.
 
         Raises:
             JobFailed | PublicationError | NodeLost: it could not be done; @N still serves, or the replicas are poisoned
                 (`self.state` says which).
         """
-        self._holder = holder
+        self._holder, self._others = holder, tuple(others)
         if self._abort_first:
             await self._abort(replicas, "the orchestrator was restarted in the middle of a publication")
             self._abort_first = False
+        left_out: dict[str, str] = {}
+        blamed: Counter[str] = Counter()
         for attempt in range(1, self._config.attempts + 1):
             was_poisoned = self.state is State.POISONED
             try:
@@ -210,9 +228,15 @@ class Publisher:
                 await self._after_failure(error, version=version, replicas=replicas, was_poisoned=was_poisoned, report=report)
                 if attempt == self._config.attempts or not _worth_retrying(error):
                     raise
-                await self._recover(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
+                there = await self._recover(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
+                blamed.update([error.node] if isinstance(error, JobFailed) else [])
+                there = [r for r in there if blamed[r] < BLAMED_OUT] or there
+                why = f"it was not ready, or was the one that failed, after: {error}"
+                gone = dict.fromkeys(set(replicas) - set(there), why)
+                left_out |= await self._go_on_without(gone, version=version, report=report)
+                replicas = there
             else:
-                done.attempts = attempt
+                done.attempts, done.left_out = attempt, left_out | done.left_out
                 return done
         raise AssertionError("unreachable")
 
@@ -236,12 +260,13 @@ class Publisher:
         move = self._move if result.mode == "in_place" else self._move_beside
         await move(version, wire, replicas=replicas, report=report, result=result)
         if self._config.canary and wire.base is None:
-            await self._check_canary(version, wire.manifest, replicas=replicas, result=result)
+            await self._check_canary(version, wire.manifest, report=report, result=result)
         self._step(State.COMMITTED, version, report, result)
-        await self._commit(version, replicas=replicas, report=report)
+        await self._commit(version, report=report, result=result)
         result.seconds["publish"] = time.monotonic() - started_s
         self.version, self.state = version, advance(self.state, State.IDLE)
-        self.holding |= {r: self._router.peers[r].life for r in replicas}
+        held = {r: life for r, life in self.holding.items() if r in self._others}
+        self.holding = held | {r: self._router.peers[r].life for r in result.replicas}
         self._since_full = 0 if wire.base is None else self._since_full + 1
         if wire.base is None:
             self._full_by = self._router.peers[self._trainer].hello.incarnation
@@ -342,7 +367,7 @@ class Publisher:
         )  # fmt: skip
         if self.state is State.APPLYING:
             self._step(State.FINISHED, version, report, result)
-        self._verify(wire.manifest, sent=sent, received=received, replicas=replicas, result=result)
+        await self._verify_live(wire.manifest, sent=sent, received=received, report=report, result=result)
         self._step(State.VERIFIED, version, report, result)
         result.seconds |= _renamed(_seconds(sent[0]), {"total": "send"})
         result.seconds |= _renamed(
@@ -356,7 +381,9 @@ class Publisher:
         self._is_beside = True
         began = time.monotonic()
         sent, received = await self._transfer(version, wire, mode="shadow", replicas=replicas, on_progress=lambda _i, _p: None)
-        self._verify(wire.manifest, sent=sent, received=received, replicas=replicas, result=result, what="received")
+        wrong = self._compare(wire.manifest, sent=sent, received=received, result=result, what="received")
+        if wrong:
+            raise VerificationError("; ".join(wrong.values()) + "; none of it is used")
         self._step(State.SHADOWED, version, report, result)
         result.seconds["shadow"] = time.monotonic() - began
         result.seconds |= _renamed(_seconds(sent[0]), {"total": "send"})
@@ -381,7 +408,7 @@ class Publisher:
         )  # fmt: skip
         if self.state is State.APPLYING:
             self._step(State.FINISHED, version, report, result)
-        self._verify(wire.manifest, sent=sent, received=swapped, replicas=replicas, result=result)
+        await self._verify_live(wire.manifest, sent=sent, received=swapped, report=report, result=result)
         self._step(State.VERIFIED, version, report, result)
         result.seconds |= _renamed(_slowest([_seconds(r[0]) for r in swapped]), {"pause": "pause_request"})
 
@@ -448,38 +475,69 @@ class Publisher:
         sent, *received = await _all_or_first_error([send, *receives], on_error=lambda why: self._abort(replicas, why))
         return sent, received
 
-    def _verify(
-        self,
+    async def _verify_live(
+        self, manifest: Manifest, *, sent: _Answer, received: Sequence[_Answer], report: Report, result: PublicationReport
+    ) -> None:
+        """The live tensors of every replica against the trainer's.
+
+        Raises:
+            VerificationError: no replica has what was sent.
+        """
+        wrong = self._compare(manifest, sent=sent, received=received, result=result, what="live")
+        await self._leave_out(
+            {r: VerificationError(f"{why}; it serves nothing until a full resync verifies") for r, why in wrong.items()},
+            report=report,
+            result=result,
+        )
+
+    @staticmethod
+    def _compare(
         manifest: Manifest,
         *,
         sent: _Answer,
         received: Sequence[_Answer],
-        replicas: Sequence[str],
         result: PublicationReport,
-        what: Literal["live", "received"] = "live",
-    ) -> None:
-        for replica, (completed, buffers) in zip(replicas, received, strict=True):
+        what: Literal["live", "received"],
+    ) -> dict[str, str]:
+        """Replica -> what is wrong with its tensors."""
+        problems: dict[str, str] = {}
+        for replica, (completed, buffers) in zip(result.replicas, received, strict=True):
             unverified = completed.result.get("unverified", {})
             result.unverified |= unverified
             wrong = digest_mismatches(manifest=manifest, sent=sent[1][0], live=buffers[0], unverified=list(unverified))
             if wrong:
-                raise VerificationError(
+                problems[replica] = (
                     f"{replica}: {len(wrong)} of {len(manifest.tensors)} {what} tensors are not what the trainer sent, "
-                    f"first {', '.join(wrong[:5])}; "
-                    + ("the replica serves nothing until a full resync verifies" if what == "live" else "none of it is used")
+                    f"first {', '.join(wrong[:5])}"
                 )
         result.num_verified = result.num_tensors - len(result.unverified)
+        return problems
 
-    async def _check_canary(
-        self, version: int, manifest: Manifest, *, replicas: Sequence[str], result: PublicationReport
-    ) -> None:
+    async def _leave_out(self, failed: Mapping[str, SpliceError], *, report: Report, result: PublicationReport) -> None:
+        """Go on without these replicas: they are told to drop what they received, which poisons them.
+
+        Raises:
+            SpliceError: the first one's, if no replica would be left.
+        """
+        if not failed:
+            return
+        left = tuple(r for r in result.replicas if r not in failed)
+        if not left:
+            raise next(iter(failed.values()))
+        result.left_out |= await self._go_on_without(
+            {r: str(e) for r, e in failed.items()}, version=result.version, report=report
+        )
+        result.replicas = left
+
+    async def _check_canary(self, version: int, manifest: Manifest, *, report: Report, result: PublicationReport) -> None:
         """Replicas that serve nothing yet score a fixed prompt; the trainer does too.
 
         Raises:
-            VerificationError: a replica computes something else than the trainer.
+            VerificationError: every replica computes something else than the trainer.
         """
         # An engine's first request compiles and warms up, whose it ever is.
         began, timeout_s, prompt = time.monotonic(), self._config.plan_timeout_s, canary_prompt(manifest)
+        replicas = result.replicas
         answers = await _all_or_first_error(
             self._router.request(
                 replica,
@@ -496,26 +554,39 @@ class Publisher:
         inputs = [array.array("i", prompt).tobytes(), array.array("i", [len(prompt)]).tobytes()]
         _, own = await self._router.request(self._trainer, forward, buffers=inputs, phase="checking the canary")
         allowed = max(CANARY_TOLERANCE.get(t.dtype, 0.5) for t in manifest.tensors)
-        for replica, logprobs in asked.items():
-            result.canary[replica] = canary_difference(own[0], logprobs)
-            if not result.canary[replica] <= allowed:
-                raise VerificationError(
-                    f"{replica}: the served log-probs of a fixed prompt differ from the trainer's by {result.canary[replica]:.2g} nats in the "
-                    f"median, {allowed:g} are allowed, although every digest agrees: vLLM and Megatron do not compute the same model "
-                    "(compare their configurations and versions; --no-canary serves it all the same)"
-                )
+        result.canary = {replica: canary_difference(own[0], logprobs) for replica, logprobs in asked.items()}
+        wrong = {
+            replica: VerificationError(
+                f"{replica}: the served log-probs of a fixed prompt differ from the trainer's by {nats:.2g} nats in the "
+                f"median, {allowed:g} are allowed, although every digest agrees: vLLM and Megatron do not compute the same model "
+                "(compare their configurations and versions; --no-canary serves it all the same)"
+            )
+            for replica, nats in result.canary.items()
+            if not nats <= allowed
+        }
+        await self._leave_out(wrong, report=report, result=result)
         result.seconds["canary"] = time.monotonic() - began
 
-    async def _commit(self, version: int, *, replicas: Sequence[str], report: Report) -> None:
-        await _all_or_first_error(
-            self._router.request(
-                replica,
-                CommitUpdate(request_id=new_id("commit"), deadline_s=self._config.commit_timeout_s, version=version),
-                phase="committing",
-            )
-            for replica in replicas
-        )
-        report("resumed", {"pause_s": time.monotonic() - self._pause_started_s})
+    async def _commit(self, version: int, *, report: Report, result: PublicationReport) -> None:
+        """All replicas; one that is lost here has verified, and may or may not serve the version.
+
+        Raises:
+            JobFailed: a replica refused. NodeLost: all of them are gone.
+        """
+        resumed_s = [self._pause_started_s]
+
+        async def commit(replica: str) -> None:
+            request = CommitUpdate(request_id=new_id("commit"), deadline_s=self._config.commit_timeout_s, version=version)
+            await self._router.request(replica, request, phase="committing")
+            resumed_s.append(time.monotonic())
+
+        outcomes = await asyncio.gather(*(commit(r) for r in result.replicas), return_exceptions=True)
+        failed = {r: outcome for r, outcome in zip(result.replicas, outcomes, strict=True) if outcome is not None}
+        for error in failed.values():
+            if not isinstance(error, NodeLost):
+                raise error
+        await self._leave_out({r: e for r, e in failed.items() if isinstance(e, NodeLost)}, report=report, result=result)
+        report("resumed", {"pause_s": max(resumed_s) - self._pause_started_s})
 
     # ------------------------------------------------------------ groups
 
@@ -584,19 +655,21 @@ class Publisher:
     # ------------------------------------------------------------ failure and recovery
 
     async def _abort(self, replicas: Sequence[str], why: str) -> None:
-        orders: list[tuple[str, AbortSend | AbortUpdate]] = [(self._trainer, AbortSend(reason=why))]
-        orders += [(replica, AbortUpdate(reason=why)) for replica in replicas]
-        for node_id, message in orders:
-            try:
-                await self._router.send(node_id, message)
-            except NodeLost as error:
-                log.warning("could not tell %s to abort: %s", node_id, error)
+        await self._tell(self._trainer, AbortSend(reason=why))
+        for replica in replicas:
+            await self._tell(replica, AbortUpdate(reason=why))
+
+    async def _tell(self, node_id: str, message: AbortSend | AbortUpdate | LeaveAlias) -> None:
+        try:
+            await self._router.send(node_id, message)
+        except NodeLost as error:
+            log.warning("could not send %s to %s: %s", message.kind, node_id, error)
 
     async def _after_failure(
         self, error: Exception, *, version: int, replicas: Sequence[str], was_poisoned: bool, report: Report
     ) -> None:
         failed_in, was_beside, self._is_beside = self.state, self._is_beside, False
-        self.state = after_failure(self.state, was_poisoned=was_poisoned)
+        self.state = State.IDLE if self._others else after_failure(self.state, was_poisoned=was_poisoned)
         self._joined, self._planned = {}, {}
         self._manifest = None
         if not was_beside:
@@ -610,16 +683,35 @@ class Publisher:
         report("failed", {"state": str(failed_in), "left": str(self.state), "error": str(error)[:500]})
         log.warning("publication of version %d failed while %s, now %s: %s", version, failed_in, self.state, error)
 
-    async def _recover(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> None:
-        """Wait for the nodes (a launcher restarts dead ones) and put `version` back into a trainer that lost it."""
+    async def _recover(self, version: int, *, checkpoint_dir: str, replicas: Sequence[str], report: Report) -> list[str]:
+        """Wait for the trainer (its launcher restarts it) and put `version` back into it; returns the replicas that are there.
+
+        Raises:
+            NodeLost: the trainer, or every replica, was not ready in time.
+        """
         report("recovering", {"version": version})
-        await self._router.wait_ready([self._trainer, *replicas], timeout_s=self._config.recovery_timeout_s)
+        timeout_s = self._config.recovery_timeout_s
+        await self._router.wait_heard([self._trainer, *replicas], since_s=time.monotonic())
+        await self._router.wait_ready([self._trainer], timeout_s=timeout_s)
+        await self._router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True)
         request = LoadCheckpoint(
             request_id=new_id("load"), deadline_s=self._config.plan_timeout_s, checkpoint_dir=checkpoint_dir
         )
         holder = self._router.peers[self._trainer].hello.incarnation
         await self._router.request(self._trainer, request, phase="restoring the version to be published")
         self._holder = holder
+        return [r for r in self._router.nodes("inference") if r in replicas]
+
+    async def _go_on_without(self, failed: Mapping[str, str], *, version: int, report: Report) -> dict[str, str]:
+        """They are to drop what they received and to serve nothing: the alias has one version. Returns why, for each."""
+        whys = {replica: why[:500] for replica, why in sorted(failed.items())}
+        for replica, why in whys.items():
+            log.warning("version %d goes on without %s: %s", version, replica, why)
+            report("left_out", {"replica": replica, "error": why})
+            await self._tell(replica, AbortUpdate(reason=why))
+            leave = LeaveAlias(request_id=new_id("out"), deadline_s=self._config.commit_timeout_s, reason=why)
+            await self._tell(replica, leave)  # its answer is not waited for: who is left out must not hold the others up
+        return whys
 
     def _step(
         self, to: State, version: int, report: Report, result: PublicationReport | None, *, checkpoint_dir: str | None = None

@@ -34,6 +34,7 @@ from orchestrator.protocol.messages import (
     Progress,
     Ready,
     Rejected,
+    Unready,
     Welcome,
 )
 
@@ -217,9 +218,14 @@ class ControlRouter:
             del self._open[request_id]
 
     async def wait_ready(
-        self, peer_ids: Sequence[str], *, timeout_s: float, not_incarnation: Mapping[str, str] | None = None
+        self,
+        peer_ids: Sequence[str],
+        *,
+        timeout_s: float,
+        not_incarnation: Mapping[str, str] | None = None,
+        one_is_enough: bool = False,
     ) -> None:
-        """Wait until all these nodes are ready (and, where given, are another process than before).
+        """Wait until all these nodes, or one of them, are ready (and, where given, are another process than before).
 
         Raises:
             NodeLost: not within `timeout_s`; names the missing ones.
@@ -234,9 +240,14 @@ class ControlRouter:
 
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: not missing())
+                await self._changed.wait_for(lambda: len(missing()) < len(peer_ids) if one_is_enough else not missing())
         except TimeoutError:
             raise NodeLost(f"not ready within {timeout_s:.0f} s: {', '.join(missing())}; look at their logs") from None
+
+    async def wait_heard(self, peer_ids: Sequence[str], *, since_s: float) -> None:
+        """Wait until each has been heard of after `since_s` or is lost, so that its state is true of now; at most as long as losing it takes."""
+        while any(p.state != "lost" and p.last_seen_s <= since_s for i in peer_ids if (p := self.peers.get(i)) is not None):
+            await asyncio.sleep(0.05)
 
     def is_connected(self, peer_id: str) -> bool:
         """Whether the peer has said Hello and was heard of since."""
@@ -311,6 +322,9 @@ class ControlRouter:
             if peer.state != "ready" or message.detail.get("restarted"):
                 peer.times_ready += 1
             await self._set_state(peer_id, "ready", message.detail)
+        elif isinstance(message, Unready):
+            log.warning("%s takes no requests for now: %s", peer_id, message.reason)
+            await self._set_state(peer_id, "connected")
         elif isinstance(message, Progress):
             self._on_progress(message)
         elif isinstance(message, Completed | Failed):
@@ -332,7 +346,8 @@ class ControlRouter:
             log.info("%s %s joined (protocol %d, %s)", hello.role, peer_id, PROTOCOL_VERSION, hello.packages)
         else:
             known.last_seen_s = time.monotonic()
-            known.state = "ready" if known.state == "lost" and known.times_ready else known.state
+            if known.state == "lost" and known.times_ready:
+                await self._set_state(peer_id, "ready")
         await self.send(peer_id, Welcome(heartbeat_s=HEARTBEAT_S))
         # A reconnect may have lost a request or its answer. The node runs an id once and repeats the outcome of one that has ended.
         for entry in [e for e in self._open.values() if e.peer_id == peer_id and not e.done.done()]:

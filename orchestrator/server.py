@@ -67,7 +67,7 @@ from orchestrator.router import ControlRouter, new_id
 from orchestrator.trainer_requests import TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
-RESYNC_POLL_S = 1.0
+RESYNC_POLL_S, RESYNC_LONGEST_S = 1.0, 600.0
 _TRAINER, _SET_ASIDE = "trainer", "set aside"
 """Facts in the journal: what the trainer holds; the folder with its state while it holds the served version for a resync."""
 BUFFERS_KEPT = 16
@@ -133,6 +133,7 @@ class Orchestrator:
         self._trained_version = 0
         self._versions: list[int] = []  # whose checkpoints are on disk
         self._with_buffers: deque[str] = deque()
+        self._next_resync_s, self._resync_pause_s = 0.0, RESYNC_POLL_S
         self._trainer = TrainerRequests(
             router=self._router,
             attempts=config.publication.attempts,
@@ -321,26 +322,36 @@ class Orchestrator:
                 await self._run_job(job_id)
 
     async def _resync_bare_replicas(self) -> None:
-        """Give the served version to replicas that were started anew; they answer 503 until then."""
+        """Give the served version to replicas that have it not (started anew, left out); they answer 503 until then, the others go on."""
         bare, version = self._publisher.bare_replicas(), self._publisher.version
-        if not bare or version is None or self._trainer.memory.pending:
+        if not bare or version is None or self._trainer.memory.pending or time.monotonic() < self._next_resync_s:
             return
         if "trainer" not in self._router.nodes("trainer") and not self._between.can_wake:
             return
-        log.info("%s was started anew; sending %s@%d to it", ", ".join(bare), self._config.name, version)
+        log.info("%s lack %s@%d; sending it", ", ".join(bare), self._config.name, version)
         try:
             await self._between.wake(_log_phase)
             async with self._served_state(version, _log_phase) as served_dir:
                 await self._publisher.publish(
                     version,
                     checkpoint_dir=served_dir,
-                    replicas=self._router.nodes("inference"),
+                    replicas=bare,
                     report=_log_phase,
                     holder=self._trainer.memory.incarnation,
+                    others=[r for r in self._publisher.holding if r not in bare],
                 )
             await self._between.release(_log_phase)
         except (SpliceError, OSError) as error:
-            log.warning("the resync failed and will be tried again: %s", error)
+            log.warning("the resync failed and will be tried again in %.0f s: %s", self._resync_pause_s, error)
+        self._space_resyncs()
+
+    def _space_resyncs(self) -> None:
+        """A replica that fails again and again must not keep the trainer busy: from one second the pauses double up to `RESYNC_LONGEST_S`."""
+        if not self._publisher.bare_replicas():
+            self._next_resync_s, self._resync_pause_s = 0.0, RESYNC_POLL_S
+            return
+        self._next_resync_s = time.monotonic() + self._resync_pause_s
+        self._resync_pause_s = min(2 * self._resync_pause_s, RESYNC_LONGEST_S)
 
     @contextlib.asynccontextmanager
     async def _served_state(self, version: int, report: Callable[[str, dict[str, object]], None]) -> AsyncIterator[str]:
@@ -429,8 +440,10 @@ class Orchestrator:
         return _Outcome(result=await self._operate(job_id, spec, job.buffers))
 
     async def _replicas(self) -> list[str]:
+        """For @0 as many as there should be; later those that are there, because one that is gone must not end the run."""
+        wanted = self._config.replicas if self._journal.committed_version() is None else 1
         deadline_s = time.monotonic() + self._config.ready_timeout_s
-        while len(self._router.nodes("inference")) < self._config.replicas:
+        while len(self._router.nodes("inference")) < wanted:
             if time.monotonic() > deadline_s:
                 raise NodeLost(f"{len(self._router.nodes('inference'))} of {self._config.replicas} inference nodes are ready")
             await asyncio.sleep(0.05)
@@ -653,6 +666,7 @@ class Orchestrator:
             "states": done.states,
             "attempts": done.attempts,
             "replicas": list(done.replicas),
+            "left_out": done.left_out,
             "checkpoint_dir": checkpoint_dir,
         }
 

@@ -754,6 +754,13 @@ class AbortUpdate(Message):
     reason: str
 
 
+class LeaveAlias(_Request):
+    """Serve nothing (503) until the next commit: the other replicas go on without this one, so it would show another version than they."""
+
+    kind: Literal["LeaveAlias"] = "LeaveAlias"
+    reason: str
+
+
 class StartTrainer(_Request):
     """Launcher: start the trainer's processes of this host unless they run. `Completed` once they are started, not once they are ready."""
 
@@ -815,6 +822,14 @@ class Ready(Message):
     node_id: str
     detail: dict[str, Any] = {}
     """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}; launcher: {"memory", "node_rank", "num_nodes"}; inference: {"base_url", "workers", "model", "model_dtype"}"""
+
+
+class Unready(Message):
+    """The node lives, but what it needs does not (vLLM ended); it takes no requests until its next `Ready`."""
+
+    kind: Literal["Unready"] = "Unready"
+    node_id: str
+    reason: str
 
 
 class Heartbeat(Message):
@@ -891,8 +906,8 @@ AnyMessage = (
     | Forward | ForwardBackward | OptimStep | ExportHf
     | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
     | LoadAdapter | ReleaseMemory | StartTrainer | StopTrainer
-    | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | PrepareShadow | ReceiveWeights | SwapWeights | CheckCanary | CommitUpdate | AbortUpdate | Shutdown
-    | Hello | Welcome | Rejected | Ready | Heartbeat | Progress | Completed | Failed | Cancelled | Status
+    | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | PrepareShadow | ReceiveWeights | SwapWeights | CheckCanary | CommitUpdate | AbortUpdate | LeaveAlias | Shutdown
+    | Hello | Welcome | Rejected | Ready | Unready | Heartbeat | Progress | Completed | Failed | Cancelled | Status
 )  # fmt: skip
 Terminal = Completed | Failed | Cancelled
 

@@ -159,6 +159,8 @@ class NodeLink:
                 self._outcomes.popitem(last=False)
         elif message.kind == "Ready":
             self._resend_ready = message
+        elif message.kind == "Unready":
+            self._resend_ready = None
         self._outbox.put((message, buffers))
         self._wake()
 

@@ -39,6 +39,7 @@ class Router:
         self.endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
         self.hello: m.Hello | None = None
         self.ready: list[m.Ready] = []
+        self.unready: list[m.Unready] = []
         self.progress: dict[str, list[m.Progress]] = {}
         self.terminal: dict[str, Envelope] = {}
         self._peer = b""
@@ -57,6 +58,8 @@ class Router:
             self.send(m.Heartbeat(node_id="orchestrator"))
         elif isinstance(message, m.Ready):
             self.ready.append(message)
+        elif isinstance(message, m.Unready):
+            self.unready.append(message)
         elif isinstance(message, m.Progress):
             self.progress.setdefault(message.request_id, []).append(message)
         elif isinstance(message, (m.Completed, m.Failed)):

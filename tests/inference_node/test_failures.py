@@ -137,6 +137,17 @@ def test_an_abort_between_receive_and_commit_is_never_served(dense: Node) -> Non
     dense.publish(version + 2, dense.base)
 
 
+def test_a_replica_that_is_left_out_serves_nothing_until_it_is_published_to(dense: Node) -> None:
+    version = ensure_published(dense)
+    assert dense.prompt_logprobs(f"tiny@{version}").numel()
+    dense.router.request(new(m.LeaveAlias, reason="its transfers fail"))
+    for model in ("tiny", f"tiny@{version}"):
+        refused = dense.post("/v1/completions", {"model": model, "prompt": [3], "max_tokens": 1})
+        assert refused.status_code == 503 and "its transfers fail" in refused.text
+    dense.publish(version + 1, dense.base)
+    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+
+
 def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node) -> None:
     version = ensure_published(dense)
     count = len(dense.router.ready)
@@ -146,7 +157,7 @@ def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node
     _, alive = psutil.wait_procs(family, timeout=15.0)
     assert not alive, "an engine outlived its killed API server"
     dense.wait_ready(count + 1)
-    assert dense.router.ready[-1].detail["restarted"] is True
+    assert dense.router.ready[-1].detail["restarted"] is True and len(dense.router.unready) == 1
     refused = dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3], "max_tokens": 1})
     assert refused.status_code == 503 and refused.headers["x-splice-version"] == "none"
     dense.join()

@@ -198,6 +198,7 @@ class FakeReplica(FakeNode):
         super().__init__(**kwargs)
         self.source, self.served, self.live = source, [], [0, 0, 0]
         self.flip = False
+        self.left_alias = False
         self.part: tuple[int, ...] | None = None
         """What it completes the changed tensors to; None: it does not take a part."""
         self.bases: list[int | None] = []
@@ -247,6 +248,10 @@ class FakeReplica(FakeNode):
         self.flip = False
         self.link.complete(message.request_id, result={"seconds": {"wire": 0.2}}, **digests(list(self.shadow.values())))
 
+    def on_LeaveAlias(self, message) -> None:
+        self.left_alias = True
+        self._done(message)
+
     def on_CheckCanary(self, message) -> None:
         if self.canary is None:
             self.link.complete(message.request_id, result={"skipped": "it was serving"})
@@ -255,5 +260,6 @@ class FakeReplica(FakeNode):
         self.link.complete(message.request_id, tensors=(spec,), buffers=[array.array("f", self.canary).tobytes()])
 
     def on_CommitUpdate(self, message) -> None:
+        self.left_alias = False
         self.served.append((message.version, list(self.live)))
         self._done(message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from orchestrator.errors import ConfigError, JobFailed
@@ -63,29 +65,51 @@ def test_a_digest_that_differs_beside_swaps_nobody_and_poisons_nobody(run):
     assert good.served == bad.served == [(0, [10, 20, 30]), (1, [10, 21, 31])]
 
 
-def test_a_transfer_that_breaks_leaves_the_version_served_for_good(run):
-    _, (good, bad) = start(run, replicas=2)
+def breaking(node):
+    """It refuses every update from now on."""
 
     def broken(message):
-        bad.script["ReceiveWeights"] = broken
-        bad.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+        node.script["ReceiveWeights"] = broken
+        node.refuse(message, code=ErrorCode.TRANSFER_FAILED)
 
-    bad.script["ReceiveWeights"] = broken
+    node.script["ReceiveWeights"] = broken
+
+
+def test_a_transfer_that_breaks_leaves_the_version_served_for_good(run):
+    _, nodes = start(run, replicas=2)
+    for node in nodes:
+        breaking(node)
     with pytest.raises(JobFailed, match="m@0 goes on being served"):
         train(run)
     assert run.client.status().publication == "idle" and run.client.status().version == 0
-    assert good.log.count("SwapWeights") == 0 and good.served == bad.served == [(0, [10, 20, 30])]
-    bad.script.clear()
-    assert train(run)["mode"] == "shadow"
+    assert all(n.log.count("SwapWeights") == 0 and n.served == [(0, [10, 20, 30])] for n in nodes)
+    for node in nodes:
+        node.script.clear()
+    assert train(run)["version"] == 2
 
 
-def test_a_swap_that_fails_is_poisoned_and_heals_whole(run):
+def test_a_replica_whose_transfers_break_does_not_keep_the_alias_back(run):
+    _, (good, bad) = start(run, replicas=2)
+    breaking(bad)
+    result, failed = failures(run)
+    assert [f["left"] for f in failed] == ["idle", "idle"] and set(result["left_out"]) == {"inference-1"}
+    assert good.served[-1] == (1, [10, 21, 31]) and bad.left_alias and bad.log.count("SwapWeights") == 0
+
+
+def test_a_swap_that_fails_on_one_is_left_out_and_on_all_heals_whole(run):
     _, (good, bad) = start(run, replicas=2)
     bad.flip_swap = True
     result, failed = failures(run)
-    assert [f["left"] for f in failed] == ["poisoned"] and "live tensors" in failed[0]["error"]
+    assert not failed and "live tensors" in result["left_out"]["inference-1"] and good.served[-1] == (1, [10, 21, 31])
+    until_s = time.monotonic() + 10
+    while bad.served[-1] != (1, [11, 21, 31]):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    good.flip_swap = bad.flip_swap = True
+    result, failed = failures(run)
+    assert [f["left"] for f in failed] == ["poisoned"] and result["left_out"] == {}
     assert (result["attempts"], result["sent"]) == (2, "full")
-    assert good.served == bad.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
+    assert good.served[-1] == bad.served[-1] == (2, [12, 22, 32])
 
 
 def test_an_orchestrator_that_dies_while_it_lies_beside_still_serves_the_version():

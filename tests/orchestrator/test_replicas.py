@@ -1,0 +1,112 @@
+"""Several replicas of one alias: all healthy ones show a version or none does, and one that fails is left out and brought back."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from orchestrator import router
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, Unready
+from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
+
+V0, V1, V2 = (0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Two replicas at @0; a silent node is lost after two seconds."""
+    monkeypatch.setattr(router, "LOST_AFTER_S", 2.0)
+    with Run(tmp_path, replicas=2) as r:
+        r.t = r.trainer()
+        r.a, r.b = r.replica(r.t, 0), r.replica(r.t, 1)
+        r.client.run(InitialSyncJob())
+        yield r
+
+
+def eventually(condition, *, timeout_s=10.0):
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def test_one_that_fails_its_verification_is_left_out_and_brought_back_alone(run):
+    run.b.flip = True
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
+    assert "w1" in result["left_out"]["inference-1"] and run.b.aborted.is_set()
+    assert run.a.served == [V0, V1]
+    assert "LeaveAlias" in run.b.log
+    eventually(lambda: run.b.served == [V0, V1])
+    assert run.a.log.count("ReceiveWeights") == 2, "it had to pause for the other's resync"
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["left_out"] == {} and run.a.served[-1] == run.b.served[-1] == V2
+
+
+def test_if_none_verifies_none_is_left_out(run):
+    run.a.flip = run.b.flip = True
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["attempts"] == 2 and result["left_out"] == {}
+    assert run.a.served == run.b.served == [V0, V1]
+
+
+def test_one_that_dies_in_the_transfer_is_left_out_and_its_successor_brought_back(run):
+    run.b.script["ReceiveWeights"] = lambda _: run.b.link.close()
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["attempts"] == 2 and set(result["left_out"]) == {"inference-1"}
+    assert run.a.served == [V0, V1] and run.client.status().version == 1
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["version"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V2
+    run.b = run.replica(run.t, 1)
+    eventually(lambda: run.b.served == [V2])
+    assert run.a.log.count("CommitUpdate") == 3
+    assert run.client.run(JOB, buffers=BUFFERS)["replicas"] == ["inference-0", "inference-1"]
+
+
+def test_one_that_dies_before_its_commit_is_left_out(run):
+    run.b.script["CommitUpdate"] = lambda _: run.b.link.close()
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["attempts"] == 1 and set(result["left_out"]) == {"inference-1"}
+    assert run.a.served == [V0, V1]
+    assert result["seconds"]["pause"] < 2.0, "what is healthy goes on at once"
+
+
+def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
+    def vllm_ends(message):
+        run.b.link.send(Unready(node_id="inference-1", reason="vLLM has ended"))
+        run.b.refuse(message, code=ErrorCode.NODE_LOST)
+
+    run.b.script["ReceiveWeights"] = vllm_ends
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["attempts"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V1
+    assert {n.node_id: n.state for n in run.client.status().nodes}["inference-1"] == "connected"
+    run.b.link.send(Ready(node_id="inference-1", detail={**run.b.detail, "restarted": True}))
+    eventually(lambda: run.b.served == [V0, V1])
+    assert run.a.log.count("ReceiveWeights") == 3  # @0, the broken and the repeated @1
+
+
+def test_the_last_one_is_waited_for(run):
+    def vllm_ends(message):
+        run.a.link.send(Unready(node_id="inference-0", reason="vLLM has ended"))
+        run.a.refuse(message, code=ErrorCode.NODE_LOST)
+        time.sleep(0.5)
+        run.a.link.send(Ready(node_id="inference-0", detail={**run.a.detail, "restarted": True}))
+
+    run.b.link.close()
+    run.a.script["ReceiveWeights"] = vllm_ends
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert run.a.served == [V0, V1] and result["replicas"] == ["inference-0"] and set(result["left_out"]) == {"inference-1"}
+
+
+def test_one_that_never_recovers_does_not_stop_the_others(run):
+    """After the second failure at it; then its resyncs come less and less often, and the version of the others stands through all of them."""
+    run.b.on_ReceiveWeights = lambda message: run.b.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["attempts"] == 3 and set(result["left_out"]) == {"inference-1"} and run.a.served == [V0, V1]
+    received = run.a.log.count("ReceiveWeights")
+    eventually(
+        lambda: run.b.log.count("ReceiveWeights") >= 2 + 6, timeout_s=20.0
+    )  # the job's two, and two resyncs of three attempts
+    assert run.client.status().version == 1 and run.b.left_alias and run.b.served == [V0]
+    assert run.a.log.count("ReceiveWeights") == received and run.a.log[-1] == "CommitUpdate"

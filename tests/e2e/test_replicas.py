@@ -1,0 +1,105 @@
+"""Two real vLLM servers behind one alias: one is killed, the other goes on, and the killed one comes back with the same weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from orchestrator.cluster import Cluster, ClusterConfig
+from orchestrator.launch import descendants
+from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TrainMergedJob, batch_specs
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.test_cuda_graphs import as_batch
+
+pytestmark = pytest.mark.timeout(600)
+PROMPT = [5, 17, 33, 101, 7, 9, 44, 12]
+
+
+def scored(url: str, model: str) -> list[float]:
+    """Log-probs of a fixed prompt."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    return [next(iter(row.values()))["logprob"] for row in rows]
+
+
+@contextmanager
+def asked_all_the_time(url: str) -> Iterator[list[str]]:
+    """What went wrong with short completions, one after the other."""
+    problems: list[str] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as http:
+            while not stop.is_set():
+                answer = http.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 4})
+                if answer.status_code != 200:
+                    problems.append(answer.text)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    yield problems
+    stop.set()
+    thread.join(60.0)
+
+
+def server_of(cluster: Cluster, node: str) -> psutil.Process:
+    """The node's vLLM."""
+    pid = cluster.launcher.nodes[node].pid
+    assert pid is not None
+    return next(p for p in descendants(pid) if "inference_node.serve" in p.cmdline())
+
+
+def train(cluster: Cluster) -> dict[str, Any]:
+    answer = [3, 4, 5, 6]
+    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
+    job = TrainMergedJob(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs)
+    return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
+
+
+def test_one_of_two_servers_is_killed(models, tmp_path):
+    inference = InferenceConfig(model=models["qwen3"], name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1)
+    config = ClusterConfig(
+        run_dir=tmp_path / "run", name="tiny", trainer_python=TRAINER_PYTHON, inference_python=INFERENCE_PYTHON,
+        trainer=TrainerConfig(model=models["qwen3"], lora=LoraConfig(rank=8, alpha=16)), inference=(inference, inference),
+    )  # fmt: skip
+    with Cluster(config) as cluster:
+        cluster.client.run(InitialSyncJob())
+        first = train(cluster)
+        one, other = cluster.base_urls
+        assert first["replicas"] == ["inference-0", "inference-1"] and first["left_out"] == {}
+        assert scored(one, "tiny@1") == pytest.approx(scored(other, "tiny@1"), abs=1e-5)
+        began_as = server_of(cluster, "inference-0").pid
+        server_of(cluster, "inference-1").kill()
+        second = train(cluster)
+        assert second["version"] == 2 and second["replicas"] == ["inference-0"]
+        with asked_all_the_time(one) as problems:
+            until_s = time.monotonic() + 240
+            while not is_serving(cluster, "inference-1", "tiny@2"):
+                assert time.monotonic() < until_s
+                time.sleep(0.5)
+        assert not problems, "the other one's return was noticed"
+        one, other = cluster.base_urls
+        assert scored(one, "tiny@2") == pytest.approx(scored(other, "tiny@2"), abs=1e-5)
+        assert train(cluster)["replicas"] == ["inference-0", "inference-1"]
+        assert server_of(cluster, "inference-0").pid == began_as
+
+
+def is_serving(cluster: Cluster, node: str, name: str) -> bool:
+    found = [n for n in cluster.client.status().nodes if n.node_id == node and n.state == "ready"]
+    if not found:
+        return False
+    try:
+        answer = httpx.get(f"{found[0].detail['base_url']}/v1/models", timeout=10.0, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return answer.status_code == 200 and answer.json()["data"][0]["id"] == name

@@ -64,6 +64,7 @@ from orchestrator.publication import after_restart
 from orchestrator.publisher import PublicationConfig, Publisher
 from orchestrator.retention import expired
 from orchestrator.router import ControlRouter, new_id
+from orchestrator.staging import STAGE_BYTES, BatchAhead
 from orchestrator.trainer_requests import TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
@@ -92,7 +93,12 @@ class OrchestratorConfig:
     keep_versions: int | None = None
     """How many versions' checkpoints stay on disk, the newest included; at least 2. What is served is never deleted. None: all."""
 
+    stage_bytes: int = STAGE_BYTES
+    """Largest batch that is sent to the trainer while the job before it runs. 0: none is."""
+
     def __post_init__(self) -> None:
+        if self.stage_bytes < 0:
+            raise ConfigError(f"stage_bytes is {self.stage_bytes}; it must be at least 0: no batch is then sent ahead")
         if self.keep_versions is not None and self.keep_versions < 2:
             raise ConfigError(f"keep_versions is {self.keep_versions}; it must be at least 2: the version served and the next")
 
@@ -113,6 +119,8 @@ class _Job:
     clients: set[str]
     sequence: int = 0
     running: bool = False
+    is_at_trainer: bool = False
+    """The trainer works on it, so its own batch is there."""
 
 
 class Orchestrator:
@@ -139,7 +147,9 @@ class Orchestrator:
             ready_timeout_s=config.ready_timeout_s,
             load_timeout_s=config.publication.plan_timeout_s,
             remember=self._remember,
+            on_working=self._on_working,
         )
+        self._ahead = BatchAhead(router=self._router, most_bytes=config.stage_bytes)
         self._between = BetweenJobs(
             router=self._router,
             trainer=self._trainer,
@@ -245,11 +255,30 @@ class Orchestrator:
         self._note(submit.job_id, clients=[client])
         self._queue.put_nowait(submit.job_id)
         self._progress(submit.job_id, "queued", {})
+        await self._stage_next()
 
     async def _on_cancel(self, message: CancelJob) -> None:
         job = self._jobs.get(message.job_id)
         if job is not None and not job.running:
+            await self._ahead.drop(message.job_id)
             await self._end(message.job_id, Cancelled(request_id=message.job_id, reason="cancelled before it started"))
+            await self._stage_next()
+
+    async def _stage_next(self) -> None:
+        """Send the first waiting batch to the trainer, if it works on a job and will be there for the next one."""
+        if self._between.mode == "exit" or not any(job.is_at_trainer for job in self._jobs.values()):
+            return
+        for job_id, job in self._jobs.items():
+            if not job.running and self._ahead.wants(job.submit.job):
+                await self._ahead.stage(job_id, job.submit.job, job.buffers)
+                return
+
+    def _on_working(self) -> None:
+        """The trainer works on the running job."""
+        for job in self._jobs.values():
+            job.is_at_trainer = job.is_at_trainer or job.running
+        task = asyncio.ensure_future(self._stage_next())
+        task.add_done_callback(lambda t: t.exception())
 
     def _status(self) -> Status:
         nodes = tuple(
@@ -610,6 +639,7 @@ class Orchestrator:
             phase=phase,
             report=lambda step, detail: self._progress(job_id, step, detail),
             key=f"{phase.replace(' ', '-')}-{job_id}",
+            staged=lambda incarnation: self._ahead.take(job_id, incarnation),
         )
 
     async def _publish(

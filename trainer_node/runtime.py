@@ -80,7 +80,9 @@ class TrainerRuntime:
 
             cpu_shims.apply()
         self.device = _init_distributed(config)
-        self.control_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=CONTROL_TIMEOUT_S))
+        timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
+        self.control_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.staging_group = dist.new_group(backend="gloo", timeout=timeout)
         self._build_model()
         self._adapt()
         self.references: dict[Path, list[torch.Tensor]] = {}
@@ -427,10 +429,23 @@ class TrainerRuntime:
         )
         return reports
 
-    def _check_routing(self, batch: Batch) -> None:
-        hf, parallel = self.hf_config, self.config.parallel
+    def check_routing_early(self, batch: Batch) -> Batch:
+        """The batch, marked if its routed experts are this model's, which takes long to see. If they are not, it is refused in its turn. From any
+        thread."""
+        with contextlib.suppress(BatchError):
+            self._check_experts(batch)
+            return replace(batch, routing_is_checked=True)
+        return batch
+
+    def _check_experts(self, batch: Batch) -> None:
+        hf = self.hf_config
         num_experts, top_k = getattr(hf, "num_experts", None) or 0, getattr(hf, "num_experts_per_tok", 0)
         check_routing(batch, num_layers=hf.num_hidden_layers, num_experts=num_experts, top_k=top_k)
+
+    def _check_routing(self, batch: Batch) -> None:
+        parallel = self.config.parallel
+        if not batch.routing_is_checked:
+            self._check_experts(batch)
         if batch.routed_experts_T is not None and parallel.pipeline > 1 and self.config.recompute == "full":
             # Routers hold one micro-batch's experts; recomputing one while others are on their way would take the wrong ones.
             raise BatchError(

@@ -35,6 +35,7 @@ class ErrorCode(StrEnum):
 
     BAD_INPUT = "bad_input"
     NOT_READY = "not_ready"
+    NOT_STAGED = "not_staged"
     PLAN_REFUSED = "plan_refused"
     TRAINING_FAILED = "training_failed"
     NON_FINITE_GRADIENT = "non_finite_gradient"
@@ -510,13 +511,19 @@ class _Request(Message):
     """Seconds from receipt after which the node must have ended the request, one way or the other."""
 
 
-class Forward(_Request, _Forward):
+class _BatchRequest(_Request):
+    staged: str | None = None
+    """The `StageBatch.job_id` of the batch that came ahead: then no buffers follow, and `tensors` says what they were. A trainer that does not
+    have it answers `Failed(code="not_staged")`, and nothing has changed. None: the buffers follow."""
+
+
+class Forward(_BatchRequest, _Forward):
     """Log-probs and entropy of every token; `Completed` carries the buffers of FORWARD_RESULTS."""
 
     kind: Literal["Forward"] = "Forward"
 
 
-class ForwardBackward(_Request, _ForwardBackward):
+class ForwardBackward(_BatchRequest, _ForwardBackward):
     """Add the batch's gradient to what is pending. `Completed.result["metrics"]` are the batch's own, over all ranks.
 
     A batch that is refused leaves what is pending; a failure later than that drops all of it, and says so.
@@ -533,7 +540,7 @@ class OptimStep(_Request):
     optim: OptimParams = OptimParams()
 
 
-class TrainStep(_Request, _Batch):
+class TrainStep(_BatchRequest, _Batch):
     """`ForwardBackward`, then `OptimStep` with all that is pending; base of the two training requests."""
 
     optim: OptimParams
@@ -639,6 +646,27 @@ class SendWeights(_Request):
     version: int = Field(ge=0)
     changed_only: bool = False
     """Send the part that `UseLayout.part` named."""
+
+
+class StageBatch(Message):
+    """The batch of a job that waits behind a running one: receive and check it meanwhile. Not a request: it is never answered, and what is wrong
+    with the batch is said when its job comes, which names it (`staged`)."""
+
+    kind: Literal["StageBatch"] = "StageBatch"
+    job_id: str
+    tensors: tuple[TensorSpec, ...]
+    """Specs of the buffers, as in the job."""
+    loss: LossSpec | None
+    """The job's, which decides what is refused. None: a forward pass."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The forward pass's."""
+
+
+class DropBatch(Message):
+    """Nobody will ask for this staged batch. Not a request."""
+
+    kind: Literal["DropBatch"] = "DropBatch"
+    job_id: str
 
 
 class AbortSend(Message):
@@ -890,6 +918,7 @@ AnyMessage = (
     SubmitJob | CancelJob | GetStatus | Subscribe | StopRun
     | Forward | ForwardBackward | OptimStep | ExportHf
     | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
+    | StageBatch | DropBatch
     | LoadAdapter | ReleaseMemory | StartTrainer | StopTrainer
     | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | PrepareShadow | ReceiveWeights | SwapWeights | CheckCanary | CommitUpdate | AbortUpdate | Shutdown
     | Hello | Welcome | Rejected | Ready | Heartbeat | Progress | Completed | Failed | Cancelled | Status

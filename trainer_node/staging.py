@@ -110,7 +110,8 @@ class Staging:
 
     def _note(self, envelope: Envelope) -> Future[Batch]:
         """Hold what comes, forget what is dropped."""
-        job_id, future = envelope.message.job_id, Future[Batch]()  # type: ignore[union-attr]
+        job_id: str = envelope.message.job_id  # type: ignore[union-attr]
+        future: Future[Batch] = Future()
         with self._changed:
             self._held.pop(job_id, None)
             if isinstance(envelope.message, StageBatch):

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -551,7 +551,13 @@ class Orchestrator:
         else:  # by an orchestrator that ended before it was published
             await self._trainer.ready(lambda step, detail: self._progress(job_id, step, detail))
         return await self._publish(
-            job_id, version, checkpoint_dir, replicas, metrics=made["metrics"], seconds=dict(made["seconds"])
+            job_id,
+            version,
+            checkpoint_dir,
+            replicas,
+            metrics=made["metrics"],
+            seconds=dict(made["seconds"]),
+            steps=made["steps"],
         )
 
     async def _train_version(
@@ -573,8 +579,8 @@ class Orchestrator:
             buffers,
             phase="training",
         )
-        made = {"metrics": completed.result.get("metrics", {}), "seconds": completed.result.get("seconds", {})}
-        self._trainer.memory.stepped()
+        made = {name: completed.result.get(name, empty) for name, empty in (("metrics", {}), ("seconds", {}), ("steps", []))}
+        self._trainer.memory.stepped(_steps_taken(made))
         self._made(job_id, version, checkpoint_dir, going, **made)
         return made
 
@@ -614,7 +620,7 @@ class Orchestrator:
         )
         memory, result = self._trainer.memory, dict(completed.result)
         if isinstance(spec, TrainLoraJob | OptimStepJob):
-            memory.stepped()
+            memory.stepped(_steps_taken(result))
         elif isinstance(spec, LoadAdapterJob):
             memory.took_adapter(spec.adapter_dir)
         elif isinstance(spec, ForwardBackwardJob):
@@ -651,6 +657,7 @@ class Orchestrator:
         *,
         metrics: object,
         seconds: dict[str, float],
+        steps: Sequence[object] = (),
     ) -> dict[str, object]:
         pause_s = 0.0
 
@@ -671,6 +678,7 @@ class Orchestrator:
             "version": version,
             "alias": f"{self._config.name}@{version}",
             "metrics": metrics,
+            "steps": list(steps),
             "seconds": {**seconds, **done.seconds, "pause": pause_s},
             "mode": done.mode,
             "why_in_place": done.why_in_place,
@@ -712,6 +720,11 @@ def _job_key(job_id: str) -> str:
     return f"job:{job_id}"
 
 
+def _steps_taken(result: Mapping[str, Any]) -> int:
+    """Optimizer steps that a training request's result speaks of."""
+    return sum("skipped" not in metrics for metrics in result.get("steps") or [{}])
+
+
 def _fields(spec: JobSpec) -> dict[str, Any]:
     """A job's fields, for the request of the same fields."""
     return {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
@@ -725,7 +738,7 @@ def _unreleased(error: Exception, mode: object) -> Exception:
     """A job whose work is done, but not what the memory mode promises of the time after it."""
     if isinstance(error, JobFailed):
         return JobFailed(
-            code=error.code, node=error.node, phase=error.phase, remedy=error.remedy,
+            code=error.code, node=error.node, phase=error.phase, remedy=error.remedy, steps_taken=error.steps_taken,
             message=f"the job itself is done, but the trainer did not come to memory mode {mode}: {error}",
         )  # fmt: skip
     return type(error)(f"the job itself is done, but the trainer did not come to memory mode {mode}: {error}")
@@ -736,7 +749,7 @@ def _failed(job_id: str, error: Exception, *, serving: str) -> Failed:
     if isinstance(error, JobFailed):
         return Failed(
             request_id=job_id, code=ErrorCode(error.code), node=error.node, phase=error.phase, message=error.message,
-            remedy=f"{error.remedy} ({serving})",
+            remedy=f"{error.remedy} ({serving})", steps_taken=error.steps_taken,
         )  # fmt: skip
     code, remedy = ErrorCode.INTERNAL, "report this with the orchestrator's log"
     if isinstance(error, VerificationError):

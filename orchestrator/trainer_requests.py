@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.config import MemoryMode
-from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, Progress, TrainStep
+from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, Progress
 from orchestrator.router import ControlRouter, OnProgress, new_id
 
 log = logging.getLogger("splice.orchestrator")
@@ -59,16 +59,17 @@ class TrainerMemory:
         """Whether it holds what no checkpoint has, pending gradients aside."""
         return bool(self.steps or self.adapter)
 
-    def stepped(self) -> None:
-        """An optimizer step used up what was pending."""
-        self.steps, self.pending = self.steps + 1, 0
+    def stepped(self, count: int = 1) -> None:
+        """Optimizer steps used up what was pending."""
+        self.steps, self.pending = self.steps + count, 0
 
-    def failed(self, code: str, *, trains: bool) -> None:
-        """A request failed: a refused one changed nothing, a later failure dropped what was pending; a step that could not be saved
-        was taken all the same."""
-        if code == ErrorCode.CHECKPOINT_FAILED:
-            if trains:
-                self.stepped()
+    def failed(self, code: str, *, steps_taken: int) -> None:
+        """A request failed: a refused one changed nothing, a later failure dropped what was pending; steps that were taken before, or could
+        not be saved, stand all the same."""
+        if steps_taken:
+            self.stepped(steps_taken)
+        elif code == ErrorCode.CHECKPOINT_FAILED:
+            return
         elif code not in (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY):
             self.pending = 0
 
@@ -150,7 +151,7 @@ class TrainerRequests:
                 id_there = None if staged is None else staged(self.memory.incarnation)
                 return await self._request(request, buffers, staged=id_there, phase=phase, on_progress=on_progress)
             except JobFailed as error:
-                self.memory.failed(error.code, trains=isinstance(request, TrainStep))
+                self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise
             except NodeLost as error:
                 lost = self.memory.take_loss()

@@ -195,6 +195,8 @@ class Node:
         self.exporter = Exporter(self.runtime)
         self.control = Control(self.runtime.control_group)
         self.staging = Staging(self._check_staged, share=Control(self.runtime.staging_group).share, is_root=link is not None)
+        self._steps_taken = 0
+        """Optimizer steps of the request under way."""
         self._staged: Future[Batch] | None = None
         """The batch of the request under way, if it came ahead."""
         self.phase = "idle"
@@ -286,6 +288,7 @@ class Node:
         diverged = _diverged(errors)
         if self.link is not None:
             self._answer(outcome, error, errors, diverged=diverged)
+        self._steps_taken = 0
         self.phase = "idle"
         return not diverged
 
@@ -328,7 +331,9 @@ class Node:
         if diverged:
             remedy = "The ranks are no longer in step, so the trainer ends and is started again; LoadCheckpoint the last durable version."
         where = f"rank {rank}: " if len(errors) > 1 else ""
-        self.link.fail(self._request_id, code=code, phase=self.phase, message=where + text, remedy=remedy)
+        self.link.fail(
+            self._request_id, code=code, phase=self.phase, message=where + text, remedy=remedy, steps_taken=self._steps_taken
+        )
 
     def _to_first_forward(self) -> dict[str, float]:
         """Seconds from the request's receipt to the first forward pass: shared, decoded, checked, its first micro-batch laid out."""
@@ -452,38 +457,42 @@ class Node:
         seconds = {"export": time.monotonic() - started}
         return Outcome(result={"output_dir": message.output_dir, "files": files, "seconds": seconds})
 
-    def _train(self, message: TrainStep, buffers: Sequence[bytes]) -> tuple[dict[str, float], float]:
+    def _train(self, message: TrainStep, buffers: Sequence[bytes]) -> tuple[dict[str, Any], float]:
+        """The job's steps: what the result says of them, and their seconds."""
+        from trainer_node import steps
+
         self._progress("training", **self._ahead())
         started = time.monotonic()
-        metrics = self.runtime.train_step(
-            self._batch(message, buffers),
-            message.loss,
-            message.optim,
-            grad_accumulation_sequences=message.grad_accumulation_sequences,
-        )
-        return metrics, time.monotonic() - started
+
+        def on_step(step: steps.Step, count: int) -> None:
+            self._steps_taken += step.is_taken
+            if count > 1:
+                self._progress("training", metrics=step.metrics)
+
+        done = steps.train(self.runtime, self._batch(message, buffers), message, on_step=on_step)
+        return {"metrics": steps.together(done), "steps": [s.metrics for s in done]}, time.monotonic() - started
 
     def _train_merged(self, message: TrainMerged, buffers: Sequence[bytes]) -> Outcome:
         from trainer_node import checkpoint
 
-        metrics, train_s = self._train(message, buffers)
-        self._progress("saving", metrics=metrics)
+        said, train_s = self._train(message, buffers)
+        self._progress("saving", metrics=said["metrics"])
         started = time.monotonic()
         checkpoint.save(self.runtime, Path(message.checkpoint_dir), version=message.version)
         seconds = {"train": train_s, "save": time.monotonic() - started, **self._to_first_forward()}
-        result = {"version": message.version, "metrics": metrics, "seconds": seconds}
+        result = {"version": message.version, "seconds": seconds} | said
         return Outcome(result=result | self._delete(message.delete_after))
 
     def _train_lora(self, message: TrainLora, buffers: Sequence[bytes]) -> Outcome:
         from trainer_node import checkpoint
 
         self.runtime.need_adapters("TrainLora (use TrainMerged)")
-        metrics, train_s = self._train(message, buffers)
-        self._progress("saving", metrics=metrics)
+        said, train_s = self._train(message, buffers)
+        self._progress("saving", metrics=said["metrics"])
         started = time.monotonic()
         checkpoint.save_adapter(self.runtime, Path(message.output_dir))
         seconds = {"train": train_s, "save": time.monotonic() - started, **self._to_first_forward()}
-        return Outcome(result={"output_dir": message.output_dir, "metrics": metrics, "seconds": seconds})
+        return Outcome(result={"output_dir": message.output_dir, "seconds": seconds} | said)
 
     def _save_checkpoint(self, message: SaveCheckpoint) -> Outcome:
         from trainer_node import checkpoint

@@ -70,7 +70,8 @@ class TrainerRuntime:
         self.dtype = DTYPES[config.dtype]
         self.hf_config = read_config(config.model)
         import_losses(config.loss_modules)
-        self.pending = Pending()
+        self.pending = self.used = Pending()
+        """Of `used` the last optimizer step was made, or would have been."""
         self.num_steps, self.num_skipped_steps = 0, 0
         self.first_forward_s = 0.0
         """Monotonic clock at the first forward pass since whoever wants to know set it to 0."""
@@ -311,16 +312,7 @@ class TrainerRuntime:
             ConfigError: the loss or the cut is refused; what is pending stays.
             Exception: anything later; what was pending is dropped, and a note on the exception says so.
         """
-        from megatron.core import parallel_state
-
-        bind_loss(loss)
-        self.pending.check(loss.normalize_by)
-        if loss.kl is not None and loss.kl.reference != "given":
-            self.need_adapters(f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and use 'given')")
-        if loss.kl is not None and loss.kl.adapter_dir is not None:
-            self.read_reference(Path(loss.kl.adapter_dir))
-        check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
-        self._check_routing(batch)
+        batch = self.check(batch, loss, grad_accumulation_sequences=grad_accumulation_sequences)
         try:
             if loss.kl is not None and loss.kl.reference != "given":
                 with self.reference_in_place(loss.kl.adapter_dir):
@@ -339,6 +331,24 @@ class TrainerRuntime:
             raise
         self.pending = self.pending.plus(sums, normalize_by=loss.normalize_by, rows=len(batch.tokens_T))
         return sums
+
+    def check(self, batch: Batch, loss: LossSpec, *, grad_accumulation_sequences: int | None = None) -> Batch:
+        """All that `forward_backward` refuses; returns the batch, whose parts need no longer check their routing.
+
+        Raises:
+            ConfigError: the loss or the cut is refused; nothing has changed.
+        """
+        from megatron.core import parallel_state
+
+        bind_loss(loss)
+        self.pending.check(loss.normalize_by)
+        if loss.kl is not None and loss.kl.reference != "given":
+            self.need_adapters(f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and use 'given')")
+        if loss.kl is not None and loss.kl.adapter_dir is not None:
+            self.read_reference(Path(loss.kl.adapter_dir))
+        check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
+        self._check_routing(batch)
+        return batch if batch.routing_is_checked else replace(batch, routing_is_checked=True)
 
     def _dropout_key(self) -> int:
         """Another one for each optimizer step; the counters are in checkpoints."""
@@ -581,6 +591,7 @@ class TrainerRuntime:
         started, pending = time.monotonic(), self.pending
         if not pending.num_batches:
             raise NothingPending("no gradients are pending: send ForwardBackward before OptimStep")
+        self.used = pending
         try:
             grad_norm = self._step(optim, denominator=pending.denominator)
         except NonFiniteGradient as error:

@@ -352,12 +352,20 @@ class _Batch(Message):
     of them; so it must be a multiple of the data-parallel size. None: the data-parallel size. It changes the cut, not the result."""
 
 
+class _Steps(_Batch):
+    mini_batch_sequences: int | None = Field(default=None, ge=1)
+    """The batch's sequences are taken in order, so many for each optimizer step, the last one of what is left. None: the whole batch is one
+    step. A mini-batch without any loss token is refused with the job, before anything has changed."""
+    epochs: int = Field(default=1, ge=1)
+    """How often the batch is gone over, in the same order."""
+
+
 class _ForwardBackward(_Batch):
     loss_weight: float = Field(default=1.0, allow_inf_nan=False)
     """Multiplies this batch's loss, but not the count that the step's sum is divided by."""
 
 
-class _Training(_Batch):
+class _Training(_Steps):
     optim: OptimParams = OptimParams()
 
 
@@ -540,8 +548,12 @@ class OptimStep(_Request):
     optim: OptimParams = OptimParams()
 
 
-class TrainStep(_BatchRequest, _Batch):
-    """`ForwardBackward`, then `OptimStep` with all that is pending; base of the two training requests."""
+class TrainStep(_BatchRequest, _Steps):
+    """`ForwardBackward`, then `OptimStep` with all that is pending, for each mini-batch of each epoch; base of the two training requests.
+
+    `Completed.result["steps"]` has each step's metrics, `["metrics"]` all of them together. A step whose gradient is not finite is skipped, as in
+    `OptimStep`: its metrics are `skipped` = 1, the others go on, and the request fails only if all were.
+    """
 
     optim: OptimParams
 
@@ -881,6 +893,8 @@ class Failed(Message):
     phase: str
     message: str
     remedy: str
+    steps_taken: int = Field(default=0, ge=0)
+    """Training: optimizer steps of this request that were taken before and stand."""
 
 
 class Cancelled(Message):

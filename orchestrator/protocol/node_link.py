@@ -183,11 +183,13 @@ class NodeLink:
         """End a request well."""
         self.send(Completed(request_id=request_id, result=result or {}, tensors=tuple(tensors)), buffers)
 
-    def fail(self, request_id: str, *, code: ErrorCode, phase: str, message: str, remedy: str) -> None:
+    def fail(self, request_id: str, *, code: ErrorCode, phase: str, message: str, remedy: str, steps_taken: int = 0) -> None:
         """End a request badly."""
-        self.send(
-            Failed(request_id=request_id, code=code, node=self.node_id, phase=phase, message=message[:4000], remedy=remedy)
-        )
+        failed = Failed(
+            request_id=request_id, code=code, node=self.node_id, phase=phase, message=message[:4000], remedy=remedy,
+            steps_taken=steps_taken,
+        )  # fmt: skip
+        self.send(failed)
 
     def close(self) -> None:
         """Flush what is queued (at most 2 s), then end the thread and the sockets. Safe to call twice."""

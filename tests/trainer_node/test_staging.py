@@ -98,12 +98,16 @@ def test_the_same_bits_and_the_same_refusals(name: str, ranks: int, parallel: di
         control.ok(SaveCheckpoint, version=0, checkpoint_dir=start)
         fields, buffers = training()
 
-        # A step, durable.
-        control.ok(TrainMerged, buffers, version=1, checkpoint_dir=str(tmp_path / "whole"), **fields)
+        # Six steps, durable.
+        many = fields | {"version": 1, "mini_batch_sequences": 2, "epochs": 2}
+        control.ok(TrainMerged, buffers, checkpoint_dir=str(tmp_path / "whole"), **many)
         control.ok(LoadCheckpoint, checkpoint_dir=start)
-        ahead.stage("step", fields, buffers)
-        control.ok(TrainMerged, staged="step", version=1, checkpoint_dir=str(tmp_path / "named"), **fields)
-        assert control.progress[0][1:] == ("training", {"staged": True})
+        ahead.stage("steps", fields, buffers)
+        result, _ = control.ok(TrainMerged, staged="steps", checkpoint_dir=str(tmp_path / "named"), **many)
+        assert [phase for _, phase, _ in control.progress] == ["training"] * 7 + ["saving"]
+        assert control.progress[0][2] == {"staged": True}
+        assert [m["num_sequences"] for m in result["steps"]] == [2, 2, 1] * 2
+        assert result["metrics"]["tokens"] == sum(m["tokens"] for m in result["steps"])
         whole, named = files(tmp_path / "whole"), files(tmp_path / "named")
         assert "adapter/adapter_model.safetensors" in whole and whole == named
 

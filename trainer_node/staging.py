@@ -106,6 +106,8 @@ class Staging:
             self._share(None)
             return None
         self._share(None if taken is None else taken[0], stop=taken is None)
+        if taken is None:
+            raise StopIteration
         return taken
 
     def _note(self, envelope: Envelope) -> Future[Batch]:

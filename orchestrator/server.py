@@ -557,7 +557,7 @@ class Orchestrator:
             replicas,
             metrics=made["metrics"],
             seconds=dict(made["seconds"]),
-            steps=made["steps"],
+            steps=made.get("steps", []),
         )
 
     async def _train_version(

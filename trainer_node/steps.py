@@ -30,7 +30,8 @@ def mini_batches(batch: Batch, size: int | None) -> list[Batch]:
         BatchError: one of them carries no loss.
     """
     count = len(batch.lengths)
-    size = count if size is None else size
+    if size is None or size >= count:  # checked when it was decoded
+        return [batch]
     ends = [0, *accumulate(batch.lengths)]
     pieces: list[Batch] = []
     for first in range(0, count, size):

@@ -2,8 +2,8 @@
 
 The thread answers heartbeats while the GPUs are busy, hands requests to the main thread one at a time, and runs urgent messages
 (`AbortSend`, `AbortUpdate`) at once through callbacks, because the main thread is then inside a transfer. What a node takes beside its requests
-(`StageBatch`) goes to a callback in the same way, with its buffers. A request that comes twice is answered with the first one's outcome. The socket belongs to the thread alone; others talk to it through
-a queue and an inproc wake-up.
+(`StageBatch`) goes to a callback too, with its buffers. A request that comes twice is answered with the first one's outcome. The socket
+belongs to the thread alone; others talk to it through a queue and an inproc wake-up.
 """
 
 from __future__ import annotations

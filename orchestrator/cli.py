@@ -28,6 +28,7 @@ from orchestrator.server import Orchestrator, OrchestratorConfig
 from orchestrator.smoke.config import SmokeConfig
 from orchestrator.smoke.interrupts import Interrupts
 from orchestrator.smoke.run import run_smoke
+from orchestrator.staging import STAGE_BYTES
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Reinforcement learning on split GPUs.")
 TABLE_WIDTH = 130
@@ -173,6 +174,9 @@ def serve(
             min=1, help="Every so many publications send all tensors, not only those with an adapter. Default: where needed."
         ),
     ] = None,
+    stage_bytes: Annotated[
+        int, typer.Option(min=0, help="Largest batch that is sent to the trainer while the job before it runs; 0: none.")
+    ] = STAGE_BYTES,
 ) -> None:
     """Run the orchestrator until a client stops it. The run's token is read from SPLICE_RUN_TOKEN."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -194,7 +198,7 @@ def serve(
         )
         config = OrchestratorConfig(
             run_dir=run_dir, run_token=token, name=name, endpoint=_old_endpoint(run_dir, endpoint, resume=resume), publication=publication, replicas=replicas,
-            curve_dir=curve_dir, keep_versions=keep_versions, resume=resume,
+            curve_dir=curve_dir, keep_versions=keep_versions, resume=resume, stage_bytes=stage_bytes,
         )  # fmt: skip
         asyncio.run(_serve(config))
     except SpliceError as error:

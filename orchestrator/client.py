@@ -49,6 +49,8 @@ from orchestrator.protocol.messages import (
     StopRun,
     SubmitJob,
     TensorSpec,
+    TrainLoraJob,
+    TrainMergedJob,
 )
 from orchestrator.protocol.node_link import CurveKeys, NodeLink
 from orchestrator.router import new_id
@@ -171,6 +173,57 @@ class SpliceClient:
         values = {name: array.array("f", found[name]) for name in FORWARD_RESULTS}
         return ForwardResult(**values, seconds=result["seconds"])
 
+    def train_merged(
+        self,
+        batch: BatchBuffers,
+        loss: LossSpec | None = None,
+        optim: OptimParams | None = None,
+        *,
+        mini_batch_sequences: int | None = None,
+        epochs: int = 1,
+        grad_accumulation_sequences: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Train on the batch, then publish the next version; `["steps"]` has the metrics of each optimizer step, `["metrics"]` all together.
+
+        Args:
+            mini_batch_sequences: one step for every so many sequences, in order; None: one for all of them.
+            epochs: how often the batch is gone over.
+        """
+        job = TrainMergedJob(
+            loss=loss or LossSpec(),
+            optim=optim or OptimParams(),
+            tensors=tuple(batch.specs),
+            mini_batch_sequences=mini_batch_sequences,
+            epochs=epochs,
+            grad_accumulation_sequences=grad_accumulation_sequences,
+        )
+        return self.run(job, buffers=batch.buffers, **run)
+
+    def train_lora(
+        self,
+        batch: BatchBuffers,
+        output_dir: str,
+        loss: LossSpec | None = None,
+        optim: OptimParams | None = None,
+        *,
+        mini_batch_sequences: int | None = None,
+        epochs: int = 1,
+        grad_accumulation_sequences: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Train on the batch, then write the adapter to a folder on the trainer's host; steps as in `train_merged`. Nothing is published."""
+        job = TrainLoraJob(
+            loss=loss or LossSpec(),
+            optim=optim or OptimParams(),
+            tensors=tuple(batch.specs),
+            mini_batch_sequences=mini_batch_sequences,
+            epochs=epochs,
+            grad_accumulation_sequences=grad_accumulation_sequences,
+            output_dir=output_dir,
+        )
+        return self.run(job, buffers=batch.buffers, **run)
+
     def forward_backward(
         self,
         batch: BatchBuffers,
@@ -260,6 +313,23 @@ class AsyncSpliceClient:
         """See `SpliceClient.forward`."""
         return await asyncio.to_thread(self._client.forward, batch, **kwargs)
 
+    async def train_merged(
+        self, batch: BatchBuffers, loss: LossSpec | None = None, optim: OptimParams | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """See `SpliceClient.train_merged`."""
+        return await asyncio.to_thread(self._client.train_merged, batch, loss, optim, **kwargs)
+
+    async def train_lora(
+        self,
+        batch: BatchBuffers,
+        output_dir: str,
+        loss: LossSpec | None = None,
+        optim: OptimParams | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """See `SpliceClient.train_lora`."""
+        return await asyncio.to_thread(self._client.train_lora, batch, output_dir, loss, optim, **kwargs)
+
     async def forward_backward(self, batch: BatchBuffers, loss: LossSpec | None = None, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.forward_backward`."""
         return await asyncio.to_thread(self._client.forward_backward, batch, loss, **kwargs)
@@ -298,8 +368,9 @@ def _outcome(message: AnyMessage | None) -> dict[str, Any]:
         return message.result
     if isinstance(message, Failed):
         raise JobFailed(
-            code=message.code, node=message.node, phase=message.phase, message=message.message, remedy=message.remedy
-        )
+            code=message.code, node=message.node, phase=message.phase, message=message.message, remedy=message.remedy,
+            steps_taken=message.steps_taken,
+        )  # fmt: skip
     if message is not None and message.kind == "Cancelled":
         raise JobFailed(
             code="cancelled",

@@ -65,11 +65,13 @@ class JobFailed(SpliceError, RuntimeError):
         node: the node that failed, or "orchestrator".
         phase: the phase it was in.
         remedy: what to do next.
+        steps_taken: optimizer steps of the job that were taken before and stand.
     """
 
-    def __init__(self, *, code: str, node: str, phase: str, message: str, remedy: str) -> None:
+    def __init__(self, *, code: str, node: str, phase: str, message: str, remedy: str, steps_taken: int = 0) -> None:
         super().__init__(f"{code} on {node} while {phase}: {message} What to do: {remedy}")
         self.code, self.node, self.phase, self.message, self.remedy = code, node, phase, message, remedy
+        self.steps_taken = steps_taken
 
 
 class NodeLost(SpliceError, ConnectionError):

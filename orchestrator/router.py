@@ -379,9 +379,10 @@ class ControlRouter:
         else:
             entry.done.set_exception(
                 JobFailed(
-                    code=message.code, node=message.node, phase=message.phase, message=message.message, remedy=message.remedy
+                    code=message.code, node=message.node, phase=message.phase, message=message.message, remedy=message.remedy,
+                    steps_taken=message.steps_taken,
                 )
-            )
+            )  # fmt: skip
 
     def _fail_open(self, peer_id: str, why: str, *, incarnation: str) -> None:
         for entry in self._open.values():

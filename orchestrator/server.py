@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ from orchestrator.publication import after_restart
 from orchestrator.publisher import PublicationConfig, Publisher
 from orchestrator.retention import expired
 from orchestrator.router import ControlRouter, new_id
+from orchestrator.staging import STAGE_BYTES, BatchAhead
 from orchestrator.trainer_requests import TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
@@ -92,7 +93,12 @@ class OrchestratorConfig:
     keep_versions: int | None = None
     """How many versions' checkpoints stay on disk, the newest included; at least 2. What is served is never deleted. None: all."""
 
+    stage_bytes: int = STAGE_BYTES
+    """Largest batch that is sent to the trainer while the job before it runs. 0: none is."""
+
     def __post_init__(self) -> None:
+        if self.stage_bytes < 0:
+            raise ConfigError(f"stage_bytes is {self.stage_bytes}; it must be at least 0: no batch is then sent ahead")
         if self.keep_versions is not None and self.keep_versions < 2:
             raise ConfigError(f"keep_versions is {self.keep_versions}; it must be at least 2: the version served and the next")
 
@@ -113,6 +119,8 @@ class _Job:
     clients: set[str]
     sequence: int = 0
     running: bool = False
+    is_at_trainer: bool = False
+    """The trainer works on it, so its own batch is there."""
 
 
 class Orchestrator:
@@ -140,7 +148,9 @@ class Orchestrator:
             ready_timeout_s=config.ready_timeout_s,
             load_timeout_s=config.publication.plan_timeout_s,
             remember=self._remember,
+            on_working=self._on_working,
         )
+        self._ahead = BatchAhead(router=self._router, most_bytes=config.stage_bytes)
         self._between = BetweenJobs(
             router=self._router,
             trainer=self._trainer,
@@ -246,11 +256,30 @@ class Orchestrator:
         self._note(submit.job_id, clients=[client])
         self._queue.put_nowait(submit.job_id)
         self._progress(submit.job_id, "queued", {})
+        await self._stage_next()
 
     async def _on_cancel(self, message: CancelJob) -> None:
         job = self._jobs.get(message.job_id)
         if job is not None and not job.running:
+            await self._ahead.drop(message.job_id)
             await self._end(message.job_id, Cancelled(request_id=message.job_id, reason="cancelled before it started"))
+            await self._stage_next()
+
+    async def _stage_next(self) -> None:
+        """Send the first waiting batch to the trainer, if it works on a job and will be there for the next one."""
+        if self._between.mode == "exit" or not any(job.is_at_trainer for job in self._jobs.values()):
+            return
+        for job_id, job in self._jobs.items():
+            if not job.running and self._ahead.wants(job.submit.job):
+                await self._ahead.stage(job_id, job.submit.job, job.buffers)
+                return
+
+    def _on_working(self) -> None:
+        """The trainer works on the running job."""
+        for job in self._jobs.values():
+            job.is_at_trainer = job.is_at_trainer or job.running
+        task = asyncio.ensure_future(self._stage_next())
+        task.add_done_callback(lambda t: t.exception())
 
     def _status(self) -> Status:
         nodes = tuple(
@@ -535,7 +564,13 @@ class Orchestrator:
         else:  # by an orchestrator that ended before it was published
             await self._trainer.ready(lambda step, detail: self._progress(job_id, step, detail))
         return await self._publish(
-            job_id, version, checkpoint_dir, replicas, metrics=made["metrics"], seconds=dict(made["seconds"])
+            job_id,
+            version,
+            checkpoint_dir,
+            replicas,
+            metrics=made["metrics"],
+            seconds=dict(made["seconds"]),
+            steps=made.get("steps", []),
         )
 
     async def _train_version(
@@ -557,8 +592,8 @@ class Orchestrator:
             buffers,
             phase="training",
         )
-        made = {"metrics": completed.result.get("metrics", {}), "seconds": completed.result.get("seconds", {})}
-        self._trainer.memory.stepped()
+        made = {name: completed.result.get(name, empty) for name, empty in (("metrics", {}), ("seconds", {}), ("steps", []))}
+        self._trainer.memory.stepped(_steps_taken(made))
         self._made(job_id, version, checkpoint_dir, going, **made)
         return made
 
@@ -598,7 +633,7 @@ class Orchestrator:
         )
         memory, result = self._trainer.memory, dict(completed.result)
         if isinstance(spec, TrainLoraJob | OptimStepJob):
-            memory.stepped()
+            memory.stepped(_steps_taken(result))
         elif isinstance(spec, LoadAdapterJob):
             memory.took_adapter(spec.adapter_dir)
         elif isinstance(spec, ForwardBackwardJob):
@@ -623,6 +658,7 @@ class Orchestrator:
             phase=phase,
             report=lambda step, detail: self._progress(job_id, step, detail),
             key=f"{phase.replace(' ', '-')}-{job_id}",
+            staged=lambda incarnation: self._ahead.take(job_id, incarnation),
         )
 
     async def _publish(
@@ -634,6 +670,7 @@ class Orchestrator:
         *,
         metrics: object,
         seconds: dict[str, float],
+        steps: Sequence[object] = (),
     ) -> dict[str, object]:
         pause_s = 0.0
 
@@ -654,6 +691,7 @@ class Orchestrator:
             "version": version,
             "alias": f"{self._config.name}@{version}",
             "metrics": metrics,
+            "steps": list(steps),
             "seconds": {**seconds, **done.seconds, "pause": pause_s},
             "mode": done.mode,
             "why_in_place": done.why_in_place,
@@ -696,6 +734,11 @@ def _job_key(job_id: str) -> str:
     return f"job:{job_id}"
 
 
+def _steps_taken(result: Mapping[str, Any]) -> int:
+    """Optimizer steps that a training request's result speaks of."""
+    return sum("skipped" not in metrics for metrics in result.get("steps") or [{}])
+
+
 def _fields(spec: JobSpec) -> dict[str, Any]:
     """A job's fields, for the request of the same fields."""
     return {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
@@ -709,7 +752,7 @@ def _unreleased(error: Exception, mode: object) -> Exception:
     """A job whose work is done, but not what the memory mode promises of the time after it."""
     if isinstance(error, JobFailed):
         return JobFailed(
-            code=error.code, node=error.node, phase=error.phase, remedy=error.remedy,
+            code=error.code, node=error.node, phase=error.phase, remedy=error.remedy, steps_taken=error.steps_taken,
             message=f"the job itself is done, but the trainer did not come to memory mode {mode}: {error}",
         )  # fmt: skip
     return type(error)(f"the job itself is done, but the trainer did not come to memory mode {mode}: {error}")
@@ -720,7 +763,7 @@ def _failed(job_id: str, error: Exception, *, serving: str) -> Failed:
     if isinstance(error, JobFailed):
         return Failed(
             request_id=job_id, code=ErrorCode(error.code), node=error.node, phase=error.phase, message=error.message,
-            remedy=f"{error.remedy} ({serving})",
+            remedy=f"{error.remedy} ({serving})", steps_taken=error.steps_taken,
         )  # fmt: skip
     code, remedy = ErrorCode.INTERNAL, "report this with the orchestrator's log"
     if isinstance(error, VerificationError):

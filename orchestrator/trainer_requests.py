@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.config import MemoryMode
-from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, TrainStep
+from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, Progress
 from orchestrator.router import ControlRouter, OnProgress, new_id
 
 log = logging.getLogger("splice.orchestrator")
 Report = Callable[[str, dict[str, object]], None]
+Staged = Callable[[str | None], str | None]
+"""A process of the trainer -> the id under which it was sent the batch ahead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,16 +59,17 @@ class TrainerMemory:
         """Whether it holds what no checkpoint has, pending gradients aside."""
         return bool(self.steps or self.adapter)
 
-    def stepped(self) -> None:
-        """An optimizer step used up what was pending."""
-        self.steps, self.pending = self.steps + 1, 0
+    def stepped(self, count: int = 1) -> None:
+        """Optimizer steps used up what was pending."""
+        self.steps, self.pending = self.steps + count, 0
 
-    def failed(self, code: str, *, trains: bool) -> None:
-        """A request failed: a refused one changed nothing, a later failure dropped what was pending; a step that could not be saved
-        was taken all the same."""
-        if code == ErrorCode.CHECKPOINT_FAILED:
-            if trains:
-                self.stepped()
+    def failed(self, code: str, *, steps_taken: int) -> None:
+        """A request failed: a refused one changed nothing, a later failure dropped what was pending; steps that were taken before, or could
+        not be saved, stand all the same."""
+        if steps_taken:
+            self.stepped(steps_taken)
+        elif code == ErrorCode.CHECKPOINT_FAILED:
+            return
         elif code not in (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY):
             self.pending = 0
 
@@ -85,7 +88,11 @@ class TrainerMemory:
 
 
 class TrainerRequests:
-    """Sends requests to the trainer; one at a time."""
+    """Sends requests to the trainer; one at a time.
+
+    Args:
+        on_working: called whenever the trainer says that it works on one.
+    """
 
     def __init__(
         self,
@@ -95,10 +102,11 @@ class TrainerRequests:
         ready_timeout_s: float,
         load_timeout_s: float,
         remember: Callable[[], None] = lambda: None,
+        on_working: Callable[[], None] = lambda: None,
     ) -> None:
         self._router, self._attempts = router, attempts
         self._ready_timeout_s, self._load_timeout_s = ready_timeout_s, load_timeout_s
-        self._remember = remember
+        self._remember, self._on_working = remember, on_working
         self.memory = TrainerMemory()
 
     async def ready(self, report: Report) -> None:
@@ -118,16 +126,21 @@ class TrainerRequests:
         phase: str,
         report: Report,
         key: str | None = None,
+        staged: Staged | None = None,
     ) -> tuple[Completed, tuple[bytes, ...]]:
         """Run one request, once in each of the trainer's processes if it has a `key`: a node that is asked the same again, by an
         orchestrator that was restarted meanwhile, repeats its answer. A trainer that dies in it is waited for, put back to the last durable state and asked again, if that is all
-        that it held.
+        that it held. `staged` says whether a process of it was sent the batch ahead, and under which id.
 
         Raises:
             JobFailed: the trainer answered `Failed`.
             NodeLost: the trainer was lost, and something with it that cannot be repeated, or it did not come back.
         """
-        on_progress: OnProgress = lambda _, p: report(p.phase, p.detail)  # noqa: E731
+
+        def on_progress(_: str, progress: Progress) -> None:
+            report(progress.phase, progress.detail)
+            self._on_working()
+
         for attempt in range(1, self._attempts + 1):
             await self.ready(report)
             self._remember()
@@ -135,9 +148,10 @@ class TrainerRequests:
             if key is not None:
                 request = request.model_copy(update={"request_id": f"{key}-{(self.memory.incarnation or '')[:12]}"})
             try:
-                return await self._router.request("trainer", request, buffers, phase=phase, on_progress=on_progress)
+                id_there = None if staged is None else staged(self.memory.incarnation)
+                return await self._request(request, buffers, staged=id_there, phase=phase, on_progress=on_progress)
             except JobFailed as error:
-                self.memory.failed(error.code, trains=isinstance(request, TrainStep))
+                self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise
             except NodeLost as error:
                 lost = self.memory.take_loss()
@@ -153,6 +167,32 @@ class TrainerRequests:
                     not_incarnation={"trainer": self.memory.incarnation or ""},
                 )
         raise AssertionError("unreachable")
+
+    async def _request(
+        self,
+        request: AnyMessage,
+        buffers: Sequence[bytes],
+        *,
+        staged: str | None,
+        phase: str,
+        on_progress: OnProgress,
+    ) -> tuple[Completed, tuple[bytes, ...]]:
+        """With the batch that was sent ahead; where the trainer does not have it, with the batch.
+
+        That may be the answer to an orchestrator that ended meanwhile, so it counts whether or not this one named a batch.
+        """
+        named = request if staged is None else request.model_copy(update={"staged": staged})
+        try:
+            return await self._router.request(
+                "trainer", named, buffers if staged is None else (), phase=phase, on_progress=on_progress
+            )
+        except JobFailed as error:
+            if error.code != ErrorCode.NOT_STAGED:
+                raise
+            log.info("%s; the job is sent with its batch", error)
+        # The trainer repeats what it answered under an id: this one is another request.
+        whole = request.model_copy(update={"request_id": f"{request.request_id}-whole"})  # type: ignore[union-attr]
+        return await self._router.request("trainer", whole, buffers, phase=phase, on_progress=on_progress)
 
     async def _settle(self, report: Report) -> None:
         """Put another process than the last one back to the last durable state."""

@@ -44,6 +44,8 @@ class Batch:
     reference_logprobs_T: torch.Tensor | None = None
     routed_experts_T: torch.Tensor | None = None
     """[T, layers, top_k]."""
+    routing_is_checked: bool = False
+    """`check_routing` found nothing wrong."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -133,7 +135,7 @@ def decode_batch(
     optional = {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if any(s.name == n for s in specs)}
     arrays = _arrays(specs, buffers, wanted=BATCH_TENSORS | optional)
     check_batch(arrays, vocab_size=vocab_size, max_length=max_length, loss=loss)
-    tensors = {f"{n}_T": torch.from_numpy(arrays[n]) for n in (*_FLOATS, *optional)}
+    tensors: dict[str, Any] = {f"{n}_T": torch.from_numpy(arrays[n]) for n in (*_FLOATS, *optional)}
     lengths = tuple(int(n) for n in arrays["sequence_lengths"])
     return Batch(tokens_T=torch.from_numpy(arrays["tokens"].astype(np.int64)), lengths=lengths, **tensors)
 

@@ -3,6 +3,8 @@
     rank 0    NodeLink (a thread) -> next request -> shared with the other ranks -> handled by all -> outcome compared -> terminal message
     others    wait in the control group's broadcast -> handle the same request -> compare
 
+A batch that comes ahead of its job goes from the link's thread to `staging`, which has a thread and a group of its own on every rank.
+
 The control group is gloo on the CPU; while nothing comes, rank 0 broadcasts a keepalive every few seconds, so an idle rank's wait never nears
 its deadline. Every request ends in one terminal message, and the node goes on serving after a failed one, unless the ranks no
 longer stand at the same point: then all exit with `EXIT_DIVERGED` and whoever launched them starts them again.
@@ -20,6 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +55,7 @@ from orchestrator.protocol.messages import (
     Hello,
     LoadAdapter,
     LoadCheckpoint,
+    LossSpec,
     Manifest,
     OpenTransferGroup,
     OptimStep,
@@ -60,6 +64,7 @@ from orchestrator.protocol.messages import (
     ReleaseMemory,
     SaveCheckpoint,
     SendWeights,
+    StageBatch,
     TensorSpec,
     TrainLora,
     TrainMerged,
@@ -67,15 +72,17 @@ from orchestrator.protocol.messages import (
     UseLayout,
 )
 from orchestrator.protocol.node_link import NodeLink
+from trainer_node.staging import KEEPALIVE_S, Staging
 
 if TYPE_CHECKING:
     from trainer_node.batch import Batch
 
 log = logging.getLogger("splice.trainer")
 
-KEEPALIVE_S = 5.0
 DEADLINE_GRACE_S = 30.0
 """A request that is still running this long after its deadline is stuck; the node says so and ends."""
+STAGED_ARRIVES_S = 30.0
+"""How long a rank waits for a staged batch that rank 0 has; after that the job is to be sent with its batch."""
 EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "splice")
 _KEEPALIVE, _STOP = 0, -1
@@ -83,6 +90,10 @@ _KEEPALIVE, _STOP = 0, -1
 
 class NotReady(SpliceError, RuntimeError):
     """The request needs something that is not there yet; says what."""
+
+
+class NotStaged(SpliceError, RuntimeError):
+    """The request names a batch that is not here; nothing has changed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +116,7 @@ def classify(error: BaseException, *, phase: str) -> tuple[ErrorCode, str]:
          "training again, because the state in memory may be a step ahead of it."),
         (NothingPending, ErrorCode.NOT_READY, "Send ForwardBackward first."),
         (NotReady, ErrorCode.NOT_READY, "Send the request named first."),
+        (NotStaged, ErrorCode.NOT_STAGED, "Send the request with its batch."),
         (PublicationError, ErrorCode.PLAN_REFUSED, "The adapters or the export do not fit the manifest; plan the publication again."),
         (TransferTimeout, ErrorCode.TRANSFER_TIMEOUT, "Open a new transfer group and resend the version."),
         (TransferAborted, ErrorCode.TRANSFER_ABORTED, "Open a new transfer group and resend the version."),
@@ -135,18 +147,19 @@ class Control:
             if stop:
                 raise StopIteration
             return envelope
-        payload = bytearray()
+        payload = np.empty(0, np.uint8)
         if self._is_root and envelope is not None:
             frames = encode(envelope.message, envelope.buffers)
             head = msgpack.packb([memoryview(f).nbytes for f in frames])
-            payload = bytearray().join([len(head).to_bytes(8, "little"), head, *frames])
+            parts = [len(head).to_bytes(8, "little"), head, *frames]
+            payload = np.concatenate([np.frombuffer(p, np.uint8) for p in parts])  # other threads run meanwhile
         size = torch.tensor([_STOP if stop else len(payload)], dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._group)
         if int(size) == _STOP:
             raise StopIteration
         if int(size) == _KEEPALIVE:
             return None
-        data = torch.frombuffer(payload, dtype=torch.uint8) if self._is_root else torch.empty(int(size), dtype=torch.uint8)
+        data = torch.from_numpy(payload) if self._is_root else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._group)
         return envelope if self._is_root else _unframe(data.numpy())
 
@@ -161,13 +174,13 @@ class Control:
 
 
 def _unframe(data: np.ndarray) -> Envelope:
-    """What rank 0 shared: the frames' sizes, then the frames. Buffers are copied once, out of it."""
+    """What rank 0 shared: the frames' sizes, then the frames. Buffers are views of it."""
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    frames = []
+    frames: list[Any] = []
     for size in msgpack.unpackb(data[8:begin].tobytes()):
-        frames.append(data[begin : begin + size].tobytes())
+        frames.append(memoryview(data)[begin : begin + size])  # type: ignore[arg-type]
         begin += size
-    return decode(frames)
+    return decode([bytes(f) for f in frames[:3]] + frames[3:])
 
 
 class Node:
@@ -181,6 +194,11 @@ class Node:
         self.runtime = TrainerRuntime(config)
         self.exporter = Exporter(self.runtime)
         self.control = Control(self.runtime.control_group)
+        self.staging = Staging(self._check_staged, share=Control(self.runtime.staging_group).share, is_root=link is not None)
+        self._steps_taken = 0
+        """Optimizer steps of the request under way."""
+        self._staged: Future[Batch] | None = None
+        """The batch of the request under way, if it came ahead."""
         self.phase = "idle"
         self._request_id = ""
         self._received_s = 0.0
@@ -238,7 +256,20 @@ class Node:
             return self.control.share(None, stop=True), time.monotonic()
         received_s = time.monotonic()
         stop = envelope is not None and envelope.message.kind == "Shutdown"
+        if envelope is not None and not self._can_run(envelope.message):
+            envelope = None
         return self.control.share(None if stop else envelope, stop=stop), received_s
+
+    def _can_run(self, message: Any) -> bool:
+        """Whether the batch that a request names is here; if not, the request is answered and the other ranks never hear of it."""
+        assert self.link is not None
+        staged = getattr(message, "staged", None)
+        if staged is None or self.staging.holds(staged):
+            return True
+        code, remedy = classify(NotStaged(), phase="idle")
+        said = f"the batch of {staged} is not staged here"
+        self.link.fail(message.request_id, code=code, phase="idle", message=said, remedy=remedy)
+        return False
 
     def _handle(self, envelope: Envelope, received_s: float) -> bool:
         """Run one request, received then, to its terminal message. False: the ranks have diverged and must end."""
@@ -253,9 +284,11 @@ class Node:
                 error = caught
                 log.exception("%s failed while %s", message.kind, self.phase)
             errors = self.control.compare(error)
+        self._staged = None
         diverged = _diverged(errors)
         if self.link is not None:
             self._answer(outcome, error, errors, diverged=diverged)
+        self._steps_taken = 0
         self.phase = "idle"
         return not diverged
 
@@ -266,10 +299,24 @@ class Node:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ConfigError(f"the trainer does not know {message.kind}")
+        if isinstance(message, TrainStep | Forward | ForwardBackward) and message.staged is not None:
+            self._claim(message.staged)
         if self.runtime.is_offloaded and not isinstance(message, ReleaseMemory | OpenTransferGroup):
             self._progress("reloading")
             self.runtime.reload()
         return handler(message, buffers) if isinstance(message, TrainStep | Forward | ForwardBackward) else handler(message)
+
+    def _claim(self, job_id: str) -> None:
+        """Take the staged batch, on every rank or on none.
+
+        Raises:
+            NotStaged: on all ranks, if one of them lacks it.
+        """
+        self._staged = self.staging.claim(job_id, timeout_s=STAGED_ARRIVES_S)
+        has = torch.tensor([self._staged is not None], dtype=torch.int32)
+        dist.all_reduce(has, op=dist.ReduceOp.MIN, group=self.runtime.control_group)
+        if not has.item():
+            raise NotStaged(f"the batch of {job_id} is not staged on every rank")
 
     def _answer(self, outcome: Outcome, error: BaseException | None, errors: list[str | None], *, diverged: bool) -> None:
         assert self.link is not None
@@ -284,7 +331,9 @@ class Node:
         if diverged:
             remedy = "The ranks are no longer in step, so the trainer ends and is started again; LoadCheckpoint the last durable version."
         where = f"rank {rank}: " if len(errors) > 1 else ""
-        self.link.fail(self._request_id, code=code, phase=self.phase, message=where + text, remedy=remedy)
+        self.link.fail(
+            self._request_id, code=code, phase=self.phase, message=where + text, remedy=remedy, steps_taken=self._steps_taken
+        )
 
     def _to_first_forward(self) -> dict[str, float]:
         """Seconds from the request's receipt to the first forward pass: shared, decoded, checked, its first micro-batch laid out."""
@@ -327,29 +376,42 @@ class Node:
 
     # ------------------------------------------------------------ requests
 
-    def _decode(self, message: TrainStep | ForwardBackward, buffers: Sequence[bytes]) -> Batch:
-        from trainer_node.batch import decode_batch
+    def _batch(self, message: TrainStep | ForwardBackward | Forward, buffers: Sequence[bytes]) -> Batch:
+        """The request's batch, checked: the staged one, or what came with the request.
 
-        return decode_batch(
-            specs=message.tensors,
-            buffers=buffers,
-            vocab_size=self.runtime.vocab_size,
-            max_length=self.runtime.max_length,
-            loss=message.loss,
-        )
+        Raises:
+            BatchError: it is refused.
+        """
+        if self._staged is not None:
+            return self._staged.result(message.deadline_s)
+        if isinstance(message, Forward):
+            return self._decode(message.tensors, buffers, loss=None, allowed_token_ids=message.allowed_token_ids)
+        return self._decode(message.tensors, buffers, loss=message.loss, allowed_token_ids=None)
+
+    def _check_staged(self, message: StageBatch, buffers: Sequence[bytes]) -> Batch:
+        """On the staging's thread: all that can be checked before the job's turn."""
+        batch = self._decode(message.tensors, buffers, loss=message.loss, allowed_token_ids=message.allowed_token_ids)
+        return self.runtime.check_routing_early(batch)
+
+    def _decode(
+        self,
+        specs: Sequence[TensorSpec],
+        buffers: Sequence[bytes],
+        *,
+        loss: LossSpec | None,
+        allowed_token_ids: Sequence[int] | None,
+    ) -> Batch:
+        from trainer_node.batch import decode_batch, decode_forward
+
+        limits = {"vocab_size": self.runtime.vocab_size, "max_length": self.runtime.max_length}
+        if loss is None:
+            return decode_forward(specs=specs, buffers=buffers, allowed_token_ids=allowed_token_ids, **limits)
+        return decode_batch(specs=specs, buffers=buffers, loss=loss, **limits)
 
     def _forward(self, message: Forward, buffers: Sequence[bytes]) -> Outcome:
-        from trainer_node.batch import decode_forward
-
-        self._progress("forward")
+        self._progress("forward", **self._ahead())
         started = time.monotonic()
-        batch = decode_forward(
-            specs=message.tensors,
-            buffers=buffers,
-            vocab_size=self.runtime.vocab_size,
-            max_length=self.runtime.max_length,
-            allowed_token_ids=message.allowed_token_ids,
-        )
+        batch = self._batch(message, buffers)
         results = self.runtime.forward(batch, allowed_token_ids=message.allowed_token_ids, adapters=message.adapters)
         return Outcome(
             result={"seconds": {"forward": time.monotonic() - started, **self._to_first_forward()}},
@@ -360,11 +422,15 @@ class Node:
             buffers=tuple(t.contiguous().numpy().tobytes() for t in results),
         )
 
+    def _ahead(self) -> dict[str, bool]:
+        """For a request's `Progress`: whether its batch came ahead."""
+        return {"staged": True} if self._staged is not None else {}
+
     def _forward_backward(self, message: ForwardBackward, buffers: Sequence[bytes]) -> Outcome:
-        self._progress("training")
+        self._progress("training", **self._ahead())
         started = time.monotonic()
         sums = self.runtime.forward_backward(
-            self._decode(message, buffers),
+            self._batch(message, buffers),
             message.loss,
             loss_weight=message.loss_weight,
             grad_accumulation_sequences=message.grad_accumulation_sequences,
@@ -391,38 +457,42 @@ class Node:
         seconds = {"export": time.monotonic() - started}
         return Outcome(result={"output_dir": message.output_dir, "files": files, "seconds": seconds})
 
-    def _train(self, message: TrainStep, buffers: Sequence[bytes]) -> tuple[dict[str, float], float]:
-        self._progress("training")
+    def _train(self, message: TrainStep, buffers: Sequence[bytes]) -> tuple[dict[str, Any], float]:
+        """The job's steps: what the result says of them, and their seconds."""
+        from trainer_node import steps
+
+        self._progress("training", **self._ahead())
         started = time.monotonic()
-        metrics = self.runtime.train_step(
-            self._decode(message, buffers),
-            message.loss,
-            message.optim,
-            grad_accumulation_sequences=message.grad_accumulation_sequences,
-        )
-        return metrics, time.monotonic() - started
+
+        def on_step(step: steps.Step, count: int) -> None:
+            self._steps_taken += step.is_taken
+            if count > 1:
+                self._progress("training", metrics=step.metrics)
+
+        done = steps.train(self.runtime, self._batch(message, buffers), message, on_step=on_step)
+        return {"metrics": steps.together(done), "steps": [s.metrics for s in done]}, time.monotonic() - started
 
     def _train_merged(self, message: TrainMerged, buffers: Sequence[bytes]) -> Outcome:
         from trainer_node import checkpoint
 
-        metrics, train_s = self._train(message, buffers)
-        self._progress("saving", metrics=metrics)
+        said, train_s = self._train(message, buffers)
+        self._progress("saving", metrics=said["metrics"])
         started = time.monotonic()
         checkpoint.save(self.runtime, Path(message.checkpoint_dir), version=message.version)
         seconds = {"train": train_s, "save": time.monotonic() - started, **self._to_first_forward()}
-        result = {"version": message.version, "metrics": metrics, "seconds": seconds}
+        result = {"version": message.version, "seconds": seconds} | said
         return Outcome(result=result | self._delete(message.delete_after))
 
     def _train_lora(self, message: TrainLora, buffers: Sequence[bytes]) -> Outcome:
         from trainer_node import checkpoint
 
         self.runtime.need_adapters("TrainLora (use TrainMerged)")
-        metrics, train_s = self._train(message, buffers)
-        self._progress("saving", metrics=metrics)
+        said, train_s = self._train(message, buffers)
+        self._progress("saving", metrics=said["metrics"])
         started = time.monotonic()
         checkpoint.save_adapter(self.runtime, Path(message.output_dir))
         seconds = {"train": train_s, "save": time.monotonic() - started, **self._to_first_forward()}
-        return Outcome(result={"output_dir": message.output_dir, "metrics": metrics, "seconds": seconds})
+        return Outcome(result={"output_dir": message.output_dir, "seconds": seconds} | said)
 
     def _save_checkpoint(self, message: SaveCheckpoint) -> Outcome:
         from trainer_node import checkpoint
@@ -576,6 +646,7 @@ class Node:
     def close(self) -> None:
         """End communicators and process groups."""
         self._transfer.close()
+        self.staging.close()
         self.runtime.close()
 
 
@@ -790,7 +861,16 @@ def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> in
         if "node" in nodes:
             nodes["node"].abort_send(message.reason)  # type: ignore[union-attr]
 
-    link = NodeLink(endpoint=endpoint, hello=hello(node_id, token, config.device), urgent={"AbortSend": on_abort})
+    def on_staged(envelope: Envelope) -> None:
+        if "node" in nodes:
+            nodes["node"].staging.receive(envelope)
+
+    link = NodeLink(
+        endpoint=endpoint,
+        hello=hello(node_id, token, config.device),
+        urgent={"AbortSend": on_abort},
+        aside={"StageBatch": on_staged, "DropBatch": on_staged},
+    )
     with link.start():
         return _serve(config, link, nodes)
 

@@ -70,7 +70,8 @@ class TrainerRuntime:
         self.dtype = DTYPES[config.dtype]
         self.hf_config = read_config(config.model)
         import_losses(config.loss_modules)
-        self.pending = Pending()
+        self.pending = self.used = Pending()
+        """Of `used` the last optimizer step was made, or would have been."""
         self.num_steps, self.num_skipped_steps = 0, 0
         self.first_forward_s = 0.0
         """Monotonic clock at the first forward pass since whoever wants to know set it to 0."""
@@ -80,7 +81,9 @@ class TrainerRuntime:
 
             cpu_shims.apply()
         self.device = _init_distributed(config)
-        self.control_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=CONTROL_TIMEOUT_S))
+        timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
+        self.control_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.staging_group = dist.new_group(backend="gloo", timeout=timeout)
         self._build_model()
         self._adapt()
         self.references: dict[Path, list[torch.Tensor]] = {}
@@ -309,16 +312,7 @@ class TrainerRuntime:
             ConfigError: the loss or the cut is refused; what is pending stays.
             Exception: anything later; what was pending is dropped, and a note on the exception says so.
         """
-        from megatron.core import parallel_state
-
-        bind_loss(loss)
-        self.pending.check(loss.normalize_by)
-        if loss.kl is not None and loss.kl.reference != "given":
-            self.need_adapters(f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and use 'given')")
-        if loss.kl is not None and loss.kl.adapter_dir is not None:
-            self.read_reference(Path(loss.kl.adapter_dir))
-        check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
-        self._check_routing(batch)
+        batch = self.check(batch, loss, grad_accumulation_sequences=grad_accumulation_sequences)
         try:
             if loss.kl is not None and loss.kl.reference != "given":
                 with self.reference_in_place(loss.kl.adapter_dir):
@@ -337,6 +331,24 @@ class TrainerRuntime:
             raise
         self.pending = self.pending.plus(sums, normalize_by=loss.normalize_by, rows=len(batch.tokens_T))
         return sums
+
+    def check(self, batch: Batch, loss: LossSpec, *, grad_accumulation_sequences: int | None = None) -> Batch:
+        """All that `forward_backward` refuses; returns the batch, whose parts need no longer check their routing.
+
+        Raises:
+            ConfigError: the loss or the cut is refused; nothing has changed.
+        """
+        from megatron.core import parallel_state
+
+        bind_loss(loss)
+        self.pending.check(loss.normalize_by)
+        if loss.kl is not None and loss.kl.reference != "given":
+            self.need_adapters(f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and use 'given')")
+        if loss.kl is not None and loss.kl.adapter_dir is not None:
+            self.read_reference(Path(loss.kl.adapter_dir))
+        check_accumulation(grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size())
+        self._check_routing(batch)
+        return batch if batch.routing_is_checked else replace(batch, routing_is_checked=True)
 
     def _dropout_key(self) -> int:
         """Another one for each optimizer step; the counters are in checkpoints."""
@@ -427,10 +439,23 @@ class TrainerRuntime:
         )
         return reports
 
-    def _check_routing(self, batch: Batch) -> None:
-        hf, parallel = self.hf_config, self.config.parallel
+    def check_routing_early(self, batch: Batch) -> Batch:
+        """The batch, marked if its routed experts are this model's, which takes long to see. If they are not, it is refused in its turn. From any
+        thread."""
+        with contextlib.suppress(BatchError):
+            self._check_experts(batch)
+            return replace(batch, routing_is_checked=True)
+        return batch
+
+    def _check_experts(self, batch: Batch) -> None:
+        hf = self.hf_config
         num_experts, top_k = getattr(hf, "num_experts", None) or 0, getattr(hf, "num_experts_per_tok", 0)
         check_routing(batch, num_layers=hf.num_hidden_layers, num_experts=num_experts, top_k=top_k)
+
+    def _check_routing(self, batch: Batch) -> None:
+        parallel = self.config.parallel
+        if not batch.routing_is_checked:
+            self._check_experts(batch)
         if batch.routed_experts_T is not None and parallel.pipeline > 1 and self.config.recompute == "full":
             # Routers hold one micro-batch's experts; recomputing one while others are on their way would take the wrong ones.
             raise BatchError(
@@ -566,6 +591,7 @@ class TrainerRuntime:
         started, pending = time.monotonic(), self.pending
         if not pending.num_batches:
             raise NothingPending("no gradients are pending: send ForwardBackward before OptimStep")
+        self.used = pending
         try:
             grad_norm = self._step(optim, denominator=pending.denominator)
         except NonFiniteGradient as error:

@@ -71,7 +71,7 @@ def decode(frames: Sequence[bytes]) -> Envelope:
 
 def _check_buffers(message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> None:
     holder = message.job if message.kind == "SubmitJob" else message
-    specs = getattr(holder, "tensors", ())
+    specs = () if getattr(holder, "staged", None) is not None else getattr(holder, "tensors", ())
     sizes = [memoryview(b).nbytes for b in buffers]
     wanted = [s.nbytes for s in specs]
     if sizes != wanted:

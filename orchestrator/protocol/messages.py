@@ -35,6 +35,7 @@ class ErrorCode(StrEnum):
 
     BAD_INPUT = "bad_input"
     NOT_READY = "not_ready"
+    NOT_STAGED = "not_staged"
     PLAN_REFUSED = "plan_refused"
     TRAINING_FAILED = "training_failed"
     NON_FINITE_GRADIENT = "non_finite_gradient"
@@ -351,12 +352,20 @@ class _Batch(Message):
     of them; so it must be a multiple of the data-parallel size. None: the data-parallel size. It changes the cut, not the result."""
 
 
+class _Steps(_Batch):
+    mini_batch_sequences: int | None = Field(default=None, ge=1)
+    """The batch's sequences are taken in order, so many for each optimizer step, the last one of what is left. None: the whole batch is one
+    step. A mini-batch without any loss token is refused with the job, before anything has changed."""
+    epochs: int = Field(default=1, ge=1)
+    """How often the batch is gone over, in the same order."""
+
+
 class _ForwardBackward(_Batch):
     loss_weight: float = Field(default=1.0, allow_inf_nan=False)
     """Multiplies this batch's loss, but not the count that the step's sum is divided by."""
 
 
-class _Training(_Batch):
+class _Training(_Steps):
     optim: OptimParams = OptimParams()
 
 
@@ -510,13 +519,19 @@ class _Request(Message):
     """Seconds from receipt after which the node must have ended the request, one way or the other."""
 
 
-class Forward(_Request, _Forward):
+class _BatchRequest(_Request):
+    staged: str | None = None
+    """The `StageBatch.job_id` of the batch that came ahead: then no buffers follow, and `tensors` says what they were. A trainer that does not
+    have it answers `Failed(code="not_staged")`, and nothing has changed. None: the buffers follow."""
+
+
+class Forward(_BatchRequest, _Forward):
     """Log-probs and entropy of every token; `Completed` carries the buffers of FORWARD_RESULTS."""
 
     kind: Literal["Forward"] = "Forward"
 
 
-class ForwardBackward(_Request, _ForwardBackward):
+class ForwardBackward(_BatchRequest, _ForwardBackward):
     """Add the batch's gradient to what is pending. `Completed.result["metrics"]` are the batch's own, over all ranks.
 
     A batch that is refused leaves what is pending; a failure later than that drops all of it, and says so.
@@ -533,8 +548,12 @@ class OptimStep(_Request):
     optim: OptimParams = OptimParams()
 
 
-class TrainStep(_Request, _Batch):
-    """`ForwardBackward`, then `OptimStep` with all that is pending; base of the two training requests."""
+class TrainStep(_BatchRequest, _Steps):
+    """`ForwardBackward`, then `OptimStep` with all that is pending, for each mini-batch of each epoch; base of the two training requests.
+
+    `Completed.result["steps"]` has each step's metrics, `["metrics"]` all of them together. A step whose gradient is not finite is skipped, as in
+    `OptimStep`: its metrics are `skipped` = 1, the others go on, and the request fails only if all were.
+    """
 
     optim: OptimParams
 
@@ -639,6 +658,27 @@ class SendWeights(_Request):
     version: int = Field(ge=0)
     changed_only: bool = False
     """Send the part that `UseLayout.part` named."""
+
+
+class StageBatch(Message):
+    """The batch of a job that waits behind a running one: receive and check it meanwhile. Not a request: it is never answered, and what is wrong
+    with the batch is said when its job comes, which names it (`staged`)."""
+
+    kind: Literal["StageBatch"] = "StageBatch"
+    job_id: str
+    tensors: tuple[TensorSpec, ...]
+    """Specs of the buffers, as in the job."""
+    loss: LossSpec | None
+    """The job's, which decides what is refused. None: a forward pass."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The forward pass's."""
+
+
+class DropBatch(Message):
+    """Nobody will ask for this staged batch. Not a request."""
+
+    kind: Literal["DropBatch"] = "DropBatch"
+    job_id: str
 
 
 class AbortSend(Message):
@@ -868,6 +908,8 @@ class Failed(Message):
     phase: str
     message: str
     remedy: str
+    steps_taken: int = Field(default=0, ge=0)
+    """Training: optimizer steps of this request that were taken before and stand."""
 
 
 class Cancelled(Message):
@@ -905,6 +947,7 @@ AnyMessage = (
     SubmitJob | CancelJob | GetStatus | Subscribe | StopRun
     | Forward | ForwardBackward | OptimStep | ExportHf
     | TrainMerged | TrainLora | SaveCheckpoint | LoadCheckpoint | PlanPublication | OpenTransferGroup | UseLayout | SendWeights | AbortSend
+    | StageBatch | DropBatch
     | LoadAdapter | ReleaseMemory | StartTrainer | StopTrainer
     | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | PrepareShadow | ReceiveWeights | SwapWeights | CheckCanary | CommitUpdate | AbortUpdate | LeaveAlias | Shutdown
     | Hello | Welcome | Rejected | Ready | Unready | Heartbeat | Progress | Completed | Failed | Cancelled | Status

@@ -1,9 +1,9 @@
 """A node's end of the control socket, on a thread of its own.
 
 The thread answers heartbeats while the GPUs are busy, hands requests to the main thread one at a time, and runs urgent messages
-(`AbortSend`, `AbortUpdate`) at once through callbacks, because the main thread is then inside a transfer. A request that comes
-twice is answered with the first one's outcome. The socket belongs to the thread alone; others talk to it through
-a queue and an inproc wake-up.
+(`AbortSend`, `AbortUpdate`) at once through callbacks, because the main thread is then inside a transfer. What a node takes beside its requests
+(`StageBatch`) goes to a callback too, with its buffers. A request that comes twice is answered with the first one's outcome. The socket
+belongs to the thread alone; others talk to it through a queue and an inproc wake-up.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from orchestrator.protocol.messages import (
 )
 
 Urgent = Mapping[str, Callable[[AnyMessage], None]]
+Aside = Mapping[str, Callable[[Envelope], None]]
 OUTCOMES_KEPT = 64
 
 
@@ -78,6 +79,7 @@ class NodeLink:
         endpoint: the orchestrator's ROUTER, e.g. "tcp://127.0.0.1:40001".
         hello: who we are.
         urgent: kind -> callback, called on the link's thread; must not block.
+        aside: the same for messages that are taken whole, with their buffers.
         curve: CURVE keys; None: those of `curve_from_env`.
         lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
     """
@@ -88,10 +90,12 @@ class NodeLink:
         endpoint: str,
         hello: Hello,
         urgent: Urgent | None = None,
+        aside: Aside | None = None,
         curve: CurveKeys | None = None,
         lost_after_s: float = 60.0,
     ) -> None:
-        self._endpoint, self._hello, self._urgent = endpoint, hello, dict(urgent or {})
+        self._endpoint, self._hello = endpoint, hello
+        self._urgent, self._aside = dict(urgent or {}), dict(aside or {})
         self._curve, self._lost_after_s = curve or curve_from_env(), lost_after_s
         self._context = zmq.Context()
         self._outbox: queue.SimpleQueue[tuple[AnyMessage, Sequence[bytes | memoryview]]] = queue.SimpleQueue()
@@ -181,11 +185,13 @@ class NodeLink:
         """End a request well."""
         self.send(Completed(request_id=request_id, result=result or {}, tensors=tuple(tensors)), buffers)
 
-    def fail(self, request_id: str, *, code: ErrorCode, phase: str, message: str, remedy: str) -> None:
+    def fail(self, request_id: str, *, code: ErrorCode, phase: str, message: str, remedy: str, steps_taken: int = 0) -> None:
         """End a request badly."""
-        self.send(
-            Failed(request_id=request_id, code=code, node=self.node_id, phase=phase, message=message[:4000], remedy=remedy)
-        )
+        failed = Failed(
+            request_id=request_id, code=code, node=self.node_id, phase=phase, message=message[:4000], remedy=remedy,
+            steps_taken=steps_taken,
+        )  # fmt: skip
+        self.send(failed)
 
     def close(self) -> None:
         """Flush what is queued (at most 2 s), then end the thread and the sockets. Safe to call twice."""
@@ -290,6 +296,8 @@ class NodeLink:
             pass
         elif message.kind in self._urgent:
             self._urgent[message.kind](message)
+        elif message.kind in self._aside:
+            self._aside[message.kind](envelope)
         elif isinstance(message, Shutdown) or self._hello.role == "client":
             self._inbox.put(envelope)
         else:

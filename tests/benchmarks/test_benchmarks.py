@@ -29,7 +29,7 @@ SMALL = {
     "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
     "merge": {"merge/30b-a3b-experts", "merge/30b-a3b-experts-loop"},
     "export": {"export/tiny-moe/wire", "export/tiny-moe/manifest", "export/tiny-moe/plan"},
-    "arrival": {"arrival/16x2048"},
+    "arrival": {"arrival/16x2048", "arrival/staged/32x2048"},
     "save": {"save/tiny/checkpoint", "save/tiny/adapter"},
     "logits": {"logits/chunked-256", "logits/default-256"},
 }

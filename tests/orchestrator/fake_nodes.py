@@ -42,7 +42,9 @@ class FakeNode:
         self.aborted = threading.Event()
         hello = Hello(role=self.role, node_id=node_id, incarnation=uuid.uuid4().hex, run_token=token)  # type: ignore[arg-type]
         urgent = {"AbortSend": self._on_abort, "AbortUpdate": self._on_abort}
-        self.link = NodeLink(endpoint=endpoint, hello=hello, urgent=urgent, lost_after_s=60)
+        aside = {"StageBatch": self._on_aside, "DropBatch": self._on_aside}
+        self.staged: dict[str, tuple[bytes, ...]] = {}
+        self.link = NodeLink(endpoint=endpoint, hello=hello, urgent=urgent, aside=aside, lost_after_s=60)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -64,6 +66,17 @@ class FakeNode:
         self.log.append(type(message).__name__)
         self.aborted.set()
 
+    def _on_aside(self, envelope) -> None:
+        if envelope.message.kind == "StageBatch":
+            self.staged[envelope.message.job_id] = envelope.buffers
+        else:
+            self.staged.pop(envelope.message.job_id, None)
+        self.log.append(envelope.message.kind)
+
+    def take_batch(self, envelope) -> bool:
+        """Whether the request has its batch, with it or ahead of it."""
+        return True
+
     def _run(self) -> None:
         while not self._stop.is_set():
             envelope = self.link.recv(timeout_s=0.05)
@@ -73,6 +86,9 @@ class FakeNode:
             self.log.append(kind)
             if kind == "Shutdown":
                 return
+            if not self.take_batch(envelope):
+                self.refuse(envelope.message, code=ErrorCode.NOT_STAGED)
+                continue
             handler = self.script.pop(kind, None) or getattr(self, f"on_{kind}", self._done)
             handler(envelope.message)
 
@@ -116,8 +132,18 @@ class FakeTrainer(FakeNode):
         self.saved: dict[str, list[int]] = {}
         self.pending = 0
         self.messages: list[object] = []
+        self.batches: list[tuple[str | None, tuple[bytes, ...] | None]] = []
+        """Of each request that takes a batch: under which id it came ahead, and the batch."""
         self.manifest = MANIFEST
         self.part: tuple[int, ...] = ()
+
+    def take_batch(self, envelope) -> bool:
+        message = envelope.message
+        if not hasattr(message, "staged"):
+            return True
+        batch = envelope.buffers if message.staged is None else self.staged.pop(message.staged, None)
+        self.batches.append((message.staged, batch))
+        return batch is not None
 
     def on_SaveCheckpoint(self, message) -> None:
         self.saved[message.checkpoint_dir] = list(self.weights)

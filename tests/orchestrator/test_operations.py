@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from pydantic import ValidationError
 
 from orchestrator.client import AsyncSpliceClient
 from orchestrator.errors import ConfigError, JobFailed
@@ -180,15 +181,62 @@ def test_a_forward_backward_without_anything_pending_is_repeated(run):
     assert current[1].log == ["ForwardBackward"]
 
 
+def test_several_steps_in_one_job(run):
+    """The job's numbers reach the trainer, each step's metrics the client; what stands after a failure is lost with the process, and that is said."""
+    trainer = run.trainer()
+    taken, skipped = {"loss": 1.0}, {"skipped": 1.0, "skipped_steps": 1.0}
+    asked = []
+
+    def three(message):
+        asked.append(message)
+        trainer.link.complete(message.request_id, result={"metrics": taken, "steps": [taken, skipped, taken]})
+
+    trainer.script["TrainLora"] = three
+    result = run.client.train_lora(SmallBatch(), "/out", mini_batch_sequences=2, epochs=3)
+    assert result["steps"] == [taken, skipped, taken]
+    assert (asked[0].mini_batch_sequences, asked[0].epochs, asked[0].output_dir) == (2, 3, "/out")
+    trainer.script["TrainLora"] = lambda m: trainer.link.fail(
+        m.request_id, code=ErrorCode.TRAINING_FAILED, phase="training", message="told to", remedy="none", steps_taken=3
+    )
+    with pytest.raises(JobFailed, match="told to") as failure:
+        run.client.train_lora(SmallBatch(), "/out", epochs=4)
+    assert failure.value.steps_taken == 3
+    trainer.die()
+    run.trainer()
+    with pytest.raises(JobFailed, match="5 optimizer steps and the gradients of 0 batches since the base weights are lost"):
+        run.client.optim_step()
+
+
+def test_published_steps(run):
+    trainer = run.trainer()
+    run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    trainer.script["TrainMerged"] = lambda m: (
+        trainer._write(m),
+        trainer.link.complete(m.request_id, result={"metrics": {"loss": 2.0}, "steps": [{"loss": 1.0}, {"loss": 3.0}]}),
+    )
+    result = run.client.train_merged(SmallBatch(), mini_batch_sequences=1)
+    assert (result["version"], result["metrics"], result["steps"]) == (1, {"loss": 2.0}, [{"loss": 1.0}, {"loss": 3.0}])
+
+
+@pytest.mark.parametrize("bad", [{"mini_batch_sequences": 0}, {"epochs": 0}, {"epochs": 1.5}])
+def test_bad_numbers_of_steps_are_refused(bad):
+    with pytest.raises(ValidationError, match=next(iter(bad))):
+        TrainMergedJob(tensors=BATCH, **bad)
+
+
 def test_memory_after_failures():
     memory = TrainerMemory(pending=2, steps=1)
-    memory.failed(ErrorCode.BAD_INPUT, trains=True)
-    memory.failed(ErrorCode.CHECKPOINT_FAILED, trains=False)  # a save or load that was refused changes nothing
+    memory.failed(ErrorCode.BAD_INPUT, steps_taken=0)
+    memory.failed(ErrorCode.CHECKPOINT_FAILED, steps_taken=0)  # a save or load that was refused changes nothing
     assert (memory.pending, memory.steps) == (2, 1)
-    memory.failed(ErrorCode.NON_FINITE_GRADIENT, trains=False)
+    memory.failed(ErrorCode.NON_FINITE_GRADIENT, steps_taken=0)
     assert (memory.pending, memory.steps) == (0, 1)
-    memory.failed(ErrorCode.CHECKPOINT_FAILED, trains=True)  # the step was taken, and no checkpoint has it
+    memory.failed(ErrorCode.CHECKPOINT_FAILED, steps_taken=1)  # the step was taken, and no checkpoint has it
     assert memory.steps == 2
+    memory.pending = 1
+    memory.failed(ErrorCode.TRAINING_FAILED, steps_taken=3)  # in the fourth of a job
+    assert (memory.pending, memory.steps) == (0, 5)
     memory.saved("x")
     assert memory.take_loss() is None
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams
+from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams, TrainLora
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import make_runtime, random_adapters
-from trainer_node import checkpoint
+from trainer_node import checkpoint, steps
 from trainer_node.batch import Batch, BatchError
 from trainer_node.identity_adapter import write_identity_adapter
 from trainer_node.peft_io import AdapterError
@@ -214,6 +214,98 @@ def check_composition(runtime: TrainerRuntime) -> None:
     assert same(results[0][3], results[1][3])
 
 
+def training(spec: LossSpec, **more: int) -> TrainLora:
+    """A job of learning rate 1e-2."""
+    optim = OptimParams(lr=1e-2)
+    return TrainLora(request_id="r", deadline_s=60, tensors=(), output_dir="nowhere", loss=spec, optim=optim, **more)
+
+
+def check_steps(runtime: TrainerRuntime) -> None:
+    """A job's steps are the composed calls to the bit, one that is skipped included; what is refused is refused before the first of them."""
+    spec = SPECS["cispo_sequences"]
+    message, good = training(spec, mini_batch_sequences=3, epochs=2), replace(whole_batch(), reference_logprobs_T=None)
+    late_T = torch.arange(len(good.tokens_T)) >= sum(good.lengths[:3])
+    huge_T, far_T = torch.full_like(good.advantages_T, 3e38), torch.full_like(good.advantages_T, -300)
+    skips = replace(
+        good, advantages_T=good.advantages_T.where(~late_T, huge_T), old_logprobs_T=None,
+        sampler_logprobs_T=good.sampler_logprobs_T.where(~late_T, far_T),
+    )  # fmt: skip
+    start = [p.param.detach().clone() for p in runtime.params]
+    for batch, skipped in ((good, []), (skips, [1, 3])):
+        ends = []
+        for composed in (True, False):
+            for p, data in zip(runtime.params, start, strict=True):
+                p.param.data.copy_(data)
+            runtime.optimizer.state.clear()
+            runtime.num_skipped_steps = 0
+            metrics, totals = composed_steps(runtime, batch, message) if composed else steps_of_a_job(runtime, batch, message)
+            ends.append((metrics, state(runtime)))
+        assert ends[0][0] == ends[1][0]
+        assert same(ends[0][1], ends[1][1])
+        assert [i for i, m in enumerate(metrics) if "skipped" in m] == skipped
+        taken = [m for m in metrics if "skipped" not in m]
+        assert totals["tokens"] == sum(m["tokens"] for m in taken)
+        assert totals["skipped_steps"] == len(skipped)
+        weighted = sum(m["loss"] * n for m, n in zip(taken, [3, 1, 3, 1] if not skipped else [3, 3], strict=True))
+        assert totals["loss"] == pytest.approx(weighted / (6 if skipped else 8), rel=1e-6)
+    check_refused_steps(runtime, good, skips)
+
+
+def composed_steps(runtime: TrainerRuntime, batch: Batch, message: TrainLora) -> tuple[list[dict], dict]:
+    """As a client would send them: (metrics of each step, nothing)."""
+    metrics = []
+    for piece in [part(batch, 0, 3), part(batch, 3, 5)] * 2:
+        runtime.forward_backward(piece, message.loss)
+        try:
+            found = runtime.optim_step(message.optim)
+        except NonFiniteGradient:
+            found = {"skipped": 1.0, "skipped_steps": float(runtime.num_skipped_steps)}
+        metrics.append({k: v for k, v in found.items() if not k.startswith("seconds")})
+    return metrics, {}
+
+
+def steps_of_a_job(runtime: TrainerRuntime, batch: Batch, message: TrainLora) -> tuple[list[dict], dict]:
+    """As the node takes them: (metrics of each step, of all)."""
+    said = []
+    done = steps.train(runtime, batch, message, on_step=lambda step, count: said.append((step, count)))
+    assert said == [(step, 4) for step in done]
+    return [{k: v for k, v in s.metrics.items() if not k.startswith("seconds")} for s in done], steps.together(done)
+
+
+def check_refused_steps(runtime: TrainerRuntime, good: Batch, skips: Batch) -> None:
+    """What any mini-batch would be refused for leaves everything as it was; all steps skipped fail the job, weights untouched."""
+    spec, before, counted = SPECS["cispo_sequences"], state(runtime), runtime.num_steps
+    runtime.forward_backward(good, spec)
+    with pytest.raises(BatchError, match="sequences 4 to 4: loss_mask is 0 everywhere, so mini-batch 2 has nothing"):
+        steps.train(runtime, good, training(spec, mini_batch_sequences=2), on_step=lambda *_: None)
+    other = spec.model_copy(update={"normalize_by": "tokens"})
+    with pytest.raises(ConfigError, match="pending batches came with"):
+        steps.train(runtime, good, training(other, mini_batch_sequences=3), on_step=lambda *_: None)
+    assert runtime.pending.num_batches == 1
+    runtime.drop_pending()
+    with pytest.raises(NonFiniteGradient):
+        steps.train(runtime, part(skips, 3, 5), training(spec, epochs=2), on_step=lambda *_: None)
+    assert same(before, state(runtime))
+    assert runtime.num_steps == counted
+
+
+def check_failure_between_steps(runtime: TrainerRuntime) -> None:
+    """The steps before it stand, and the error says how many."""
+    batch, original, began = batch_for("cross_entropy"), runtime._loss, runtime.num_steps
+
+    def fails(*args):
+        if runtime.num_steps == began + 2:
+            raise MemoryError("told to")
+        return original(*args)
+
+    runtime._loss = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError) as caught:
+        steps.train(runtime, batch, training(SPECS["cross_entropy"], epochs=4), on_step=lambda *_: None)
+    runtime._loss = original  # type: ignore[method-assign]
+    assert caught.value.__notes__[-1] == "Of the job's 4 optimizer steps 2 had been taken and stand; nothing was saved."
+    assert not runtime.pending.num_batches
+
+
 def check_offload(runtime: TrainerRuntime, out: Path) -> None:
     """Offloaded, every storage is empty; back, weights, optimizer, pending gradients and every view are as if nothing had been."""
     batch, spec, optim = batch_for("cross_entropy"), SPECS["cross_entropy"], OptimParams(lr=1e-2)
@@ -310,6 +402,8 @@ def main() -> None:
         check_skipped_step(runtime, out)
         check_failures_drop(runtime, out)
         check_offload(runtime, out)
+        check_failure_between_steps(runtime)
+    check_steps(runtime)
     if dist.get_rank() == 0:
         torch.save(result, out / "result.pt")
     runtime.close()

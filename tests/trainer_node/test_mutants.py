@@ -433,6 +433,13 @@ MUTANTS = [
         killer=parity("moe-tp2-etp2-lora-sft"),
     ),
     Mutant(
+        name="every mini-batch has the first one's tokens",
+        file="trainer_node/steps.py",
+        old="slice(ends[first], ends[last])",
+        new="slice(0, ends[last] - ends[first])",
+        killer=f"{OPERATIONS}::test_topology_changes_nothing[dp2]",
+    ),
+    Mutant(
         name="a sequence-level loss of each context rank's part",
         file="trainer_node/losses.py",
         old="        dist.all_reduce(whole_PN, group=group)\n",

@@ -81,6 +81,8 @@ class TrainerRuntime:
             cpu_shims.apply()
         self.device = _init_distributed(config)
         self.control_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=CONTROL_TIMEOUT_S))
+        self.gather_group = dist.new_group(timeout=datetime.timedelta(seconds=CONTROL_TIMEOUT_S))
+        """For the pieces of weights that ranks send to rank 0 (`gathering`), whose waits have deadlines of their own."""
         self._build_model()
         self._adapt()
         self.references: dict[Path, list[torch.Tensor]] = {}

@@ -16,11 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from orchestrator.errors import SpliceError, TransferTimeout
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import Manifest
 from tests.trainer_node.test_wire_export import shuffled_order, vllm_order
 from tests.trainer_node.worker import make_runtime, random_adapters
 from trainer_node.export import Exporter
+from trainer_node.gathering import OutOfStep
+from trainer_node.node import Control, NotReady, _diverged
 from trainer_node.runtime import TrainerRuntime
 from trainer_node.wire_export import WireExport, supports
 
@@ -109,6 +112,28 @@ def check_failures(exporter: Exporter, export: WireExport, manifest: Manifest, o
     check_bytes(exporter, export, manifest, order)
 
 
+def check_together(control: Control) -> None:
+    """An act that fails on some rank ends alike on all, and they go on; out of step they do not."""
+
+    def outcome(failing: int, error: Exception) -> str:
+        def act() -> str:
+            if dist.get_rank() == failing:
+                raise error
+            return "done"
+
+        try:
+            return control.together(act)
+        except SpliceError as caught:
+            errors = control.compare(caught)
+            assert _diverged(errors) == isinstance(error, OutOfStep), errors
+            return type(caught).__name__
+
+    assert outcome(-1, ValueError()) == "done"
+    assert outcome(0, NotReady("no group")) == ("NotReady" if is_root() else "SendFailed")
+    assert outcome(0, MemoryError()) == outcome(1, TransferTimeout("late")) == outcome(1, MemoryError()) == "SendFailed"
+    assert outcome(1, OutOfStep("gone")) == outcome(0, OutOfStep("gone")) == "OutOfStep"
+
+
 def check_reasons(runtime: TrainerRuntime) -> None:
     """What one rank does not understand, all of them refuse."""
     from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
@@ -134,6 +159,7 @@ def main() -> None:
         runtime = make_runtime(model, *sizes, finetuning_type=finetuning_type, **options)
         check(runtime)
         check_reasons(runtime)
+        check_together(Control(runtime.control_group))
         parallel_state.destroy_model_parallel()  # the default process group stays for the next one
     runtime.close()
 

@@ -190,7 +190,7 @@ def node(model: Path, folder: Path, *, ranks: int = 1, **parallel) -> Iterator[t
             command, cwd=REPO, env={**child_env(), "SPLICE_RUN_TOKEN": TOKEN}, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        control.ready = control.pump(until="Ready").message
+        control.ready = control.pump(until="Ready", deadline_s=180.0).message
         yield control, process
     except BaseException:
         print((folder / "node.log").read_text()[-5000:])

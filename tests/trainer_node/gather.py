@@ -134,6 +134,21 @@ def check_together(control: Control) -> None:
     assert outcome(1, OutOfStep("gone")) == outcome(0, OutOfStep("gone")) == "OutOfStep"
 
 
+def check_silence(runtime: TrainerRuntime) -> None:
+    """A rank that sends nothing is waited for up to the limit, and the group is of no use after that. The last check: it breaks the group."""
+    manifest = Exporter(runtime).manifest()
+    export = WireExport(runtime, manifest, [list(range(len(manifest.tensors)))])
+    export.start(limit=time.monotonic() + 1.0)
+    if is_root() and export._exchange.moves:
+        began = time.monotonic()
+        with pytest.raises(OutOfStep, match="did not arrive"):
+            export.fill(0, torch.empty(export.chunk_nbytes(0), dtype=torch.uint8))
+        with pytest.raises(OutOfStep):
+            export.drain()
+        assert 0.5 < time.monotonic() - began < 30.0
+    dist.barrier(runtime.control_group)
+
+
 def check_reasons(runtime: TrainerRuntime) -> None:
     """What one rank does not understand, all of them refuse."""
     from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
@@ -160,6 +175,8 @@ def main() -> None:
         check(runtime)
         check_reasons(runtime)
         check_together(Control(runtime.control_group))
+        if runtime.trains_all:
+            check_silence(runtime)
         parallel_state.destroy_model_parallel()  # the default process group stays for the next one
     runtime.close()
 

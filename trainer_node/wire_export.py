@@ -358,14 +358,14 @@ class Piece:
 
 
 class WireExport:
-    """The merged tensors of a runtime, chunk by chunk on rank 0, in the receiver's order. Making one is a collective.
+    """The merged tensors of a runtime, chunk by chunk on rank 0, in the receiver's order. Making one is a collective, for where `supports` says
+    None.
 
     Args:
         manifest: the names and shapes; `Exporter.manifest()` or a part of it.
         order: chunks of manifest indices; every index exactly once.
 
     Raises (on every rank alike):
-        ConfigError: `supports(runtime)` says why.
         PartitionError: the ranks' pieces are not whole tensors.
         ManifestError: the manifest has a tensor that the model has not, or in another shape or dtype; the order is not whole.
         MergePlanError: an adapter has no target, or two, or does not fit.
@@ -381,7 +381,7 @@ class WireExport:
             if text is not None:
                 raise MergePlanError(text)
         plans = lay_out(specs, order, assign([held for _, held in said], specs), ranks=len(said))
-        self._nbytes, self._rank = [plan.nbytes for plan in plans], rank
+        self._nbytes = [plan.nbytes for plan in plans]
         self._exchange = Exchange([p.messages for p in plans], group=runtime.gather_group, device=runtime.device)
         mine = [_own_members(plan, rank, specs, pieces, adapter_of) for plan in plans]
         self._own = Merger(mine, scale=runtime.scale, device=runtime.device)

@@ -59,6 +59,7 @@ def _merge_kernel(
     rows_per_group,
     group_stride,
     row_stride,
+    out_stride,
     tiles_across,
     tiles,
     scale,
@@ -89,7 +90,7 @@ def _merge_kernel(
     else:
         w_row = o.to(tl.int64) * row_stride
     w_ptrs = w_ptr + first_i + w_row[:, None] + i[None, :]
-    out_ptrs = (out_ptr + out_offset).to(tl.pointer_type(DTYPE)) + first_i + o.to(tl.int64)[:, None] * num_columns + i[None, :]
+    out_ptrs = (out_ptr + out_offset).to(tl.pointer_type(DTYPE)) + first_i + o.to(tl.int64)[:, None] * out_stride + i[None, :]
     left_i = tl.minimum(num_columns - first_i, BLOCK_I).to(tl.int32)
     if VECTOR > 1:
         left_i = tl.multiple_of(left_i, VECTOR)
@@ -140,6 +141,7 @@ def launch(
     out_B: torch.Tensor,
     shape: tuple[int, int],
     groups: tuple[int, int, int],
+    out_stride: int,
     dtype: torch.dtype,
     rank: int,
     scale: float,
@@ -152,6 +154,7 @@ def launch(
         table_T4: int64 on the device; see `ENTRY`.
         shape: (O, I).
         groups: rows of a group of W, elements from a group to the next, from a row to the next.
+        out_stride: elements from a row to the next in `out_B`.
         rank: 0 copies bits. A [R, I] and B [O, R] are fp32 and contiguous.
         vectors: addresses, strides and offsets all allow 16-byte pieces.
     """
@@ -168,6 +171,7 @@ def launch(
             rows_per_group,
             group_stride,
             row_stride,
+            out_stride,
             across,
             across * down,
             scale,

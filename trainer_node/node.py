@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -76,6 +76,7 @@ from trainer_node.staging import KEEPALIVE_S, Staging
 
 if TYPE_CHECKING:
     from trainer_node.batch import Batch
+    from trainer_node.wire_export import WireExport
 
 log = logging.getLogger("splice.trainer")
 
@@ -86,6 +87,10 @@ STAGED_ARRIVES_S = 30.0
 EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "splice")
 _KEEPALIVE, _STOP = 0, -1
+OUT_OF_STEP_S = 20.0
+"""How long past an update's deadline the ranks still wait for each other, to reach the end of a failed send together; less than
+`DEADLINE_GRACE_S`."""
+T = TypeVar("T")
 
 
 class NotReady(SpliceError, RuntimeError):
@@ -94,6 +99,10 @@ class NotReady(SpliceError, RuntimeError):
 
 class NotStaged(SpliceError, RuntimeError):
     """The request names a batch that is not here; nothing has changed."""
+
+
+class SendFailed(TransferError):
+    """A send in which some rank failed, on a rank that has reached its end: all ranks are in step, whichever failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,6 +171,32 @@ class Control:
         data = torch.from_numpy(payload) if self._is_root else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._group)
         return envelope if self._is_root else _unframe(data.numpy())
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Run it and hear how it ended on every rank. It must not leave any rank waiting, however it ends. A collective.
+
+        Raises:
+            OutOfStep: on every rank, if it was raised on one.
+            SendFailed: a rank failed; on rank 0 its own error is raised instead where it is one of ours and no other rank failed.
+        """
+        from trainer_node.gathering import OutOfStep
+
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as caught:  # noqa: BLE001  - whatever it is, the other ranks hear of it before it goes on
+            error = caught
+        errors = self.compare(error) if dist.get_world_size() > 1 else [None]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
+        if len(errors) == 1 or not failed:
+            if error is not None:
+                raise error
+            return result  # type: ignore[return-value]
+        if any(text is not None and text.startswith(f"{OutOfStep.__name__}:") for text in errors):
+            raise OutOfStep("; ".join(failed)) from error
+        if isinstance(error, SpliceError) and len(failed) == 1 and self._is_root:
+            raise error
+        raise SendFailed("; ".join(failed)) from error
 
     def compare(self, error: BaseException | None) -> list[str | None]:
         """Every rank's error with its notes, as text starting with the type's name, or None."""
@@ -561,8 +596,9 @@ class Node:
         return Outcome()
 
     def _use_layout(self, message: UseLayout) -> Outcome:
-        """Plan the merge in the receiver's order, where this trainer can (one rank); else keep the manifest's."""
+        """Plan the merge in the receiver's order, where this trainer can; else keep the manifest's."""
         from trainer_node import wire_export
+        from trainer_node.gather_plan import PartitionError
 
         self._progress("planning the layout")
         manifest, changed_only = self.exporter.manifest(), message.part is not None
@@ -578,8 +614,12 @@ class Node:
             self._transfer.use_chunks(None, changed_only=changed_only)
             return Outcome(result={"direct": False, "reason": reason})
         order = [chunk.tensors for chunk in message.layout.chunks]
-        export = wire_export.WireExport(self.runtime, manifest, order)
-        self._transfer.use_chunks(Chunks(order=order, fill=export.fill), changed_only=changed_only)
+        try:
+            export = wire_export.WireExport(self.runtime, manifest, order)
+        except PartitionError as error:  # the same on every rank
+            self._transfer.use_chunks(None, changed_only=changed_only)
+            return Outcome(result={"direct": False, "reason": str(error)})
+        self._transfer.use_chunks(Chunks(order=order, export=export), changed_only=changed_only)
         return Outcome(result={"direct": True})
 
     def _check_part(self, manifest: Manifest, tensors: Sequence[int]) -> None:
@@ -599,12 +639,8 @@ class Node:
                 raise NotReady("no part of the manifest is planned; send UseLayout with a part first")
             indices, manifest = self._part
         self._transfer.choose(changed_only=changed_only)
-        if self._transfer.has_chunks:  # one rank: no collective to keep in step
-            self._progress("sending", version=message.version)
-            report = self._transfer.send_chunks(manifest, deadline_s=message.deadline_s)
-            # Export and merge are one pass here, queued under the wire.
-            report.seconds.update(export=0.0, merge=report.seconds.pop("fill"))
-            return self._sent(message, report)
+        if self._transfer.has_chunks:
+            return self._send_chunks(message, manifest, deadline=deadline)
         # If nothing can be sent, every rank still runs the export, and they stay in step.
         problem = self._transfer.problem() if self.link is not None else None
         self._progress("sending", version=message.version)
@@ -622,6 +658,26 @@ class Node:
             raise
         report.seconds["merge"] = self.exporter.merge_s
         report.seconds["export"] = max(0.0, report.seconds.get("export", 0.0) - self.exporter.merge_s)
+        return self._sent(message, report)
+
+    def _send_chunks(self, message: SendWeights, manifest: Manifest, *, deadline: float) -> Outcome:
+        """Rank 0 sends what it and the others merge. Whatever fails, every rank reaches the end, and the failure is known to all."""
+        transfer, export, is_root = self._transfer, self._transfer.chunks.export, self.link is not None
+
+        def ready() -> None:
+            problem = transfer.problem() if is_root else None
+            if problem is not None:
+                raise NotReady(problem)
+            export.start(limit=deadline + OUT_OF_STEP_S)
+
+        self.control.together(ready)
+        self._progress("sending", version=message.version)
+        if not is_root:
+            self.control.together(export.contribute)
+            return Outcome()
+        report = transfer.send_chunks(manifest, deadline=deadline, together=self.control.together)
+        # Export and merge are one pass here, queued under the wire.
+        report.seconds.update(export=0.0, merge=report.seconds.pop("fill"))
         return self._sent(message, report)
 
     def _sent(self, message: SendWeights, report: Any) -> Outcome:
@@ -652,14 +708,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """A layout ready to be sent: manifest indices of each chunk, and what writes a chunk's merged bytes into a buffer."""
+    """A layout ready to be sent: manifest indices of each chunk, and what merges them."""
 
     order: Sequence[Sequence[int]]
-    fill: Callable[[int, torch.Tensor], None]
+    export: WireExport
 
 
 class Transfer:
-    """Rank 0's transfer groups and sender. A failed send closes them: the next send refuses and says what to do."""
+    """Rank 0's transfer groups and sender; the layouts are every rank's. A failed send closes the groups: the next send refuses and says
+    what to do."""
 
     def __init__(self, config: TrainerConfig, device: torch.device) -> None:
         self._config, self._device = config, device
@@ -724,10 +781,10 @@ class Transfer:
 
     def use_chunks(self, chunks: Chunks | None, *, changed_only: bool) -> None:
         """From the next send on, of the whole manifest or of the part that changes: these chunks, or (None) a stream in manifest order."""
+        self.free_buffers()
         self._chunks.pop(changed_only, None)
         if chunks is not None:
             self._chunks[changed_only] = chunks
-        self.free_buffers()
 
     def choose(self, *, changed_only: bool) -> None:
         """What the next send brings; the buffers of the other kind are freed."""
@@ -736,7 +793,9 @@ class Transfer:
         self._changed_only = changed_only
 
     def free_buffers(self) -> None:
-        """Free the sender's buffers; groups stay joined, and the next send makes new ones."""
+        """Free the sender's buffers, and those between the ranks; groups stay joined, and the next send makes new ones."""
+        for chunks in self._chunks.values():
+            chunks.export.release()
         with self._lock:
             if self._sender is not None:
                 self._sender.release()
@@ -747,27 +806,38 @@ class Transfer:
         """Whether `send_chunks` is the way to send."""
         return self._changed_only in self._chunks
 
-    def send_chunks(self, manifest: Any, *, deadline_s: float) -> Any:
-        """Send the chunks to every group; on failure the groups are gone.
+    @property
+    def chunks(self) -> Chunks:
+        """What `send_chunks` sends; only where `has_chunks`."""
+        return self._chunks[self._changed_only]
 
-        Raises:
-            NotReady: no group is open.
+    def send_chunks(self, manifest: Any, *, deadline: float, together: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Send the chunks to every group and take all that the other ranks have of them; on failure, also theirs, the groups are gone.
+
+        Args:
+            deadline: `time.monotonic()` at which the last chunk must have left.
+            together: `Control.together`.
         """
         from weight_transfer.chunks import ChunkSender
 
-        problem, chunks = self.problem(), self._chunks.get(self._changed_only)
-        if problem is not None or chunks is None:
-            raise NotReady(problem or "no layout is set; send UseLayout first")
-        with self._lock:
-            if self._sender is None:
-                self._sender = ChunkSender(
-                    groups=self._groups,
-                    manifest=manifest,
-                    chunks=chunks.order,
-                    fill=chunks.fill,
-                    device=self._device,
-                )
-        return self._or_close(lambda: self._sender.send(deadline_s=deadline_s))
+        chunks = self.chunks
+
+        def send() -> Any:
+            try:
+                with self._lock:
+                    if self._sender is None:
+                        self._sender = ChunkSender(
+                            groups=self._groups,
+                            manifest=manifest,
+                            chunks=chunks.order,
+                            fill=chunks.export.fill,
+                            device=self._device,
+                        )
+                return self._sender.send(deadline_s=deadline - time.monotonic())
+            finally:
+                chunks.export.drain()
+
+        return self._or_close(lambda: together(send))
 
     def _or_close(self, send: Callable[[], Any]) -> Any:
         try:
@@ -817,12 +887,13 @@ def _diverged(errors: Sequence[str | None]) -> bool:
     """Whether the ranks may stand at different points.
 
     They do not where all ended alike, or where only rank 0 failed, outside a collective, and the rest finished. A type of torch's own
-    on several ranks means a broken process group.
+    on several ranks means a broken process group. `SendFailed` is what a rank that is in step says of another's failure.
     """
+    errors = [None if e is not None and e.startswith(f"{SendFailed.__name__}:") else e for e in errors]
     if len(errors) == 1 or all(e is None for e in errors):
         return False
     kinds = {e and e.partition(":")[0] for e in errors}
-    if kinds & {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError"}:
+    if kinds & {"RuntimeError", "OutOfStep", "DistBackendError", "DistNetworkError", "DistStoreError", "OutOfMemoryError"}:
         return True
     return len(kinds) > 1 and any(e is not None for e in errors[1:])
 

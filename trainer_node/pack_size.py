@@ -32,6 +32,8 @@ LEAST_TOKENS, MOST_TOKENS, STEP = 256, 65_536, 256
 FIRST_PROBES = (1024, 3072)
 SENDER_BYTES = 2 << 30
 """The ring that publications are sent from stays allocated between them (docs/architecture.md, How the bytes travel)."""
+GATHER_BYTES = 1 << 30
+"""Two chunks between the trainer's ranks, where there are several; they stay as well."""
 CHANCE = 0.04
 """Part by which two measurements of the same model on the same GPU may differ; less than MARGIN, which it eats from."""
 MARGIN = 0.06
@@ -147,7 +149,8 @@ def _room(runtime: TrainerRuntime) -> int:
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     grads = sum(4 * p.param.numel() for p in runtime.params)
     moments = sum(8 * p.param.numel() for p, found in runtime.optimizer.tensors() if len(found) == 1)
-    return int(free - grads - moments - SENDER_BYTES - MARGIN * total)
+    sender = SENDER_BYTES + (GATHER_BYTES if dist.get_world_size() > 1 else 0)
+    return int(free - grads - moments - sender - MARGIN * total)
 
 
 def probe(runtime: TrainerRuntime, tokens: int) -> None:

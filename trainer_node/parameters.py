@@ -159,7 +159,7 @@ def model_parameters(model: nn.Module, tasks: Sequence[Any], *, config: Any, tie
             raise ConfigError(
                 f"{bare} belongs to no tensor of the HF checkpoint: it cannot be trained with finetuning_type='full'"
             )
-        dim = 0 if task is None else _split_dim(task)
+        dim = 0 if task is None else split_dim(task)
         if is_vocab:
             pieces = [_vocab_piece(param, VOCAB_TENSORS[0] if task is None else task.mapping.hf_param, vocab_size)]
         else:
@@ -177,7 +177,7 @@ def model_parameters(model: nn.Module, tasks: Sequence[Any], *, config: Any, tie
     return params
 
 
-def _split_dim(task: Any) -> int | None:
+def split_dim(task: Any) -> int | None:
     """The dimension split over tensor ranks, as Bridge's mapping says; None: copies. Subclasses may do more, so types are compared exactly."""
     # Late, because on a CPU Bridge can be imported only after `cpu_shims.apply`.
     from megatron.bridge.models.conversion import param_mapping as bridge

@@ -84,6 +84,8 @@ class TrainerRuntime:
         timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
         self.staging_group = dist.new_group(backend="gloo", timeout=timeout)
+        self.gather_group = dist.new_group(timeout=timeout)
+        """For the pieces of weights that ranks send to rank 0 (`gathering`), whose waits have deadlines of their own."""
         self._build_model()
         self._adapt()
         self.references: dict[Path, list[torch.Tensor]] = {}

@@ -1,14 +1,20 @@
 """Merged HF tensors straight into byte buffers, in whatever order the receiver wants them: planned once, then a few kernels a chunk.
 
     WireExport(runtime, manifest, order)    order [[0, 5, 6], [1, 2], ...]: manifest indices whose bytes, end to end, make each chunk
-        .fill(chunk, out_B)                 queues the merge on the current stream; no wait, no Python loop over tensors on CUDA
+        .start(limit=...)                   on every rank, before each send of all chunks
+        .fill(chunk, out_B)                 rank 0: queues the merge on the current stream; no wait, no Python loop over tensors on CUDA
+        .drain(), .contribute()             rank 0 after its last chunk; the other ranks' part
 
 `Exporter` asks Bridge for one HF tensor after the other; here the same mappings are read once as strided views of Megatron's parameters:
 q, k and v are groups of rows of `linear_qkv`, gate and up halves of `linear_fc1`, the vocabulary loses its padding, a tied head is the
 embedding. Equally shaped tensors of a chunk (all experts' gate and up of a layer, say) are merged by one launch over a table of
 addresses, which lies on the device and is made again when a parameter has moved.
 
-One trainer rank only (`supports` says why not otherwise). Axes: B = bytes, O = out features, I = in features, R = rank, T = tensors.
+On several ranks each merges the pieces that it holds (`gather_plan` decides who sends which) and sends them to rank 0 (`gathering`), which merges its own
+right into the chunk and puts the others' in their places with the same kernel, as copies. A piece's delta is its own: A of a row-parallel
+linear is split by columns as its weight is, B of a column-parallel one by rows, and the other one is whole on every rank.
+
+Axes: B = bytes, O = out features, I = in features, R = rank, T = tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orchestrator.errors import ConfigError, ManifestError
+from orchestrator.errors import ConfigError, ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
+from trainer_node.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
+from trainer_node.gathering import Exchange
 from trainer_node.hf import VOCAB_TENSORS
 from trainer_node.merge import LoraDelta, merge_tensor, plan_merge
 from weight_transfer.layout import torch_dtype
@@ -44,7 +52,8 @@ class _NotUnderstoodError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where an HF tensor's elements lie in a parameter: groups of rows of contiguous columns. Strides and offset in elements."""
+    """Where an HF tensor's elements, or those of a piece of it, lie in a parameter: groups of rows of contiguous columns. Strides and
+    offset in elements."""
 
     param: torch.Tensor
     offset: int
@@ -55,7 +64,7 @@ class Source:
     group_stride: int
     row_stride: int
     shape: tuple[int, ...]
-    """Of the HF tensor."""
+    """Of the HF tensor, or the piece."""
 
     @staticmethod
     def whole(param: torch.Tensor, *, first: int = 0, rows: int | None = None) -> Source:
@@ -72,6 +81,11 @@ class Source:
             param=param, offset=first * columns, groups=1, rows=count, columns=columns, group_stride=0, row_stride=columns,
             shape=(count, *param.shape[1:]),
         )  # fmt: skip
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.groups * self.rows * self.columns
 
     @property
     def contiguous(self) -> bool:
@@ -125,6 +139,18 @@ class MergeItem:
     delta: Delta | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What a chunk's buffer has at some place."""
+
+    source: Source
+    delta: Delta | None
+    offset: int
+    """Byte of the buffer at which it begins."""
+    row_stride: int
+    """Elements from one of its rows to the next, in the buffer."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """What all tensors of one launch have in common."""
@@ -136,38 +162,35 @@ class _Kind:
     rows_per_group: int
     group_stride: int
     row_stride: int
+    out_stride: int
     aligned: bool
     """Each tensor's offset in the chunk is a multiple of its element size."""
 
     @staticmethod
-    def of(item: MergeItem, offset: int) -> _Kind:
-        s, dtype = item.source, item.source.param.dtype
-        aligned = offset % dtype.itemsize == 0
-        if item.delta is None and s.contiguous:
-            count = s.rows * s.columns
-            return _Kind(dtype, 0, 1, count, 1, 0, count, aligned)
-        rank = 0 if item.delta is None else item.delta.rank
-        return _Kind(dtype, rank, s.groups * s.rows, s.columns, s.rows, s.group_stride, s.row_stride, aligned)
+    def of(member: Member) -> _Kind:
+        s, dtype = member.source, member.source.param.dtype
+        aligned, rows = member.offset % dtype.itemsize == 0, s.groups * s.rows
+        out_stride = s.columns if rows == 1 else member.row_stride
+        if member.delta is None and s.contiguous and out_stride == s.columns:
+            return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, aligned)
+        rank = 0 if member.delta is None else member.delta.rank
+        return _Kind(dtype, rank, rows, s.columns, s.rows, s.group_stride, s.row_stride, out_stride, aligned)
 
 
 @dataclass(slots=True)
 class _Launch:
     kind: _Kind
-    members: list[tuple[MergeItem, int]]
-    """Items and their offsets in the chunk."""
+    members: list[Member]
     vectors: bool = False
 
     def entries(self) -> list[tuple[int, int, int, int]]:
         """Rows of the kernel's table, with today's addresses; also finds whether 16-byte pieces are possible."""
-        entries = [
-            (item.source.address(), *(item.delta.addresses() if item.delta else (0, 0)), offset)
-            for item, offset in self.members
-        ]
+        entries = [(m.source.address(), *(m.delta.addresses() if m.delta else (0, 0)), m.offset) for m in self.members]
         k, size = self.kind, self.kind.dtype.itemsize
         every = functools.reduce(lambda bits, entry: bits | entry[0] | entry[1] | entry[2] | entry[3], entries, 0)
         every |= k.columns * size
         if k.rows > 1:
-            every |= k.row_stride * size
+            every |= k.row_stride * size | k.out_stride * size
         if k.rows_per_group < k.rows:
             every |= k.group_stride * size
         self.vectors = every % VECTOR_BYTES == 0
@@ -185,26 +208,19 @@ class _Chunk:
     table_T4: torch.Tensor | None = None
 
 
-class ChunkMerger:
-    """Chunks of tensors, merged into byte buffers. What `WireExport` is above the model.
+class Merger:
+    """Merges what buffers consist of, and writes nothing else of them.
 
     Args:
-        items: what the order's indices mean.
-        order: for each chunk the indices of its tensors; every index exactly once.
+        chunks: for each buffer its size in bytes and what it has where.
         scale: alpha / rank.
         device: where parameters and buffers lie.
-
-    Raises:
-        ManifestError: an index is missing, there twice, or unknown; names the tensor.
     """
 
-    def __init__(
-        self, items: Sequence[MergeItem], order: Sequence[Sequence[int]], *, scale: float, device: torch.device | str
-    ) -> None:
-        _check_order([item.spec.name for item in items], order)
+    def __init__(self, chunks: Iterable[tuple[int, Iterable[Member]]], *, scale: float, device: torch.device | str) -> None:
         self._scale, self._device = scale, torch.device(device)
         self._kernels = _kernels() if self._device.type == "cuda" else None
-        self._chunks = [_plan_chunk([items[n] for n in indices]) for indices in order]
+        self._chunks = [_plan_chunk(nbytes, members) for nbytes, members in chunks]
         for chunk in self._chunks if self._kernels is not None else ():
             self._make_table(chunk)
 
@@ -219,7 +235,7 @@ class ChunkMerger:
 
     @torch.no_grad()
     def fill(self, chunk: int, out_B: torch.Tensor) -> None:
-        """Write a chunk's merged tensors, end to end, row-major.
+        """Write a chunk's merged tensors.
 
         On CUDA queued on the current stream, and the host does not wait: adapters must not change before that work is done.
 
@@ -236,7 +252,7 @@ class ChunkMerger:
             for launch in plan.launches:
                 self._fill_by_torch(launch, out_B)
         elif out_B.data_ptr() % VECTOR_BYTES:
-            whole_B = torch.empty_like(out_B)  # a fresh allocation is aligned
+            whole_B = out_B.clone()  # a fresh allocation is aligned
             self._fill_by_kernel(plan, whole_B)
             out_B.copy_(whole_B)
         else:
@@ -274,6 +290,7 @@ class ChunkMerger:
                 out_B=out_B,
                 shape=(kind.rows, kind.columns),
                 groups=(kind.rows_per_group, kind.group_stride, kind.row_stride),
+                out_stride=kind.out_stride,
                 dtype=kind.dtype,
                 rank=kind.rank,
                 scale=self._scale,
@@ -284,49 +301,205 @@ class ChunkMerger:
 
     def _fill_by_torch(self, launch: _Launch, out_B: torch.Tensor) -> None:
         if launch.kind.rank == 0:
-            for item, offset in launch.members:
-                _put(out_B, offset, item.source.view())
+            for member in launch.members:
+                _put(out_B, member, member.source.view())
             return
         for batch in _batches(launch.members):
             products_TOI = _products(batch).mul_(self._scale)
-            for (item, offset), product_OI in zip(batch, products_TOI, strict=True):
-                weight = item.source.view()
-                _put(out_B, offset, product_OI.view(weight.shape).add_(weight).to(weight.dtype))
+            for member, product_OI in zip(batch, products_TOI, strict=True):
+                weight = member.source.view()
+                _put(out_B, member, product_OI.view(weight.shape).add_(weight).to(weight.dtype))
 
 
-class WireExport(ChunkMerger):
-    """The merged tensors of a one-rank runtime, chunk by chunk, in the receiver's order.
+class ChunkMerger(Merger):
+    """Chunks of whole tensors, end to end, row-major.
+
+    Args:
+        items: what the order's indices mean.
+        order: for each chunk the indices of its tensors; every index exactly once.
+        scale: alpha / rank.
+        device: where parameters and buffers lie.
+
+    Raises:
+        ManifestError: an index is missing, there twice, or unknown; names the tensor.
+    """
+
+    def __init__(
+        self, items: Sequence[MergeItem], order: Sequence[Sequence[int]], *, scale: float, device: torch.device | str
+    ) -> None:
+        _check_order([item.spec.name for item in items], order)
+        super().__init__((_end_to_end([items[n] for n in indices]) for indices in order), scale=scale, device=device)
+
+
+def _end_to_end(items: Sequence[MergeItem]) -> tuple[int, list[Member]]:
+    ends = list(accumulate((item.spec.nbytes for item in items), initial=0))
+    members = [
+        Member(source=item.source, delta=item.delta, offset=offset, row_stride=item.source.columns)
+        for item, offset in zip(items, ends, strict=False)
+    ]
+    return ends[-1], members
+
+
+# ------------------------------------------------------------ over the ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of an HF tensor on this rank."""
+
+    source: Source
+    box: Box
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    def held(self, name: str) -> Held:
+        """What the other ranks hear of it."""
+        return Held(name, _dtype_name(self.source.param), self.shape, self.box)
+
+
+class WireExport:
+    """The merged tensors of a runtime, chunk by chunk on rank 0, in the receiver's order. Making one is a collective, for where `supports` says
+    None.
 
     Args:
         manifest: the names and shapes; `Exporter.manifest()` or a part of it.
         order: chunks of manifest indices; every index exactly once.
 
-    Raises:
-        ConfigError: `supports(runtime)` says why.
+    Raises (on every rank alike):
+        PartitionError: the ranks' pieces are not whole tensors.
         ManifestError: the manifest has a tensor that the model has not, or in another shape or dtype; the order is not whole.
         MergePlanError: an adapter has no target, or two, or does not fit.
     """
 
     def __init__(self, runtime: TrainerRuntime, manifest: Manifest, order: Sequence[Sequence[int]]) -> None:
-        _refuse_ranks()
-        sources, deltas = _sources(runtime), _deltas(runtime)
-        specs = {s.name: s for s in manifest.tensors}
-        for spec in manifest.tensors:
-            _check_source(spec, sources.get(spec.name))
-        plan = plan_merge(deltas={name: d.matrices() for name, d in deltas.items()}, targets=specs)
-        adapter_of = {op.target: deltas[op.adapter] for op in plan}
-        items = [MergeItem(spec=s, source=sources[s.name], delta=adapter_of.get(s.name)) for s in manifest.tensors]
-        super().__init__(items, order, scale=runtime.scale, device=runtime.device)
+        specs, rank = manifest.tensors, torch.distributed.get_rank()
+        _check_order([spec.name for spec in specs], order)
+        pieces = _pieces(runtime)
+        adapter_of, problem = _plan_adapters(runtime, pieces, [spec.name for spec in specs])
+        said = _all_ranks((problem, [piece.held(name) for name, piece in pieces.items()]), runtime)
+        for text, _ in said:
+            if text is not None:
+                raise MergePlanError(text)
+        plans = lay_out(specs, order, assign([held for _, held in said], specs), ranks=len(said))
+        self._nbytes = [plan.nbytes for plan in plans]
+        self._exchange = Exchange([p.messages for p in plans], group=runtime.gather_group, device=runtime.device)
+        mine = [_own_members(plan, rank, specs, pieces, adapter_of) for plan in plans]
+        self._own = Merger(mine, scale=runtime.scale, device=runtime.device)
+        theirs = [_placed_members(self._exchange, k, plan, specs) for k, plan in enumerate(plans if rank == 0 else ())]
+        self._placed = Merger(theirs, scale=1.0, device=runtime.device)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the order."""
+        return len(self._nbytes)
+
+    def chunk_nbytes(self, chunk: int) -> int:
+        """Bytes of a chunk."""
+        return self._nbytes[chunk]
+
+    def start(self, *, limit: float) -> None:
+        """Every rank, before rank 0's first `fill` and the others' `contribute`. Only one rank: not needed.
+
+        Args:
+            limit: `time.monotonic()` up to which a rank waits for another.
+        """
+        self._exchange.start(limit=limit)
+
+    def fill(self, chunk: int, out_B: torch.Tensor) -> None:
+        """Rank 0: write a chunk, its merged tensors end to end, row-major; chunks in their order, each once.
+
+        On CUDA queued on the current stream, and the host does not wait: adapters must not change before that work is done.
+
+        Raises:
+            ValueError: `out_B` does not fit; as `Merger.fill`.
+            OutOfStep: a rank is gone, or did not send its pieces before the limit.
+        """
+        self._exchange.post(chunk)
+        self._own.fill(chunk, out_B)
+        self._exchange.wait(chunk)
+        self._placed.fill(chunk, out_B)
+
+    def drain(self) -> None:
+        """Rank 0, behind the last `fill` or a failure: take what the others still send. Raises OutOfStep as `fill`."""
+        self._exchange.drain()
+
+    def contribute(self) -> None:
+        """The other ranks: merge this rank's pieces of every chunk and send them.
+
+        Raises:
+            OutOfStep: rank 0 is gone, or did not take them before the limit.
+            Exception: of the merge; what has left since is no weights, and the ranks are in step.
+        """
+        self._exchange.send(self._own.fill)
+
+    def release(self) -> None:
+        """Free the buffers between the ranks; `start` makes them again."""
+        self._exchange.release()
 
 
 def supports(runtime: TrainerRuntime) -> str | None:
-    """None if `WireExport` can export this runtime, else the reason that it cannot."""
+    """None if `WireExport` can export this runtime, else the reason that it cannot. A collective, with one answer on all ranks."""
+    reason = None
     try:
-        _refuse_ranks()
-        _sources(runtime)
+        _pieces(runtime)
     except _NotUnderstoodError as error:
-        return str(error)
+        reason = str(error)
+    reasons = _all_ranks(reason, runtime)
+    for rank, text in enumerate(reasons):
+        if text is not None:
+            return text if len(reasons) == 1 else f"rank {rank}: {text}"
     return None
+
+
+def _all_ranks(mine: Any, runtime: TrainerRuntime) -> list[Any]:
+    """What each rank says, over the control group."""
+    said: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(said, mine, group=runtime.control_group)
+    return said
+
+
+def _plan_adapters(
+    runtime: TrainerRuntime, pieces: Mapping[str, Piece], names: Sequence[str]
+) -> tuple[dict[str, Delta], str | None]:
+    """HF tensor -> the adapter of this rank's piece of it; or what is wrong."""
+    deltas = _deltas(runtime)
+    targets = {
+        name: TensorSpec(name=name, dtype=_dtype_name(pieces[name].source.param), shape=pieces[name].source.shape)  # type: ignore[arg-type]
+        for name in names
+        if name in pieces
+    }
+    try:
+        plan = plan_merge(deltas={name: d.matrices() for name, d in deltas.items()}, targets=targets)
+    except MergePlanError as error:
+        return {}, str(error)
+    return {op.target: deltas[op.adapter] for op in plan}, None
+
+
+def _own_members(
+    plan: ChunkPlan, rank: int, specs: Sequence[TensorSpec], pieces: Mapping[str, Piece], adapter_of: Mapping[str, Delta]
+) -> tuple[int, list[Member]]:
+    """This rank's part of a chunk: on rank 0 of the chunk itself, on another one of its message."""
+    members = []
+    for share in plan.shares[rank]:
+        name = specs[share.index].name
+        offset, row_stride = (share.offset, share.row_stride) if rank == 0 else (share.packed, share.box.columns)
+        members.append(Member(source=pieces[name].source, delta=adapter_of.get(name), offset=offset, row_stride=row_stride))
+    return (plan.nbytes if rank == 0 else plan.messages[rank]), members
+
+
+def _placed_members(exchange: Exchange, k: int, plan: ChunkPlan, specs: Sequence[TensorSpec]) -> tuple[int, list[Member]]:
+    """The other ranks' part of a chunk: copies out of their messages."""
+    members = []
+    for rank, shares in enumerate(plan.shares):
+        for share in shares if rank else ():
+            dtype, box = torch_dtype(specs[share.index].dtype), share.box
+            buffer, begin = exchange.place(k, rank, dtype)
+            source = Source(
+                param=buffer, offset=(begin + share.packed) // dtype.itemsize, groups=1, rows=box.rows, columns=box.columns,
+                group_stride=0, row_stride=box.columns, shape=(box.rows, box.columns),
+            )  # fmt: skip
+            members.append(Member(source=source, delta=None, offset=share.offset, row_stride=share.row_stride))
+    return plan.nbytes, members
 
 
 # ------------------------------------------------------------ plan
@@ -345,35 +518,17 @@ def _check_order(names: Sequence[str], order: Sequence[Sequence[int]]) -> None:
         raise ManifestError(f"the order lacks {len(missing)} tensors of the manifest: {missing[:3]}")
 
 
-def _plan_chunk(items: Sequence[MergeItem]) -> _Chunk:
-    ends = list(accumulate((item.spec.nbytes for item in items), initial=0))
-    by_kind: dict[_Kind, list[tuple[MergeItem, int]]] = defaultdict(list)
+def _plan_chunk(nbytes: int, members: Iterable[Member]) -> _Chunk:
+    by_kind: dict[_Kind, list[Member]] = defaultdict(list)
     tensors: dict[int, torch.Tensor] = {}
-    for item, offset in zip(items, ends, strict=False):
-        if item.spec.numel:
-            by_kind[_Kind.of(item, offset)].append((item, offset))
-        read = (item.source.param,) if item.delta is None else (item.source.param, item.delta.lora_A, item.delta.lora_B)
+    for member in members:
+        source, delta = member.source, member.delta
+        if source.numel:
+            by_kind[_Kind.of(member)].append(member)
+        read = (source.param,) if delta is None else (source.param, delta.lora_A, delta.lora_B)
         tensors.update((id(t), t) for t in read)
-    launches = [_Launch(kind, members) for kind, members in by_kind.items()]
-    return _Chunk(nbytes=ends[-1], launches=launches, tensors=list(tensors.values()))
-
-
-def _check_source(spec: TensorSpec, source: Source | None) -> None:
-    if source is None:
-        raise ManifestError(f"the manifest has {spec.name}, which the model has not; plan the publication again")
-    if source.shape != spec.shape or source.param.dtype != torch_dtype(spec.dtype):
-        found = f"{source.param.dtype} {list(source.shape)}"
-        raise ManifestError(
-            f"{spec.name} is {spec.dtype} {list(spec.shape)} in the manifest and {found} in the model; plan again"
-        )
-
-
-def _refuse_ranks() -> None:
-    ranks = torch.distributed.get_world_size()
-    if ranks != 1:
-        raise _NotUnderstoodError(
-            f"the trainer has {ranks} ranks; the merge in the receiver's order needs the whole model on one"
-        )
+    launches = [_Launch(kind, same) for kind, same in by_kind.items()]
+    return _Chunk(nbytes=nbytes, launches=launches, tensors=list(tensors.values()))
 
 
 def _deltas(runtime: TrainerRuntime) -> dict[str, Delta]:
@@ -393,8 +548,8 @@ def _deltas(runtime: TrainerRuntime) -> dict[str, Delta]:
     return deltas
 
 
-def _sources(runtime: TrainerRuntime) -> dict[str, Source]:
-    """HF name -> where its elements lie.
+def _pieces(runtime: TrainerRuntime) -> dict[str, Piece]:
+    """HF name -> this rank's piece.
 
     Raises:
         _NotUnderstoodError: a mapping or a parameter of a kind that this module does not know.
@@ -404,19 +559,54 @@ def _sources(runtime: TrainerRuntime) -> dict[str, Source]:
 
     if type(runtime.bridge).maybe_modify_converted_hf_weight is not MegatronModelBridge.maybe_modify_converted_hf_weight:
         raise _NotUnderstoodError(f"{type(runtime.bridge).__name__} changes tensors after its mappings")
-    sources: dict[str, Source] = {}
+    pieces: dict[str, Piece] = {}
     for task in runtime.conversion_tasks:
-        if task is None or task.param_weight is None:
-            raise _NotUnderstoodError("a parameter of the model is not on this rank")
+        if task is None:
+            raise _NotUnderstoodError("a parameter of the model has no HF name")
+        if task.param_weight is None:  # another pipeline stage's
+            continue
         _check_param(task)
         for name, source in _task_sources(task).items():
-            if name in VOCAB_TENSORS:
-                source = Source.whole(source.param, rows=runtime.vocab_size)
-            sources[name] = source
+            pieces[name] = _vocab_piece(task, source, runtime.vocab_size) if name in VOCAB_TENSORS else _piece(task, source)
     embedding, head = VOCAB_TENSORS
-    if runtime.hf_config.tie_word_embeddings and embedding in sources:
-        sources.setdefault(head, sources[embedding])
-    return sources
+    if runtime.hf_config.tie_word_embeddings and embedding in pieces:
+        pieces.setdefault(head, pieces[embedding])
+    return {name: piece for name, piece in pieces.items() if piece.source.numel}
+
+
+def _split(task: Any) -> tuple[int | None, int, int]:
+    """The dimension that a parameter is split in (None: copies), into how many parts, and which one is this rank's."""
+    from trainer_node.parameters import split_dim, tensor_group
+
+    group = tensor_group(expert=task.mapping.is_expert)
+    if group.size() == 1:
+        return None, 1, 0
+    try:
+        dim = split_dim(task)
+    except ValueError as error:
+        raise _NotUnderstoodError(f"{task.global_param_name}: {error}") from error
+    # Behind a row-parallel linear a bias is a copy.
+    return (None, 1, 0) if dim is None or dim >= task.param_weight.dim() else (dim, group.size(), group.rank())
+
+
+def _piece(task: Any, source: Source) -> Piece:
+    dim, parts, part = _split(task)
+    (height, width), shape = matrix(source.shape), list(source.shape)
+    if dim is not None:
+        shape[dim] *= parts
+    box = Box(part * height if dim == 0 else 0, height, part * width if dim == 1 else 0, width)
+    return Piece(source=source, box=box, shape=tuple(shape))
+
+
+def _vocab_piece(task: Any, source: Source, vocab_size: int) -> Piece:
+    """Rows of real tokens; Megatron pads behind the last one. No rows: a piece without elements."""
+    dim, _, part = _split(task)
+    if dim == 1:
+        raise _NotUnderstoodError(f"{task.global_param_name} is split by columns")
+    begin = part * source.param.shape[0]
+    rows = min(max(vocab_size - begin, 0), source.param.shape[0])
+    source = Source.whole(source.param, rows=rows)
+    return Piece(source=source, box=Box(begin, rows, 0, source.columns), shape=(vocab_size, *source.shape[1:]))
 
 
 def _check_param(task: Any) -> None:
@@ -426,7 +616,7 @@ def _check_param(task: Any) -> None:
 
 
 def _task_sources(task: Any) -> Mapping[str, Source]:
-    """What `task.mapping.megatron_to_hf` would make on one rank, as views. Subclasses may do more, so types are compared exactly."""
+    """What `task.mapping.megatron_to_hf` would make of this rank's part, as views. Subclasses may do more, so types are compared exactly."""
     from megatron.bridge.models.conversion import param_mapping as bridge
 
     mapping, param, kind = task.mapping, task.param_weight, type(task.mapping)
@@ -438,18 +628,18 @@ def _task_sources(task: Any) -> Mapping[str, Source]:
         half = param.shape[0] // 2
         return {names["gate"]: Source.whole(param, rows=half), names["up"]: Source.whole(param, first=half, rows=half)}
     if kind is bridge.QKVMapping:
-        return _qkv_sources(names, param, mapping._get_config(task.megatron_module))
+        return _qkv_sources(names, param, mapping._get_config(task.megatron_module), parts=_split(task)[1])
     raise _NotUnderstoodError(
         f"{task.global_param_name} is mapped by {kind.__name__}, which the merge in the receiver's order does not know"
     )
 
 
-def _qkv_sources(names: Mapping[str, str], param: torch.Tensor, config: Any) -> dict[str, Source]:
+def _qkv_sources(names: Mapping[str, str], param: torch.Tensor, config: Any, *, parts: int) -> dict[str, Source]:
     """q, k and v of the interleaved rows [group: its query heads, its key head, its value head]; a bias is a matrix of one column."""
     if getattr(config, "attention_output_gate", False):
         raise _NotUnderstoodError(f"{names['q']} carries an output gate")
-    groups = config.num_query_groups
-    heads, size = config.num_attention_heads // groups, config.kv_channels or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads // config.num_query_groups
+    groups, size = config.num_query_groups // parts, config.kv_channels or config.hidden_size // config.num_attention_heads
     columns = math.prod(param.shape[1:])
     if param.shape[0] != groups * (heads + 2) * size:
         raise _NotUnderstoodError(
@@ -467,25 +657,28 @@ def _qkv_sources(names: Mapping[str, str], param: torch.Tensor, config: Any) -> 
 # ------------------------------------------------------------ torch path
 
 
-def _put(out_B: torch.Tensor, offset: int, tensor: torch.Tensor) -> None:
-    flat_B = tensor.contiguous().reshape(-1).view(torch.uint8)
-    out_B[offset : offset + flat_B.numel()].copy_(flat_B)
+def _put(out_B: torch.Tensor, member: Member, tensor: torch.Tensor) -> None:
+    """Row by row at its place, as bytes: no place has to be aligned."""
+    columns, size = member.source.columns, tensor.element_size()
+    bytes_OB = tensor.contiguous().view(-1, columns).view(torch.uint8)
+    places = out_B[member.offset :].as_strided(bytes_OB.shape, (member.row_stride * size, 1))
+    places.copy_(bytes_OB)
 
 
-def _batches(members: Sequence[tuple[MergeItem, int]]) -> Iterator[list[tuple[MergeItem, int]]]:
+def _batches(members: Sequence[Member]) -> Iterator[list[Member]]:
     """Members that share stacked adapter matrices, at most `BATCH_ELEMENTS` elements at a time."""
-    by_matrix: dict[int, list[tuple[MergeItem, int]]] = defaultdict(list)
+    by_matrix: dict[int, list[Member]] = defaultdict(list)
     for member in members:
-        by_matrix[id(member[0].delta.lora_A)].append(member)  # type: ignore[union-attr]
+        by_matrix[id(member.delta.lora_A)].append(member)  # type: ignore[union-attr]
     for group in by_matrix.values():
-        step = max(1, BATCH_ELEMENTS // group[0][0].spec.numel)
+        step = max(1, BATCH_ELEMENTS // group[0].source.numel)
         for first in range(0, len(group), step):
             yield group[first : first + step]
 
 
-def _products(batch: Sequence[tuple[MergeItem, int]]) -> torch.Tensor:
+def _products(batch: Sequence[Member]) -> torch.Tensor:
     """B @ A of each, [T, O, I] in fp32."""
-    deltas = [item.delta for item, _ in batch]
+    deltas = [member.delta for member in batch]
     first = deltas[0]
     assert first is not None
     if first.expert is None:
@@ -496,6 +689,11 @@ def _products(batch: Sequence[tuple[MergeItem, int]]) -> torch.Tensor:
         return torch.bmm(lora_B[experts[0] : experts[-1] + 1], lora_A[experts[0] : experts[-1] + 1])
     picked = torch.tensor(experts, device=lora_A.device)
     return torch.bmm(lora_B[picked], lora_A[picked])
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    """As manifests have it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def reference(item: MergeItem, scale: float) -> torch.Tensor:

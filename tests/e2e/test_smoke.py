@@ -33,7 +33,9 @@ def smoke(tmp_path, *more, timeout=400):
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 
 
-@pytest.mark.parametrize(("arch", "more"), [("qwen3_moe", ()), ("qwen3", ("--lora-targets", ATTENTION, "--mode", "shadow"))])
+@pytest.mark.parametrize(
+    ("arch", "more"), [("qwen3_moe", ()), ("qwen3", ("--lora-targets", ATTENTION, "--mode", "shadow", "--trainer-tp", "2"))]
+)
 def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
     code, output, report = smoke(tmp_path, "--model", models[arch], *more)
     assert code == 0, output
@@ -59,6 +61,7 @@ def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
     assert classes - set(report["proof"]["perturbed"]) <= {"head"}  # a tied model has no head of its own
     assert report["packages"]["trainer"]["megatron-core"] and report["packages"]["inference-0"]["vllm"]
     assert "tiny@2" in output
+    assert "layout: direct True" in (tmp_path / "run/logs/orchestrator.log").read_text()  # of two trainer ranks as well
 
 
 def test_full_parameters_to_version_one(models, tmp_path):

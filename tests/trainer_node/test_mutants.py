@@ -26,6 +26,7 @@ LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pur
 PACKING = "tests/trainer_node/test_packing.py"
 GENERATIONS, OPERATIONS = "tests/trainer_node/test_generations.py", "tests/trainer_node/test_operations.py"
 DROPOUT = "tests/trainer_node/test_dropout.py"
+GATHER = "tests/trainer_node/test_gather.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
@@ -438,6 +439,27 @@ MUTANTS = [
         old="slice(ends[first], ends[last])",
         new="slice(0, ends[last] - ends[first])",
         killer=f"{OPERATIONS}::test_topology_changes_nothing[dp2]",
+    ),
+    Mutant(
+        name="a piece that two ranks have is sent twice",
+        file="trainer_node/gather_plan.py",
+        old="        if one.overlaps(other):",
+        new="        if False:",
+        killer=f"{GATHER}::test_pieces_that_are_not_the_tensor",
+    ),
+    Mutant(
+        name="a piece that no rank has is left out",
+        file="trainer_node/gather_plan.py",
+        old="    if missing:\n",
+        new="    if False:\n",
+        killer=f"{GATHER}::test_pieces_that_are_not_the_tensor",
+    ),
+    Mutant(
+        name="a row-parallel piece is placed as if it were contiguous",
+        file="trainer_node/gather_plan.py",
+        old="offset=at, row_stride=width)",
+        new="offset=at, row_stride=box.columns)",
+        killer=f"{GATHER}::test_bytes_equal_the_export[tp2]",
     ),
     Mutant(
         name="a sequence-level loss of each context rank's part",

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,8 @@ from orchestrator.protocol.messages import (
     TrainMerged,
     UseLayout,
     Welcome,
+    WireChunk,
+    WireLayout,
     batch_specs,
 )
 from tests.trainer_node.conftest import REPO, child_env
@@ -206,10 +209,10 @@ def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict,
     return fields, [values[s.name].tobytes() for s in specs]
 
 
-def open_group(control: Orchestrator) -> Receiver:
+def open_group(control: Orchestrator, kind: type = Receiver) -> Any:
     request_id = control.start(OpenTransferGroup, transport="gloo", replicas={"inference-0": 1}, bucket_bytes=BUCKET_BYTES)
     listening = control.pump(until="Progress", request_id=request_id).message
-    receiver = Receiver(listening.detail["rendezvous"]["inference-0"])
+    receiver = kind(listening.detail["rendezvous"]["inference-0"])
     assert control.finish(request_id).message.kind == "Completed"
     return receiver
 
@@ -314,6 +317,100 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         receiver = open_group(control)
         check_publication(control, receiver, manifest, version=1)
         control.ok(LeaveTransferGroup)
+        receiver.close()
+        control.urgent(Shutdown())
+        assert process.wait(20) == 0
+
+
+class ChunkReceiver(Receiver):
+    """Receives a layout's chunks, or leaves before one of them."""
+
+    def receive_chunks(self, manifest: Manifest, layout: WireLayout, *, leave_at: int | None = None) -> None:
+        self._thread.join(30)
+        self.tensors = {}
+
+        def run() -> None:
+            for k, chunk in enumerate(layout.chunks):
+                if k == leave_at:
+                    self.group.close()
+                    return
+                specs = [manifest.tensors[i] for i in chunk.tensors]
+                chunk_B = torch.empty(sum(s.nbytes for s in specs), dtype=torch.uint8)
+                try:
+                    self.group.broadcast(chunk_B, deadline_s=30)
+                except SpliceError as error:
+                    self.error = error
+                    return
+                for spec, tensor_B in zip(specs, chunk_B.split([s.nbytes for s in specs]), strict=True):
+                    self.tensors[spec.name] = tensor_B.view(torch.float32).view(spec.shape)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+
+def layout_of(manifest: Manifest, num_chunks: int) -> WireLayout:
+    """Every num_chunks-th tensor."""
+    chunks = [tuple(range(c, len(manifest.tensors), num_chunks)) for c in range(num_chunks)]
+    return WireLayout(chunks=tuple(WireChunk(kind="staged", tensors=c) for c in chunks))
+
+
+def check_chunks(
+    control: Orchestrator, receiver: ChunkReceiver, manifest: Manifest, layout: WireLayout, wanted: dict, *, changed_only: bool
+) -> None:
+    request_id = control.start(SendWeights, version=1, changed_only=changed_only)
+    receiver.receive_chunks(manifest, layout)
+    tensors = receiver.done()
+    envelope = control.finish(request_id)
+    assert envelope.message.kind == "Completed", envelope.message
+    digests = np.frombuffer(envelope.buffers[0], dtype=np.int64)
+    assert digests.tolist() == [int(tensor_digest(tensors[s.name])) for s in manifest.tensors]
+    assert all(torch.equal(tensors[s.name], wanted[s.name]) for s in manifest.tensors)
+
+
+@pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 2, {"tensor": 2}), ("moe", 2, {"expert": 2})])
+def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
+    """Whole and part; a receiver that leaves in the middle and one that never comes: the next send has the right bytes."""
+    from tests.trainer_node.test_topologies import peft_merged
+
+    with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):
+        manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
+        part = manifest.part(manifest.changed)
+        whole_layout, part_layout = layout_of(manifest, 6), layout_of(part, 4)
+        fields, buffers = training()
+        control.ok(TrainMerged, buffers, version=1, checkpoint_dir=str(tmp_path / "v1"), **fields)
+        wanted = peft_merged(models[name], tmp_path / "v1" / "adapter")
+        for layout, indices in ((whole_layout, None), (part_layout, manifest.changed)):
+            result, _ = control.ok(UseLayout, layout=layout.model_dump(mode="python"), part=indices)
+            assert result == {"direct": True}
+        assert control.refused(SendWeights, version=1).code == "not_ready"  # and no rank waits
+        receiver = open_group(control, ChunkReceiver)
+        check_chunks(control, receiver, manifest, whole_layout, wanted, changed_only=False)
+        check_chunks(control, receiver, part, part_layout, wanted, changed_only=True)
+        control.ok(ReleaseMemory)
+        check_chunks(control, receiver, manifest, whole_layout, wanted, changed_only=False)
+
+        request_id = control.start(SendWeights, version=1)
+        receiver.receive_chunks(manifest, whole_layout, leave_at=2)
+        failed = control.finish(request_id).message
+        assert (failed.kind, failed.code) == ("Failed", "transfer_failed"), failed
+        receiver.close()
+        assert control.refused(SendWeights, version=1).code == "not_ready"
+        receiver = open_group(control, ChunkReceiver)
+        check_chunks(control, receiver, manifest, whole_layout, wanted, changed_only=False)
+
+        request_id = control.start(SendWeights, version=1, changed_only=True)
+        time.sleep(0.5)
+        control.urgent(AbortSend(reason="a test said so"))
+        failed = control.finish(request_id).message
+        assert (failed.kind, failed.code) == ("Failed", "transfer_aborted"), failed
+        receiver.close()
+        receiver = open_group(control, ChunkReceiver)
+        request_id = control.start(SendWeights, version=1, deadline_s=3.0)  # nobody receives
+        failed = control.finish(request_id).message
+        assert (failed.kind, failed.code) == ("Failed", "transfer_timeout"), failed
+        receiver.close()
+        receiver = open_group(control, ChunkReceiver)
+        check_chunks(control, receiver, part, part_layout, wanted, changed_only=True)
         receiver.close()
         control.urgent(Shutdown())
         assert process.wait(20) == 0

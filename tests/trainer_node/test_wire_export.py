@@ -20,7 +20,7 @@ from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import TensorSpec
 from tests.trainer_node.conftest import REPO, child_env
 from trainer_node import wire_export
-from trainer_node.wire_export import ChunkMerger, Delta, MergeItem, Source, reference
+from trainer_node.wire_export import ChunkMerger, Delta, Member, MergeItem, Merger, Source, WireExport, reference
 
 SCALE = 1.7  # no power of two: the multiplication rounds
 
@@ -44,10 +44,6 @@ def test_the_kernel_interpreted() -> None:
 
 def test_the_kernel_interpreted_on_a_real_model(models) -> None:
     run_self("kernel-model", models["moe"], TRITON_INTERPRET="1")
-
-
-def test_two_ranks_are_refused(models, torchrun) -> None:
-    torchrun(2, "test_wire_export", "ranks", models["dense_tied"])
 
 
 # ------------------------------------------------------------ synthetic
@@ -104,7 +100,7 @@ def many_items() -> list[MergeItem]:
     return [*items, MergeItem(spec=spec_of("odd", odd), source=odd)]
 
 
-def filled(merger: ChunkMerger, chunk: int) -> torch.Tensor:
+def filled(merger: ChunkMerger | WireExport, chunk: int) -> torch.Tensor:
     """The chunk in a buffer that is wrong everywhere before, with a fence on both sides."""
     whole = torch.full((merger.chunk_nbytes(chunk) + 128,), 0xA5, dtype=torch.uint8)
     merger.fill(chunk, whole[64:-64])
@@ -179,6 +175,39 @@ def test_the_torch_path_equals_merge_tensor() -> None:
     check_synthetic(by_kernel=False)
 
 
+def check_pieces(*, by_kernel: bool) -> None:
+    """A weight of which the left columns are merged in place and the right ones copied from elsewhere: each writes its own alone."""
+    torch.manual_seed(0)
+    for dtype, (out, columns, left), offset in (
+        (torch.float32, (70, 136, 40), 64),
+        (torch.float16, (64, 256, 128), 16),
+        (torch.float32, (5, 7, 3), 1),
+    ):
+        item = linear(out, columns, dtype, rank=4)[0]
+        weight, delta, size = item.source.param, item.delta, dtype.itemsize
+        assert delta is not None
+        own = Source.whole(weight[:, :left].contiguous())
+        own_delta = Delta(lora_A=delta.lora_A[:, :left].contiguous(), lora_B=delta.lora_B, expert=None)
+        copied = Source.whole(reference(item, SCALE)[:, left:].contiguous())
+        members = [
+            Member(source=own, delta=own_delta, offset=offset, row_stride=columns),
+            Member(source=copied, delta=None, offset=offset + left * size, row_stride=columns),
+        ]
+        mergers = [Merger([(offset + item.spec.nbytes + 48, [m])], scale=SCALE, device="cpu") for m in members]
+        whole_B = torch.full((offset + item.spec.nbytes + 48,), 0xA5, dtype=torch.uint8)
+        for merger in mergers:
+            merger._kernels = wire_export._kernels() if by_kernel else None
+            merger.fill(0, whole_B)
+        got = whole_B[offset:-48].clone().view(dtype).view(out, columns)
+        assert bool((whole_B[:offset] == 0xA5).all() and (whole_B[-48:] == 0xA5).all())
+        assert torch.equal(got[:, left:], copied.param)
+        check_near(item, got, interpreted=by_kernel)
+
+
+def test_pieces_by_the_torch_path() -> None:
+    check_pieces(by_kernel=False)
+
+
 def test_the_bound_sees_a_wrong_scale() -> None:
     item = linear(64, 128, torch.float32, rank=16)[0]
     check_near(item, reference(item, SCALE))
@@ -225,9 +254,10 @@ def test_the_kernel_compiles_for_an_h200(dtype: str) -> None:
 
     tile = merge_kernels.MERGE_TILE
     signature = {"table_ptr": "*i64", "out_ptr": "*u8"}
-    divisible = ("num_rows", "num_columns", "group_stride", "row_stride")
+    divisible = ("num_rows", "num_columns", "group_stride", "row_stride", "out_stride")
     signature |= dict.fromkeys(
-        ("num_rows", "num_columns", "rows_per_group", "group_stride", "row_stride", "tiles_across", "tiles"), "i32"
+        ("num_rows", "num_columns", "rows_per_group", "group_stride", "row_stride", "out_stride", "tiles_across", "tiles"),
+        "i32",
     )
     signature["scale"] = "fp32"
     constants = {
@@ -284,7 +314,7 @@ def check_model(model: Path, dtype: str, targets: Sequence[str] | None, *, by_ke
     from orchestrator.protocol.config import LoraConfig
     from tests.trainer_node.worker import make_runtime, random_adapters
     from trainer_node.export import Exporter
-    from trainer_node.wire_export import WireExport, supports
+    from trainer_node.wire_export import supports
 
     lora = LoraConfig(rank=4, alpha=6, **({"targets": tuple(targets)} if targets else {}))
     runtime = make_runtime(model, 1, 1, 1, dtype=dtype, lora=lora)
@@ -301,7 +331,7 @@ def check_model(model: Path, dtype: str, targets: Sequence[str] | None, *, by_ke
         changed = sum(not torch.equal(expected[n], t) for n, t in exporter.base_tensors())
         assert changed >= 4
         for order, export in zip(orders, exports, strict=True):
-            export._kernels = wire_export._kernels() if by_kernel else None
+            export._own._kernels = wire_export._kernels() if by_kernel else None
             for chunk, indices in enumerate(order):
                 wanted_B = torch.cat([expected[names[i]].reshape(-1).view(torch.uint8) for i in indices])
                 got_B = filled(export, chunk)
@@ -321,8 +351,6 @@ def check_model(model: Path, dtype: str, targets: Sequence[str] | None, *, by_ke
 
 def check_changed_part(runtime, exporter) -> None:
     """The tensors with an adapter alone, in an order of the receiver's: the same bytes as out of the whole."""
-    from trainer_node.wire_export import WireExport
-
     part = exporter.manifest().part(exporter.manifest().changed)
     order = shuffled_order(len(part.tensors), 3, seed=4)
     export = WireExport(runtime, part, order)
@@ -336,7 +364,7 @@ def check_changed_part(runtime, exporter) -> None:
 def check_refusals(runtime, manifest, names: Sequence[str]) -> None:
     from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
 
-    from trainer_node.wire_export import WireExport, supports
+    from trainer_node.wire_export import supports
 
     everything = [list(range(len(names)))]
     with pytest.raises(ManifestError, match=re.escape(names[3])):
@@ -365,14 +393,9 @@ def main() -> None:
         check_model(Path(sys.argv[4]), "float32", ("q_proj", "k_proj", "v_proj", "o_proj"))
     elif sys.argv[1] == "kernel-model":
         check_model(Path(sys.argv[2]), "float32", None, by_kernel=True)
-    elif sys.argv[1] == "kernel":
-        check_synthetic(by_kernel=True)
     else:
-        from tests.trainer_node.worker import make_runtime
-
-        runtime = make_runtime(Path(sys.argv[2]), 2, 1, 1)
-        assert "2 ranks" in (wire_export.supports(runtime) or "")
-        runtime.close()
+        check_synthetic(by_kernel=True)
+        check_pieces(by_kernel=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""One rank of a check that several ranks send what one would: bytes of `WireExport` against `Exporter`, and failures in the middle.
+
+    torchrun ... -m tests.trainer_node.gather MODEL TENSOR PIPELINE EXPERT [DTYPE] [no-sequence] [FLAG ...]
+
+LoRA with random adapters, then full parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchestrator.errors import SpliceError, TransferTimeout
+from orchestrator.protocol.config import LoraConfig
+from orchestrator.protocol.messages import Manifest
+from tests.trainer_node.test_wire_export import shuffled_order, vllm_order
+from tests.trainer_node.worker import make_runtime, random_adapters
+from trainer_node.export import Exporter
+from trainer_node.gathering import OutOfStep
+from trainer_node.node import Control, NotReady, _diverged
+from trainer_node.runtime import TrainerRuntime
+from trainer_node.wire_export import WireExport, supports
+
+LIMIT_S = 60.0
+BROKEN = 0xA5
+"""What a chunk's buffer holds before it is filled."""
+
+
+def is_root() -> bool:
+    return dist.get_rank() == 0
+
+
+def collect(export: WireExport, *, stop_at: int | None = None) -> list[torch.Tensor]:
+    """Every chunk on rank 0 (nothing elsewhere), as in one send; rank 0 gives up at `stop_at`."""
+    chunks: list[torch.Tensor] = []
+    export.start(limit=time.monotonic() + LIMIT_S)
+    if not is_root():
+        export.contribute()
+        return chunks
+    for k in range(export.num_chunks if stop_at is None else stop_at):
+        whole_B = torch.full((export.chunk_nbytes(k) + 128,), BROKEN, dtype=torch.uint8)
+        export.fill(k, whole_B[64:-64])
+        assert bool((whole_B[:64] == BROKEN).all() and (whole_B[-64:] == BROKEN).all()), "written beyond the chunk"
+        chunks.append(whole_B[64:-64])
+    export.drain()
+    return chunks
+
+
+def check_bytes(exporter: Exporter, export: WireExport, manifest: Manifest, order: Sequence[Sequence[int]], part=None) -> None:
+    """Every chunk, tensor by tensor."""
+    expected = {n: t.clone().contiguous() for n, t in exporter.merged_tensors(part)}
+    chunks = collect(export)
+    for indices, chunk_B in zip(order, chunks, strict=True) if is_root() else ():
+        specs = [manifest.tensors[i] for i in indices]
+        for spec, got_B in zip(specs, chunk_B.split([s.nbytes for s in specs]), strict=True):
+            assert torch.equal(got_B, expected[spec.name].reshape(-1).view(torch.uint8)), spec.name
+
+
+def check(runtime: TrainerRuntime) -> None:
+    """Whole and part, in several orders, after the parameters have moved, and after their memory was given away."""
+    assert supports(runtime) is None
+    exporter = Exporter(runtime)
+    manifest = exporter.manifest()
+    names = [s.name for s in manifest.tensors]
+    orders = [vllm_order(names), shuffled_order(len(names), 5, seed=2), [list(range(len(names)))]]
+    exports = [WireExport(runtime, manifest, order) for order in orders]
+    if not runtime.trains_all:
+        random_adapters(runtime)  # after the plan: adapters are read where they are
+    for order, export in zip(orders, exports, strict=True):
+        check_bytes(exporter, export, manifest, order)
+    for p in runtime.model[0].parameters():
+        p.data = p.data.clone() + 0.25
+    check_bytes(exporter, exports[0], manifest, orders[0])
+    exports[0].release()
+    runtime.offload()
+    runtime.reload()
+    check_bytes(exporter, exports[0], manifest, orders[0])
+    if manifest.changed is not None:
+        part = manifest.part(manifest.changed)
+        order = shuffled_order(len(part.tensors), 3, seed=4)
+        check_bytes(exporter, WireExport(runtime, part, order), part, order, manifest.changed)
+    check_failures(exporter, exports[1], manifest, orders[1])
+
+
+def check_failures(exporter: Exporter, export: WireExport, manifest: Manifest, order: Sequence[Sequence[int]]) -> None:
+    """Rank 0 gives up in the middle, and before the first chunk; another rank's merge fails: the next send is right every time."""
+    for stop_at in (2, 0):
+        collect(export, stop_at=stop_at)
+        check_bytes(exporter, export, manifest, order)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    sends = any(sizes[dist.get_rank()] for sizes in export._exchange._sizes)
+    fill = export._own.fill
+
+    def fails(k: int, out_B: torch.Tensor) -> None:
+        if last and k >= 2:
+            raise MemoryError("no memory for a test")
+        fill(k, out_B)
+
+    export._own.fill = fails
+    if last and sends:
+        with pytest.raises(MemoryError, match="for a test"):
+            collect(export)
+    else:
+        collect(export)
+    export._own.fill = fill
+    check_bytes(exporter, export, manifest, order)
+
+
+def check_together(control: Control) -> None:
+    """An act that fails on some rank ends alike on all, and they go on; out of step they do not."""
+
+    def outcome(failing: int, error: Exception) -> str:
+        def act() -> str:
+            if dist.get_rank() == failing:
+                raise error
+            return "done"
+
+        try:
+            return control.together(act)
+        except SpliceError as caught:
+            errors = control.compare(caught)
+            assert _diverged(errors) == isinstance(error, OutOfStep), errors
+            return type(caught).__name__
+
+    assert outcome(-1, ValueError()) == "done"
+    assert outcome(0, NotReady("no group")) == ("NotReady" if is_root() else "SendFailed")
+    assert outcome(0, MemoryError()) == outcome(1, TransferTimeout("late")) == outcome(1, MemoryError()) == "SendFailed"
+    assert outcome(1, OutOfStep("gone")) == outcome(0, OutOfStep("gone")) == "OutOfStep"
+
+
+def check_silence(runtime: TrainerRuntime) -> None:
+    """A rank that sends nothing is waited for up to the limit, and the group is of no use after that. The last check: it breaks the group."""
+    manifest = Exporter(runtime).manifest()
+    export = WireExport(runtime, manifest, [list(range(len(manifest.tensors)))])
+    export.start(limit=time.monotonic() + 1.0)
+    if is_root() and export._exchange.moves:
+        began = time.monotonic()
+        with pytest.raises(OutOfStep, match="did not arrive"):
+            export.fill(0, torch.empty(export.chunk_nbytes(0), dtype=torch.uint8))
+        with pytest.raises(OutOfStep):
+            export.drain()
+        assert 0.5 < time.monotonic() - began < 30.0
+    dist.barrier(runtime.control_group)
+
+
+def check_reasons(runtime: TrainerRuntime) -> None:
+    """What one rank does not understand, all of them refuse."""
+    from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
+
+    here = [t for t in runtime.conversion_tasks if t.param_weight is not None]
+    task = next(t for t in here if t.global_param_name.endswith(("input_layernorm.weight", "layer_norm_weight")))
+    kept = task.mapping.__class__
+    if not is_root():
+        task.mapping.__class__ = RMSNorm2ZeroCenteredRMSNormMapping
+    reason = supports(runtime) or ""
+    assert reason.startswith("rank 1: ") and "RMSNorm2ZeroCentered" in reason, reason
+    task.mapping.__class__ = kept
+    assert supports(runtime) is None
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+
+    model, sizes, sequence = Path(sys.argv[1]), list(map(int, sys.argv[2:5])), "no-sequence" not in sys.argv
+    dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"
+    options = {"sequence": sequence, "dtype": dtype, "lora": LoraConfig(rank=4, alpha=6)}
+    for finetuning_type in ("lora", "full"):
+        runtime = make_runtime(model, *sizes, finetuning_type=finetuning_type, **options)
+        check(runtime)
+        check_reasons(runtime)
+        check_together(Control(runtime.control_group))
+        if runtime.trains_all:
+            check_silence(runtime)
+        parallel_state.destroy_model_parallel()  # the default process group stays for the next one
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main()

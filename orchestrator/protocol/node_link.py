@@ -237,9 +237,9 @@ class NodeLink:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
-        socket.send_multipart(encode(self._hello))
         next_beat = time.monotonic() + self._heartbeat_s
         try:
+            socket.send_multipart(encode(self._hello))
             while not (self._closing.is_set() and self._outbox.empty()):
                 events = dict(poller.poll(max(0, int((next_beat - time.monotonic()) * 1000))))
                 if wake in events:

@@ -357,8 +357,9 @@ class DirectReceiver:
             return torch.empty(chunk.nbytes, dtype=torch.uint8, device=self._device)
         if not run.ring:
             run.ring = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for nbytes in self._ring_bytes]
-            for slot_B in run.ring if self._stream is not None else ():
-                slot_B.record_stream(self._stream)
+            if self._stream is not None:  # freed, they are not given to others before the copies are through
+                for slot_B in run.ring:
+                    slot_B.record_stream(self._stream)
         copied = run.copied[chunk.slot]
         if copied is not None:  # a broadcast is queued behind the current stream: it waits on the device, the host does not
             torch.cuda.current_stream(self._device).wait_event(copied)

@@ -93,8 +93,8 @@ def new(kind: Any, deadline_s: float = 30.0, **fields: Any) -> Any:
 class Node:
     """A running inference node of one model kind, and the trainer's side of its publications."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.kind, self.folder = kind, folder
+    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int = 1, extra_args: tuple[str, ...] = ()) -> None:
+        self.kind, self.folder, self.workers = kind, folder, tensor_parallel
         self.base = tiny.write_checkpoint(folder / "model", kind)
         self.manifest = tiny.manifest_of(self.base)
         self.router = Router()
@@ -102,6 +102,7 @@ class Node:
         config = {
             "model": str(folder / "model"), "name": "tiny", "max_model_len": 1024, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
             "max_num_seqs": 8, "startup_timeout_s": 170.0,
+            "tensor_parallel": tensor_parallel, "extra_args": extra_args,
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -128,7 +129,11 @@ class Node:
 
         self.leave()
         listener = open_listener(
-            transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=BUCKET_BYTES, device=torch.device("cpu")
+            transport="gloo",
+            host="127.0.0.1",
+            world_size=1 + self.workers,
+            bucket_bytes=BUCKET_BYTES,
+            device=torch.device("cpu"),
         )
         joined: list[Any] = []
         thread = threading.Thread(target=lambda: joined.append(listener.join(30.0)))

@@ -135,7 +135,9 @@ def test_a_transposed_or_partial_tensor_is_staged_not_taken_for_a_run(moe, monke
     assert names(manifest, layout.chunks[0]) == ["0.gate", "norm"]
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
     receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
-    receiver.receive(group=Wire(packed(manifest, layout, weights)), deadline_s=5, load=lambda t: None, on_written=lambda n: None)
+    receiver.receive(
+        group=Wire(packed(manifest, layout, weights)), deadline_s=5, load=lambda t: None, on_written=lambda n: None
+    )
     assert torch.equal(live["experts", "w13"].reshape(-1)[: I * H].view(H, I).t(), weights["0.gate"])
     assert live["norm", "weight"].tolist() == [*weights["norm"][1:].tolist(), 0.0]
 

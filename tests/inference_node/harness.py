@@ -93,16 +93,18 @@ def new(kind: Any, deadline_s: float = 30.0, **fields: Any) -> Any:
 class Node:
     """A running inference node of one model kind, and the trainer's side of its publications."""
 
-    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int = 1, extra_args: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int = 1) -> None:
         self.kind, self.folder, self.workers = kind, folder, tensor_parallel
+        self.startup_s = (
+            170.0 * tensor_parallel
+        )  # its processes start one after the other, each with imports of a minute on a busy machine
         self.base = tiny.write_checkpoint(folder / "model", kind)
         self.manifest = tiny.manifest_of(self.base)
         self.router = Router()
         self.log = folder / "vllm.log"
         config = {
             "model": str(folder / "model"), "name": "tiny", "max_model_len": 1024, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
-            "max_num_seqs": 8, "startup_timeout_s": 170.0,
-            "tensor_parallel": tensor_parallel, "extra_args": extra_args,
+            "max_num_seqs": 8, "startup_timeout_s": self.startup_s, "tensor_parallel": tensor_parallel,
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -114,7 +116,9 @@ class Node:
 
     def wait_ready(self, count: int = 1) -> None:
         try:
-            self.router.wait(lambda: len(self.router.ready) >= count, 175.0, alive=lambda: self.process.poll() is None)
+            self.router.wait(
+                lambda: len(self.router.ready) >= count, self.startup_s + 5.0, alive=lambda: self.process.poll() is None
+            )
         except AssertionError:
             print(self.log.read_text()[-6000:] if self.log.exists() else "no log")
             raise

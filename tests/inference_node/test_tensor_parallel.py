@@ -93,14 +93,14 @@ def check_parts(manifest: m.Manifest, tensors: dict[str, torch.Tensor], plans: l
     order = [i for c in chunks for i in c.tensors]
     assert {c.kind for c in chunks} == {"staged"} and sorted(order) == list(range(len(manifest.tensors)))
     came = []
-    for plan, live in zip(plans, lives, strict=True):
+    for placed, live in zip(plans, lives, strict=True):
         receiver = direct.DirectReceiver(
-            chunks=chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"), digests_on_arrival=True
+            chunks=chunks, manifest=manifest, plan=placed, live=live, device=torch.device("cpu"), digests_on_arrival=True
         )
         pieces = [torch.cat([list(tensors.values())[i].reshape(-1).view(torch.uint8) for i in c.tensors]) for c in chunks]
         receiver.receive(group=Wire(pieces), deadline_s=10, load=lambda t: None, on_written=lambda n: None)
         came.append(verify.WorkerDigests(parts={}, arrived=receiver.digests()))
-    loaded = [placement.local_findings(plan, manifest).loaded for plan in plans]
+    loaded = [placement.local_findings(placed, manifest).loaded for placed in plans]
     digests, _ = verify.combine(manifest, came, verify.Arrivals(manifest, order, loaded))
     assert digests == [int(tensor_digest(t)) for t in tensors.values()]
     strided = {r.name.split(".")[-2] for r in plans[1].regions if r.index_strides[:1] != r.strides[:1] and len(r.size) > 1}
@@ -143,6 +143,7 @@ def whole_layout(node: Node, version: int) -> m.ManifestPart:
     return m.ManifestPart(tensors=tuple(range(len(node.manifest.tensors))), layout=layout)
 
 
+@pytest.mark.timeout(600)
 def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) -> None:
     node, version, served = two_workers, -1, two_workers.base
     for seed in (81, 82):
@@ -196,6 +197,7 @@ def publish_whole(node: Node, version: int, part: m.ManifestPart, tensors: dict[
     assert node.commit(version).kind == "Completed"
 
 
+@pytest.mark.timeout(600)
 def test_a_trainer_that_dies_half_way_poisons_both_workers_and_a_whole_update_heals(two_workers: Node) -> None:
     node = two_workers
     version = ensure_published(node)

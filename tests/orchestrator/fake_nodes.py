@@ -118,6 +118,8 @@ class FakeTrainer(FakeNode):
         self.messages: list[object] = []
         self.manifest = MANIFEST
         self.part: tuple[int, ...] = ()
+        self.layouts: list[object] = []
+        """What it was asked to send in; None: manifest order."""
 
     def on_SaveCheckpoint(self, message) -> None:
         self.saved[message.checkpoint_dir] = list(self.weights)
@@ -173,7 +175,8 @@ class FakeTrainer(FakeNode):
 
     def on_UseLayout(self, message) -> None:
         self.part = message.part or ()
-        self._done(message)
+        self.layouts.append(message.layout)
+        self.link.complete(message.request_id, result={"direct": message.layout is not None})
 
     def on_OpenTransferGroup(self, message) -> None:
         where = {
@@ -200,6 +203,10 @@ class FakeReplica(FakeNode):
         self.flip = False
         self.part: tuple[int, ...] | None = None
         """What it completes the changed tensors to; None: it does not take a part."""
+        self.layout: dict[str, object] | None = None
+        """The order in which it wants everything; None: the manifest's."""
+        self.part_layout: dict[str, object] | None = None
+        self.direct: list[bool] = []
         self.bases: list[int | None] = []
         self.why_not: str | None = None
         """Why nothing can be received beside the live numbers."""
@@ -209,7 +216,10 @@ class FakeReplica(FakeNode):
         """Log-probs that it answers a canary with; None: it was serving."""
 
     def on_PrepareUpdate(self, message) -> None:
-        self.link.complete(message.request_id, result={} if self.part is None else {"changed": {"tensors": self.part}})
+        result = {} if self.layout is None else {"layout": self.layout}
+        if self.part is not None:
+            result["changed"] = {"tensors": self.part, "layout": self.part_layout}
+        self.link.complete(message.request_id, result=result)
 
     def on_PrepareShadow(self, message) -> None:
         why = self.why_not if self.served else "nothing is served"
@@ -231,6 +241,7 @@ class FakeReplica(FakeNode):
         for phase in ("pausing", "paused", "applying"):
             self.link.progress(message.request_id, phase)
         self.bases.append(message.base_version)
+        self.direct.append(message.direct)
         came = range(3) if message.base_version is None else self.part or ()
         for i in came:
             self.live[i] = self.source()[i]
@@ -242,6 +253,7 @@ class FakeReplica(FakeNode):
 
     def _receive_beside(self, message) -> None:
         self.bases.append(message.base_version)
+        self.direct.append(message.direct)
         came = range(3) if message.base_version is None else self.part or ()
         self.shadow = {i: self.source()[i] ^ (self.flip and i == 1) for i in came}
         self.flip = False

@@ -18,7 +18,7 @@ from inference_node.shadow import Shadow
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import TransferError, VerificationError
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from tests.inference_node.test_direct import Wire
+from tests.inference_node.test_direct import CudaWire, Wire
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_gloo, open_listener
@@ -37,6 +37,7 @@ class Worker:
     """A worker's plan, live tensors, and what must stand in them in the end, given the weights."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: SHAPES)
+    device: torch.device = CPU
     live: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     formats: dict[tuple[str, str], ParamFormat] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
@@ -50,7 +51,9 @@ class Worker:
             alias_of=(alias_of, "weight") if alias_of else None,
         )  # fmt: skip
         if alias_of is None:
-            memory = torch.full((torch.Size(shape).numel() + 3,), 7.0, dtype=dtype)  # a live tensor need not begin its storage
+            memory = torch.full(
+                (torch.Size(shape).numel() + 3,), 7.0, dtype=dtype, device=self.device
+            )  # a live tensor need not begin its storage
             self.live[module] = memory[3:].view(shape)
 
     def shard(
@@ -80,7 +83,7 @@ class Worker:
         return PlacementPlan(regions=tuple(self.regions), formats=self.formats, covered={}, sent_dtypes=dict(dtypes))
 
     def expected(self, weights: dict[str, torch.Tensor], turned: str = "down") -> dict[tuple[str, str], torch.Tensor]:
-        wanted = {key: torch.full_like(t, 7.0) for key, t in self.live.items()}
+        wanted = {key: torch.full_like(t, 7.0, device=CPU) for key, t in self.live.items()}
         for name, taken, key, at in self.shards:
             tensor = wanted[self.formats[key].alias_of or key]
             (tensor.t() if name == turned else tensor)[at] = weights[name][taken]
@@ -91,9 +94,9 @@ def half(n: int, rank: int) -> slice:
     return slice(rank * n // 2, (rank + 1) * n // 2)
 
 
-def make_worker(rank: int) -> Worker:
+def make_worker(rank: int, device: torch.device = CPU) -> Worker:
     """Tensor parallelism with every kind of shard; experts and the last norm lie on one worker only, as with expert and pipeline parallelism."""
-    w = Worker()
+    w = Worker(device=device)
     w.param("embed", 6, H)  # 12 rows on two workers, 10 of them real
     w.param("head", 6, H, alias_of="embed")
     count = 6 if rank == 0 else 4
@@ -124,14 +127,15 @@ def make_worker(rank: int) -> Worker:
 class Replica:
     """Two workers, what they planned together, and weights to send."""
 
-    def __init__(self, seed: int = 0, packed_layers: tuple[str, ...] = ()) -> None:
+    def __init__(self, seed: int = 0, packed_layers: tuple[str, ...] = (), device: torch.device = CPU) -> None:
         torch.manual_seed(seed)
+        self.device = device
         self.weights = {
             n: torch.randn(shape).to(torch.bfloat16 if n == "router" else torch.float32) for n, shape in SHAPES.items()
         }
         specs = [TensorSpec(name=n, dtype=str(t.dtype)[6:], shape=tuple(t.shape)) for n, t in self.weights.items()]
         self.manifest = Manifest(tensors=tuple(specs))
-        self.workers = [make_worker(rank) for rank in (0, 1)]
+        self.workers = [make_worker(rank, device) for rank in (0, 1)]
         self.plans = [w.plan(self.manifest) for w in self.workers]
         lives = [w.live | {(k, "weight"): "packed" for k in packed_layers} for w in self.workers]
         self.reload = placed_together(self.manifest, self.plans, lives)
@@ -143,7 +147,7 @@ class Replica:
 
     def receiver(self, plan: PlacementPlan, live: direct.Live) -> DirectReceiver:
         return DirectReceiver(
-            chunks=self.chunks, manifest=self.manifest, plan=plan, live=live, device=CPU, digests_on_arrival=True
+            chunks=self.chunks, manifest=self.manifest, plan=plan, live=live, device=self.device, digests_on_arrival=True
         )  # fmt: skip
 
     def pieces(self) -> list[torch.Tensor]:
@@ -162,7 +166,7 @@ class Replica:
     def check_live(self) -> None:
         for worker in self.workers:
             for key, tensor in worker.expected(self.weights).items():
-                assert torch.equal(worker.live[key], tensor), key
+                assert torch.equal(worker.live[key].cpu(), tensor), key
 
 
 def placed_together(manifest: Manifest, plans: list[PlacementPlan], lives: list[direct.Live]) -> list[int]:
@@ -281,6 +285,18 @@ def test_a_trainer_that_dies_leaves_all_as_it_was_until_the_first_chunk_is_whole
         reached = {key for name, _, key, _ in worker.shards if name in touched}
         assert all(bool((t == 7).all()) for key, t in worker.live.items() if key not in reached)
         assert dies_at < 3 or any(bool((t != 7).any()) for t in worker.live.values())
+
+
+@pytest.mark.gpu1
+def test_every_part_lands_in_its_place_on_cuda(small_chunks: None) -> None:
+    """Over a wire with a stream of its own: the ring is written again behind the copies, the digests lie behind them, too."""
+    replica = Replica(device=torch.device("cuda", 0))
+    for seed in (1, 2):
+        replica.weights = Replica(seed).weights
+        for receiver in replica.receivers:
+            receiver.receive(group=CudaWire(replica.pieces()), deadline_s=20, load=lambda t: None, on_written=lambda n: None)
+        replica.check_live()
+        assert replica.combine() == replica.wanted()
 
 
 # ------------------------------------------------------------ mutants: each must be seen

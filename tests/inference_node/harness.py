@@ -93,11 +93,10 @@ def new(kind: Any, deadline_s: float = 30.0, **fields: Any) -> Any:
 class Node:
     """A running inference node of one model kind, and the trainer's side of its publications."""
 
-    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int = 1) -> None:
-        self.kind, self.folder, self.workers = kind, folder, tensor_parallel
-        self.startup_s = (
-            170.0 * tensor_parallel
-        )  # its processes start one after the other, each with imports of a minute on a busy machine
+    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int = 1, data_parallel: int = 1) -> None:
+        self.kind, self.folder, self.workers = kind, folder, tensor_parallel * data_parallel
+        # Processes start one after the other, each with imports of a minute on a busy machine.
+        self.startup_s = 170.0 * self.workers
         self.base = tiny.write_checkpoint(folder / "model", kind)
         self.manifest = tiny.manifest_of(self.base)
         self.router = Router()
@@ -105,6 +104,7 @@ class Node:
         config = {
             "model": str(folder / "model"), "name": "tiny", "max_model_len": 1024, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
             "max_num_seqs": 8, "startup_timeout_s": self.startup_s, "tensor_parallel": tensor_parallel,
+            "extra_args": [] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)],
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

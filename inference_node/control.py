@@ -13,14 +13,16 @@ import array
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from inference_node import direct as direct_path
 from inference_node import placement, verify
 from inference_node.alias import Alias, Refusal
 from inference_node.flights import Flight
 from orchestrator.errors import ManifestError, SpliceError, VerificationError
-from orchestrator.protocol.messages import ErrorCode, Manifest
+from orchestrator.protocol.messages import ErrorCode, Manifest, WireChunk, WireLayout
 
 Answer = dict[str, Any]
 ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
@@ -51,14 +53,32 @@ class ControlFailed(SpliceError):
         self.code, self.detail = code, detail
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What updates of a manifest, or of a part of one, bring, and how."""
+
+    manifest: Manifest
+    layout: WireLayout | None = None
+    arrivals: verify.Arrivals | None = None
+
+    @property
+    def layout_json(self) -> str | None:
+        """For the supervisor."""
+        return None if self.layout is None else self.layout.model_dump_json()
+
+    def combine(self, answers: Sequence[Answer]) -> tuple[list[int], dict[str, str]]:
+        """Digests of the live tensors in manifest order, all workers together, and what could not be read back."""
+        return verify.combine(self.manifest, [_worker_digests(a) for a in answers], self.arrivals)
+
+
 class Control:
     """State of the update under way, and the actions on it. One action runs at a time, save `status`."""
 
     def __init__(self, alias: Alias, flights: set[Flight]) -> None:
         self._alias, self._flights = alias, flights
-        self._manifest: Manifest | None = None
-        self._part: Manifest | None = None
-        self._receiving: Manifest | None = None
+        self._whole: _Update | None = None
+        self._part: _Update | None = None
+        self._receiving: _Update | None = None
         """The one of them that the update under way brings."""
         self._lock = asyncio.Lock()
         self.is_standing = False
@@ -104,7 +124,9 @@ class Control:
 
     async def _workers(self, engine: Any, method: str, *args: Any) -> list[Answer]:
         """Call a method of every worker; the first error ends it."""
-        answers: list[Answer] = await engine.collective_rpc(method, args=args)
+        from inference_node import dialect
+
+        answers: list[Answer] = await dialect.collective_rpc(engine, method, args)
         for answer in answers:
             if "error" in answer:
                 rest = {k: v for k, v in answer.items() if k != "error"}
@@ -125,22 +147,58 @@ class Control:
         return {}
 
     async def _do_plan(self, engine: Any, app: Any, *, manifest: str) -> Answer:
-        """Check a manifest against all workers' placement, and plan the part of it that training changes. Keeps both for `digests`."""
+        """Check a manifest against all workers' placement, and lay out it and the part of it that training changes. Keeps both."""
+        self._whole = self._part = self._receiving = None
         parsed = Manifest.model_validate_json(manifest)
         answers = await self._workers(engine, "splice_plan_check", manifest)
-        placement.judge(parsed, [placement.Findings(**a["findings"]) for a in answers])
-        self._manifest, self._part = parsed, None
-        layout = answers[0]["layout"] if len(answers) == 1 else None
-        if any(a["changed"] is None for a in answers):
+        findings = [placement.Findings(**a["findings"]) for a in answers]
+        placement.judge(parsed, findings)
+        reasons: dict[str, set[int]] = {}
+        for why, indices in (pair for a in answers for pair in a["obstacles"].items()):
+            reasons.setdefault(why, set()).update(indices)
+        reloaded = await self._whole_layers(engine, set().union(*reasons.values()), len(answers))
+        changed = await self._whole_layers(engine, parsed.changed or (), len(answers))
+        self._whole = await self._lay_out(engine, parsed, findings, reasons, reloaded, None)
+        layout = self._whole.layout_json
+        if not changed or len(changed) == len(parsed.tensors):
             return {"layout": layout, "changed": None}
-        indices = sorted({i for a in answers for i in a["changed"]})
-        planned = await self._workers(engine, "splice_plan_part", indices)
-        self._part = parsed.part(indices)
-        part_layout = planned[0]["layout"] if len(planned) == 1 else None
-        return {"layout": layout, "changed": {"tensors": indices, "layout": part_layout}}
+        self._part = await self._lay_out(engine, parsed, findings, reasons, reloaded, changed)
+        return {"layout": layout, "changed": {"tensors": changed, "layout": self._part.layout_json}}
+
+    async def _whole_layers(self, engine: Any, indices: Collection[int], workers: int) -> list[int]:
+        """The indices, with all that shares a layer with any of them on any worker; asked again until no worker adds one."""
+        found = sorted(indices)
+        while found:
+            answers = await self._workers(engine, "splice_whole_layers", found)
+            more = sorted({i for a in answers for i in a["indices"]})
+            if workers == 1 or more == found:
+                return more
+            found = more
+        return found
+
+    async def _lay_out(
+        self, engine: Any, manifest: Manifest, findings: Sequence[placement.Findings], reasons: Mapping[str, Collection[int]],
+        reloaded: Sequence[int], part: Sequence[int] | None,
+    ) -> _Update:  # fmt: skip
+        """Every worker plans for itself, and all must come to the same."""
+        answers = await self._workers(engine, "splice_lay_out", reloaded, part)
+        rows = answers[0]["chunks"]
+        if any(a["chunks"] != rows for a in answers):
+            raise ControlFailed(
+                ErrorCode.INTERNAL, "the workers of this replica planned different layouts; do all run one release?"
+            )
+        brought = manifest if part is None else manifest.part(part)
+        if rows is None:
+            return _Update(manifest=brought)
+        within = range(len(manifest.tensors)) if part is None else part
+        chunks = tuple(WireChunk(kind=kind, tensors=tuple(indices)) for kind, indices in rows)
+        why = direct_path.explain(manifest, reasons, reloaded, within=within)
+        arriving = [i for c in chunks if c.kind != "reload" for i in c.tensors]
+        arrivals = verify.Arrivals(brought, arriving, [f.loaded for f in findings])
+        return _Update(manifest=brought, layout=WireLayout(chunks=chunks, why_not_live=why), arrivals=arrivals)
 
     async def _do_start(self, engine: Any, app: Any, *, direct: bool, changed_only: bool) -> Answer:
-        self._receiving = self._part if changed_only else self._manifest
+        self._receiving = self._part if changed_only else self._whole
         await self._workers(engine, "splice_start", direct, changed_only)
         return {}
 
@@ -158,7 +216,7 @@ class Control:
         if self._receiving is None:
             raise ControlFailed(ErrorCode.NOT_READY, "no manifest is planned")
         answers = await self._workers(engine, "splice_digests")
-        digests, unverified = verify.combine(self._receiving, [_worker_digests(a) for a in answers])
+        digests, unverified = self._receiving.combine(answers)
         packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
         return {"digests": packed, "unverified": unverified, "worker_seconds": max(float(a["seconds"]) for a in answers)}
 
@@ -168,7 +226,7 @@ class Control:
         self, engine: Any, app: Any, *, direct: bool, changed_only: bool, budget_bytes: int
     ) -> Answer:  # fmt: skip
         """Room for an update beside every worker's live tensors, or why one of them has none (then none has)."""
-        self._receiving = self._part if changed_only else self._manifest
+        self._receiving = self._part if changed_only else self._whole
         answers = await self._workers(engine, "splice_shadow_open", direct, changed_only, budget_bytes)
         refusal = next((a["why_not"] for a in answers if a["why_not"] is not None), None)
         if refusal is not None:
@@ -197,9 +255,11 @@ class Control:
             raise ControlFailed(ErrorCode.NOT_READY, "the engine does not stand still, or nothing was received")
         answers = await self._workers(engine, "splice_shadow_swap")
         try:
-            digests, unverified = verify.combine(self._receiving, [_worker_digests(a) for a in answers])
+            digests, unverified = self._receiving.combine(answers)
         except VerificationError as error:
-            raise ControlFailed(ErrorCode.VERIFICATION_FAILED, str(error), tensors=len(self._receiving.tensors)) from error
+            raise ControlFailed(
+                ErrorCode.VERIFICATION_FAILED, str(error), tensors=len(self._receiving.manifest.tensors)
+            ) from error
         packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
         slowest = {k: max(float(a["phases"][k]) for a in answers) for k in answers[0]["phases"]}
         return {"digests": packed, "unverified": unverified, "phases": slowest}
@@ -317,5 +377,6 @@ def _worker_digests(answer: Answer) -> verify.WorkerDigests:
         name: [verify.PartDigest(key=(p[0], tuple(p[1]), tuple(p[2])), numel=p[3], digest=p[4]) for p in rows]
         for name, rows in answer["parts"]
     }
-    pairs = iter(array.array("q", base64.b64decode(answer["whole"])))
-    return verify.WorkerDigests(parts=parts, unverified=answer["unverified"], whole=dict(zip(pairs, pairs, strict=True)))
+    packed = answer["arrived"]
+    arrived = None if packed is None else array.array("q", base64.b64decode(packed))
+    return verify.WorkerDigests(parts=parts, unverified=answer["unverified"], arrived=arrived)

@@ -185,6 +185,17 @@ def base_model_path(*, model_name: str, model_path: str) -> Any:
     return BaseModelPath(name=model_name, model_path=model_path)
 
 
+async def collective_rpc(engine_client: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
+    """Call a method of every worker; the answers of all. 0.26 to 0.32 call the workers of every data-parallel engine, too, but return the first's."""
+    core = getattr(engine_client, "engine_core", None)
+    engines = getattr(core, "core_engines", None) or ()
+    if core is None or len(engines) < 2:
+        answers: list[Any] = await engine_client.collective_rpc(method, args=args)
+        return answers
+    calls = [core._call_utility_async("collective_rpc", method, None, args, None, engine=engine) for engine in engines]
+    return [answer for one_engines in await asyncio.gather(*calls) for answer in one_engines]
+
+
 async def pause(engine_client: Any, *, mode: str, clear_cache: bool) -> None:
     """Stop generation: `AsyncLLM.pause_generation` of 0.26 to 0.32 without its last line, a sleep of 20 ms.
 

@@ -2,8 +2,8 @@
 
 One instance per worker, made by vLLM from `--weight-transfer-config '{"backend": "splice"}'`. An update runs
 
-    plan_check(manifest)            no pause: what of it does this worker take? Kept for the update.
-    plan_part(indices)              the same for an update of the changed tensors alone
+    plan_check(manifest)            no pause: what of it does this worker take, and what can it not put in place? Kept for the update.
+    lay_out(reload, part)           the order in which it, or a part of it, travels: on all workers of the replica the same
     start -> receive -> finish      vLLM's own three calls, with `start_weight_update` resetting what a failed update left behind
     digests()                       of the live tensors, through the placement plan
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from inference_node import dialect, direct, placement, reload, shadow, verify
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import ManifestError, TransferError
-from orchestrator.protocol.messages import Manifest, Rendezvous, WireLayout
+from orchestrator.protocol.messages import Manifest, Rendezvous, WireChunk
 from weight_transfer.groups import TransferGroup, join_gloo
 from weight_transfer.receiver import receive_weights
 
@@ -53,7 +54,7 @@ class SpliceUpdateInfo(WeightTransferUpdateInfo):
     update_id: str
     deadline_s: float
     direct: bool = False
-    """The bytes come in the layout that `wire_layout` gave."""
+    """The bytes come in the layout that `lay_out` gave."""
     shadow: bool = False
     """They came beside the live tensors and are taken from there."""
 
@@ -64,7 +65,12 @@ class _Planned:
 
     manifest: Manifest
     plan: placement.PlacementPlan
-    layout: WireLayout | None = None
+    part: tuple[int, ...] | None = None
+    """Its indices in the whole manifest; None: all."""
+    reload: frozenset[int] = frozenset()
+    """Its indices (within itself) that take the reload path, where a layout is planned."""
+    chunks: tuple[WireChunk, ...] | None = None
+    """The layout; None: manifest order."""
     receiver: direct.DirectReceiver | None = None
 
 
@@ -91,7 +97,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._bucket_bytes = 0
         self._whole: _Planned | None = None
         self._part: _Planned | None = None
-        self._part_indices: tuple[int, ...] = ()
+        self._live: direct.Live = {}
         self._update: _Planned | None = None
         """The one of them that was started last."""
         self._corrected: dict[str, list[placement.Region]] = {}
@@ -157,50 +163,70 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             for region in plan.regions:
                 if (region.module, region.param) in lossy:
                     self._corrected.setdefault(region.name, []).append(region)
+                self._live = direct.live_parameters(self.model, plan)
             self._part = self._update = None
-            self._whole = self._planned(manifest, plan)
+            self._whole = _Planned(manifest=manifest, plan=plan)
         return placement.local_findings(self._whole.plan, manifest)
 
-    def _planned(self, manifest: Manifest, plan: placement.PlacementPlan) -> _Planned:
-        """A layout is offered by a replica of one worker; with several, each would need another one."""
-        if self.vllm_config.parallel_config.world_size_across_dp != 1 or plan.refused:
-            return _Planned(manifest=manifest, plan=plan)
-        live = direct.live_parameters(self.model, plan)
-        layout = direct.plan_layout(plan, manifest, live)
-        if all(c.kind == "reload" for c in layout.chunks):
-            return _Planned(manifest=manifest, plan=plan)
-        receiver = direct.DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=self.device)
-        return _Planned(manifest=manifest, plan=plan, layout=layout, receiver=receiver)
+    def obstacles(self) -> dict[int, str]:
+        """Indices of the planned manifest that cannot be put in their places here, and why."""
+        whole = self._planned_whole()
+        return direct.obstacles(whole.plan, whole.manifest, self._live)
 
-    def wire_layout(self) -> WireLayout | None:
-        """The order in which this worker would like the planned manifest; None: manifest order."""
-        return None if self._whole is None else self._whole.layout
+    def whole_layers(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """The indices, and those of all tensors that share a layer with them on this worker."""
+        whole = self._planned_whole()
+        return placement.whole_layers(whole.plan, whole.manifest, indices)
 
-    def changed_whole(self) -> tuple[int, ...] | None:
-        """Indices of what training changes, completed to whole layers of this worker; None where that is everything."""
-        if self._whole is None or self._whole.manifest.changed is None:
-            return None
-        manifest = self._whole.manifest
-        indices = placement.whole_layers(self._whole.plan, manifest, manifest.changed or ())
-        return None if len(indices) == len(manifest.tensors) else indices
+    def lay_out(self, reload_indices: Sequence[int], part: tuple[int, ...] | None) -> tuple[WireChunk, ...] | None:
+        """Plan updates of the planned manifest, or of a part of it alone; how its tensors travel, None: in manifest order.
 
-    def plan_part(self, indices: tuple[int, ...]) -> WireLayout | None:
-        """Plan updates that bring these tensors of the planned manifest alone; the order in which this worker would like them.
+        Args:
+            reload_indices: what takes the reload path on any worker of the replica, whole layers, as indices into the whole manifest.
+            part: ascending indices of the tensors that the updates bring; None: all.
 
         Raises:
-            ManifestError: a layer would get a part of its tensors; names those that are missing.
+            ManifestError: a layer would get a part of its tensors, or what cannot be put in its place would be; names them.
         """
+        whole = self._planned_whole()
+        self._check_whole_layers(whole, "a fused layer must come whole", part or ())
+        self._check_whole_layers(whole, "a layer is reloaded whole", reload_indices)
+        stuck = sorted(self.obstacles().keys() - set(reload_indices))
+        if stuck:
+            raise ManifestError(f"what cannot be put in place must be reloaded; left out {_names(whole.manifest, stuck)}")
+        everything = range(len(whole.manifest.tensors)) if part is None else part
+        reload_within = frozenset(n for n, i in enumerate(everything) if i in set(reload_indices))
+        known = self._part if part is not None else self._whole
+        if known is None or known.chunks is None or (known.part, known.reload) != (part, reload_within):
+            known = self._lay_out(whole, part, reload_within)
+            if part is None:
+                self._whole = known
+            else:
+                self._part = known
+        return known.chunks
+
+    def _lay_out(self, whole: _Planned, part: tuple[int, ...] | None, reload_within: frozenset[int]) -> _Planned:
+        manifest, plan = whole.manifest, whole.plan
+        if part is not None:
+            manifest = manifest.part(part)
+            plan = placement.only(plan, manifest)
+        if plan.refused or len(reload_within) == len(manifest.tensors):
+            return _Planned(manifest=manifest, plan=plan, part=part)
+        is_alone = self.vllm_config.parallel_config.world_size_across_dp == 1
+        runs = direct.whole_runs(plan, manifest, reload_within) if is_alone else ()
+        chunks = direct.plan_chunks(manifest, reload=reload_within, runs=runs)
+        receiver = direct.DirectReceiver(chunks=chunks, manifest=manifest, plan=plan, live=self._live, device=self.device)
+        return _Planned(manifest=manifest, plan=plan, part=part, reload=reload_within, chunks=chunks, receiver=receiver)
+
+    def _check_whole_layers(self, whole: _Planned, rule: str, indices: Sequence[int]) -> None:
+        missing = sorted(set(self.whole_layers(indices)) - set(indices))
+        if missing:
+            raise ManifestError(f"{rule}; missing {_names(whole.manifest, missing)}")
+
+    def _planned_whole(self) -> _Planned:
         if self._whole is None:
-            raise ManifestError("no manifest is planned of which this could be a part; send PrepareUpdate first")
-        if self._part is None or indices != self._part_indices:
-            manifest = self._whole.manifest
-            missing = sorted(set(placement.whole_layers(self._whole.plan, manifest, indices)) - set(indices))
-            if missing:
-                names = [manifest.tensors[i].name for i in missing]
-                raise ManifestError(f"a fused layer must come whole; missing {placement.some(names)}")
-            part = manifest.part(indices)
-            self._part, self._part_indices = self._planned(part, placement.only(self._whole.plan, part)), indices
-        return self._part.layout
+            raise ManifestError("no manifest is planned; send PrepareUpdate first")
+        return self._whole
 
     # ------------------------------------------------------------ the update
 
@@ -281,7 +307,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self.drop_shadow()
         if self._update is None or self._group is None:
             raise TransferError("no transfer group or no plan; send JoinTransferGroup and PrepareUpdate first")
-        manifest, layout = self._update.manifest, self._update.layout if self._is_direct else None
+        manifest, layout = self._update.manifest, self._update.chunks if self._is_direct else None
         refusal = shadow.why_not(manifest.nbytes, free_bytes=shadow.free_bytes(self.device), budget_bytes=budget_bytes)
         if refusal is not None:
             return refusal
@@ -382,16 +408,19 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         if self._update is None:
             raise RuntimeError("no update was started; send PrepareUpdate and ReceiveWeights first")
         plan, receiver = self._update.plan, self._update.receiver if self._is_direct else None
-        arrived = {} if receiver is None else receiver.digests()
-        if receiver is not None and arrived and not receiver.needs_reload:
-            return verify.WorkerDigests(parts={}, whole=arrived)
+        arrived = None if receiver is None else receiver.digests()
+        if receiver is not None and arrived is not None and not receiver.needs_reload:
+            return verify.WorkerDigests(parts={}, arrived=arrived)
+        skip = frozenset[str]() if receiver is None or arrived is None else receiver.direct_names
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            if receiver is None or not arrived:
-                return verify.read_back(self.model, plan, self._corrections)
-            found = verify.read_back(self.model, plan, self._corrections, skip=receiver.direct_names)
-            return dataclasses.replace(found, whole=arrived)
+            found = verify.read_back(self.model, plan, self._corrections, skip=skip)
+        return dataclasses.replace(found, arrived=arrived)
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """vLLM 0.26 asks for a trainer half here; ours is `weight_transfer.sender`."""
         raise NotImplementedError("the trainer sends with weight_transfer.sender.WeightSender")
+
+
+def _names(manifest: Manifest, indices: Sequence[int]) -> str:
+    return placement.some([manifest.tensors[i].name for i in indices])

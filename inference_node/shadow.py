@@ -26,7 +26,7 @@ import torch
 
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import TransferError, TransferTimeout
-from orchestrator.protocol.messages import Manifest, WireChunk, WireLayout
+from orchestrator.protocol.messages import Manifest, WireChunk
 from weight_transfer.buckets import plan_buckets
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.groups import TransferGroup, wait_for_event
@@ -38,10 +38,10 @@ END_S = 5.0
 """How long `close` waits for the thread after its group was aborted."""
 
 
-def chunks_of(manifest: Manifest, layout: WireLayout | None, bucket_bytes: int) -> tuple[WireChunk, ...]:
+def chunks_of(manifest: Manifest, chunks: tuple[WireChunk, ...] | None, bucket_bytes: int) -> tuple[WireChunk, ...]:
     """What travels together: the layout's chunks, or (None) the buckets of manifest order, all of them for the reload. Pure."""
-    if layout is not None:
-        return layout.chunks
+    if chunks is not None:
+        return chunks
     buckets = plan_buckets(manifest, bucket_bytes)
     return tuple(WireChunk(kind="reload", tensors=tuple(range(b.first, b.last))) for b in buckets)
 

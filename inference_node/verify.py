@@ -14,7 +14,8 @@ I = intermediate or in features, O = out features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from weight_transfer.digest import region_digest
 PROBE_COLUMNS = 512
 """Unit vectors per product when a packed linear layer is read back; bounds the scratch to 512 rows."""
 _PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+PartKey = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""First index, size and index strides of a part: which elements of the HF tensor it has."""
 _MOE_METHOD = "UnquantizedFusedMoEMethod"
 
 
@@ -36,7 +39,7 @@ _MOE_METHOD = "UnquantizedFusedMoEMethod"
 class PartDigest:
     """Digest of one region on one worker; `key` says which elements, so that replicas can be told from shards."""
 
-    key: tuple[int, tuple[int, ...], tuple[int, ...]]
+    key: PartKey
     numel: int
     digest: int
 
@@ -47,23 +50,27 @@ class WorkerDigests:
 
     parts: dict[str, list[PartDigest]]
     unverified: dict[str, str] = field(default_factory=dict)
-    whole: dict[int, int] = field(default_factory=dict)
-    """Manifest index -> digest, of tensors that lie whole on this worker and were digested as they arrived."""
+    arrived: Sequence[int] | None = None
+    """Digests of the parts that were digested as they arrived, in the order of `Arrivals`; None: of none."""
 
 
 class Unreadable(Exception):
     """A live layout that cannot be turned back; the text is the reason reported."""
 
 
-def why_not_in_place(layer: torch.nn.Module, fmt: ParamFormat) -> str | None:
-    """Why received bytes may not be written straight into this parameter; None if they may: it is kept just as it is loaded."""
+def why_not_in_place(layer: torch.nn.Module, fmt: ParamFormat, *, is_shared: bool = False) -> str | None:
+    """Why received bytes may not be written straight into this parameter; None if they may: it is kept just as it is loaded.
+
+    Args:
+        is_shared: the layer stands in the model in more than one place (an embedding that is the head as well).
+    """
     live, method = layer._parameters.get(fmt.param), getattr(layer, "quant_method", None)
     kind = type(method).__name__
     if live is None or live.numel() == 0:
         return f"{type(layer).__name__} keeps {fmt.param} elsewhere"
     if (tuple(live.shape), tuple(live.stride()), str(live.dtype)) != (fmt.shape, fmt.stride, f"torch.{fmt.dtype}"):
         return f"{type(layer).__name__} keeps {fmt.param} in another shape"
-    if hasattr(layer, "cpu_linear"):
+    if hasattr(layer, "cpu_linear") and (is_shared or not _only_looks_up(layer)):
         return f"{type(layer).__name__} multiplies by a packed copy of {fmt.param}"
     if dialect.is_deferred_attention(layer):
         return f"{type(layer).__name__} derives other tensors from {fmt.param}"
@@ -170,7 +177,11 @@ def _layer_copies(layer: torch.nn.Module, fmt: ParamFormat) -> list[_Live]:
 
 def _is_multiplied(layer: torch.nn.Module, copies: Sequence[_Live]) -> bool:
     """A pure embedding has a packed copy too, but only looks its rows up."""
-    return not copies or type(layer).__name__ != "VocabParallelEmbedding"
+    return not copies or not _only_looks_up(layer)
+
+
+def _only_looks_up(layer: torch.nn.Module) -> bool:
+    return type(layer).__name__ == "VocabParallelEmbedding"
 
 
 def _probe_linear(layer: torch.nn.Module, packed: Callable[..., torch.Tensor], fmt: ParamFormat) -> torch.Tensor:
@@ -329,7 +340,53 @@ def _check_packing(
 # ---------------------------------------------------------------- putting the workers' parts together
 
 
-def combine(manifest: Manifest, workers: Sequence[WorkerDigests]) -> tuple[list[int], dict[str, str]]:
+class Arrivals:
+    """What the workers of a replica digest as it arrives: part by part, in the manifest's order, and within a tensor in `Findings.loaded`'s.
+
+    Args:
+        direct: indices of the tensors that do not take the reload path.
+        loaded: of each worker, HF name -> the (first index, size, index strides) of its parts.
+
+    Axes: P = parts of one worker, S = different parts, N = tensors of the manifest.
+    """
+
+    def __init__(self, manifest: Manifest, direct: Iterable[int], loaded: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+        self._manifest, self._direct = manifest, sorted(direct)
+        slots: dict[tuple[int, PartKey], int] = {}
+        self._slots = [torch.tensor([slots.setdefault(p, len(slots)) for p in self._parts(found)]) for found in loaded]
+        self._owner_S = torch.tensor([index for index, _ in slots], dtype=torch.int64)
+        self.covered = dict.fromkeys(self._direct, 0)
+        for index, key in slots:
+            self.covered[index] += math.prod(key[1])
+
+    def _parts(self, loaded: Mapping[str, Sequence[Any]]) -> Iterator[tuple[int, PartKey]]:
+        for index in self._direct:
+            for first, size, strides in loaded.get(self._manifest.tensors[index].name, ()):
+                yield index, (first, tuple(size), tuple(strides))
+
+    def add_up(self, came: Sequence[Sequence[int]]) -> tuple[dict[int, int], set[int]]:
+        """Index -> digest, of what arrived; and the indices of which two workers have different copies.
+
+        Raises:
+            VerificationError: a worker digested another number of parts.
+        """
+        digests = [torch.tensor(c, dtype=torch.int64) for c in came]
+        if [len(d) for d in digests] != [len(s) for s in self._slots]:
+            raise VerificationError(f"workers digested {[len(d) for d in digests]} parts, not {[len(s) for s in self._slots]}")
+        value_S, wrong = torch.zeros_like(self._owner_S), set[int]()
+        for slot_P, digest_P in zip(self._slots, digests, strict=True):
+            value_S[slot_P.long()] = digest_P
+        for slot_P, digest_P in zip(self._slots, digests, strict=True):
+            differing = slot_P.long()[value_S[slot_P.long()] != digest_P]
+            wrong |= set(self._owner_S[differing].tolist())
+        total_N = torch.zeros(len(self._manifest.tensors), dtype=torch.int64).index_add_(0, self._owner_S, value_S)
+        totals = total_N.tolist()
+        return {i: totals[i] for i in self._direct}, wrong
+
+
+def combine(
+    manifest: Manifest, workers: Sequence[WorkerDigests], arrivals: Arrivals | None = None
+) -> tuple[list[int], dict[str, str]]:
     """Digest of every tensor of the manifest, in order (0 where unverified), and the reasons of the unverified ones; pure.
 
     Parts with the same elements are replicas: they count once and must agree. Different parts are shards: they add up.
@@ -340,25 +397,31 @@ def combine(manifest: Manifest, workers: Sequence[WorkerDigests]) -> tuple[list[
     unverified = {name: why for worker in workers for name, why in worker.unverified.items()}
     digests: list[int] = []
     wrong: list[str] = []
-    whole = {index: digest for worker in workers for index, digest in worker.whole.items()}
+    came = [w.arrived for w in workers if w.arrived is not None]
+    arrived, disagree = ({}, set[int]()) if arrivals is None or not came else arrivals.add_up(came)
     for index, spec in enumerate(manifest.tensors):
-        if index in whole:
-            digests.append(whole[index])
-            continue
-        if spec.name in unverified:
+        if index not in arrived and spec.name in unverified:
             digests.append(0)
             continue
-        found = [p for w in workers for p in w.parts.get(spec.name, ())]
-        parts = {p.key: p for p in found}
-        if any(parts[p.key].digest != p.digest for p in found):
+        if arrivals is not None and index in arrived:
+            digest, covered, agree = arrived[index], arrivals.covered[index], index not in disagree
+        else:
+            digest, covered, agree = _add_up([p for w in workers for p in w.parts.get(spec.name, ())])
+        if not agree:
             wrong.append(f"{spec.name} (its live copies disagree)")
-        covered = sum(p.numel for p in parts.values())
         if covered != spec.numel:
             wrong.append(f"{spec.name} ({covered} of {spec.numel} elements found)")
-        digests.append(_wrap(sum(p.digest for p in parts.values())))
+        digests.append(digest)
     if wrong:
         raise VerificationError(f"live tensors are wrong: {', '.join(dict.fromkeys(wrong[:8]))}")
     return digests, unverified
+
+
+def _add_up(found: Sequence[PartDigest]) -> tuple[int, int, bool]:
+    """Of one tensor: digest, elements, whether copies of a part agree."""
+    parts = {p.key: p for p in found}
+    agree = all(parts[p.key].digest == p.digest for p in found)
+    return _wrap(sum(p.digest for p in parts.values())), sum(p.numel for p in parts.values()), agree
 
 
 def _wrap(value: int) -> int:

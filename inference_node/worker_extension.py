@@ -96,19 +96,24 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_plan_check(self, manifest: str) -> dict[str, Any]:
-        """This worker's `Findings` about a manifest (JSON)."""
+        """This worker's `Findings` about a manifest (JSON), and the indices that it cannot put in their places, by reason."""
         engine = self._splice_engine
         findings = asdict(engine.plan_check(Manifest.model_validate_json(manifest)))
-        layout = engine.wire_layout()
-        return {
-            "findings": findings, "layout": None if layout is None else layout.model_dump_json(), "changed": engine.changed_whole()
-        }  # fmt: skip
+        reasons: dict[str, list[int]] = {}
+        for index, why in engine.obstacles().items():
+            reasons.setdefault(why, []).append(index)
+        return {"findings": findings, "obstacles": reasons}
 
     @_answers(ErrorCode.PLAN_REFUSED)
-    def splice_plan_part(self, indices: list[int]) -> dict[str, Any]:
-        """Plan updates of these tensors of the planned manifest alone."""
-        layout = self._splice_engine.plan_part(tuple(indices))
-        return {"layout": None if layout is None else layout.model_dump_json()}
+    def splice_whole_layers(self, indices: list[int]) -> dict[str, Any]:
+        """The indices, and those of all tensors that share a layer with them on this worker."""
+        return {"indices": self._splice_engine.whole_layers(indices)}
+
+    @_answers(ErrorCode.PLAN_REFUSED)
+    def splice_lay_out(self, reload_indices: list[int], part: list[int] | None) -> dict[str, Any]:
+        """Plan updates of the planned manifest or of a part of it; `chunks`: [kind, indices] rows, None: manifest order."""
+        chunks = self._splice_engine.lay_out(reload_indices, None if part is None else tuple(part))
+        return {"chunks": None if chunks is None else [[c.kind, list(c.tensors)] for c in chunks]}
 
     @_answers(ErrorCode.APPLY_FAILED)
     def splice_start(self, direct: bool, changed_only: bool) -> dict[str, Any]:
@@ -141,7 +146,7 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.VERIFICATION_FAILED)
     def splice_digests(self) -> dict[str, Any]:
-        """`WorkerDigests` of the live tensors: [name, [[first_index, size, strides, numel, digest], ...]] rows, and `whole` as int64 pairs."""
+        """`WorkerDigests` of the live tensors: [name, [[first_index, size, strides, numel, digest], ...]] rows, `arrived` as int64 (base64)."""
         return self._digests()
 
     def _digests(self) -> dict[str, Any]:
@@ -150,8 +155,8 @@ class SpliceWorkerExtension:
             [name, [[p.key[0], list(p.key[1]), list(p.key[2]), p.numel, p.digest] for p in parts]]
             for name, parts in found.parts.items()
         ]
-        whole = array.array("q", [n for pair in found.whole.items() for n in pair])
-        return {"parts": rows, "unverified": found.unverified, "whole": base64.b64encode(whole.tobytes()).decode()}
+        arrived = None if found.arrived is None else base64.b64encode(array.array("q", found.arrived).tobytes()).decode()
+        return {"parts": rows, "unverified": found.unverified, "arrived": arrived}
 
     # ------------------------------------------------------------ shadow mode
 

@@ -19,10 +19,13 @@ path; no call waits for the GPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+
+from weight_transfer.strides import boxes_2d
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements that the torch path holds as int64 at a time (about 3 * 8 MiB of scratch)."""
@@ -98,19 +101,30 @@ def digest_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class PreparedDigest:
-    """`digest_many` of tensors that stay where they are, with all its tables made once: a launch costs some microseconds of host time.
+    """`region_digest` of tensors that stay where they are, with all its tables made once: a launch costs some microseconds of host time.
 
     Args:
-        tensors: contiguous, on one device; their storage must neither move nor be freed while this is in use.
+        tensors: on one device; their storage must neither move nor be freed while this is in use.
         rows: where each tensor's digest is added in the output.
+        origins: (first_index, index_strides) of each, as `region_digest` takes them; None: whole HF tensors, contiguous.
+
+    Raises:
+        ValueError: without `origins` a tensor is not contiguous.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, rows: Sequence[int]) -> None:
-        if any(not t.is_contiguous() for t in tensors):
-            raise ValueError("a prepared digest reads contiguous tensors only")
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        rows: Sequence[int],
+        origins: Sequence[tuple[int, Sequence[int]]] | None = None,
+    ) -> None:
+        if origins is None and any(not t.is_contiguous() for t in tensors):
+            raise ValueError("a prepared digest of whole tensors reads contiguous ones only")
         self._tensors, self._rows = list(tensors), list(rows)
+        self._origins = [(0, row_major_strides(t.shape)) for t in tensors] if origins is None else list(origins)
         kernels = _kernels() if tensors and tensors[0].is_cuda else None
-        self._launches = [] if kernels is None else kernels.prepare(self._tensors, self._rows)
+        self._launches = [] if kernels is None else kernels.prepare(self._tensors, self._rows, self._origins)
 
     def launch(self, out_N: torch.Tensor) -> None:
         """Add every tensor's digest to its row of out_N (int64, zeroed by the caller); queued on the current stream."""
@@ -118,8 +132,8 @@ class PreparedDigest:
             for launch in self._launches:
                 launch(out_N)
             return
-        for row, tensor in zip(self._rows, self._tensors, strict=True):
-            out_N[row] += tensor_digest(tensor)
+        for row, tensor, (first, strides) in zip(self._rows, self._tensors, self._origins, strict=True):
+            out_N[row] += region_digest(tensor, first_index=first, index_strides=strides)
 
 
 def _int_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -195,20 +209,11 @@ def _kernels() -> ModuleType | None:
 
 def _as_2d(bits: torch.Tensor, index_strides: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]] | None:
     """The same elements with dimensions merged to two, or None if they do not merge."""
-    dims: list[tuple[int, int, int]] = []  # (size, memory stride, index stride), outermost first
-    for size, memory, index in zip(bits.shape, bits.stride(), index_strides, strict=True):
-        if size == 1:
-            continue
-        if dims and dims[-1][1] == size * memory and dims[-1][2] == size * index:
-            dims[-1] = (dims[-1][0] * size, memory, index)
-        else:
-            dims.append((size, memory, index))
-    if len(dims) > 2:
+    box, *more = itertools.islice(boxes_2d(bits.shape, bits.stride(), index_strides), 2)
+    if more:
         return None
-    while len(dims) < 2:
-        dims.insert(0, (1, 0, 0))
-    (rows, row_memory, row_index), (columns, column_memory, column_index) = dims
-    return bits.as_strided((rows, columns), (row_memory, column_memory)), (row_index, column_index)
+    memory, index = zip(box.row, box.column, strict=True)
+    return bits.as_strided((box.rows, box.columns), memory), (index[0], index[1])
 
 
 def _triton_digest(bits_RC: torch.Tensor, index_strides: tuple[int, int], *, first_index: int) -> torch.Tensor:

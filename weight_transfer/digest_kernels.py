@@ -8,6 +8,7 @@ Axes: R = rows of a region, C = its columns; N = tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from weight_transfer import digest
+from weight_transfer.strides import Box, block_table, boxes_2d, tile_of
 
 GOLDEN: Any = tl.constexpr(digest.GOLDEN)
 SPREAD: Any = tl.constexpr(digest.SPREAD)
@@ -83,9 +85,10 @@ def _prepared_kernel(
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(block_table_ptr + 2 * program).to(tl.int64)
     block = tl.load(block_table_ptr + 2 * program + 1).to(tl.int64)
-    address = tl.load(table_ptr + 3 * row)
-    numel = tl.load(table_ptr + 3 * row + 1)
-    out = tl.load(table_ptr + 3 * row + 2)
+    address = tl.load(table_ptr + 4 * row)
+    numel = tl.load(table_ptr + 4 * row + 1)
+    out = tl.load(table_ptr + 4 * row + 2)
+    first = tl.load(table_ptr + 4 * row + 3)
     start = block * BLOCK
     i = start + tl.arange(0, BLOCK).to(tl.int64)
     if ELEMENT_BYTES == 2:  # noqa: SIM108 - Triton: one branch is compiled, the types differ
@@ -98,36 +101,110 @@ def _prepared_kernel(
         numel = tl.multiple_of(numel, 16)
     inside = i < numel
     bits = tl.load(pointer + i, mask=inside, other=0).to(tl.uint64)
-    mixed = _mix(bits, i)
+    mixed = _mix(bits, first + i)
     mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
     tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
 
 
-def prepare(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> list[Callable[[torch.Tensor], None]]:
-    """Launches that add each tensor's digest to its row of an output; tables are made and uploaded here, once."""
-    kinds: dict[tuple[int, bool], list[list[int]]] = {}
-    for tensor, row in zip(tensors, rows, strict=True):
+@triton.jit
+def _prepared_region_kernel(
+    table_ptr,
+    block_table_ptr,
+    out_ptr,
+    DTYPE: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    entry = table_ptr + 9 * tl.load(block_table_ptr + 2 * program).to(tl.int64)
+    tile = tl.load(block_table_ptr + 2 * program + 1).to(tl.int64)
+    pointer = tl.load(entry).to(tl.pointer_type(DTYPE))
+    out = tl.load(entry + 1)
+    rows = tl.load(entry + 2)
+    columns = tl.load(entry + 3)
+    row_memory = tl.load(entry + 4)
+    if ALIGNED:
+        # 16-byte loads: address, rows and the distance between rows are multiples of 16 bytes.
+        pointer = tl.multiple_of(pointer, 16)
+        columns = tl.multiple_of(columns, 16)
+        row_memory = tl.multiple_of(row_memory, 16)
+    tiles_across = (columns + BLOCK_C - 1) // BLOCK_C
+    r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
+    c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
+    inside = (r < rows) & (c < columns)
+    elements = pointer + r * row_memory
+    if IS_DENSE:
+        elements += c
+    else:
+        elements += c * tl.load(entry + 5)
+    bits = tl.load(elements, mask=inside, other=0).to(tl.uint64)
+    mixed = _mix(bits, tl.load(entry + 8) + r * tl.load(entry + 6) + c * tl.load(entry + 7))
+    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
+    tl.atomic_add(out_ptr + out, tl.sum(tl.sum(mixed, axis=1), axis=0), sem="relaxed")
+
+
+def prepare(
+    tensors: Sequence[torch.Tensor], rows: Sequence[int], origins: Sequence[tuple[int, Sequence[int]]]
+) -> list[Callable[[torch.Tensor], None]]:
+    """Launches that add each region's digest to its row of an output; tables are made and uploaded here, once."""
+    runs: dict[tuple[int, bool], list[list[int]]] = {}
+    boxes: dict[_RegionKind, list[list[int]]] = {}
+    for tensor, row, (first, strides) in zip(tensors, rows, origins, strict=True):
         size = tensor.element_size()
-        if size not in (2, 4):
-            raise ValueError(f"prepared digests read elements of 2 or 4 bytes, got {tensor.dtype}")
-        aligned = tensor.data_ptr() % 16 == 0 and tensor.numel() % 16 == 0
-        if tensor.numel():
-            kinds.setdefault((size, aligned), []).append([tensor.data_ptr(), tensor.numel(), row])
-    return [_prepared_launch(table, size, aligned, tensors[0].device) for (size, aligned), table in kinds.items()]
+        for box in boxes_2d(tensor.shape, tensor.stride(), strides):
+            address, at = tensor.data_ptr() + size * box.start[0], first + box.start[1]
+            if size in (2, 4) and box.rows == 1 and box.column == (1, 1):
+                aligned = address % 16 == 0 and box.columns % 16 == 0
+                runs.setdefault((size, aligned), []).append([address, box.columns, row, at])
+                continue
+            sides = [*zip(box.row, box.column, strict=True)]
+            entry = [address, row, box.rows, box.columns, *sides[0], *sides[1], at]
+            boxes.setdefault(_RegionKind.of(box, address, size), []).append(entry)
+    launches = [_prepared_launch(table, *kind, tensors[0].device) for kind, table in runs.items()]
+    return launches + [_region_launch(table, kind, tensors[0].device) for kind, table in boxes.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _RegionKind:
+    """What all boxes of one launch have in common."""
+
+    size: int
+    is_dense: bool
+    aligned: bool
+    tile: tuple[int, int]
+
+    @staticmethod
+    def of(box: Box, address: int, size: int) -> _RegionKind:
+        is_dense = box.column[0] == 1
+        aligned = is_dense and (address | box.columns | box.row[0]) % 16 == 0
+        return _RegionKind(size, is_dense, aligned, tile_of(box.columns, PREPARED_BLOCK))
 
 
 def _prepared_launch(table: list[list[int]], size: int, aligned: bool, device: torch.device) -> Callable[[torch.Tensor], None]:
-    table_R3 = torch.tensor(table, dtype=torch.int64)
-    blocks_R = (table_R3[:, 1] + PREPARED_BLOCK - 1) // PREPARED_BLOCK
-    rows_B = torch.repeat_interleave(torch.arange(len(blocks_R)), blocks_R)
-    first_R = torch.cumsum(blocks_R, 0) - blocks_R
-    block_table_B2 = torch.stack([rows_B, torch.arange(len(rows_B)) - first_R[rows_B]], dim=1).to(torch.int32)
-    on_device = table_R3.to(device), block_table_B2.to(device)
-    grid = (len(rows_B),)
+    table_R4 = torch.tensor(table, dtype=torch.int64)
+    blocks_B2 = block_table(torch.ones_like(table_R4[:, 1]), table_R4[:, 1], (1, PREPARED_BLOCK))
+    on_device, grid = (table_R4.to(device), blocks_B2.to(device)), (len(blocks_B2),)
 
     def launch(out_N: torch.Tensor) -> None:
         with torch.cuda.device_of(out_N):
             _prepared_kernel[grid](*on_device, out_N, ELEMENT_BYTES=size, ALIGNED=aligned, BLOCK=PREPARED_BLOCK, num_warps=8)
+
+    return launch
+
+
+def _region_launch(table: list[list[int]], kind: _RegionKind, device: torch.device) -> Callable[[torch.Tensor], None]:
+    table_R9 = torch.tensor(table, dtype=torch.int64)
+    blocks_B2 = block_table(table_R9[:, 2], table_R9[:, 3], kind.tile)
+    on_device, grid = (table_R9.to(device), blocks_B2.to(device)), (len(blocks_B2),)
+
+    def launch(out_N: torch.Tensor) -> None:
+        with torch.cuda.device_of(out_N):
+            _prepared_region_kernel[grid](
+                *on_device, out_N, DTYPE=UNSIGNED[kind.size], IS_DENSE=kind.is_dense, ALIGNED=kind.aligned,
+                BLOCK_R=kind.tile[0], BLOCK_C=kind.tile[1], num_warps=8,
+            )  # fmt: skip
 
     return launch
 

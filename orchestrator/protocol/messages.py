@@ -123,8 +123,8 @@ class WireChunk(Message):
     """Bytes that travel in one piece: tensors (indices into the manifest) laid end to end."""
 
     kind: Literal["live", "staged", "reload"]
-    """live: received in place, the tensors lie side by side in one live kernel tensor. staged: received beside, then copied to their places.
-    reload: handed to the model's own loaders."""
+    """live: received in place, the tensors lie side by side in one live kernel tensor of the only worker. staged: received beside, then each worker
+    copies the parts that land on it. reload: handed to the model's own loaders."""
     tensors: tuple[int, ...] = Field(min_length=1)
 
 

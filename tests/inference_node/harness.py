@@ -96,15 +96,18 @@ def new(kind: Any, deadline_s: float = 30.0, **fields: Any) -> Any:
 class Node:
     """A running inference node of one model kind, and the trainer's side of its publications."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.kind, self.folder = kind, folder
+    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int = 1, data_parallel: int = 1) -> None:
+        self.kind, self.folder, self.workers = kind, folder, tensor_parallel * data_parallel
+        # Processes start one after the other, each with imports of a minute on a busy machine.
+        self.startup_s = 170.0 * self.workers
         self.base = tiny.write_checkpoint(folder / "model", kind)
         self.manifest = tiny.manifest_of(self.base)
         self.router = Router()
         self.log = folder / "vllm.log"
         config = {
             "model": str(folder / "model"), "name": "tiny", "max_model_len": 1024, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
-            "max_num_seqs": 8, "startup_timeout_s": 170.0,
+            "max_num_seqs": 8, "startup_timeout_s": self.startup_s, "tensor_parallel": tensor_parallel,
+            "extra_args": [] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)],
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -116,7 +119,9 @@ class Node:
 
     def wait_ready(self, count: int = 1) -> None:
         try:
-            self.router.wait(lambda: len(self.router.ready) >= count, 175.0, alive=lambda: self.process.poll() is None)
+            self.router.wait(
+                lambda: len(self.router.ready) >= count, self.startup_s + 5.0, alive=lambda: self.process.poll() is None
+            )
         except AssertionError:
             print(self.log.read_text()[-6000:] if self.log.exists() else "no log")
             raise
@@ -131,7 +136,11 @@ class Node:
 
         self.leave()
         listener = open_listener(
-            transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=BUCKET_BYTES, device=torch.device("cpu")
+            transport="gloo",
+            host="127.0.0.1",
+            world_size=1 + self.workers,
+            bucket_bytes=BUCKET_BYTES,
+            device=torch.device("cpu"),
         )
         joined: list[Any] = []
         thread = threading.Thread(target=lambda: joined.append(listener.join(30.0)))

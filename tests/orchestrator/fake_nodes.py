@@ -136,6 +136,8 @@ class FakeTrainer(FakeNode):
         """Of each request that takes a batch: under which id it came ahead, and the batch."""
         self.manifest = MANIFEST
         self.part: tuple[int, ...] = ()
+        self.layouts: list[object] = []
+        """What it was asked to send in; None: manifest order."""
 
     def take_batch(self, envelope) -> bool:
         message = envelope.message
@@ -199,7 +201,8 @@ class FakeTrainer(FakeNode):
 
     def on_UseLayout(self, message) -> None:
         self.part = message.part or ()
-        self._done(message)
+        self.layouts.append(message.layout)
+        self.link.complete(message.request_id, result={"direct": message.layout is not None})
 
     def on_OpenTransferGroup(self, message) -> None:
         where = {
@@ -227,6 +230,10 @@ class FakeReplica(FakeNode):
         self.left_alias = False
         self.part: tuple[int, ...] | None = None
         """What it completes the changed tensors to; None: it does not take a part."""
+        self.layout: dict[str, object] | None = None
+        """The order in which it wants everything; None: the manifest's."""
+        self.part_layout: dict[str, object] | None = None
+        self.direct: list[bool] = []
         self.bases: list[int | None] = []
         self.why_not: str | None = None
         """Why nothing can be received beside the live numbers."""
@@ -236,7 +243,10 @@ class FakeReplica(FakeNode):
         """Log-probs that it answers a canary with; None: it was serving."""
 
     def on_PrepareUpdate(self, message) -> None:
-        self.link.complete(message.request_id, result={} if self.part is None else {"changed": {"tensors": self.part}})
+        result = {} if self.layout is None else {"layout": self.layout}
+        if self.part is not None:
+            result["changed"] = {"tensors": self.part, "layout": self.part_layout}
+        self.link.complete(message.request_id, result=result)
 
     def on_PrepareShadow(self, message) -> None:
         why = self.why_not if self.served else "nothing is served"
@@ -258,6 +268,7 @@ class FakeReplica(FakeNode):
         for phase in ("pausing", "paused", "applying"):
             self.link.progress(message.request_id, phase)
         self.bases.append(message.base_version)
+        self.direct.append(message.direct)
         came = range(3) if message.base_version is None else self.part or ()
         for i in came:
             self.live[i] = self.source()[i]
@@ -269,6 +280,7 @@ class FakeReplica(FakeNode):
 
     def _receive_beside(self, message) -> None:
         self.bases.append(message.base_version)
+        self.direct.append(message.direct)
         came = range(3) if message.base_version is None else self.part or ()
         self.shadow = {i: self.source()[i] ^ (self.flip and i == 1) for i in came}
         self.flip = False

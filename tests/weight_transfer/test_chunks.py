@@ -98,6 +98,19 @@ def test_a_prepared_digest_is_the_digest(device):
         tensors[1].view(torch.int16)[8200] ^= 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_prepared_digests_of_shards_add_up(device):
+    """Rows and columns of whole tensors, as two tensor-parallel workers hold them; a wrong stride is another number."""
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        t = (torch.randn(64, 768) * 50).to(dtype)
+        shards = [t[:, :384].to(device), t[:32, 384:].to(device).t().contiguous().t(), t[32:, 384:].to(device)]
+        origins = [(0, (768, 1)), (384, (768, 1)), (32 * 768 + 384, (768, 1))]
+        for origin, is_right in ((origins[2], True), ((origins[2][0], (767, 1)), False)):
+            out = torch.zeros(2, dtype=torch.int64, device=device)
+            PreparedDigest(shards, rows=[1, 1, 1], origins=[*origins[:2], origin]).launch(out)
+            assert out[0] == 0 and (int(out[1]) == int(tensor_digest(t))) == is_right
+
+
 def test_what_is_no_partition_is_refused():
     tensors, manifest = model("cpu", count=3)
     for order in ([(0, 1)], [(0, 1, 2), (2,)], [(0, 1, 3)]):

@@ -190,6 +190,20 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
     table = torch.tensor([[x.data_ptr(), x.numel(), n] for n, x in enumerate(tensors)])
     digest_kernels.launch_many(table_R3=table, element_bytes=dtype.itemsize, out_N=out_N)
     assert out_N.tolist() == [int(digest.tensor_digest(x)) for x in tensors], dtype
+    # What a tensor-parallel worker holds: rows, columns, a transposed part, a part of a three-dimensional tensor; and whole ones.
+    cube = t[:, :288].reshape(37, 12, 24)
+    views = [t, t[3:20], t[:, 32:96], t[:, 5:280], t[1:30:3, 4:200:2], t.t()[7:9], cube[2:30, 1:9, 3:19], t[5], t[2, 3]]
+    origins = [(7 * n + 2**40 * (n % 2), tuple(3 * s + 1 for s in v.stride())) for n, v in enumerate(views)]
+    out_N = torch.zeros(len(views), dtype=torch.int64)
+    for launch in digest_kernels.prepare(views, range(len(views)), origins):
+        launch(out_N)
+    wanted = [int(digest.region_digest(v, first_index=f, index_strides=s)) for v, (f, s) in zip(views, origins)]
+    assert out_N.tolist() == wanted, dtype
+    whole = [(0, digest.row_major_strides(x.shape)) for x in (*tensors, t)]
+    out_N = torch.zeros(4, dtype=torch.int64)
+    for launch in digest_kernels.prepare([*tensors, t], range(4), whole):
+        launch(out_N)
+    assert out_N.tolist() == [int(digest.tensor_digest(x)) for x in (*tensors, t)], dtype
 print("same numbers")
 """
 
@@ -207,6 +221,10 @@ def test_the_cuda_kernels_give_the_same_numbers_interpreted() -> None:
     assert done.stdout.strip() == "same numbers", done.stderr[-2000:]
 
 
+LAYOUTS = ((True, True), (True, False), (False, False))
+"""(is_dense, aligned) of a region."""
+
+
 @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
 def test_the_cuda_kernels_compile(element_bytes: int) -> None:
     """For an H100 or H200, by Triton's compiler alone: a kernel that does not compile shows where there is no GPU, too."""
@@ -222,9 +240,15 @@ def test_the_cuda_kernels_compile(element_bytes: int) -> None:
     )
     region = {"bits_ptr": f"*i{8 * element_bytes}", "out_ptr": "*i64", **integers}
     many = {"table_ptr": "*i64", "block_table_ptr": "*i64", "out_ptr": "*i64"}
+    prepared, tile = {**many, "block_table_ptr": "*i32"}, {"DTYPE": dtype, "BLOCK_R": 16, "BLOCK_C": 512}
     for kernel, signature, constants in (
         (digest_kernels._region_kernel, region, {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}),
         (digest_kernels._many_kernel, many, {"DTYPE": dtype, "BLOCK": 4096}),
+        *((digest_kernels._prepared_region_kernel, prepared, tile | {"IS_DENSE": d, "ALIGNED": a}) for d, a in LAYOUTS),
+        *(
+            (digest_kernels._prepared_kernel, prepared, {"ELEMENT_BYTES": element_bytes, "ALIGNED": a, "BLOCK": 8192})
+            for a in ((True, False) if element_bytes in (2, 4) else ())
+        ),
     ):
         source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]

@@ -1,0 +1,76 @@
+"""Strided boxes as a few two-dimensional ones, and the tables that one kernel launch walks over many of them. Pure; R = boxes, B = blocks.
+
+A box is a size and, for each of two sides (memory and HF index, or target and source), one stride per dimension.
+
+    >>> [(b.rows, b.columns, b.row, b.column) for b in boxes_2d((2, 3, 4), (12, 4, 1), (48, 4, 1))]
+    [(2, 12, (12, 48), (1, 1))]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Pair = tuple[int, int]
+SMALLEST_WIDTH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Rows and columns; `start`, `row` and `column` are offset and strides on the first and the second side."""
+
+    rows: int
+    columns: int
+    start: Pair
+    row: Pair
+    column: Pair
+
+
+def boxes_2d(size: Sequence[int], first: Sequence[int], second: Sequence[int]) -> Iterator[Box]:
+    """The same elements in boxes of two dimensions, the one that is denser on the first side last; nothing for an empty box."""
+    if 0 in size:
+        return
+    dims = _merged(size, first, second) or [(1, 1, 1)]
+    dims = [(1, 0, 0)] * (2 - len(dims)) + dims
+    (rows, *row), (columns, *column) = dims[-2:]
+    outer = dims[:-2]
+    for place in itertools.product(*(range(n) for n, _, _ in outer)):
+        start = tuple(sum(i * dim[side] for i, dim in zip(place, outer, strict=True)) for side in (1, 2))
+        yield Box(
+            rows=rows, columns=columns, start=(start[0], start[1]), row=(row[0], row[1]), column=(column[0], column[1])
+        )  # fmt: skip
+
+
+def _merged(size: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(size, stride, stride) of the dimensions, outermost on the first side first, neighbours merged where both sides allow it."""
+    dims: list[tuple[int, int, int]] = []
+    for n, a, b in sorted(zip(size, first, second, strict=True), key=lambda dim: -dim[1]):
+        if n == 1:
+            continue
+        if dims and dims[-1][1:] == (n * a, n * b):
+            dims[-1] = (dims[-1][0] * n, a, b)
+        else:
+            dims.append((n, a, b))
+    return dims
+
+
+def tile_of(columns: int, block: int) -> Pair:
+    """(rows, columns) of a tile of `block` elements, powers of two: the widest of which at most a sixteenth lies beside the columns."""
+    widths = [SMALLEST_WIDTH]
+    while widths[-1] < min(block, columns):
+        widths.append(2 * widths[-1])
+    covered = {w: -(-columns // w) * w for w in widths}
+    least = max(min(covered.values()), columns * 17 // 16)
+    width = max(w for w in widths if covered[w] <= least)
+    return block // width, width
+
+
+def block_table(rows_R: torch.Tensor, columns_R: torch.Tensor, tile: Pair) -> torch.Tensor:
+    """int32 [B, 2]: which box each block works on, and the how manieth tile of it that is."""
+    tiles_R = ((rows_R + tile[0] - 1) // tile[0]) * ((columns_R + tile[1] - 1) // tile[1])
+    boxes_B = torch.repeat_interleave(torch.arange(len(tiles_R)), tiles_R)
+    first_R = torch.cumsum(tiles_R, 0) - tiles_R
+    return torch.stack([boxes_B, torch.arange(len(boxes_B)) - first_R[boxes_B]], dim=1).to(torch.int32)

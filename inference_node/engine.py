@@ -163,7 +163,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             for region in plan.regions:
                 if (region.module, region.param) in lossy:
                     self._corrected.setdefault(region.name, []).append(region)
-                self._live = direct.live_parameters(self.model, plan)
+            self._live = direct.live_parameters(self.model, plan)
             self._part = self._update = None
             self._whole = _Planned(manifest=manifest, plan=plan)
         return placement.local_findings(self._whole.plan, manifest)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -23,9 +24,39 @@ from weight_transfer.layout import view_of
 from weight_transfer.sender import SendReport, named_replica
 
 RING_BYTES = 2 * 2**30
-RING_SLOTS = 3
+RING_CHUNKS = 3
 """One is filled, one is on the wire, one is digested."""
+RING_ALIGN = 512
 Fill = Callable[[int, torch.Tensor], None]
+_Use = tuple[str | None, torch.cuda.Event]
+"""A chunk on its way to a replica, or (None) being digested; until the event."""
+
+
+def ring_bytes(sizes: Sequence[int], usual: int, *, at_once: int) -> int:
+    """Room for `at_once` usual chunks, or for the largest and a usual one beside it; at most `RING_BYTES`, unless one chunk needs more. Pure.
+
+    Args:
+        sizes: bytes of every chunk.
+        usual: of the largest that is not an outlier (a tensor larger than what chunks are cut to, as an embedding).
+    """
+    sizes = [_aligned(s) for s in sizes]
+    largest, usual = max(sizes), _aligned(usual)
+    wanted = max(largest + usual, at_once * usual) if at_once > 1 else largest
+    return max(largest, min(wanted, RING_BYTES, sum(sizes)))
+
+
+def ring_places(sizes: Sequence[int], capacity: int) -> list[int]:
+    """Where each chunk begins: behind the one before it, or at the front where it would not fit. Pure."""
+    places, at = [], 0
+    for size in sizes:
+        at = 0 if at + size > capacity else at
+        places.append(at)
+        at += _aligned(size)
+    return places
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // RING_ALIGN) * RING_ALIGN
 
 
 class ChunkSender(GroupOwner):
@@ -58,25 +89,29 @@ class ChunkSender(GroupOwner):
         self._chunks = [tuple(c) for c in chunks]
         self._nbytes = [sum(manifest.tensors[i].nbytes for i in c) for c in self._chunks]
         self._is_cuda = self._device.type == "cuda"
-        self._ring = self._make_ring()
+        usual = max((n for n, c in zip(self._nbytes, self._chunks, strict=True) if len(c) > 1), default=max(self._nbytes))
+        capacity = ring_bytes(self._nbytes, usual, at_once=RING_CHUNKS if self._is_cuda else 1)
+        self._places = ring_places(self._nbytes, capacity)
+        self._ring_B = torch.empty(capacity, dtype=torch.uint8, device=self._device)
         self._digests = [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
         self._streams = (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)) if self._is_cuda else None
+        self._busy: deque[tuple[int, list[_Use]]] = deque()
+        """Chunks that have not left the ring, oldest first, and what has yet to be done with them."""
 
-    def _make_ring(self) -> list[torch.Tensor]:
-        largest = max(self._nbytes)
-        slots = max(2, min(RING_SLOTS, RING_BYTES // largest, len(self._nbytes))) if self._is_cuda else 1
-        return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(slots)]
+    def _buffer(self, k: int) -> torch.Tensor:
+        """Chunk k's part of the ring."""
+        return self._ring_B[self._places[k] : self._places[k] + self._nbytes[k]]
 
     def _views(self, k: int) -> list[torch.Tensor]:
-        """Chunk k's tensors in its slot of the ring."""
-        slot_B, offset, views = self._ring[k % len(self._ring)], 0, []
+        """Chunk k's tensors in the ring."""
+        buffer_B, offset, views = self._buffer(k), 0, []
         for index in self._chunks[k]:
             spec = self._manifest.tensors[index]
             if offset % DTYPE_BYTES[spec.dtype]:
                 raise ManifestError(
                     f"{spec.name} ({spec.dtype}) would lie at byte {offset} of a chunk, which its element size does not divide"
                 )
-            views.append(view_of(slot_B, spec, offset))
+            views.append(view_of(buffer_B, spec, offset))
             offset += spec.nbytes
         return views
 
@@ -102,71 +137,76 @@ class ChunkSender(GroupOwner):
         began = time.monotonic()
         seconds = {"fill": 0.0, "wire": 0.0, "digest": 0.0}
         digests_N = torch.zeros(len(self._manifest.tensors), dtype=torch.int64, device=self._device)
-        busy: list[list[tuple[str, torch.cuda.Event]]] = [[] for _ in self._ring]
+        self._busy.clear()
         fill_stream = torch.cuda.current_stream(self._device) if self._is_cuda else None
         if self._streams is not None and fill_stream is not None:
             self._streams[0].wait_stream(fill_stream)
             self._streams[1].wait_stream(fill_stream)
         for k in range(len(self._chunks)):
-            slot = k % len(self._ring)
             with _timed(seconds, "wire"):
-                self._wait(busy, slot, deadline)
+                self._wait_for_room(k, deadline)
             with _timed(seconds, "fill"):
-                self._fill_slot(k, slot)
+                self._fill_chunk(k)
             with _timed(seconds, "wire"):
-                self._broadcast(k, slot, busy, deadline)
+                uses = self._broadcast(k, deadline)
             with _timed(seconds, "digest"):
-                self._digest(k, slot, digests_N, busy)
+                uses += self._digest(k, digests_N)
+            self._busy.append((k, uses))
         with _timed(seconds, "wire"):
-            for slot in range(len(self._ring)):
-                self._wait(busy, slot, deadline)
+            while self._busy:
+                self._wait_for_oldest(deadline)
         result_N = digests_N.cpu()
         seconds["total"] = time.monotonic() - began
         return SendReport(digests_N=result_N, nbytes=self._manifest.nbytes, seconds=seconds)
 
-    def _fill_slot(self, k: int, slot: int) -> None:
-        buffer_B = self._ring[slot][: self._nbytes[k]]
+    def _fill_chunk(self, k: int) -> None:
         if self._streams is None:
-            self._fill(k, buffer_B)
+            self._fill(k, self._buffer(k))
             return
         with torch.cuda.stream(self._streams[0]):
-            self._fill(k, buffer_B)
+            self._fill(k, self._buffer(k))
 
-    def _broadcast(self, k: int, slot: int, busy: list[list[tuple[str, torch.cuda.Event]]], deadline: float) -> None:
-        buffer_B = self._ring[slot][: self._nbytes[k]]
+    def _broadcast(self, k: int, deadline: float) -> list[_Use]:
+        uses: list[_Use] = []
         for name, group in self._groups.items():
             with named_replica(name):
                 if self._streams is None:
-                    group.broadcast(buffer_B, deadline_s=self._left_s(deadline))
+                    group.broadcast(self._buffer(k), deadline_s=self._left_s(deadline))
                     continue
                 with torch.cuda.stream(self._streams[0]):
-                    event = group.broadcast(buffer_B, deadline_s=self._left_s(deadline))
+                    event = group.broadcast(self._buffer(k), deadline_s=self._left_s(deadline))
                 if event is not None:
-                    busy[slot].append((name, event))
+                    uses.append((name, event))
+        return uses
 
-    def _digest(self, k: int, slot: int, digests_N: torch.Tensor, busy: list[list[tuple[str, torch.cuda.Event]]]) -> None:
+    def _digest(self, k: int, digests_N: torch.Tensor) -> list[_Use]:
         """Of what leaves, from the ring, beside the wire."""
         if self._streams is None:
             PreparedDigest(self._views(k), rows=self._chunks[k]).launch(digests_N)
-            return
+            return []
         filling, digesting = self._streams
         digesting.wait_stream(filling)
         with torch.cuda.stream(digesting):
             self._digests[k].launch(digests_N)
             event = torch.cuda.Event()
             event.record()
-        # The next fill of this slot must come after its digest.
-        busy[slot].append(("", event))
+        return [(None, event)]
 
-    def _wait(self, busy: list[list[tuple[str, torch.cuda.Event]]], slot: int, deadline: float) -> None:
-        for name, event in busy[slot]:
-            if name == "":
+    def _wait_for_room(self, k: int, deadline: float) -> None:
+        """Until no earlier chunk is where chunk k goes; they leave in their order."""
+        first, end = self._places[k], self._places[k] + self._nbytes[k]
+        while any(self._places[j] < end and first < self._places[j] + self._nbytes[j] for j, _ in self._busy):
+            self._wait_for_oldest(deadline)
+
+    def _wait_for_oldest(self, deadline: float) -> None:
+        _, uses = self._busy.popleft()
+        for name, event in uses:
+            if name is None:
                 late = "the digest of a chunk was not done before the send's deadline; the GPU is stuck"
                 wait_for_event(event, deadline_s=self._left_s(deadline), check=self._raise_if_aborted, late=late)
                 continue
             with named_replica(name):
                 self._groups[name].synchronize(event, deadline_s=self._left_s(deadline))
-        busy[slot].clear()
 
     def _left_s(self, deadline: float) -> float:
         self._raise_if_aborted()

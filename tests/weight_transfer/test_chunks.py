@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
+
 import pytest
 import torch
 
@@ -56,6 +60,55 @@ def filler(tensors, order):
         out_B.copy_(torch.cat([tensors[i].reshape(-1).view(torch.uint8) for i in order[k]]))
 
     return fill
+
+
+def test_the_ring_has_room_for_usual_chunks_not_for_as_many_of_the_largest(monkeypatch):
+    monkeypatch.setattr(chunks, "RING_BYTES", 1 << 20)
+    assert chunks.ring_bytes([1024] * 9, 1024, at_once=3) == 3 * 1024
+    assert chunks.ring_bytes([4096, *[1024] * 9], 1024, at_once=3) == 5 * 1024  # an embedding, and a chunk beside it
+    assert chunks.ring_bytes([1000, 10], 1000, at_once=3) == 1024 + 512  # no more than all of them take
+    assert chunks.ring_bytes([1 << 19] * 9, 1 << 19, at_once=3) == 1 << 20
+    assert chunks.ring_bytes([3 << 20, 1 << 19], 1 << 19, at_once=3) == 3 << 20  # one chunk that is larger than the ring may be
+    assert chunks.ring_bytes([1024] * 9, 1024, at_once=1) == 1024
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_in_the_ring(seed):
+    dice = random.Random(seed)
+    sizes = [dice.choice([1, 511, 512, 4000, 9000]) for _ in range(30)]
+    capacity = chunks.ring_bytes(sizes, 4000, at_once=3)
+    places = chunks.ring_places(sizes, capacity)
+    spans = [(at, at + size) for at, size in zip(places, sizes, strict=True)]
+    assert all(at % chunks.RING_ALIGN == 0 and end <= capacity for at, end in spans)
+    for (_, end), (then, _) in itertools.pairwise(spans):
+        assert then == 0 or end <= then < end + chunks.RING_ALIGN
+
+
+class Waited(Memory):
+    """Notes which chunk's event was waited for; events are the chunks' numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited = []
+
+    def synchronize(self, event=None, *, deadline_s):
+        self.waited.append(event)
+
+
+def test_a_chunk_waits_for_those_that_lie_where_it_goes():
+    specs = tuple(TensorSpec(name=f"t{i}", dtype="uint8", shape=(n,)) for i, n in enumerate([900, 400, 400, 400, 1000, 400]))
+    group = Waited()
+    sender = ChunkSender(
+        groups={"a": group}, manifest=Manifest(tensors=specs), chunks=[(i,) for i in range(6)], fill=lambda k, out_B: None, device="cpu"
+    )  # fmt: skip
+    sender._places = chunks.ring_places(sender._nbytes, 2048)
+    assert sender._places == [0, 1024, 1536, 0, 512, 1536]
+    for k, wanted in enumerate([[], [], [], [0], [1], [2]]):
+        group.waited.clear()
+        sender._wait_for_room(k, time.monotonic() + 5)
+        assert group.waited == wanted, k
+        sender._busy.append((k, [("a", k)]))
+    sender.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

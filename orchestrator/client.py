@@ -9,6 +9,10 @@ with SpliceClient(endpoint="tcp://127.0.0.1:40001", run_token=token) as client:
         client.forward_backward(part, LossSpec(name="ppo"))
     client.optim_step(OptimParams(lr=1e-5))      # one step with all of them
     client.publish()
+
+    first = client.submit(job, buffers=batch.buffers)   # the next batch travels to the trainer while this one trains
+    second = client.submit(job, buffers=next_batch.buffers)
+    client.wait(first), client.wait(second)
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from __future__ import annotations
 import array
 import asyncio
 import os
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orchestrator.errors import JobFailed, NodeLost, ProtocolError
@@ -56,6 +62,7 @@ from orchestrator.protocol.node_link import CurveKeys, NodeLink
 from orchestrator.router import new_id
 
 OnProgress = Callable[[Progress], None]
+READ_TURN_S = 0.5
 
 
 class BatchBuffers(Protocol):
@@ -81,8 +88,19 @@ class ForwardResult:
     seconds: dict[str, float]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Submitted:
+    """A job whose outcome has not been taken. `came`: its progress, where somebody wants it."""
+
+    message: SubmitJob
+    buffers: Sequence[bytes | memoryview]
+    on_progress: OnProgress | None
+    came: deque[Progress] = field(default_factory=deque)
+    outcome: Envelope | None = None
+
+
 class SpliceClient:
-    """A client of a running orchestrator. One job at a time per client; several clients may be connected.
+    """A client of a running orchestrator; its methods may be called from several threads. Jobs run one at a time, in the order they came.
 
     Raises (on enter):
         NodeLost: nothing answers at `endpoint`.
@@ -98,6 +116,10 @@ class SpliceClient:
             pid=os.getpid(),
         )
         self._link = NodeLink(endpoint=endpoint, hello=hello, curve=curve, lost_after_s=30.0)
+        self._jobs: dict[str, _Submitted] = {}
+        self._statuses: list[Status] = []
+        self._changed = threading.Condition()
+        self._is_reading = False
 
     def __enter__(self) -> SpliceClient:
         self._link.start()
@@ -127,6 +149,35 @@ class SpliceClient:
         envelope = self._run(job, buffers, job_id=job_id, timeout_s=timeout_s, on_progress=on_progress)
         return _outcome(envelope.message)
 
+    def submit(
+        self,
+        job: JobSpec,
+        *,
+        buffers: Sequence[bytes | memoryview] = (),
+        job_id: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> str:
+        """Submit a job without waiting for it; returns its id for `wait`. The batch of one that waits behind another goes to the trainer ahead.
+
+        Args:
+            buffers: kept, and not to be changed, until `wait` returns: a restarted orchestrator is sent them again.
+            on_progress: called by `wait`.
+        """
+        job_id = job_id or new_id("job")
+        message = SubmitJob(job_id=job_id, job=job)
+        with self._changed:
+            self._jobs[job_id] = _Submitted(message=message, buffers=buffers, on_progress=on_progress)
+        self._link.send(message, buffers)
+        return job_id
+
+    def wait(self, job_id: str, *, timeout_s: float = 7200.0) -> dict[str, Any]:
+        """The result of a job that this client has submitted; raises as `run` does.
+
+        Raises:
+            KeyError: it was not submitted by this client, or was waited for already.
+        """
+        return _outcome(self._wait(job_id, timeout_s).message)
+
     def _run(
         self,
         job: JobSpec,
@@ -137,21 +188,61 @@ class SpliceClient:
         on_progress: OnProgress | None = None,
     ) -> Envelope:
         """Submit and wait for the terminal message."""
-        job_id = job_id or new_id("job")
-        self._link.send(SubmitJob(job_id=job_id, job=job), buffers)
-        deadline_s = time.monotonic() + timeout_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            envelope = self._link.recv(timeout_s=min(left_s, 1.0))
-            if envelope is not None and isinstance(envelope.message, Hello):
-                self._link.send(SubmitJob(job_id=job_id, job=job), buffers)  # the orchestrator was restarted; it knows the id
-                continue
-            if envelope is None or getattr(envelope.message, "request_id", None) != job_id:
-                continue
-            if not isinstance(envelope.message, Progress):
-                return envelope
-            if on_progress is not None:
-                on_progress(envelope.message)
+        return self._wait(self.submit(job, buffers=buffers, job_id=job_id, on_progress=on_progress), timeout_s)
+
+    def _wait(self, job_id: str, timeout_s: float) -> Envelope:
+        """The job's terminal message. After a timeout, or a lost orchestrator, it can be waited for again."""
+        submitted, deadline_s = self._jobs[job_id], time.monotonic() + timeout_s
+        while self._read_until(lambda: bool(submitted.came) or submitted.outcome is not None, deadline_s):
+            while submitted.came and submitted.on_progress is not None:
+                submitted.on_progress(submitted.came.popleft())
+            if submitted.outcome is not None:
+                with self._changed:
+                    self._jobs.pop(job_id, None)
+                return submitted.outcome
         raise TimeoutError(f"job {job_id} has no outcome after {timeout_s:.0f} s; ask again with job_id={job_id!r}")
+
+    # ------------------------------------------------------------ reading: one thread at a time, for all that wait
+
+    def _read_until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+        """Whether the condition became true in time. Whoever waits reads in turn, for the others too.
+
+        Raises:
+            NodeLost: the orchestrator went away.
+        """
+        while True:
+            with self._changed:
+                left_s = deadline_s - time.monotonic()
+                if condition() or left_s <= 0:
+                    return condition()
+                if self._is_reading:
+                    self._changed.wait(min(left_s, READ_TURN_S))
+                    continue
+                self._is_reading = True
+            try:
+                self._take(self._link.recv(timeout_s=min(left_s, READ_TURN_S)))
+            finally:
+                with self._changed:
+                    self._is_reading = False
+                    self._changed.notify_all()
+
+    def _take(self, envelope: Envelope | None) -> None:
+        message = None if envelope is None else envelope.message
+        with self._changed:
+            if isinstance(message, Hello):  # the orchestrator was restarted; it knows the ids of what it had
+                for submitted in self._jobs.values():
+                    self._link.send(submitted.message, submitted.buffers)
+                return
+            if isinstance(message, Status):
+                self._statuses.append(message)
+                return
+            known = self._jobs.get(getattr(message, "request_id", ""))
+            if known is None:
+                return
+            if not isinstance(message, Progress):
+                known.outcome = envelope
+            elif known.on_progress is not None:
+                known.came.append(message)
 
     # ------------------------------------------------------------ the trainer's operations; keywords are those of `run`
 
@@ -271,12 +362,11 @@ class SpliceClient:
 
     def status(self, *, timeout_s: float = 10.0) -> Status:
         """What is served, and by whom."""
+        with self._changed:
+            self._statuses.clear()
         self._link.send(GetStatus())
-        deadline_s = time.monotonic() + timeout_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            message = self._next(left_s)
-            if isinstance(message, Status):
-                return message
+        if self._read_until(lambda: bool(self._statuses), time.monotonic() + timeout_s):
+            return self._statuses[-1]
         raise TimeoutError(f"no status within {timeout_s:.0f} s")
 
     def cancel(self, job_id: str) -> None:
@@ -287,13 +377,9 @@ class SpliceClient:
         """End the run: nodes and orchestrator shut down in order."""
         self._link.send(StopRun())
 
-    def _next(self, timeout_s: float) -> AnyMessage | None:
-        envelope = self._link.recv(timeout_s=timeout_s)
-        return None if envelope is None else envelope.message
-
 
 class AsyncSpliceClient:
-    """The same for asyncio; each call runs on a worker thread."""
+    """The same for asyncio; each call runs on a worker thread, so several jobs may be awaited at once."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._client = SpliceClient(**kwargs)
@@ -308,6 +394,14 @@ class AsyncSpliceClient:
     async def run(self, job: JobSpec, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.run`."""
         return await asyncio.to_thread(self._client.run, job, **kwargs)
+
+    async def submit(self, job: JobSpec, **kwargs: Any) -> str:
+        """See `SpliceClient.submit`."""
+        return await asyncio.to_thread(self._client.submit, job, **kwargs)
+
+    async def wait(self, job_id: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.wait`."""
+        return await asyncio.to_thread(self._client.wait, job_id, **kwargs)
 
     async def forward(self, batch: BatchBuffers, **kwargs: Any) -> ForwardResult:
         """See `SpliceClient.forward`."""

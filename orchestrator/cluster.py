@@ -18,6 +18,7 @@ from orchestrator.launch import Launcher, NodeProcess
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 from orchestrator.protocol.messages import Status
 from orchestrator.protocol.restarts import RestartBudget
+from orchestrator.staging import STAGE_BYTES
 
 OnWait = Callable[[str], None]
 _ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
@@ -33,6 +34,7 @@ class ClusterConfig:
         bucket_bytes: size of the transfer's buckets.
         full_every: every how many publications all tensors are sent; None: only where it is needed.
         mode, shadow_bytes: "in_place" or "shadow", and how much memory that may take (`PublicationConfig`).
+        stage_bytes: largest batch that is sent to the trainer while the job before it runs; 0: none.
         keep_versions: how many versions' checkpoints stay on disk; None: all.
         canary: whether log-probs of a prompt are compared with the trainer's before @0, and after a failure.
         trainer_restarts, orchestrator_restarts: after crashes, within an hour.
@@ -55,6 +57,7 @@ class ClusterConfig:
     shadow_bytes: int = 4 * 2**30
     canary: bool = True
     keep_versions: int | None = None
+    stage_bytes: int = STAGE_BYTES
     ready_timeout_s: float = 600.0
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
@@ -120,6 +123,7 @@ class Cluster:
             "--endpoint", config.control_endpoint, "--transport", config.trainer.transport, "--replicas", str(len(config.inference)),
             "--bucket-bytes", str(config.bucket_bytes), "--pause-mode", config.pause_mode, "--resume",
             "--mode", config.mode, "--shadow-bytes", str(config.shadow_bytes), "--canary" if config.canary else "--no-canary",
+            "--stage-bytes", str(config.stage_bytes),
             *([] if config.full_every is None else ["--full-every", str(config.full_every)]),
             *([] if config.keep_versions is None else ["--keep-versions", str(config.keep_versions)]),
         ]  # fmt: skip

@@ -1,0 +1,67 @@
+"""Several jobs of one client: submitted ahead, awaited in any order and from several threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from orchestrator.client import AsyncSpliceClient
+from orchestrator.errors import JobFailed
+from orchestrator.protocol.messages import InitialSyncJob, OptimStepJob
+from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(tmp_path) as r:
+        r.t = r.trainer()
+        r.r = r.replica(r.t)
+        r.client.run(InitialSyncJob())
+        yield r
+
+
+def slow(run):
+    """The trainer's next step takes until the event."""
+    go = threading.Event()
+
+    def wait_then_train(message):
+        assert go.wait(10)
+        run.t.on_TrainMerged(message)
+
+    run.t.script["TrainMerged"] = wait_then_train
+    return go
+
+
+def test_jobs_submitted_ahead_are_waited_for_in_any_order(run):
+    go, progress = slow(run), []
+    first = run.client.submit(JOB, buffers=BUFFERS, on_progress=lambda p: progress.append(p.sequence))
+    second = run.client.submit(JOB, buffers=BUFFERS)
+    with pytest.raises(TimeoutError, match=second):
+        run.client.wait(second, timeout_s=0.5)
+    assert run.client.status().queued_jobs == 1
+    go.set()
+    assert run.client.wait(second)["version"] == 2 and run.client.wait(first)["version"] == 1
+    assert progress == list(range(len(progress))) and len(progress) > 3
+    assert "StageBatch" in run.t.log, "the second batch did not travel while the first job ran"
+    with pytest.raises(KeyError):
+        run.client.wait(first)
+
+
+def test_a_failed_job_does_not_disturb_its_neighbours(run):
+    ids = [run.client.submit(OptimStepJob()), run.client.submit(JOB, buffers=BUFFERS), run.client.submit(InitialSyncJob())]
+    with pytest.raises(JobFailed, match="InitialSync comes once"):
+        run.client.wait(ids[2])
+    assert run.client.wait(ids[1])["version"] == 1 and "metrics" in run.client.wait(ids[0])
+
+
+def test_awaited_at_once(run):
+    async def all_at_once():
+        async with AsyncSpliceClient(endpoint=run.endpoint, run_token=TOKEN) as client:
+            jobs = [client.run(JOB, buffers=BUFFERS) for _ in range(4)]
+            *results, status = await asyncio.wait_for(asyncio.gather(*jobs, client.status()), 60)
+            last = await client.wait(await client.submit(JOB, buffers=BUFFERS))
+            return sorted(r["version"] for r in results), status.name, last["version"]
+
+    assert asyncio.run(all_at_once()) == ([1, 2, 3, 4], "m", 5)

@@ -46,7 +46,7 @@ class Staging:
     Args:
         check: decodes and checks a batch; runs on this object's thread.
         share: hands a message to every rank; must use a process group that nothing else uses.
-        is_root: whether this rank has the link, and so calls `receive`.
+        is_root: whether this is rank 0, which has the link and calls `receive`.
     """
 
     def __init__(self, check: Check, *, share: Share, is_root: bool) -> None:

@@ -15,6 +15,8 @@ LOCKS := requirements/torch-cpu.lock requirements/make_env.sh pyproject.toml
 # Models and datasets are local folders: nothing asks a hub.
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
+# The environments keep their bytecode, whatever the shell says: without it every process compiles torch, Megatron and vLLM anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help envs envs-both dev smoke test mutants check lint-fix clean
 .DEFAULT_GOAL := help

@@ -165,9 +165,11 @@ def serve(
         bool, typer.Option("--resume", help="Go on with the run in RUN_DIR, if there is one, at the endpoint it had.")
     ] = False,
     keep_versions: Annotated[
-        int | None,
-        typer.Option(help="Versions' checkpoints to keep on disk, at least 2; the one served always stays. Default: all."),
-    ] = None,
+        int,
+        typer.Option(
+            min=0, help="Versions' checkpoints to keep on disk, at least 2; the one served always stays. 0: all of them."
+        ),
+    ] = 2,
     full_every: Annotated[
         int | None,
         typer.Option(
@@ -198,7 +200,7 @@ def serve(
         )
         config = OrchestratorConfig(
             run_dir=run_dir, run_token=token, name=name, endpoint=_old_endpoint(run_dir, endpoint, resume=resume), publication=publication, replicas=replicas,
-            curve_dir=curve_dir, keep_versions=keep_versions, resume=resume, stage_bytes=stage_bytes,
+            curve_dir=curve_dir, keep_versions=keep_versions or None, resume=resume, stage_bytes=stage_bytes,
         )  # fmt: skip
         asyncio.run(_serve(config))
     except SpliceError as error:

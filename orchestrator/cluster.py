@@ -125,7 +125,7 @@ class Cluster:
             "--mode", config.mode, "--shadow-bytes", str(config.shadow_bytes), "--canary" if config.canary else "--no-canary",
             "--stage-bytes", str(config.stage_bytes),
             *([] if config.full_every is None else ["--full-every", str(config.full_every)]),
-            *([] if config.keep_versions is None else ["--keep-versions", str(config.keep_versions)]),
+            "--keep-versions", str(config.keep_versions or 0),
         ]  # fmt: skip
         self.launcher.start(
             NodeProcess(

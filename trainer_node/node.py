@@ -229,7 +229,9 @@ class Node:
         self.runtime = TrainerRuntime(config)
         self.exporter = Exporter(self.runtime)
         self.control = Control(self.runtime.control_group)
-        self.staging = Staging(self._check_staged, share=Control(self.runtime.staging_group).share, is_root=dist.get_rank() == 0)
+        self.staging = Staging(
+            self._check_staged, share=Control(self.runtime.staging_group).share, is_root=dist.get_rank() == 0
+        )
         self._steps_taken = 0
         """Optimizer steps of the request under way."""
         self._staged: Future[Batch] | None = None

@@ -320,9 +320,8 @@ class DirectReceiver:
         last: torch.cuda.Event | None = None  # a group's broadcasts end in their order
         for k, chunk in enumerate(self._chunks):
             buffer_B, event = self._start(run, chunk) if started is None else started
-            is_queued = (
-                event is not None
-            )  # else a broadcast blocks, and the sender fills the next chunk while this one is copied
+            # Not queued, a broadcast blocks, and the sender fills the next chunk while this one is copied.
+            is_queued = event is not None
             started = self._start(run, self._chunks[k + 1]) if is_queued and self._may_start_ahead(k + 1) else None
             self._finish(run, chunk, buffer_B, event)
             last = event

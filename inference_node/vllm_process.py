@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -10,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +29,7 @@ from orchestrator.protocol.messages import ErrorCode
 TERM_GRACE_S = 15.0
 KILL_GRACE_S = 10.0
 HEALTH_POLL_S = 0.25
+DEATH_POLL_S = 0.2
 LOG_TAIL_LINES = 30
 LOG_TAIL_BYTES = 16384
 
@@ -109,21 +113,26 @@ class VllmProcess:
     def __init__(self, config: InferenceConfig, *, listener: socket.socket, watchdog_endpoint: str) -> None:
         self._config, self._listener = config, listener
         self._watchdog_endpoint = watchdog_endpoint
-        self._secret = secrets.token_urlsafe(32)
+        self._secret = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         host, port = listener.getsockname()[:2]
         reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self._reached_at = f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
         self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._http = httpx.Client(
-            base_url=f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}", trust_env=False,
-            headers={names.SECRET_HEADER: self._secret},
-        )  # fmt: skip
+        self._http = httpx.Client()
 
     # ------------------------------------------------------------ the process
 
     def start(self) -> None:
-        """Start the server in a process group of its own."""
+        """Start the server in a process group of its own.
+
+        The listener's queue outlives a server: what is in it is read by the next one. With another secret for each, that one refuses what was
+        meant for the one before.
+        """
+        self._secret = secrets.token_urlsafe(32)
+        self._http.close()
+        self._http = httpx.Client(base_url=self._reached_at, trust_env=False, headers={names.SECRET_HEADER: self._secret})
         fd = self._listener.fileno()
         argv = [sys.executable, "-m", "inference_node.serve", "--listen-fd", str(fd), *arguments(self._config)]
         env = environment(self._config, secret=self._secret, watchdog_endpoint=self._watchdog_endpoint)
@@ -208,12 +217,13 @@ class VllmProcess:
 
         Raises:
             CallFailed: it answered with an error.
-            NodeLost: no answer; the server is dead or stuck.
+            NodeLost: no answer; the server is dead (noticed at once) or stuck.
         """
+        post = functools.partial(
+            self._http.post, f"{names.CONTROL_PREFIX}{action}", json=arguments, timeout=httpx.Timeout(timeout_s, connect=5.0)
+        )
         try:
-            response = self._http.post(
-                f"{names.CONTROL_PREFIX}{action}", json=arguments, timeout=httpx.Timeout(timeout_s, connect=5.0)
-            )
+            response = self._while_running(post, action)
             answer: dict[str, Any] = response.json()
         except (httpx.HTTPError, ValueError) as error:
             state = "runs but did not answer" if self.is_running else "has ended"
@@ -229,6 +239,22 @@ class VllmProcess:
                 answer=answer,
             )
         return answer
+
+    def _while_running(self, post: Callable[[], httpx.Response], action: str) -> httpx.Response:
+        """The answer. A dead server's connections do not always break: one that it had not accepted waits in our listener's queue."""
+        asked: Future[httpx.Response] = Future()
+        threading.Thread(target=_fulfil, args=(asked, post), name="splice-call", daemon=True).start()
+        while not wait([asked], DEATH_POLL_S).done:
+            if not self.is_running:
+                raise NodeLost(f"vLLM has ended ({action})")
+        return asked.result()
+
+
+def _fulfil(asked: Future[httpx.Response], post: Callable[[], httpx.Response]) -> None:
+    try:
+        asked.set_result(post())
+    except Exception as error:  # noqa: BLE001  - whoever waits raises it
+        asked.set_exception(error)
 
 
 def _family(pid: int) -> list[psutil.Process]:

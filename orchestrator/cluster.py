@@ -100,8 +100,9 @@ class Cluster:
 
     @property
     def base_urls(self) -> list[str]:
-        """The replicas' OpenAI endpoints, without /v1."""
-        return [str(n.detail["base_url"]) for n in self.client.status().nodes if n.role == "inference"]
+        """The replicas' OpenAI endpoints, without /v1, in the order of `ClusterConfig.inference`."""
+        urls = {n.node_id: str(n.detail["base_url"]) for n in self.client.status().nodes if n.role == "inference"}
+        return [urls[f"inference-{i}"] for i in range(len(self.config.inference))]
 
     # ------------------------------------------------------------ inside
 

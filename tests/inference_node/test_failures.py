@@ -148,16 +148,43 @@ def test_a_replica_that_is_left_out_serves_nothing_until_it_is_published_to(dens
     assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
 
 
+def test_a_vllm_that_dies_before_it_takes_a_call_is_noticed_at_once(dense: Node) -> None:
+    """The call then waits in the queue of the listener, which is the supervisor's and does not break; the next server must not run it."""
+    version, count = ensure_published(dense), len(dense.router.ready)
+    api = server_of(dense)
+    time.sleep(6.0)  # no connection is kept that long, so the call needs a new one
+    api.suspend()
+    request = new(m.ReceiveWeights, version=version + 1, pause_mode="keep", deadline_s=120.0)
+    dense.router.send(request)
+    time.sleep(1.0)
+    api.kill()
+    began = time.monotonic()
+    answer = dense.router.outcome(request.request_id).message
+    assert answer.kind == "Failed" and answer.code == "node_lost" and time.monotonic() - began < 5.0
+    assert dense.router.unready
+    dense.wait_ready(count + 1)
+    assert dense.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}).status_code == 503
+    dense.join()
+    dense.publish(version + 1, dense.base)
+    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+
+
+def server_of(node: Node) -> psutil.Process:
+    """vLLM's API process."""
+    children = psutil.Process(node.process.pid).children()
+    return next(p for p in children if "inference_node.serve" in " ".join(p.cmdline()))
+
+
 def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node) -> None:
     version = ensure_published(dense)
     count = len(dense.router.ready)
-    api = next(p for p in psutil.Process(dense.process.pid).children() if "inference_node.serve" in " ".join(p.cmdline()))
+    api = server_of(dense)
     family: list[Any] = [api, *api.children(recursive=True)]
     api.kill()
     _, alive = psutil.wait_procs(family, timeout=15.0)
     assert not alive, "an engine outlived its killed API server"
     dense.wait_ready(count + 1)
-    assert dense.router.ready[-1].detail["restarted"] is True and len(dense.router.unready) == 1
+    assert dense.router.ready[-1].detail["restarted"] is True and dense.router.unready
     refused = dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3], "max_tokens": 1})
     assert refused.status_code == 503 and refused.headers["x-splice-version"] == "none"
     dense.join()

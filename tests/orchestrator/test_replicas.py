@@ -15,8 +15,8 @@ V0, V1, V2 = (0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Two replicas at @0; a silent node is lost after two seconds."""
-    monkeypatch.setattr(router, "LOST_AFTER_S", 2.0)
+    """Two replicas at @0; a silent node is lost after five seconds."""
+    monkeypatch.setattr(router, "LOST_AFTER_S", 5.0)
     with Run(tmp_path, replicas=2) as r:
         r.t = r.trainer()
         r.a, r.b = r.replica(r.t, 0), r.replica(r.t, 1)
@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
         yield r
 
 
-def eventually(condition, *, timeout_s=10.0):
+def eventually(condition, *, timeout_s=40.0):
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s
@@ -69,7 +69,7 @@ def test_one_that_dies_before_its_commit_is_left_out(run):
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 1 and set(result["left_out"]) == {"inference-1"}
     assert run.a.served == [V0, V1]
-    assert result["seconds"]["pause"] < 2.0, "what is healthy goes on at once"
+    assert result["seconds"]["pause"] < 4.0, "what is healthy goes on at once"
 
 
 def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
@@ -105,8 +105,6 @@ def test_one_that_never_recovers_does_not_stop_the_others(run):
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 3 and set(result["left_out"]) == {"inference-1"} and run.a.served == [V0, V1]
     received = run.a.log.count("ReceiveWeights")
-    eventually(
-        lambda: run.b.log.count("ReceiveWeights") >= 2 + 6, timeout_s=20.0
-    )  # the job's two, and two resyncs of three attempts
+    eventually(lambda: run.b.log.count("ReceiveWeights") >= 2 + 6)  # the job's two, and two resyncs of three attempts
     assert run.client.status().version == 1 and run.b.left_alias and run.b.served == [V0]
     assert run.a.log.count("ReceiveWeights") == received and run.a.log[-1] == "CommitUpdate"

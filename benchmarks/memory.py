@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from orchestrator.launch import descendants
+
 
 def allocated_beyond(call: Callable[[], object]) -> int:
     """Bytes of CUDA memory that this process had allocated at most during the call, over what it had before."""
@@ -66,11 +68,9 @@ def process_tree(pid: int) -> Callable[[], int]:
 
     def read() -> int:
         total = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(pid)
-            for process in (root, *root.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += process.memory_info().rss
+        for process in descendants(pid, and_self=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
         return total
 
     return read

@@ -21,7 +21,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import psutil
 
-from benchmarks import clusters
+from benchmarks import clusters, memory
 from benchmarks.harness import Case
 from benchmarks.stream import Streams
 from orchestrator.cluster import Cluster
@@ -152,22 +152,20 @@ def _is_server(process: psutil.Process) -> bool:
 
 def _held(cluster: Cluster) -> dict[str, int]:
     held: dict[str, int] = {}
-    for node in NODES:
-        processes = _processes(cluster, node)
-        held[f"{node}_bytes"] = _total(processes, lambda p: int(p.memory_info().rss))
-        held[f"{node}_descriptors"] = _total(processes, lambda p: int(p.num_fds()))
+    for node, name in NODES.items():
+        pid = cluster.launcher.nodes[name].pid
+        held[f"{node}_bytes"] = 0 if pid is None else memory.process_tree(pid)()
+        held[f"{node}_descriptors"] = sum(map(_descriptors, _processes(cluster, node)))
     run_dir = cluster.config.run_dir
     held["journal_bytes"] = sum(p.stat().st_size for p in run_dir.glob("journal.sqlite*"))
     held["run_dir_bytes"] = sum(p.stat().st_size for p in run_dir.rglob("*") if p.is_file())
     return held
 
 
-def _total(processes: list[psutil.Process], read: Callable[[psutil.Process], int]) -> int:
-    total = 0
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            total += read(process)
-    return total
+def _descriptors(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.num_fds())
+    return 0
 
 
 def _cases(seen: Seen, settings: dict[str, object], *, per_tenth: int) -> list[Case]:

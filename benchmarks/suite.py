@@ -8,23 +8,18 @@ processes, so that the next one finds the GPU's memory free.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import inference_python
-from orchestrator.launch import descendants
+from orchestrator.launch import NodeProcess
 
 POLL_S = 0.2
 TERM_GRACE_S = 5.0
@@ -52,11 +47,11 @@ class Outcome:
     began_s: float = 0.0
     seconds: float = 0.0
     code: int | None = None
-    process: subprocess.Popen[bytes] | None = None
+    node: NodeProcess | None = None
 
     def said(self) -> str:
         """One word."""
-        if self.process is None:
+        if self.node is None:
             return "not run"
         return "over its limit" if self.code is None else ("ok" if self.code == 0 else f"exit code {self.code}")
 
@@ -129,7 +124,8 @@ def run_all(tasks: Sequence[Task], *, gpus: Sequence[int], out: Path, limit_s: f
             time.sleep(POLL_S)
     finally:
         for outcome in running:
-            _end(outcome)
+            if outcome.node is not None:
+                outcome.node.stop(grace_s=TERM_GRACE_S)
     return outcomes
 
 
@@ -141,36 +137,24 @@ def _start(outcome: Outcome, gpus: tuple[int, ...], out: Path) -> None:
     env = {"SPLICE_BENCH_GPUS": listed, "SPLICE_BENCH_TRAIN_GPUS": listed}
     if not task.by_number:
         env["CUDA_VISIBLE_DEVICES"] = listed
-    with (out / f"{task.name}.log").open("wb") as log:
-        outcome.process = subprocess.Popen(
-            shlex.split(task.command.format(**places)), env={**os.environ, **env, **task.env}, stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    log = out / f"{task.name}.log"
+    log.unlink(missing_ok=True)
+    outcome.node = NodeProcess(
+        name=task.name, argv=shlex.split(task.command.format(**places)), env={**env, **task.env}, log_file=log
+    )
+    outcome.node.start()
     outcome.gpus, outcome.began_s = gpus, time.monotonic()
 
 
 def _has_ended(outcome: Outcome, until_s: float) -> bool:
-    assert outcome.process is not None
+    assert outcome.node is not None
+    assert outcome.node.process is not None
     outcome.seconds = time.monotonic() - outcome.began_s
-    outcome.code = outcome.process.poll()
+    outcome.code = outcome.node.process.poll()
     if outcome.code is None and outcome.seconds < outcome.task.limit_s and time.monotonic() < until_s:
         return False
-    _end(outcome)
+    outcome.node.stop(grace_s=TERM_GRACE_S)
     return True
-
-
-def _end(outcome: Outcome) -> None:
-    """The task's process and all below it."""
-    process = outcome.process
-    assert process is not None
-    family = descendants(process.pid, and_self=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, timeout=TERM_GRACE_S)
-    for left in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            left.kill()
-    process.wait(timeout=TERM_GRACE_S)
 
 
 def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:

@@ -1,12 +1,15 @@
 """The gloo transport: a TCPStore and a ProcessGroupGloo of its own, beside whatever default process group the process has.
 
-Two faults of gloo (torch 2.11 to 2.13) shape this file; what works around them can go when they are mended:
+Three faults of gloo (torch 2.11 to 2.13) shape this file; what works around them can go when they are mended:
 
 - `ProcessGroupGloo.abort()` does nothing. So `abort` shuts the group's own TCP connections down, which it knows by the ports of the
   gloo devices, each made for this group alone. The peers hear of it at once.
 - A send whose bytes are partly written is never told that its connection broke; it ends with gloo's timeout only, and destroying the
   group, at interpreter exit too, waits for it. So a waiting `broadcast` looks after the connections itself, and `close` leaves
   such an operation, and what it needs, to a daemon thread (`_bury`), which delays neither the caller nor the exit.
+- A rank waits for five times its timeout for a peer that fails while it connects, even if that peer failed because a third one, connected
+  already, was gone again. So gloo connects on a daemon thread (`_connect`), a rank that fails tells the others through the store, and none
+  has joined before all are connected.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -32,10 +36,12 @@ c10d: Any = dist  # torch's stubs know only a part of it
 Store = Any  # c10d's TCPStore
 
 FIRST_POLL_S, LAST_POLL_S = 0.0001, 0.005
-STORE_TIMEOUT_S = 10.0
+STORE_TIMEOUT_S = 20.0
 """For one small question to the store, whose master answers from a thread of its own."""
 ABORT_SETTLE_S = 0.2
 """How long `close` waits for gloo to drop an aborted operation (measured: 5 ms, or never)."""
+GLOO_GRACE_S = 5.0
+"""Gloo's own clock runs longer than ours by this, so that it is always we who say that the time is up."""
 LOOK_AFTER_S = 0.1
 """How often a waiting broadcast looks whether its connections still stand."""
 
@@ -43,12 +49,15 @@ LOOK_AFTER_S = 0.1
 class GlooGroup:
     """A `TransferGroup` over gloo; broadcasts on the CPU, blocking. Made by `GlooListener.join` and `join`."""
 
-    def __init__(self, *, store: Store, rank: int, world_size: int, host: str, deadline: float) -> None:
+    def __init__(
+        self, *, store: Store, rank: int, world_size: int, host: str, deadline: float, closed: threading.Event | None = None
+    ) -> None:
         """Connect to all others; every rank must be in its constructor, or about to be. Owns the store from here on.
 
         Args:
             host: this rank's own address, on which gloo listens.
             deadline: `time.monotonic()` after which it gives up.
+            closed: once set, it gives up.
         """
         self._rank, self._world_size = rank, world_size
         self._reason: str | None = None
@@ -57,13 +66,13 @@ class GlooGroup:
         self._group: dist.ProcessGroup | None = None
         self._work: dist.Work | None = None
         self._listens_at, self._peers_listen_at = frozenset[Address](), frozenset[Address]()
-        with _translated(f"connecting rank {rank} of {world_size}"):
+        with _translated(f"connecting rank {rank} of {world_size}"), _telling_the_others(store, rank):
             device, self._listens_at = _make_device(host)
-            self._peers_listen_at = _exchange_addresses(store, rank, world_size, self._listens_at, deadline)
-            options = c10d.ProcessGroupGloo._Options()
-            options._devices, options._timeout = [device], _timedelta_until(deadline)
-            self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, world_size, options)
-        self._connections = self._count_connections()
+            self._peers_listen_at = _exchange_addresses(store, rank, world_size, self._listens_at, deadline, closed)
+            self._group = _connect(store, rank, world_size, device, deadline, closed)
+            self._connections = self._count_connections()
+            store.set(f"connected/{rank}", b"1")
+            _wait_for_keys(store, [f"connected/{r}" for r in range(world_size)], deadline, closed)
 
     @property
     def rank(self) -> int:
@@ -83,8 +92,7 @@ class GlooGroup:
         self._raise_if_aborted()
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        # Gloo's own clock runs a little longer than ours, so that it is always we who say that the time is up.
-        options.timeout = datetime.timedelta(seconds=deadline_s + 5.0)
+        options.timeout = datetime.timedelta(seconds=deadline_s + GLOO_GRACE_S)
         with _translated(f"broadcasting {buffer_B.numel()} bytes"):
             if self._group is None:
                 raise TransferAborted("the transfer group is closed")
@@ -189,7 +197,9 @@ class GlooListener:
         with _translated("waiting for the workers"):
             _wait_for_keys(store, [f"here/{r}" for r in range(1, world_size)], deadline, self._closed)
             store.set("go", b"1")
-        return GlooGroup(store=store, rank=0, world_size=world_size, host=self._host, deadline=deadline)
+        return GlooGroup(
+            store=store, rank=0, world_size=world_size, host=self._host, deadline=deadline, closed=self._closed
+        )
 
     def close(self) -> None:
         """See `GroupListener.close`."""
@@ -224,21 +234,65 @@ def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> GlooGroup:
 
 def _wait_for_keys(store: Store, keys: list[str], deadline: float, closed: threading.Event | None) -> None:
     while not store.check(keys):
-        if closed is not None and closed.is_set():
-            raise TransferAborted("transfer aborted: the listener was closed while it waited for the workers")
+        _check_on_others(store, closed)
         if time.monotonic() > deadline:
             missing = [k for k in keys if not store.check([k])]
             raise TransferTimeout(f"the transfer group was not complete in time; still missing: {missing}")
         time.sleep(LAST_POLL_S)
 
 
+def _check_on_others(store: Store, closed: threading.Event | None) -> None:
+    if closed is not None and closed.is_set():
+        raise TransferAborted("transfer aborted: the listener was closed while it waited for the workers")
+    if store.check(["failed"]):
+        raise TransferError(store.get("failed").decode())
+
+
+@contextlib.contextmanager
+def _telling_the_others(store: Store, rank: int) -> Iterator[None]:
+    """Whatever ends this rank's joining ends theirs."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # the store's master may be what is gone
+            why = (str(error) or type(error).__name__).splitlines()[0][:300]
+            store.compare_set("failed", "", f"rank {rank} could not join: {why}")  # the first cause stands
+        raise
+
+
+def _connect(
+    store: Store, rank: int, world_size: int, device: object, deadline: float, closed: threading.Event | None
+) -> dist.ProcessGroup:
+    """Make the process group on a thread, over a connection of its own to the store (a client answers one question at a time).
+
+    A thread that is left behind ends at gloo's own timeout, and with it what it has made.
+    """
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [device]
+    options._timeout = datetime.timedelta(seconds=max(0.0, deadline - time.monotonic()) + GLOO_GRACE_S)
+    made: Future[dist.ProcessGroup] = Future()
+
+    def make(own_store: Store) -> None:
+        try:
+            made.set_result(c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", own_store), rank, world_size, options))
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, args=(store.clone(),), name="splice-gloo-connect", daemon=True).start()
+    while not wait([made], LAST_POLL_S).done:
+        _check_on_others(store, closed)
+        if time.monotonic() > deadline:
+            raise TransferTimeout("not connected in time; is a peer stopped?")
+    return made.result()
+
+
 def _exchange_addresses(
-    store: Store, rank: int, world_size: int, own: frozenset[Address], deadline: float
+    store: Store, rank: int, world_size: int, own: frozenset[Address], deadline: float, closed: threading.Event | None
 ) -> frozenset[Address]:
     """Tell the others where this rank's gloo device listens, and learn where theirs do."""
     store.set(f"listens/{rank}", ";".join(f"{host} {port}" for host, port in own))
     others = [f"listens/{r}" for r in range(world_size) if r != rank]
-    _wait_for_keys(store, others, deadline, None)
+    _wait_for_keys(store, others, deadline, closed)
     found: set[Address] = set()
     for key in others:
         for entry in store.get(key).decode().split(";"):
@@ -254,10 +308,6 @@ def _address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
-
-
-def _timedelta_until(deadline: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=max(0.1, deadline - time.monotonic()))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 from orchestrator.errors import ConfigError, ManifestError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, Rendezvous, TensorSpec
 from tests.weight_transfer.peer import big_manifest, mixed_manifest, sha256, values
+from weight_transfer import gloo_group
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import GroupListener, TransferGroup, join_gloo, open_listener
 from weight_transfer.receiver import receive_weights
@@ -383,6 +384,78 @@ def test_closing_the_listener_ends_a_join() -> None:
     threading.Timer(0.3, listener.close).start()
     with pytest.raises(TransferAborted, match="closed"):
         listener.join(30)
+
+
+def test_a_trainer_that_is_gone_as_soon_as_it_has_joined_leaves_nobody_connecting() -> None:
+    """Gloo alone lets a worker wait for five deadlines for one that was broken off by the trainer's end."""
+    for _ in range(20):
+        ends = Join(3, then=lambda group: group.abort("the trainer died"))
+        assert all(type(e) in (TransferError, TransferAborted) for e in ends.errors.values()), ends.errors
+        for group in ends.groups.values():
+            group.close()
+
+
+def test_a_rank_that_cannot_connect_ends_the_others_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = gloo_group._connect
+
+    def fails(store: Any, rank: int, *rest: Any) -> Any:
+        if rank == 2:
+            raise RuntimeError("no route to host")
+        return connect(store, rank, *rest)
+
+    monkeypatch.setattr(gloo_group, "_connect", fails)
+    ends = Join(3)
+    assert set(ends.errors) == {0, 1, 2} and not ends.groups
+    assert "rank 2 could not join: no route to host" in str(ends.errors[0]) == str(ends.errors[1]), ends.errors
+
+
+@pytest.mark.parametrize("how", ["deadline", "closed"])
+def test_a_rank_that_stands_still_while_connecting_holds_nobody(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    connect, held = gloo_group._connect, threading.Event()
+
+    def stands_still(store: Any, rank: int, *rest: Any) -> Any:
+        if rank == 2:
+            held.wait(60)
+            raise RuntimeError("ended")
+        if rank == 0 and how == "closed":
+            rest[-1].set()  # what the listener's `close` sets
+        return connect(store, rank, *rest)
+
+    monkeypatch.setattr(gloo_group, "_connect", stands_still)
+    ends = Join(3, deadline_s=1.0 if how == "deadline" else 30.0, wait_for=(0, 1))
+    held.set()
+    said = "in time" if how == "deadline" else "listener was closed"
+    assert said in str(ends.errors[0]) and said in str(ends.errors[1]), ends.errors
+
+
+class Join:
+    """All ranks of a group join, each on a thread of its own; what became of them."""
+
+    def __init__(
+        self, world_size: int, *, deadline_s: float = 20.0, wait_for: tuple[int, ...] | None = None,
+        then: Callable[[TransferGroup], None] = lambda group: None,
+    ) -> None:  # fmt: skip
+        self.groups: dict[int, TransferGroup] = {}
+        self.errors: dict[int, TransferError] = {}
+        listener = listen(world_size=world_size)
+
+        def join(rank: int) -> None:
+            try:
+                if rank == 0:
+                    group = listener.join(deadline_s)
+                    then(group)
+                else:
+                    group = join_gloo(listener.rendezvous, rank=rank, deadline_s=deadline_s)
+                self.groups[rank] = group
+            except TransferError as error:
+                self.errors[rank] = error
+
+        threads = [threading.Thread(target=join, args=(r,), daemon=True) for r in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for rank in range(world_size) if wait_for is None else wait_for:
+            threads[rank].join(15.0)
+            assert not threads[rank].is_alive(), f"rank {rank} is held"
 
 
 def test_joining_a_trainer_that_is_not_there() -> None:

@@ -119,6 +119,8 @@ class Launcher:
     def __init__(self) -> None:
         self.nodes: dict[str, NodeProcess] = {}
         self._watching = threading.Event()
+        self._restarting = threading.Lock()
+        """From counting a restart until the new process is there: between the two a node looks dead for good."""
         self._peak_bytes = 0
         self._thread = threading.Thread(target=self._watch, name="splice-launcher", daemon=True)
 
@@ -135,7 +137,9 @@ class Launcher:
             NodeLost: names it and quotes the end of its log.
         """
         for node in self.nodes.values():
-            if node.died() and not node.restarts.has_left(time.monotonic()):
+            with self._restarting:
+                is_lost = node.died() and not node.restarts.has_left(time.monotonic())
+            if is_lost:
                 code = node.process.returncode if node.process is not None else None
                 raise NodeLost(f"{node.name} ended with code {code}; the end of {node.log_file}:\n{node.log_tail()}")
 
@@ -165,9 +169,10 @@ class Launcher:
 
     def _watch(self) -> None:
         while not self._watching.wait(1.0):
-            for node in self.nodes.values():
-                if node.died() and node.restarts.take(time.monotonic()):
-                    node.start()
+            for node in list(self.nodes.values()):
+                with self._restarting:
+                    if node.died() and node.restarts.take(time.monotonic()):
+                        node.start()
             self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
 
     def _memory_bytes(self) -> int:

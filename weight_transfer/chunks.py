@@ -95,6 +95,10 @@ class ChunkSender(GroupOwner):
         self._ring_B = torch.empty(capacity, dtype=torch.uint8, device=self._device)
         self._digests = [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
         self._streams = (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)) if self._is_cuda else None
+        for stream in self._streams or ():
+            self._ring_B.record_stream(
+                stream
+            )  # a send that failed may leave work queued: the memory is not given away before it is done
         self._busy: deque[tuple[int, list[_Use]]] = deque()
         """Chunks that have not left the ring, oldest first, and what has yet to be done with them."""
 
@@ -138,10 +142,9 @@ class ChunkSender(GroupOwner):
         seconds = {"fill": 0.0, "wire": 0.0, "digest": 0.0}
         digests_N = torch.zeros(len(self._manifest.tensors), dtype=torch.int64, device=self._device)
         self._busy.clear()
-        fill_stream = torch.cuda.current_stream(self._device) if self._is_cuda else None
-        if self._streams is not None and fill_stream is not None:
-            self._streams[0].wait_stream(fill_stream)
-            self._streams[1].wait_stream(fill_stream)
+        for stream in self._streams or ():
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            digests_N.record_stream(stream)
         for k in range(len(self._chunks)):
             with _timed(seconds, "wire"):
                 self._wait_for_room(k, deadline)

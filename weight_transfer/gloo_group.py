@@ -197,9 +197,7 @@ class GlooListener:
         with _translated("waiting for the workers"):
             _wait_for_keys(store, [f"here/{r}" for r in range(1, world_size)], deadline, self._closed)
             store.set("go", b"1")
-        return GlooGroup(
-            store=store, rank=0, world_size=world_size, host=self._host, deadline=deadline, closed=self._closed
-        )
+        return GlooGroup(store=store, rank=0, world_size=world_size, host=self._host, deadline=deadline, closed=self._closed)
 
     def close(self) -> None:
         """See `GroupListener.close`."""
@@ -275,7 +273,7 @@ def _connect(
     def make(own_store: Store) -> None:
         try:
             made.set_result(c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", own_store), rank, world_size, options))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  - whatever it is, the thread that waits raises it
             made.set_exception(error)
 
     threading.Thread(target=make, args=(store.clone(),), name="splice-gloo-connect", daemon=True).start()

@@ -59,6 +59,9 @@ class WeightSender(GroupOwner):
         ring = min(RING_BUFFERS, len(self._buckets)) if self._device.type == "cuda" else 1
         self._ring = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(ring)]
         self._pack_stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        if self._pack_stream is not None:
+            for buffer_B in self._ring:
+                buffer_B.record_stream(self._pack_stream)  # what a failed send has queued still writes there
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], *, deadline_s: float) -> SendReport:
         """Send every tensor of the manifest, in its order, to every group.

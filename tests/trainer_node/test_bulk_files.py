@@ -8,6 +8,7 @@ import os
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -46,19 +47,19 @@ def test_a_file_of_views_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Part(offset=13, nbytes=4 * 385, source=lambda: stacked),
         Part(offset=13 + 1540, nbytes=4 * 680, source=lambda: strided),
     ]
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with bulk_writer(CPU) as writer:
         files = [writer.start(tmp_path / str(i), parts) for i in range(3)]
         for file in files:
             file.wait()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     wanted = b"thirteen byte" + stacked.numpy().tobytes() + strided.contiguous().numpy().tobytes()
     assert [(tmp_path / str(i)).read_bytes() == wanted for i in range(3)] == [True] * 3
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_thread_or_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_files, "SPAN_BYTES", 1000)
-    real, before, open_before = os.pwrite, threading.active_count(), len(os.listdir("/proc/self/fd"))
+    real, before = os.pwrite, set(threading.enumerate())
 
     def full(handle: int, data: bytes, offset: int) -> int:
         if offset >= 5000:
@@ -73,7 +74,8 @@ def test_a_full_disk_is_an_error_and_leaves_no_thread_or_file_open(tmp_path: Pat
     with bulk_writer(CPU) as writer:
         writer.start(tmp_path / "small", [Part(offset=0, nbytes=4800, source=lambda: tensor[:1200])]).wait()
     assert (tmp_path / "small").read_bytes() == tensor[:1200].numpy().tobytes()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (before, open_before)
+    assert set(threading.enumerate()) <= before
+    assert not [file for file in psutil.Process().open_files() if Path(file.path).is_relative_to(tmp_path)]
 
 
 def test_stacks_are_a_safetensors_file(tmp_path: Path) -> None:

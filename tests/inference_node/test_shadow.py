@@ -166,7 +166,7 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
             assert failed.kind == "Failed" and failed.phase == "receiving beside the live tensors", failed
             wanted = {"abort": "transfer_aborted", "dead trainer": "transfer_failed"}.get(how)
             assert failed.code == wanted or (wanted is None and failed.code in ("transfer_timeout", "transfer_aborted"))
-            assert time.monotonic() - began < 3.0 and f"tiny@{version} goes on" in failed.remedy
+            assert time.monotonic() - began < 10.0 and f"tiny@{version} goes on" in failed.remedy
             assert goes_on() and phases(dense, receive) == []
         dense.leave()
         dense.join()

@@ -22,8 +22,8 @@ from weight_transfer.groups import GroupListener, TransferGroup, join_gloo, open
 from weight_transfer.receiver import receive_weights
 from weight_transfer.sender import WeightSender
 
-SOON_S = 3.0
-"""What "bounded" means where nothing has to run into a deadline; two busy cores are slow."""
+SOON_S = 8.0
+"""What "bounded" means where nothing has to run into a deadline, which is at least 20 s away; two busy cores are slow."""
 
 
 def listen(*, world_size: int = 2, bucket_bytes: int = 1 << 20) -> GroupListener:
@@ -235,7 +235,7 @@ def test_abort_frees_a_sender_whose_receiver_is_stopped(pair: Callable[..., Any]
     threading.Timer(1.0, abort).start()
     with pytest.raises(TransferAborted, match="watchdog: no progress"):
         sender.send(all_tensors(manifest), deadline_s=30)
-    assert time.monotonic() - aborted_at[0] < 0.5
+    assert time.monotonic() - aborted_at[0] < SOON_S
     began = time.monotonic()
     sender.close()
     assert time.monotonic() - began < SOON_S
@@ -259,10 +259,10 @@ def test_a_peer_lost_in_the_middle_of_a_bucket(pair: Callable[..., Any], how: st
     threading.Timer(0.02, strike).start()
     with pytest.raises(TransferAborted if how == "stopped" else TransferError):
         group.broadcast(buffer_B, deadline_s=60)
-    assert time.monotonic() - freed_from[0] < 1.0
+    assert time.monotonic() - freed_from[0] < SOON_S
     began = time.monotonic()
     group.close()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < SOON_S
 
 
 def test_a_process_with_a_stuck_send_can_exit(start_peer: Callable[..., Any]) -> None:

@@ -93,6 +93,8 @@ TASKS = (
     _cluster("pause-30b-a3b", "pause", 600, SPLICE_BENCH_PAUSE="keep,keep_kv,stock"),
     _bench("train-8b", "train", 1, 300, SPLICE_BENCH_SHAPES="8b"),
     _bench("train-30b-a3b", "train", 1, 500, SPLICE_BENCH_SHAPES="30b-a3b"),
+    _bench("train-2-30b-a3b", "train", 2, 500, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_KINDS="rl", SPLICE_BENCH_TOPOLOGIES="ep2,dp2"),
+    _bench("train-2-8b", "train", 2, 300, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_KINDS="rl", SPLICE_BENCH_TOPOLOGIES="dp2,tp2"),
     _bench("train-4-30b-a3b", "train", 4, 600, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_TOPOLOGIES="dp4,ep4,tp2dp2"),
     _bench("train-4-8b", "train", 4, 400, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_TOPOLOGIES="dp4,tp2dp2"),
     _cluster("loop-8b", "loop", 400, SPLICE_BENCH_SHAPES="8b"),

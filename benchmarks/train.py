@@ -6,7 +6,7 @@ layers, random weights and AdamW; sequences, losses and what each contender does
 a contender gets SPLICE_BENCH_TIMEOUT_S (570). With several SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
 
     SHAPE/lora-KIND/1           one rank, beside the peers
-    SHAPE/lora-KIND/TOPOLOGY    SPLICE_BENCH_TOPOLOGIES (dp4, ep4, tp2dp2; none): four ranks with four times the tokens, beside one rank
+    SHAPE/lora-KIND/TOPOLOGY    SPLICE_BENCH_TOPOLOGIES (dp2, ep2, tp2, dp4, ep4, tp2dp2; none): N ranks with N times the tokens, beside one rank
 
 `flops_per_s` counts, for each token: 4 FLOP for every frozen weight that it passes (the product forward, and the gradient of the input; a frozen
 weight has no gradient of its own), 6 for every adapter weight, and causal attention's 12 x heads x head_dim x mean context in each layer; the
@@ -28,15 +28,18 @@ from typing import Any
 
 from benchmarks.clusters import make_model
 from benchmarks.harness import Case
+from orchestrator.errors import ConfigError
 
 PEERS = {
     "bridge": "bare loop on Megatron-Bridge's LoRA (fewer adapters: they mean something else)",
     "peft": "transformers + PEFT",
 }
 WORKER_TIMEOUT_S = float(os.environ.get("SPLICE_BENCH_TIMEOUT_S", "570"))
-TOPOLOGIES = {"dp4": {}, "ep4": {"expert": 4}, "tp2dp2": {"tensor": 2}}
-"""Of four ranks."""
-RANKS = 4
+TOPOLOGIES: dict[str, tuple[int, dict[str, int]]] = {
+    "dp2": (2, {}), "ep2": (2, {"expert": 2}), "tp2": (2, {"tensor": 2}),
+    "dp4": (4, {}), "ep4": (4, {"expert": 4}), "tp2dp2": (4, {"tensor": 2}),
+}  # fmt: skip
+"""Ranks, and what is not data parallel of them."""
 
 
 def run(*, device: str, small: bool) -> Iterator[Case]:
@@ -45,6 +48,8 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     steps = int(os.environ.get("SPLICE_BENCH_SAMPLES", "2" if small else "5"))
     tokens = int(os.environ.get("SPLICE_BENCH_TOKENS", "256" if small else "65536"))
     topologies = [t for t in os.environ.get("SPLICE_BENCH_TOPOLOGIES", "").split(",") if t and not small]
+    if unknown := set(topologies) - set(TOPOLOGIES):
+        raise ConfigError(f"SPLICE_BENCH_TOPOLOGIES: no topology {', '.join(sorted(unknown))}; there are {', '.join(TOPOLOGIES)}")
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(shape, Path(folder))
@@ -58,17 +63,19 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
 
 
 def _scaling(name: str, topology: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> Case:
-    """Tokens per second of four ranks beside one; the one has a quarter of the tokens."""
+    """Tokens per second of N ranks beside one, which has an Nth of the tokens."""
+    ranks, sizes = TOPOLOGIES[topology]
     run = partial(_worker, "splice", model, kind=kind, device=device, steps=steps)
-    four, one = run(tokens=RANKS * tokens, ranks=RANKS, sizes=TOPOLOGIES[topology]), run(tokens=tokens)
-    for result in (four, one):
+    many, one = run(tokens=ranks * tokens, ranks=ranks, sizes=sizes), run(tokens=tokens)
+    for result in (many, one):
         if "error" in result:
             raise RuntimeError(f"{name}/{topology}: {result['error']}")
-    settings = {k: v for k, v in four.items() if k != "seconds"} | {
-        "one_rank": {k: v for k, v in one.items() if k != "seconds"}
+    settings = {k: v for k, v in many.items() if k != "seconds"} | {
+        "ranks": ranks,
+        "one_rank": {k: v for k, v in one.items() if k != "seconds"},
     }
     return Case(
-        name=f"{name}/{topology}", metric="tokens_per_s", unit="tokens/s", samples=tuple(four["tokens"] / s for s in four["seconds"]),
+        name=f"{name}/{topology}", metric="tokens_per_s", unit="tokens/s", samples=tuple(many["tokens"] / s for s in many["seconds"]),
         peer="one rank", peer_samples=tuple(one["tokens"] / s for s in one["seconds"]), settings=settings,
     )  # fmt: skip
 

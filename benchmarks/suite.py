@@ -75,11 +75,11 @@ SMOKE = (
 )
 LARGE = "{python} -m trainer_node.make_checkpoint --arch qwen3_moe --shape qwen3-30b-a3b --config-only --out {out}.model"
 TASKS = (
-    _test("tests-gpu2-trainer", 2, "tests/trainer_node/test_parity_bf16.py", 400),
+    _test("tests-gpu2-trainer", 2, "tests/trainer_node", 600),
     _test("tests-gpu2-transfer", 2, "tests/weight_transfer/test_gpu.py", 200),
-    _test("tests-gpu2-graphs", 2, "tests/e2e/test_cuda_graphs.py", 400, by_number=True),
+    _test("tests-gpu2-graphs", 2, "tests/e2e/test_cuda_graphs.py", 600, by_number=True),
     _test("tests-gpu1-trainer", 1, "tests/trainer_node tests/weight_transfer", 300),
-    _test("tests-gpu1-inference", 1, "tests/inference_node/test_direct.py", 200, python="{inference_python}"),
+    _test("tests-gpu1-inference", 1, "tests/inference_node/test_direct.py tests/inference_node/test_parts.py", 200, python="{inference_python}"),
     _test("tests-gpu4", 4, "tests/trainer_node/test_parity_bf16.py", 400),
     Task(name="smoke-tiny-moe", gpus=2, limit_s=400, command=SMOKE, by_number=True),
     Task(

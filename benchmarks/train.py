@@ -49,7 +49,9 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     tokens = int(os.environ.get("SPLICE_BENCH_TOKENS", "256" if small else "65536"))
     topologies = [t for t in os.environ.get("SPLICE_BENCH_TOPOLOGIES", "").split(",") if t and not small]
     if unknown := set(topologies) - set(TOPOLOGIES):
-        raise ConfigError(f"SPLICE_BENCH_TOPOLOGIES: no topology {', '.join(sorted(unknown))}; there are {', '.join(TOPOLOGIES)}")
+        raise ConfigError(
+            f"SPLICE_BENCH_TOPOLOGIES: no topology {', '.join(sorted(unknown))}; there are {', '.join(TOPOLOGIES)}"
+        )
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(shape, Path(folder))

@@ -71,6 +71,8 @@ class NcclWorkerGroup:
             except RuntimeError as error:
                 self._raise_if_aborted()
                 raise TransferError(f"NCCL broadcast: {error}; the trainer is gone or a GPU failed") from error
+            # After an abort its owner may free it before the kernel has ended: nobody else gets it before that.
+            buffer_B.record_stream(self._stream)
             return self._recorded()
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:

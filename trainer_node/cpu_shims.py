@@ -15,7 +15,7 @@ on CUDA the copy to the device makes it dense | Bridge makes its splits contiguo
 so that Bridge's mappings and our adapters need no second set of names; the local attention forks a CUDA RNG | TransformerEngine runs on a CPU |
 
 `apply` must run before anything imports `megatron.bridge`. Megatron-Core's modules are imported first, while TransformerEngine
-cannot be found, so that every `HAVE_TE` in them is False; only then do the names that Bridge imports appear, and they go again
+is hidden, so that every `HAVE_TE` in them is False; only then do the names that Bridge imports appear, and they go again
 right after.
 """
 
@@ -49,6 +49,7 @@ def apply() -> None:
     global _applied
     if _applied:
         return
+    _hide_te()
     for name in _CORE_MODULES:
         importlib.import_module(name)
     _import_bridge_without_te()
@@ -60,6 +61,13 @@ def apply() -> None:
     _final_norm()
     _no_cuda_rng()
     _applied = True
+
+
+def _hide_te() -> None:
+    """It may be installed, where the same environment trains on GPUs."""
+    for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 class _AnyName(types.ModuleType):
@@ -84,8 +92,7 @@ def _import_bridge_without_te() -> None:
     try:
         importlib.import_module("megatron.bridge")
     finally:
-        for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
-            del sys.modules[name]
+        _hide_te()
 
 
 def _cuda_calls_answer_the_cpu() -> None:

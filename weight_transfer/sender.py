@@ -90,6 +90,8 @@ class _Send:
         self._sender, self._deadline = sender, deadline
         self._device = sender._device
         self._digests_N = torch.zeros(len(sender._manifest.tensors), dtype=torch.int64, device=self._device)
+        if sender._pack_stream is not None:
+            self._digests_N.record_stream(sender._pack_stream)
         self._in_flight: list[dict[str, torch.cuda.Event]] = [{} for _ in sender._ring]
         self._seconds = {"export": 0.0, "pack": 0.0, "digest": 0.0, "wire": 0.0}
 

@@ -70,6 +70,14 @@ def test_digests_follow_updates_and_a_failed_one(models: dict[str, Loaded], name
     assert m.wrong(m.tensors) == []
 
 
+def test_a_live_tensor_may_lie_in_the_middle_of_its_storage(models: dict[str, Loaded]) -> None:
+    m = models["dense"]
+    norm = m.model.model.norm.weight
+    kept, norm.data = norm.data, torch.cat([torch.full((3,), 7.0), norm.data])[3:]
+    assert norm.data.storage_offset() == 3 and m.wrong(m.tensors) == []
+    norm.data = kept
+
+
 def test_an_update_aborted_before_its_first_tensor_leaves_the_old_version(models: dict[str, Loaded]) -> None:
     m = models["moe"]
     reload.start(m.model)

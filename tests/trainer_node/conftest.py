@@ -28,6 +28,14 @@ def child_env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
+def run_on_gpus(num_ranks: int, module: str, *args: object, timeout_s: float = 200.0) -> None:
+    """`tests.trainer_node.<module>` under torchrun, a process for each rank, because CUDA does not survive a fork."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    command += [f"tests.trainer_node.{module}", *map(str, args)]
+    ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Name -> checkpoint folder: dense_tied, dense_untied, moe."""

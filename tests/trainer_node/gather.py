@@ -1,6 +1,6 @@
 """One rank of a check that several ranks send what one would: bytes of `WireExport` against `Exporter`, and failures in the middle.
 
-    torchrun ... -m tests.trainer_node.gather MODEL TENSOR PIPELINE EXPERT [DTYPE] [no-sequence] [FLAG ...]
+    torchrun ... -m tests.trainer_node.gather MODEL TENSOR PIPELINE EXPERT [DTYPE] [cuda] [no-sequence] [FLAG ...]
 
 LoRA with random adapters, then full parameters.
 """
@@ -32,6 +32,10 @@ BROKEN = 0xA5
 """What a chunk's buffer holds before it is filled."""
 
 
+def device() -> str:
+    return "cuda" if "cuda" in sys.argv else "cpu"
+
+
 def is_root() -> bool:
     return dist.get_rank() == 0
 
@@ -44,7 +48,7 @@ def collect(export: WireExport, *, stop_at: int | None = None) -> list[torch.Ten
         export.contribute()
         return chunks
     for k in range(export.num_chunks if stop_at is None else stop_at):
-        whole_B = torch.full((export.chunk_nbytes(k) + 128,), BROKEN, dtype=torch.uint8)
+        whole_B = torch.full((export.chunk_nbytes(k) + 128,), BROKEN, dtype=torch.uint8, device=device())
         export.fill(k, whole_B[64:-64])
         assert bool((whole_B[:64] == BROKEN).all() and (whole_B[-64:] == BROKEN).all()), "written beyond the chunk"
         chunks.append(whole_B[64:-64])
@@ -53,13 +57,19 @@ def collect(export: WireExport, *, stop_at: int | None = None) -> list[torch.Ten
 
 
 def check_bytes(exporter: Exporter, export: WireExport, manifest: Manifest, order: Sequence[Sequence[int]], part=None) -> None:
-    """Every chunk, tensor by tensor."""
+    """Every chunk, tensor by tensor. A GPU's fused merge may round otherwise than torch's product; what is only copied is equal to the bit."""
     expected = {n: t.clone().contiguous() for n, t in exporter.merged_tensors(part)}
+    whole = exporter.manifest()
+    merged = {whole.tensors[i].name for i in whole.changed or ()} if device() == "cuda" else set()
     chunks = collect(export)
     for indices, chunk_B in zip(order, chunks, strict=True) if is_root() else ():
         specs = [manifest.tensors[i] for i in indices]
         for spec, got_B in zip(specs, chunk_B.split([s.nbytes for s in specs]), strict=True):
-            assert torch.equal(got_B, expected[spec.name].reshape(-1).view(torch.uint8)), spec.name
+            wanted = expected[spec.name].reshape(-1)
+            if spec.name in merged:
+                torch.testing.assert_close(got_B.clone().view(wanted.dtype), wanted, rtol=2**-7, atol=1e-6, msg=spec.name)
+            else:
+                assert torch.equal(got_B, wanted.view(torch.uint8)), spec.name
 
 
 def check(runtime: TrainerRuntime) -> None:
@@ -169,13 +179,15 @@ def main() -> None:
 
     model, sizes, sequence = Path(sys.argv[1]), list(map(int, sys.argv[2:5])), "no-sequence" not in sys.argv
     dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"
-    options = {"sequence": sequence, "dtype": dtype, "lora": LoraConfig(rank=4, alpha=6)}
+    options = {"sequence": sequence, "dtype": dtype, "device": device(), "lora": LoraConfig(rank=4, alpha=6)}
     for finetuning_type in ("lora", "full"):
         runtime = make_runtime(model, *sizes, finetuning_type=finetuning_type, **options)
         check(runtime)
         check_reasons(runtime)
         check_together(Control(runtime.control_group))
-        if runtime.trains_all:
+        if (
+            runtime.trains_all and device() == "cpu"
+        ):  # a silent peer leaves a kernel of NCCL behind, which only the trainer's end frees
             check_silence(runtime)
         parallel_state.destroy_model_parallel()  # the default process group stays for the next one
     runtime.close()

@@ -1,4 +1,4 @@
-"""Several ranks send in the receiver's order: the pure plan by hand, bytes and failures on real Megatron over gloo."""
+"""Several ranks send in the receiver's order: the pure plan by hand, bytes and failures on real Megatron over gloo; bytes over NCCL, marked gpu2."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import TensorSpec
+from tests.trainer_node.conftest import run_on_gpus
 from trainer_node.gather_plan import ALIGN, Box, Held, PartitionError, assign, lay_out
 
 TOPOLOGIES = {
@@ -28,6 +29,13 @@ TOPOLOGIES = {
 def test_bytes_equal_the_export(topology: str, models, torchrun) -> None:
     name, ranks, sizes, *flags = TOPOLOGIES[topology]
     torchrun(ranks, "gather", models[name], *sizes, *flags)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("topology", ["tp2", "pp2", "moe-ep2"])
+def test_on_gpus(topology: str, models) -> None:
+    name, ranks, sizes, *_ = TOPOLOGIES[topology]
+    run_on_gpus(ranks, "gather", models[name], *sizes, "bfloat16", "cuda")
 
 
 # ------------------------------------------------------------ the plan

@@ -6,15 +6,13 @@ CPU in the same run. The errors that the fp32 matrix looks for (a sum missing, a
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.conftest import run_on_gpus
 from tests.trainer_node.test_parity import MOE, load, options, single_parity  # noqa: F401  (a fixture)
 
 CELLS = [
@@ -71,21 +69,8 @@ def test_on_the_cpu(model: str, topology: str, cell: str, models, torchrun, roun
     ("model", "topology", "cell"), [pytest.param(*c, marks=GPU_MARKS[MOE[c[1]][0]], id="-".join(c)) for c in CELLS]
 )
 def test_on_gpus(model: str, topology: str, cell: str, models, rounding, single_parity, tmp_path: Path) -> None:  # noqa: F811
-    """One process each, because CUDA does not survive a fork."""
     ranks, sizes = MOE[topology]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command += [
-        "tests.trainer_node.parity",
-        str(tmp_path),
-        str(models[model]),
-        *map(str, sizes),
-        *cell.split("-"),
-        "bfloat16",
-        "cuda",
-        *options(topology),
-    ]
-    ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=200, check=False)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+    run_on_gpus(ranks, "parity", tmp_path, models[model], *sizes, *cell.split("-"), "bfloat16", "cuda", *options(topology))
     check(load(tmp_path), load(single_parity(model, cell)), rounding(model, cell))
 
 

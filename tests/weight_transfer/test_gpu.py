@@ -153,7 +153,11 @@ class NcclPeer(Peer):
             "",
             manifest_json=manifest_json,
             command=[sys.executable, str(ROOT / "tests" / "weight_transfer" / "nccl_peer.py"), rendezvous_json],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1],
+                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            },
         )
 
     def receive(self) -> None:

@@ -132,7 +132,10 @@ class VllmProcess:
         """
         self._secret = secrets.token_urlsafe(32)
         self._http.close()
-        self._http = httpx.Client(base_url=self._reached_at, trust_env=False, headers={names.SECRET_HEADER: self._secret})
+        # A connection for each call: one that is kept may be dropped by the server just as the next call takes it, which looks like its end.
+        self._http = httpx.Client(
+            base_url=self._reached_at, trust_env=False, headers={names.SECRET_HEADER: self._secret}, limits=httpx.Limits(max_keepalive_connections=0)
+        )  # fmt: skip
         fd = self._listener.fileno()
         argv = [sys.executable, "-m", "inference_node.serve", "--listen-fd", str(fd), *arguments(self._config)]
         env = environment(self._config, secret=self._secret, watchdog_endpoint=self._watchdog_endpoint)

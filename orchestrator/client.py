@@ -118,6 +118,7 @@ class SpliceClient:
         self._link = NodeLink(endpoint=endpoint, hello=hello, curve=curve, lost_after_s=30.0)
         self._jobs: dict[str, _Submitted] = {}
         self._statuses: list[Status] = []
+        self._awaits_status = False
         self._changed = threading.Condition()
         self._is_reading = False
 
@@ -232,9 +233,12 @@ class SpliceClient:
             if isinstance(message, Hello):  # the orchestrator was restarted; it knows the ids of what it had
                 for submitted in self._jobs.values():
                     self._link.send(submitted.message, submitted.buffers)
+                if self._awaits_status:
+                    self._link.send(GetStatus())
                 return
             if isinstance(message, Status):
                 self._statuses.append(message)
+                self._awaits_status = False
                 return
             known = self._jobs.get(getattr(message, "request_id", ""))
             if known is None:
@@ -364,6 +368,7 @@ class SpliceClient:
         """What is served, and by whom."""
         with self._changed:
             self._statuses.clear()
+            self._awaits_status = True
         self._link.send(GetStatus())
         if self._read_until(lambda: bool(self._statuses), time.monotonic() + timeout_s):
             return self._statuses[-1]

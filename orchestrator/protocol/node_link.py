@@ -307,9 +307,11 @@ class NodeLink:
         request_id = getattr(envelope.message, "request_id", None)
         if request_id is None:
             return
+        if request_id in self._running:  # asked first: `send` notes the outcome before it takes the request from here
+            return
         if request_id in self._outcomes:
             outcome, buffers = self._outcomes[request_id]
             self._send_now(socket, outcome, buffers)
-        elif request_id not in self._running:
+        else:
             self._running.add(request_id)
             self._inbox.put(envelope)

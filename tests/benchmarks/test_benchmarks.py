@@ -146,7 +146,8 @@ def test_the_suite_puts_tasks_on_free_gpus_and_ends_what_is_late(tmp_path):
         return Task(name=name, gpus=gpus, limit_s=limit_s, command=f"{{python}} -c '{code}'", **more)
 
     show = 'import os; print(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ["SPLICE_BENCH_GPUS"])'
-    late = 'import subprocess, sys; subprocess.run([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"])'
+    sleeps = f"time.sleep(60.{os.getpid()})"
+    late = f'import subprocess, sys; subprocess.run([sys.executable, "-c", "import time; print(1, flush=True); {sleeps}"])'
     tasks = [
         task("pair", 2, show), task("numbers", 1, show, by_number=True), task("late", 1, late, limit_s=3.0), task("red", 1, "raise SystemExit(3)"),
         task("large", 4, show),
@@ -157,7 +158,7 @@ def test_the_suite_puts_tasks_on_free_gpus_and_ends_what_is_late(tmp_path):
     assert [o.said() for o in outcomes] == ["ok", "ok", "over its limit", "exit code 3", "not run"]
     assert (tmp_path / "pair.log").read_text().split() == ["4,5", "4,5"]
     assert (tmp_path / "numbers.log").read_text().split()[1] == "6" and outcomes[1].gpus == (6,)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "time.sleep(60)" in " ".join(p.info["cmdline"] or ())]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if sleeps in " ".join(p.info["cmdline"] or ())]
 
 
 def test_the_suites_commands_can_be_read():
@@ -176,7 +177,7 @@ def test_memory_of_another_process_is_seen():
             process.stdin.write("go\n")
             process.stdin.flush()
             process.stdout.readline()
-            time.sleep(0.1)
+            time.sleep(1.0)
         process.stdin.close()
     assert 60 << 20 < peaks["child"].beyond < 80 << 20
 

@@ -19,7 +19,7 @@ from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.test_cuda_graphs import as_batch
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 PROMPT = [5, 17, 33, 101, 7, 9, 44, 12]
 
 

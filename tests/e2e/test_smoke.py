@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT, TRAINER_PYTHON
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(900)
 
 
 def argv(*more):
@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_nothing_behind(models, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130, "".join(seen) + rest
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 40
     while time.monotonic() < deadline and any(_alive(p) for p in family):
         time.sleep(0.1)
     assert [p for p in family if _alive(p)] == []

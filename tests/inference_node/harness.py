@@ -179,6 +179,13 @@ class Node:
 
     def publish(self, version: int, tensors: dict[str, torch.Tensor], *, mode: str = "keep") -> m.Completed:
         """The whole way; asserts that it went well and that the digests are the sender's."""
+        try:
+            return self._publish(version, tensors, mode=mode)
+        except BaseException:
+            self.leave()  # the next one joins anew
+            raise
+
+    def _publish(self, version: int, tensors: dict[str, torch.Tensor], *, mode: str) -> m.Completed:
         if self.sender is None:
             self.join()
         prepared = self.prepare(version)
@@ -240,8 +247,11 @@ def moved(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
 
 
 def ensure_published(node: Node) -> int:
-    """The version served, after publishing @0 if there is none yet."""
+    """The version served, after publishing the next one if there is none yet or a failed test has left the replica without."""
     if node.version is None:
         node.publish(0, node.base)
+    elif node.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}).status_code != 200:
+        node.join()
+        node.publish(node.version + 1, node.base)
     assert node.version is not None
     return node.version

@@ -22,7 +22,7 @@ def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         node.close()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_both_engines_take_the_layout_and_serve_what_was_sent(two_engines: Node) -> None:
     node = two_engines
     assert node.router.ready[-1].detail["workers"] == 2

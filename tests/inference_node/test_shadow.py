@@ -154,7 +154,7 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
     for how in ("abort", "dead trainer", "deadline"):
         receive = open_shadow(dense, part, version + 1)
         if how == "deadline":
-            receive = receive.model_copy(update={"deadline_s": 1.5})
+            receive = receive.model_copy(update={"deadline_s": 5.0})
         with Transfer(dense, part, update) as transfer:
             begin(dense, receive, transfer)
             began = time.monotonic()
@@ -166,7 +166,7 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
             assert failed.kind == "Failed" and failed.phase == "receiving beside the live tensors", failed
             wanted = {"abort": "transfer_aborted", "dead trainer": "transfer_failed"}.get(how)
             assert failed.code == wanted or (wanted is None and failed.code in ("transfer_timeout", "transfer_aborted"))
-            assert time.monotonic() - began < 10.0 and f"tiny@{version} goes on" in failed.remedy
+            assert time.monotonic() - began < 15.0 and f"tiny@{version} goes on" in failed.remedy
             assert goes_on() and phases(dense, receive) == []
         dense.leave()
         dense.join()

@@ -145,5 +145,5 @@ def test_wait_lets_everything_land_and_abort_ends_it(dense: Node) -> None:
     began = time.monotonic()
     dense.publish(old + 2, moved(dense.base, 23), mode="abort")
     aborted.join(60.0)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 40.0
     assert {e.get("model") for e in aborted.events} == {f"tiny@{old + 1}"}

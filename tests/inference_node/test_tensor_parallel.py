@@ -50,6 +50,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("what", ["dense", "moe", "moe-experts"])
 def test_two_ranks_together_cover_every_tensor(tmp_path: Path, what: str) -> None:
     import pickle
@@ -67,7 +68,7 @@ def test_two_ranks_together_cover_every_tensor(tmp_path: Path, what: str) -> Non
         for r in (0, 1)
     ]
     try:
-        assert [p.wait(100.0) for p in ranks] == [0, 0]
+        assert [p.wait(240.0) for p in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()
@@ -143,7 +144,7 @@ def whole_layout(node: Node, version: int) -> m.ManifestPart:
     return m.ManifestPart(tensors=tuple(range(len(node.manifest.tensors))), layout=layout)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) -> None:
     node, version, served = two_workers, -1, two_workers.base
     for seed in (81, 82):
@@ -197,7 +198,7 @@ def publish_whole(node: Node, version: int, part: m.ManifestPart, tensors: dict[
     assert node.commit(version).kind == "Completed"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_trainer_that_dies_half_way_poisons_both_workers_and_a_whole_update_heals(two_workers: Node) -> None:
     node = two_workers
     version = ensure_published(node)

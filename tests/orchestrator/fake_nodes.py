@@ -49,7 +49,7 @@ class FakeNode:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> FakeNode:
-        self.link.start(timeout_s=10)
+        self.link.start(timeout_s=60)
         self.link.send(Ready(node_id=self.link.node_id, detail=self.detail))
         self._thread.start()
         return self
@@ -67,11 +67,11 @@ class FakeNode:
         self.aborted.set()
 
     def _on_aside(self, envelope) -> None:
+        self.log.append(envelope.message.kind)
         if envelope.message.kind == "StageBatch":
             self.staged[envelope.message.job_id] = envelope.buffers
         else:
             self.staged.pop(envelope.message.job_id, None)
-        self.log.append(envelope.message.kind)
 
     def take_batch(self, envelope) -> bool:
         """Whether the request has its batch, with it or ahead of it."""
@@ -116,6 +116,8 @@ class FakeLauncher(FakeNode):
 
     def on_StopTrainer(self, message) -> None:
         if self.trainer is not None:
+            if message.grace_s:  # its Shutdown comes by another socket than this
+                self.trainer._thread.join(5)
             self.trainer.die()
         self.trainer = None
         self._done(message)

@@ -72,7 +72,7 @@ def test_one_replica_started_anew_gets_everything_and_the_other_goes_on(tmp_path
         assert train(run)["sent"] == "changed"
         detail = {"workers": 1, "base_url": "http://none", "restarted": True}
         other.link.send(Ready(node_id="inference-1", detail=detail))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while len(other.served) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert one.bases == [None, 0] and other.bases == [None, 0, None]

@@ -65,6 +65,8 @@ def exiting(run):
 
     launcher = FakeLauncher(make=make, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN)
     run.nodes.append(launcher.start())
+    while [n.state for n in run.client.status().nodes] != ["ready"]:
+        time.sleep(0.02)
     yield run, launcher, trainers
     for trainer in trainers:
         trainer.die()
@@ -101,7 +103,7 @@ def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):
     run.client.run(InitialSyncJob())
     replica.live = [0, 0, 0]
     replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while (len(replica.served) < 2 or launcher.trainer is not None) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert replica.served == [(0, [10, 20, 30])] * 2 and launcher.trainer is None
@@ -114,7 +116,7 @@ def test_exit_needs_somebody_who_starts_it_again(run, monkeypatch):
         detail = {"memory": "exit"}  # noqa: RUF012
 
     run.nodes.append(Exiting(endpoint=run.endpoint, node_id="trainer", token=TOKEN).start())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 40
     while not run.client.status().nodes and time.monotonic() < deadline:
         time.sleep(0.02)
     with pytest.raises(JobFailed, match=r"of 1 launchers.* 0 are there: start it by `splice trainer`"):

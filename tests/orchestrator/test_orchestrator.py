@@ -235,7 +235,7 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
     run.orchestrator._trainer.memory.steps = 1
     replica.live = [0, 0, 0]
     replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while len(replica.served) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert replica.served[-1] == (1, [11, 21, 31])  # the version's own weights, not the trainer's newer ones

@@ -11,12 +11,13 @@ from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, Unr
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
 
 V0, V1, V2 = (0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])
+LOST_AFTER_S = 5.0
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Two replicas at @0; a silent node is lost after five seconds."""
-    monkeypatch.setattr(router, "LOST_AFTER_S", 5.0)
+    monkeypatch.setattr(router, "LOST_AFTER_S", LOST_AFTER_S)
     with Run(tmp_path, replicas=2) as r:
         r.t = r.trainer()
         r.a, r.b = r.replica(r.t, 0), r.replica(r.t, 1)
@@ -35,9 +36,9 @@ def test_one_that_fails_its_verification_is_left_out_and_brought_back_alone(run)
     run.b.flip = True
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
-    assert "w1" in result["left_out"]["inference-1"] and run.b.aborted.is_set()
+    assert "w1" in result["left_out"]["inference-1"]
     assert run.a.served == [V0, V1]
-    assert "LeaveAlias" in run.b.log
+    eventually(lambda: run.b.aborted.is_set() and "LeaveAlias" in run.b.log)
     eventually(lambda: run.b.served == [V0, V1])
     assert run.a.log.count("ReceiveWeights") == 2, "it had to pause for the other's resync"
     result = run.client.run(JOB, buffers=BUFFERS)
@@ -69,7 +70,7 @@ def test_one_that_dies_before_its_commit_is_left_out(run):
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 1 and set(result["left_out"]) == {"inference-1"}
     assert run.a.served == [V0, V1]
-    assert result["seconds"]["pause"] < 4.0, "what is healthy goes on at once"
+    assert result["seconds"]["pause"] < LOST_AFTER_S, "what is healthy goes on at once"
 
 
 def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):

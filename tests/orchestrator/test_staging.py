@@ -26,7 +26,7 @@ def batch(number: int, job=SUM) -> list[bytes]:
     return [bytes([number]) * s.nbytes for s in job.tensors]
 
 
-def soon(what: Callable[[], bool], timeout_s: float = 15) -> bool:
+def soon(what: Callable[[], bool], timeout_s: float = 40) -> bool:
     deadline = time.monotonic() + timeout_s
     while not what() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -200,7 +200,7 @@ def test_nothing_goes_ahead_to_a_trainer_that_ends_with_its_job(run):
         return trainer.start()
 
     run.nodes.append(FakeLauncher(make=make, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN).start())
-    assert soon(lambda: bool(run.client.status().nodes))
+    assert soon(lambda: [n.state for n in run.client.status().nodes] == ["ready"])
     first, second = Submitted(run, SCORE, 1), Submitted(run, SCORE, 2)
     for i, job in enumerate((first, second)):
         assert soon(lambda job=job: "working" in job.phases)

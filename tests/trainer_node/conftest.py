@@ -82,7 +82,11 @@ class Ranks:
         }  # fmt: skip
         requests.write(json.dumps(request) + "\n")
         requests.flush()
-        codes = json.loads(answers.readline())["codes"]
+        answer = answers.readline()
+        if not answer:
+            self._pipes = None  # the next one starts another
+            raise RuntimeError(f"the process that forks has ended while {module} ran")
+        codes = json.loads(answer)["codes"]
         output = log.read_text()[-6000:] if log.exists() else ""
         assert codes == [0] * num_ranks, (
             f"exit codes {codes} (null: killed after {timeout_s} s, or after another failed)\n{output}"

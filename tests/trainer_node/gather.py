@@ -148,9 +148,9 @@ def check_silence(runtime: TrainerRuntime) -> None:
     """A rank that sends nothing is waited for up to the limit, and the group is of no use after that. The last check: it breaks the group."""
     manifest = Exporter(runtime).manifest()
     export = WireExport(runtime, manifest, [list(range(len(manifest.tensors)))])
-    export.start(limit=time.monotonic() + 1.0)
+    began = time.monotonic()
+    export.start(limit=began + 1.0)
     if is_root() and export._exchange.moves:
-        began = time.monotonic()
         with pytest.raises(OutOfStep, match="did not arrive"):
             export.fill(0, torch.empty(export.chunk_nbytes(0), dtype=torch.uint8))
         with pytest.raises(OutOfStep):

@@ -33,8 +33,9 @@ def single(models, torchrun, tmp_path_factory):
 
     def get(name: str) -> Path:
         if name not in done:
-            done[name] = tmp_path_factory.mktemp(f"dropout_{name}")
-            torchrun(1, "dropout", done[name], models[name], 1, 1, 1, "sequence")
+            out = tmp_path_factory.mktemp(f"dropout_{name}")
+            torchrun(1, "dropout", out, models[name], 1, 1, 1, "sequence")
+            done[name] = out
         return done[name]
 
     return get

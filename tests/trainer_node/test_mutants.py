@@ -490,6 +490,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._results = folder, dict[str, dict[str, Any]]()
+        self._requests, self._told = dict[str, bytes](), set[str]()
         self._asked, self._rest = 0, b""
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.trainer_node.mutantserver"],
@@ -502,8 +503,12 @@ class Runs:
 
     def ask(self, name: str, copy: Path, tests: list[str]) -> None:
         request = {"name": name, "folder": str(copy), "tests": tests, "log": str(self.log(name)), "timeout_s": RUN_TIMEOUT_S}
+        self._requests[name] = json.dumps(request).encode() + b"\n"
+        self._send(name)
+
+    def _send(self, name: str) -> None:
         assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
+        self._server.stdin.write(self._requests[name])
         self._server.stdin.flush()
         self._asked += 1
 
@@ -512,6 +517,10 @@ class Runs:
 
     def result(self, name: str) -> tuple[int | None, str]:
         """Pytest's exit code and output; None: it did not end."""
+        if name in self._told:  # asked for again, by the test's second run
+            self._results.pop(name)
+            self._send(name)
+        self._told.add(name)
         deadline = time.monotonic() + RUN_TIMEOUT_S + 30.0 * self._asked
         assert self._server.stdout is not None
         while name not in self._results:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -86,6 +86,7 @@ def test_a_sequence_longer_than_the_budget_goes_alone() -> None:
     assert pack([50], budget=10, dp_size=2) == [[(0,)], [()]]
 
 
+@settings(deadline=None)
 @given(LENGTHS_ST, st.integers(1, 100), st.integers(1, 5), st.integers(1, 4))
 def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, dp_size: int, least: int) -> None:
     ranks = pack(lengths, budget=budget, dp_size=dp_size, least=least)
@@ -102,6 +103,7 @@ def test_every_sequence_once_within_the_budget(lengths: list[int], budget: int, 
     assert len(ranks[0]) >= min(least, len(lengths) // dp_size)
 
 
+@settings(deadline=None)
 @given(LENGTHS_ST, st.integers(1, 100), st.integers(1, 4), st.booleans(), st.integers(1, 4))
 def test_every_token_once_in_its_place(lengths: list[int], budget: int, dp_size: int, same: bool, multiple: int) -> None:
     batch = batch_of(lengths)

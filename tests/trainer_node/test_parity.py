@@ -50,8 +50,9 @@ def single_parity(models, torchrun, tmp_path_factory):
 
     def get(model: str, cell: str) -> Path:
         if (model, cell) not in done:
-            done[model, cell] = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
-            torchrun(1, "parity", done[model, cell], models[model], 1, 1, 1, *cell.split("-"))
+            out = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
+            torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"))
+            done[model, cell] = out
         return done[model, cell]
 
     return get

@@ -147,7 +147,7 @@ def test_the_same_bits_and_the_same_refusals(name: str, ranks: int, parallel: di
         assert control.ok(ForwardBackward, buffers, **batch)[0]["pending_batches"] == 2
 
         control.urgent(Shutdown())
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def envelope(job_id: str, kind=StageBatch) -> Envelope:

@@ -53,7 +53,7 @@ class Peer:
             self._events.put(json.loads(line))
         self._events.put(None)
 
-    def wait_for(self, event: str, *, timeout_s: float = 30.0) -> dict[str, Any]:
+    def wait_for(self, event: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
         """The next event of that kind; others are skipped."""
         until = time.monotonic() + timeout_s
         while True:

@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--bucket-bytes", type=int, default=1 << 20)
     parser.add_argument("--load-s", type=float, default=0.0)
-    parser.add_argument("--join-s", type=float, default=30.0)
+    parser.add_argument("--join-s", type=float, default=120.0)
     parser.add_argument("--deadline-s", type=float, default=30.0)
     parser.add_argument("--hash", action="store_true")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """The cut must be vLLM's, to the tensor."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.protocol.messages import Manifest, TensorSpec
@@ -47,6 +47,7 @@ def test_cuts_by_hand(sizes: list[int], bucket_bytes: int, expected: list[tuple[
     assert cuts(sizes, bucket_bytes) == expected
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=40), bucket_bytes=st.integers(1, 120))
 def test_cuts_are_vllms(sizes: list[int], bucket_bytes: int) -> None:
     planned = plan_buckets(manifest_of(sizes), bucket_bytes)

@@ -58,7 +58,7 @@ def pair(start_peer: Callable[..., Any]) -> Iterator[Callable[..., tuple[Any, Tr
         peer = start_peer(
             "receive", manifest_json=manifest.model_dump_json(), rendezvous=listener.rendezvous.model_dump_json(), **options
         )
-        groups.append(listener.join(30))
+        groups.append(listener.join(120))
         peer.wait_for("joined")
         return peer, groups[-1]
 
@@ -111,7 +111,7 @@ def test_two_replicas_and_a_replica_of_two_workers(start_peer: Callable[..., Any
         )
         for which, rank in ((0, 1), (1, 1), (1, 2))
     ]
-    sender = sender_to({f"replica-{n}": ls.join(30) for n, ls in enumerate(listeners)}, manifest, 500)
+    sender = sender_to({f"replica-{n}": ls.join(120) for n, ls in enumerate(listeners)}, manifest, 500)
     try:
         sender.send(all_tensors(manifest), deadline_s=20)
         for peer in peers:
@@ -168,7 +168,7 @@ def test_sender_stopped_mid_transfer_runs_into_the_deadline(start_peer: Callable
     peer, group = join_a_sending_peer(start_peer, manifest)
     began = time.monotonic()
     with pytest.raises(TransferTimeout):
-        receive_and(peer.stop, after=5, group=group, manifest=manifest, deadline_s=4)
+        receive_and(peer.stop, after=2, group=group, manifest=manifest, deadline_s=4)
     assert 4 <= time.monotonic() - began < 4 + SOON_S
     began = time.monotonic()
     group.close()
@@ -192,7 +192,7 @@ def test_abort_from_another_thread_frees_a_receiver_of_a_stopped_sender(start_pe
     with pytest.raises(TransferAborted, match="the operator said so"):
         receive_and(strike, after=5, group=group, manifest=manifest, deadline_s=30)
     freed_after_s = time.monotonic() - aborted_at[0]
-    assert freed_after_s < 0.5, f"freed after {freed_after_s:.3f} s"
+    assert freed_after_s < SOON_S, f"freed after {freed_after_s:.3f} s"
     with pytest.raises(TransferAborted, match="the operator said so"):
         group.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1)
     group.abort("too late to matter")
@@ -252,8 +252,9 @@ def test_a_peer_lost_in_the_middle_of_a_bucket(pair: Callable[..., Any], how: st
         (peer.kill if how == "killed" else peer.stop)()
         if how == "stopped":
             time.sleep(0.5)
-            group.abort("the operator said so")
         freed_from.append(time.monotonic())
+        if how == "stopped":
+            group.abort("the operator said so")
 
     buffer_B = torch.zeros(manifest.nbytes, dtype=torch.uint8)
     threading.Timer(0.02, strike).start()
@@ -274,7 +275,7 @@ from orchestrator.errors import TransferTimeout
 from weight_transfer.groups import open_listener
 listener = open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
 print(listener.rendezvous.model_dump_json(), flush=True)
-group = listener.join(30)
+group = listener.join(120)
 pid = int(sys.stdin.readline())
 time.sleep(0.3)  # the receiver is waiting for the bucket by now
 os.kill(pid, signal.SIGSTOP)
@@ -307,7 +308,7 @@ def test_one_dead_replica_ends_the_others_too(start_peer: Callable[..., Any]) ->
         start_peer("receive", manifest_json=manifest.model_dump_json(), rendezvous=listener.rendezvous.model_dump_json())
         for listener in listeners
     ]
-    sender = sender_to({"good": listeners[0].join(30), "bad": listeners[1].join(30)}, manifest)
+    sender = sender_to({"good": listeners[0].join(120), "bad": listeners[1].join(120)}, manifest)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for n, item in enumerate(all_tensors(manifest)):
@@ -422,7 +423,7 @@ def test_a_rank_that_stands_still_while_connecting_holds_nobody(monkeypatch: pyt
         return connect(store, rank, *rest)
 
     monkeypatch.setattr(gloo_group, "_connect", stands_still)
-    ends = Join(3, deadline_s=1.0 if how == "deadline" else 30.0, wait_for=(0, 1))
+    ends = Join(3, deadline_s=5.0 if how == "deadline" else 60.0, wait_for=(0, 1))
     held.set()
     said = "in time" if how == "deadline" else "listener was closed"
     assert said in str(ends.errors[0]) and said in str(ends.errors[1]), ends.errors
@@ -454,7 +455,7 @@ class Join:
         for thread in threads:
             thread.start()
         for rank in range(world_size) if wait_for is None else wait_for:
-            threads[rank].join(15.0)
+            threads[rank].join(25.0)
             assert not threads[rank].is_alive(), f"rank {rank} is held"
 
 
@@ -504,7 +505,7 @@ one = torch.ones(1); dist.all_reduce(one); assert one.item() == 1
 dist.destroy_process_group()
 print("end of script")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.splitlines()) == (0, ["timed out", "nothing came", "end of script"]), done.stderr
 
 
@@ -512,7 +513,7 @@ def join_a_sending_peer(start_peer: Callable[..., Any], manifest: Manifest) -> t
     """A peer that sends 1 MiB buckets, 20 ms each, and this process's end of the group."""
     peer = start_peer("send", manifest_json=manifest.model_dump_json(), bucket_bytes=1 << 20, load_s=0.02)
     rendezvous = Rendezvous.model_validate_json(peer.wait_for("listening")["rendezvous"])
-    return peer, join_gloo(rendezvous, rank=1, deadline_s=30)
+    return peer, join_gloo(rendezvous, rank=1, deadline_s=120)
 
 
 def receive_and(strike: Callable[[], None], *, after: int, group: TransferGroup, manifest: Manifest, deadline_s: float) -> None:
@@ -530,7 +531,7 @@ def receive_and(strike: Callable[[], None], *, after: int, group: TransferGroup,
     try:
         receive_weights(group=group, manifest=manifest, bucket_bytes=1 << 20, device="cpu", deadline_s=deadline_s, load=load)
     except TransferError as error:
-        error.struck_at = struck_at[0]  # type: ignore[attr-defined]
+        error.struck_at = struck_at[0] if struck_at else None  # type: ignore[attr-defined]
         raise
 
 

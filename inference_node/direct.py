@@ -293,7 +293,7 @@ class DirectReceiver:
         key = (region.module, region.param)
         live = self._live[self._plan.formats[key].alias_of or key]
         assert isinstance(live, torch.Tensor)
-        return torch.as_strided(live, region.size, region.strides, live.storage_offset() + region.offset)
+        return region.view_in(live)
 
     def _lay_out_ring(self) -> list[int]:
         """Give each staged chunk its buffer; the bytes of the two."""

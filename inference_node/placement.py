@@ -49,6 +49,10 @@ class Region:
             count *= size
         return count
 
+    def view_in(self, live: torch.Tensor) -> torch.Tensor:
+        """Where the elements stand in the parameter's live tensor, which need not begin its storage."""
+        return torch.as_strided(live, self.size, self.strides, live.storage_offset() + self.offset)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamFormat:

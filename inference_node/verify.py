@@ -124,7 +124,7 @@ def _by_param(plan: PlacementPlan) -> dict[tuple[str, str], list[Region]]:
 
 
 def _as_sent(live: torch.Tensor, plan: PlacementPlan, region: Region) -> torch.Tensor:
-    view = torch.as_strided(live, region.size, region.strides, live.storage_offset() + region.offset)
+    view = region.view_in(live)
     sent = getattr(torch, plan.sent_dtypes[region.name])
     return view if view.dtype == sent else view.to(sent)
 

@@ -11,10 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +21,7 @@ import psutil
 
 from inference_node import names
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.protocol.aside import call_aside
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import ErrorCode
 
@@ -245,19 +244,12 @@ class VllmProcess:
 
     def _while_running(self, post: Callable[[], httpx.Response], action: str) -> httpx.Response:
         """The answer. A dead server's connections do not always break: one that it had not accepted waits in our listener's queue."""
-        asked: Future[httpx.Response] = Future()
-        threading.Thread(target=_fulfil, args=(asked, post), name="splice-call", daemon=True).start()
-        while not wait([asked], DEATH_POLL_S).done:
+
+        def check() -> None:
             if not self.is_running:
                 raise NodeLost(f"vLLM has ended ({action})")
-        return asked.result()
 
-
-def _fulfil(asked: Future[httpx.Response], post: Callable[[], httpx.Response]) -> None:
-    try:
-        asked.set_result(post())
-    except Exception as error:  # noqa: BLE001  - whoever waits raises it
-        asked.set_exception(error)
+        return call_aside(post, check=check, poll_s=DEATH_POLL_S, name="splice-call")
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -96,9 +96,8 @@ class ChunkSender(GroupOwner):
         self._digests = [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
         self._streams = (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)) if self._is_cuda else None
         for stream in self._streams or ():
-            self._ring_B.record_stream(
-                stream
-            )  # a send that failed may leave work queued: the memory is not given away before it is done
+            # A send that failed may leave work queued: the memory is not given away before it is done.
+            self._ring_B.record_stream(stream)
         self._busy: deque[tuple[int, list[_Use]]] = deque()
         """Chunks that have not left the ring, oldest first, and what has yet to be done with them."""
 

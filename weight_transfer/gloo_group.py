@@ -22,13 +22,14 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.protocol.aside import call_aside
 from orchestrator.protocol.messages import Rendezvous
 
 Address = tuple[str, int]
@@ -268,20 +269,14 @@ def _connect(
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [device]
     options._timeout = datetime.timedelta(seconds=max(0.0, deadline - time.monotonic()) + GLOO_GRACE_S)
-    made: Future[dist.ProcessGroup] = Future()
+    make = partial(c10d.ProcessGroupGloo, c10d.PrefixStore("gloo", store.clone()), rank, world_size, options)
 
-    def make(own_store: Store) -> None:
-        try:
-            made.set_result(c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", own_store), rank, world_size, options))
-        except Exception as error:  # noqa: BLE001  - whatever it is, the thread that waits raises it
-            made.set_exception(error)
-
-    threading.Thread(target=make, args=(store.clone(),), name="splice-gloo-connect", daemon=True).start()
-    while not wait([made], LAST_POLL_S).done:
+    def check() -> None:
         _check_on_others(store, closed)
         if time.monotonic() > deadline:
             raise TransferTimeout("not connected in time; is a peer stopped?")
-    return made.result()
+
+    return call_aside(make, check=check, poll_s=LAST_POLL_S, name="splice-gloo-connect")
 
 
 def _exchange_addresses(

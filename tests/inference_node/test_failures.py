@@ -154,14 +154,12 @@ def test_a_vllm_that_dies_before_it_takes_a_call_is_noticed_at_once(dense: Node)
     """The call then waits in the queue of the listener, which is the supervisor's and does not break; the next server must not run it."""
     version, count = ensure_published(dense), len(dense.router.ready)
     api = server_of(dense)
-    time.sleep(6.0)  # no connection is kept that long, so the call needs a new one
     api.suspend()
     request = new(m.ReceiveWeights, version=version + 1, pause_mode="keep", deadline_s=120.0)
     dense.router.send(request)
     try:
-        dense.router.wait(
-            lambda: bool(dense.router.progress.get(request.request_id)), 60.0
-        )  # "pausing": the call follows at once
+        # "pausing": the call follows at once.
+        dense.router.wait(lambda: bool(dense.router.progress.get(request.request_id)), 60.0)
         time.sleep(1.0)
     finally:
         api.kill()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,14 @@ def digests(values: list[int]) -> dict[str, object]:
     """A terminal message's tensors and buffers."""
     spec = TensorSpec(name="digests", dtype="int64", shape=(len(values),))
     return {"tensors": (spec,), "buffers": [array.array("q", values).tobytes()]}
+
+
+def soon(what: Callable[[], bool], timeout_s: float = 40) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
 
 
 class FakeNode:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Manifest, PublishJob, Ready, ResyncJob
 from orchestrator.publisher import PublicationConfig
-from tests.orchestrator.fake_nodes import MANIFEST
+from tests.orchestrator.fake_nodes import MANIFEST, soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
 
 CHANGING = Manifest(tensors=MANIFEST.tensors, changed=(1,))
@@ -72,9 +70,7 @@ def test_one_replica_started_anew_gets_everything_and_the_other_goes_on(tmp_path
         assert train(run)["sent"] == "changed"
         detail = {"workers": 1, "base_url": "http://none", "restarted": True}
         other.link.send(Ready(node_id="inference-1", detail=detail))
-        deadline = time.monotonic() + 40
-        while len(other.served) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert soon(lambda: len(other.served) >= 3)
         assert one.bases == [None, 0] and other.bases == [None, 0, None]
         assert train(run)["sent"] == "changed" and one.bases[-1] == other.bases[-1] == 1
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
 from orchestrator.client import AsyncSpliceClient
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import InitialSyncJob, OptimStepJob
+from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
 
 
@@ -41,10 +41,7 @@ def test_jobs_submitted_ahead_are_waited_for_in_any_order(run):
     second = run.client.submit(JOB, buffers=BUFFERS)
     with pytest.raises(TimeoutError, match=second):
         run.client.wait(second, timeout_s=0.5)
-    until_s = time.monotonic() + 20
-    while run.client.status().queued_jobs != 1:
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
+    assert soon(lambda: run.client.status().queued_jobs == 1)
     go.set()
     assert run.client.wait(second)["version"] == 2 and run.client.wait(first)["version"] == 1
     assert progress == list(range(len(progress))) and len(progress) > 3

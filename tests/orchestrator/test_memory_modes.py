@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from orchestrator import between_jobs
@@ -18,7 +16,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.trainer_host import TrainerLaunch, torchrun_command
-from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer
+from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
 
 FORWARD = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
@@ -65,8 +63,7 @@ def exiting(run):
 
     launcher = FakeLauncher(make=make, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN)
     run.nodes.append(launcher.start())
-    while [n.state for n in run.client.status().nodes] != ["ready"]:
-        time.sleep(0.02)
+    assert soon(lambda: [n.state for n in run.client.status().nodes] == ["ready"])
     yield run, launcher, trainers
     for trainer in trainers:
         trainer.die()
@@ -103,9 +100,7 @@ def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):
     run.client.run(InitialSyncJob())
     replica.live = [0, 0, 0]
     replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
-    deadline = time.monotonic() + 40
-    while (len(replica.served) < 2 or launcher.trainer is not None) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert soon(lambda: len(replica.served) >= 2 and launcher.trainer is None)
     assert replica.served == [(0, [10, 20, 30])] * 2 and launcher.trainer is None
 
 
@@ -116,9 +111,7 @@ def test_exit_needs_somebody_who_starts_it_again(run, monkeypatch):
         detail = {"memory": "exit"}  # noqa: RUF012
 
     run.nodes.append(Exiting(endpoint=run.endpoint, node_id="trainer", token=TOKEN).start())
-    deadline = time.monotonic() + 40
-    while not run.client.status().nodes and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert soon(lambda: bool(run.client.status().nodes))
     with pytest.raises(JobFailed, match=r"of 1 launchers.* 0 are there: start it by `splice trainer`"):
         run.client.run(FORWARD, buffers=BUFFERS[:2])
 

@@ -14,7 +14,7 @@ from orchestrator.journal import Journal
 from orchestrator.protocol.messages import InitialSyncJob, TrainMergedJob, batch_specs
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
-from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
+from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
 
 TOKEN = "t" * 32
 BATCH = batch_specs(num_sequences=1, num_tokens=2)
@@ -235,13 +235,10 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
     run.orchestrator._trainer.memory.steps = 1
     replica.live = [0, 0, 0]
     replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
-    deadline = time.monotonic() + 40
-    while len(replica.served) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert soon(lambda: len(replica.served) >= 3)
     assert replica.served[-1] == (1, [11, 21, 31])  # the version's own weights, not the trainer's newer ones
     assert replica.log.count("JoinTransferGroup") == 2
-    while trainer.log[-1] != "LoadCheckpoint" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert soon(lambda: trainer.log[-1] == "LoadCheckpoint")
     assert trainer.log.count("LoadCheckpoint") == 2  # back to where it was
 
 

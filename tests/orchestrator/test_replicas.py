@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator import router
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, Unready
+from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
 
 V0, V1, V2 = (0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])
@@ -25,21 +26,14 @@ def run(tmp_path, monkeypatch):
         yield r
 
 
-def eventually(condition, *, timeout_s=40.0):
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-
-
 def test_one_that_fails_its_verification_is_left_out_and_brought_back_alone(run):
     run.b.flip = True
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
     assert "w1" in result["left_out"]["inference-1"]
     assert run.a.served == [V0, V1]
-    eventually(lambda: run.b.aborted.is_set() and "LeaveAlias" in run.b.log)
-    eventually(lambda: run.b.served == [V0, V1])
+    assert soon(lambda: run.b.aborted.is_set() and "LeaveAlias" in run.b.log)
+    assert soon(lambda: run.b.served == [V0, V1])
     assert run.a.log.count("ReceiveWeights") == 2, "it had to pause for the other's resync"
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["left_out"] == {} and run.a.served[-1] == run.b.served[-1] == V2
@@ -60,7 +54,7 @@ def test_one_that_dies_in_the_transfer_is_left_out_and_its_successor_brought_bac
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["version"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V2
     run.b = run.replica(run.t, 1)
-    eventually(lambda: run.b.served == [V2])
+    assert soon(lambda: run.b.served == [V2])
     assert run.a.log.count("CommitUpdate") == 3
     assert run.client.run(JOB, buffers=BUFFERS)["replicas"] == ["inference-0", "inference-1"]
 
@@ -83,7 +77,7 @@ def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
     assert result["attempts"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V1
     assert {n.node_id: n.state for n in run.client.status().nodes}["inference-1"] == "connected"
     run.b.link.send(Ready(node_id="inference-1", detail={**run.b.detail, "restarted": True}))
-    eventually(lambda: run.b.served == [V0, V1])
+    assert soon(lambda: run.b.served == [V0, V1])
     assert run.a.log.count("ReceiveWeights") == 3  # @0, the broken and the repeated @1
 
 
@@ -106,6 +100,6 @@ def test_one_that_never_recovers_does_not_stop_the_others(run):
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 3 and set(result["left_out"]) == {"inference-1"} and run.a.served == [V0, V1]
     received = run.a.log.count("ReceiveWeights")
-    eventually(lambda: run.b.log.count("ReceiveWeights") >= 2 + 6)  # the job's two, and two resyncs of three attempts
+    assert soon(lambda: run.b.log.count("ReceiveWeights") >= 2 + 6)  # the job's two, and two resyncs of three attempts
     assert run.client.status().version == 1 and run.b.left_alias and run.b.served == [V0]
     assert run.a.log.count("ReceiveWeights") == received and run.a.log[-1] == "CommitUpdate"

@@ -24,7 +24,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.publication import State, after_restart
-from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer
+from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
 
 REPO = Path(__file__).resolve().parents[2]
@@ -76,10 +76,7 @@ class Killed:
         node.script[kind] = script
 
     def served(self, wanted: tuple[int, list[int]]) -> bool:
-        deadline = time.monotonic() + 60
-        while not (self.replica.served and self.replica.served[-1] == wanted) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return self.replica.served[-1] == wanted
+        return soon(lambda: self.replica.served[-1:] == [wanted], 60)
 
     def close(self) -> None:
         for _ in range(15):  # what is sent before it knows us again is dropped
@@ -120,9 +117,7 @@ def test_killed_while_idle_and_in_the_step(killed):
     killed.client.run(InitialSyncJob())
     killed.client.run(JOB, buffers=BUFFERS)
     killed.restart()
-    deadline = time.monotonic() + 60
-    while len(killed.replica.served) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert soon(lambda: len(killed.replica.served) >= 3, 60)
     assert killed.replica.served[1:] == [(1, [11, 21, 31])] * 2, "the served version is sent again"
     assert killed.client.status().version == 1
     killed.kill_in(killed.trainer, "TrainMerged")

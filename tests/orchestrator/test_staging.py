@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from orchestrator.client import SpliceClient
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.protocol.frames import decode, encode
 from orchestrator.protocol.messages import ErrorCode, ForwardBackwardJob, ForwardJob, OptimStepJob, forward_specs
-from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer
+from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, TOKEN, Run
 from tests.orchestrator.test_resume import Killed
 
@@ -24,13 +22,6 @@ SCORE = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
 def batch(number: int, job=SUM) -> list[bytes]:
     """Buffers that are told from others'."""
     return [bytes([number]) * s.nbytes for s in job.tensors]
-
-
-def soon(what: Callable[[], bool], timeout_s: float = 40) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return what()
 
 
 class Submitted:

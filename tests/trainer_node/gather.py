@@ -185,9 +185,8 @@ def main() -> None:
         check(runtime)
         check_reasons(runtime)
         check_together(Control(runtime.control_group))
-        if (
-            runtime.trains_all and device() == "cpu"
-        ):  # a silent peer leaves a kernel of NCCL behind, which only the trainer's end frees
+        # A silent peer leaves a kernel of NCCL behind, which only the trainer's end frees.
+        if runtime.trains_all and device() == "cpu":
             check_silence(runtime)
         parallel_state.destroy_model_parallel()  # the default process group stays for the next one
     runtime.close()

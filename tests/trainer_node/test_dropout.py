@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,12 @@ TOPOLOGIES = {
 @pytest.fixture(scope="module")
 def single(models, torchrun, tmp_path_factory):
     """Model name -> folder with what one rank did; made once."""
-    done: dict[str, Path] = {}
 
+    @functools.cache
     def get(name: str) -> Path:
-        if name not in done:
-            out = tmp_path_factory.mktemp(f"dropout_{name}")
-            torchrun(1, "dropout", out, models[name], 1, 1, 1, "sequence")
-            done[name] = out
-        return done[name]
+        out = tmp_path_factory.mktemp(f"dropout_{name}")
+        torchrun(1, "dropout", out, models[name], 1, 1, 1, "sequence")
+        return out
 
     return get
 

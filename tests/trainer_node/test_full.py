@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -20,17 +21,15 @@ TOPOLOGIES = {"dense_tied": ((2, (2, 1, 1)), (2, (1, 2, 1))), "moe": ((2, (1, 1,
 @pytest.fixture(scope="session")
 def chain(models, torchrun, tmp_path_factory):
     """Model name -> folders with what each topology did, the single rank's last; made once."""
-    done: dict[str, list[Path]] = {}
 
+    @functools.cache
     def get(name: str) -> list[Path]:
-        if name not in done:
-            folders: list[Path] = []
-            for ranks, sizes in (*TOPOLOGIES[name], (1, (1, 1, 1))):
-                out = tmp_path_factory.mktemp(f"full_{name}")
-                torchrun(ranks, "full", out, models[name], *sizes, *folders[-1:])
-                folders.append(out)
-            done[name] = folders
-        return done[name]
+        folders: list[Path] = []
+        for ranks, sizes in (*TOPOLOGIES[name], (1, (1, 1, 1))):
+            out = tmp_path_factory.mktemp(f"full_{name}")
+            torchrun(ranks, "full", out, models[name], *sizes, *folders[-1:])
+            folders.append(out)
+        return folders
 
     return get
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -37,14 +38,12 @@ def peft_adapters(models, tmp_path_factory):
 @pytest.fixture(scope="session")
 def single_operations(models, peft_adapters, torchrun, tmp_path_factory):
     """Model name -> folder with what one rank did; made once."""
-    done: dict[str, Path] = {}
 
+    @functools.cache
     def get(name: str) -> Path:
-        if name not in done:
-            out = tmp_path_factory.mktemp(f"operations_{name}")
-            torchrun(1, "operations", out, models[name], 1, 1, 1, peft_adapters[name])
-            done[name] = out
-        return done[name]
+        out = tmp_path_factory.mktemp(f"operations_{name}")
+        torchrun(1, "operations", out, models[name], 1, 1, 1, peft_adapters[name])
+        return out
 
     return get
 

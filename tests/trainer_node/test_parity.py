@@ -8,6 +8,7 @@ learning rate, and AdamW's division makes gradients near 0 less exact than the l
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,12 @@ LOSS_TOLERANCE, SCORE_TOLERANCE, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE = 1e-6, 5e
 @pytest.fixture(scope="session")
 def single_parity(models, torchrun, tmp_path_factory):
     """(model, cell) -> folder with what one rank did; made once."""
-    done: dict[tuple[str, str], Path] = {}
 
+    @functools.cache
     def get(model: str, cell: str) -> Path:
-        if (model, cell) not in done:
-            out = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
-            torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"))
-            done[model, cell] = out
-        return done[model, cell]
+        out = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
+        torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"))
+        return out
 
     return get
 

@@ -6,6 +6,7 @@ CPU in the same run. The errors that the fp32 matrix looks for (a sum missing, a
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,12 @@ def relative(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 @pytest.fixture(scope="session")
 def rounding(models, torchrun, single_parity, tmp_path_factory):  # noqa: F811
     """(model, cell) -> what bf16 alone changes, on one rank; made once."""
-    done: dict[tuple[str, str], dict[str, float]] = {}
 
+    @functools.cache
     def get(model: str, cell: str) -> dict[str, float]:
-        if (model, cell) not in done:
-            out = tmp_path_factory.mktemp("bf16")
-            torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"), "bfloat16")
-            done[model, cell] = distances(load(out), load(single_parity(model, cell)))
-        return done[model, cell]
+        out = tmp_path_factory.mktemp("bf16")
+        torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"), "bfloat16")
+        return distances(load(out), load(single_parity(model, cell)))
 
     return get
 

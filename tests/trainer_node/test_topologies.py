@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -28,14 +29,12 @@ TOPOLOGIES = {
 @pytest.fixture(scope="session")
 def single(models, torchrun, tmp_path_factory):
     """Model name -> folder with what one rank did; made once."""
-    done: dict[str, Path] = {}
 
+    @functools.cache
     def get(name: str) -> Path:
-        if name not in done:
-            out = tmp_path_factory.mktemp(name)
-            torchrun(1, "worker", out, models[name], 1, 1, 1)
-            done[name] = out
-        return done[name]
+        out = tmp_path_factory.mktemp(name)
+        torchrun(1, "worker", out, models[name], 1, 1, 1)
+        return out
 
     return get
 

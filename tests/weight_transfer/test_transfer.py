@@ -34,14 +34,41 @@ def sender_to(groups: dict[str, TransferGroup], manifest: Manifest, bucket_bytes
     return WeightSender(groups=groups, manifest=manifest, bucket_bytes=bucket_bytes, device="cpu")
 
 
+class Join:
+    """All ranks of a group join, each on a thread of its own; what became of them."""
+
+    def __init__(
+        self, world_size: int, *, deadline_s: float = 20.0, wait_for: tuple[int, ...] | None = None,
+        then: Callable[[TransferGroup], None] = lambda group: None,
+    ) -> None:  # fmt: skip
+        self.groups: dict[int, TransferGroup] = {}
+        self.errors: dict[int, TransferError] = {}
+        listener = listen(world_size=world_size)
+
+        def join(rank: int) -> None:
+            try:
+                if rank == 0:
+                    group = listener.join(deadline_s)
+                    then(group)
+                else:
+                    group = join_gloo(listener.rendezvous, rank=rank, deadline_s=deadline_s)
+                self.groups[rank] = group
+            except TransferError as error:
+                self.errors[rank] = error
+
+        threads = [threading.Thread(target=join, args=(r,), daemon=True) for r in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for rank in range(world_size) if wait_for is None else wait_for:
+            threads[rank].join(25.0)
+            assert not threads[rank].is_alive(), f"rank {rank} is held"
+
+
 def both_ends() -> tuple[TransferGroup, TransferGroup]:
     """A trainer's and a worker's group, joined in this process."""
-    listener, ends = listen(), {}
-    thread = threading.Thread(target=lambda: ends.update(worker=join_gloo(listener.rendezvous, rank=1, deadline_s=20)))
-    thread.start()
-    trainer = listener.join(20)
-    thread.join()
-    return trainer, ends["worker"]
+    ends = Join(2)
+    assert not ends.errors, ends.errors
+    return ends.groups[0], ends.groups[1]
 
 
 def all_tensors(manifest: Manifest, *, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -427,36 +454,6 @@ def test_a_rank_that_stands_still_while_connecting_holds_nobody(monkeypatch: pyt
     held.set()
     said = "in time" if how == "deadline" else "listener was closed"
     assert said in str(ends.errors[0]) and said in str(ends.errors[1]), ends.errors
-
-
-class Join:
-    """All ranks of a group join, each on a thread of its own; what became of them."""
-
-    def __init__(
-        self, world_size: int, *, deadline_s: float = 20.0, wait_for: tuple[int, ...] | None = None,
-        then: Callable[[TransferGroup], None] = lambda group: None,
-    ) -> None:  # fmt: skip
-        self.groups: dict[int, TransferGroup] = {}
-        self.errors: dict[int, TransferError] = {}
-        listener = listen(world_size=world_size)
-
-        def join(rank: int) -> None:
-            try:
-                if rank == 0:
-                    group = listener.join(deadline_s)
-                    then(group)
-                else:
-                    group = join_gloo(listener.rendezvous, rank=rank, deadline_s=deadline_s)
-                self.groups[rank] = group
-            except TransferError as error:
-                self.errors[rank] = error
-
-        threads = [threading.Thread(target=join, args=(r,), daemon=True) for r in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for rank in range(world_size) if wait_for is None else wait_for:
-            threads[rank].join(25.0)
-            assert not threads[rank].is_alive(), f"rank {rank} is held"
 
 
 def test_joining_a_trainer_that_is_not_there() -> None:

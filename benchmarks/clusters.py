@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -75,6 +76,21 @@ def cluster_config(
         run_dir=folder / run, name=NAME, trainer_python=Path(sys.executable), inference_python=inference_python(), trainer=trainer,
         inference=(inference,), trainer_gpus=(trainer_gpu,) if cuda else (), pause_mode=pause_mode, mode=mode,
     )  # fmt: skip
+
+
+def restart_orchestrator(cluster: Cluster, *, pause_mode: PauseMode, mode: PublicationMode) -> None:
+    """Another way of publishing for a running cluster: the orchestrator is killed and comes back with it, as after a crash; its nodes live on."""
+    node = cluster.launcher.nodes["orchestrator"]
+    argv, was = list(node.argv), node.pid
+    for flag, value in (("--pause-mode", pause_mode), ("--mode", mode)):
+        argv[argv.index(flag) + 1] = value
+    node.argv = argv
+    node.kill()
+    deadline_s = time.monotonic() + 60
+    while node.pid == was or any(n.state != "ready" for n in cluster.client.status(timeout_s=60).nodes if n.role != "client"):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the orchestrator or a node did not come back within 60 s:\n{node.log_tail()}")
+        time.sleep(0.2)
 
 
 def memory_readers(cluster: Cluster, device: str) -> dict[str, Callable[[], int]]:

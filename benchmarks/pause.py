@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ from typing import Any, cast
 from benchmarks import clusters
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import Streams, largest_gap_s, largest_gap_within_s, step_s, tokens_per_s
-from orchestrator.cluster import Cluster
+from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.preflight import read_model_config
 from orchestrator.protocol.messages import InitialSyncJob, JobSpec, PauseMode, PublicationMode, PublishJob, ResyncJob
 
@@ -79,40 +80,49 @@ class Seen:
         return [gap - pause for gap, pause in zip(self.gaps, self.pauses, strict=True)]
 
 
-def run(*, device: str, small: bool) -> list[Case]:
+def run(*, device: str, small: bool) -> Iterator[Case]:
     """Shape from SPLICE_BENCH_SHAPES (30b-a3b on cuda, tiny else); what is run from SPLICE_BENCH_PAUSE
-    (keep,keep_kv,stock,shadow), each on a server of its own, shadow on two."""
+    (keep,keep_kv,stock,shadow): the pause modes on one cluster, shadow and its peer on another, stock on a server of its own."""
     load = LOADS["small" if small else device]
     shape = "tiny" if small or device == "cpu" else os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b")
     servers = os.environ.get("SPLICE_BENCH_PAUSE", "keep,keep_kv,stock,shadow").split(",")
-    modes = [name for name in servers if name in PAUSES]
-    shadow_pause = os.environ.get("SPLICE_BENCH_SHADOW_PAUSE", "keep_kv")
-    beside: dict[PublicationMode, Seen] = {}
-    with TemporaryDirectory(prefix="splice-bench-") as folder:
-        ours = {
-            mode: _ours(shape, Path(folder), device=device, load=load, pause_mode=cast(PauseMode, mode)) for mode in modes
-        }  # fmt: skip
-        if "shadow" in servers:
-            for mode in _BESIDE:
-                beside[mode] = _ours(
-                    shape, Path(folder), device=device, load=load, pause_mode=cast(PauseMode, shadow_pause), lora="lora-attn", mode=mode,
-                    job=PublishJob(),
-                )  # fmt: skip
-        stock = _stock(Path(folder), device=device, load=load) if "stock" in servers else Seen()
+    modes = [cast(PauseMode, name) for name in servers if name in PAUSES]
     settings = {
         "streams": load.streams, "prompt_tokens": load.prompt_tokens, "max_tokens": load.max_tokens, "window_s": load.window_s,
         "verification": "on", "sent": "all tensors",
     }  # fmt: skip
-    cases = [case for mode in modes for case in _cases(f"{shape}/{mode}", ours[mode], stock, settings)]
-    if beside:
-        name = f"{shape}/lora-attn/shadow"
-        cases += _shadow_cases(name, beside["shadow"], beside["in_place"], settings | {"pause_mode": shadow_pause})
+    with TemporaryDirectory(prefix="splice-bench-") as name:
+        folder = Path(name)
+        if "shadow" in servers:
+            pause_mode = cast(PauseMode, os.environ.get("SPLICE_BENCH_SHADOW_PAUSE", "keep_kv"))
+            config = clusters.cluster_config(
+                shape,
+                folder,
+                device=device,
+                run="run-shadow",
+                lora="lora-attn",
+                pause_mode=pause_mode,
+                mode=_BESIDE[0],
+                max_num_seqs=load.streams,
+            )
+            beside = _ours(config, load, folder / "model", [(pause_mode, mode) for mode in _BESIDE], PublishJob())
+            seen = {mode: beside[pause_mode, mode] for mode in _BESIDE}
+            more = {"pause_mode": pause_mode}
+            yield from _shadow_cases(f"{shape}/lora-attn/shadow", seen["shadow"], seen["in_place"], settings | more)
+        stock = _stock(folder, shape, device=device, load=load) if "stock" in servers else Seen()
+        if not modes:
+            return
+        config = clusters.cluster_config(
+            shape, folder, device=device, run="run-pause", pause_mode=modes[0], max_num_seqs=load.streams
+        )
+        ours = _ours(config, load, folder / "model", [(mode, "in_place") for mode in modes], ResyncJob())
+    for mode in modes:
+        yield from _cases(f"{shape}/{mode}", ours[mode, "in_place"], stock, settings)
     if {"keep", "keep_kv"} <= set(modes):
-        keep, keep_kv = ours["keep"].beyond_pause, ours["keep_kv"].beyond_pause
+        keep, keep_kv = (ours[cast(PauseMode, mode), "in_place"].beyond_pause for mode in ("keep", "keep_kv"))
         samples = tuple(beyond - median(keep_kv) for beyond in keep)
         more = {"beyond_pause_s": {"keep": keep, "keep_kv": keep_kv}}
-        cases.append(Case(name=f"{shape}/keep", metric="reprefill_s", unit="s", samples=samples, settings=settings | more))
-    return cases
+        yield Case(name=f"{shape}/keep", metric="reprefill_s", unit="s", samples=samples, settings=settings | more)
 
 
 def _shadow_cases(name: str, seen: Seen, peer: Seen, settings: dict[str, Any]) -> list[Case]:
@@ -162,32 +172,33 @@ def _cases(name: str, seen: Seen, stock: Seen, settings: dict[str, Any]) -> list
 
 
 def _ours(
-    shape: str, folder: Path, *, device: str, load: Load, pause_mode: PauseMode, lora: str = "lora-all",
-    mode: PublicationMode = "in_place", job: JobSpec | None = None,
-) -> Seen:  # fmt: skip
-    config = clusters.cluster_config(
-        shape, folder, device=device, run=f"run-{lora}-{mode}-{pause_mode}", lora=lora, pause_mode=pause_mode, mode=mode,
-        max_num_seqs=load.streams,
-    )  # fmt: skip
-    job = job or ResyncJob()
-    results: list[dict[str, Any]] = []
+    config: ClusterConfig, load: Load, model: Path, ways: Sequence[tuple[PauseMode, PublicationMode]], job: JobSpec
+) -> dict[tuple[PauseMode, PublicationMode], Seen]:
+    """One cluster, published to in each of the ways; the first one is the config's."""
+    found = {}
     with Cluster(config) as cluster:
         cluster.client.run(InitialSyncJob())
-        cluster.client.run(job)  # the first one in a layout pays for making its tables
+        for way in ways:
+            if way != ways[0]:
+                clusters.restart_orchestrator(cluster, pause_mode=way[0], mode=way[1])
+            cluster.client.run(job)  # the first one in a layout pays for making its tables
+            results: list[dict[str, Any]] = []
 
-        def publish() -> float:
-            results.append(cluster.client.run(job))
-            return float(results[-1]["seconds"]["pause"])
+            def publish(results: list[dict[str, Any]] = results) -> float:
+                results.append(cluster.client.run(job))
+                return float(results[-1]["seconds"]["pause"])
 
-        seen = _measure(cluster.base_urls[0], clusters.NAME, folder / "model", load, publish)
-    seen.results = results
-    return seen
+            found[way] = _measure(cluster.base_urls[0], clusters.NAME, model, load, publish)
+            found[way].results = results
+    return found
 
 
-def _stock(folder: Path, *, device: str, load: Load) -> Seen:
+def _stock(folder: Path, shape: str, *, device: str, load: Load) -> Seen:
     from benchmarks.stock import StockServer
 
     _, gpu = clusters.gpus()
+    if not (folder / "model").exists():
+        clusters.make_model(shape, folder / "model")
     with StockServer(
         python=inference_python(), model=folder / "model", gpu=gpu, log=folder / "stock.log", device=device,
         max_model_len=8192 if device == "cuda" else 512, more=("--max-num-seqs", str(load.streams)),

@@ -1,5 +1,7 @@
 """Every GPU test and benchmark, one command: tasks are put on free GPUs in their order, each within a time limit, whatever becomes of the others.
 
+Tests share GPUs with each other (their models are tiny and most of their time is imports); a benchmark has its GPUs for itself.
+
     python -m benchmarks suite --gpus 0,1,2,3 --out DIR [--only sync,train] [--limit-s 3000]
 
 DIR gets NAME.log of every task and NAME.json of every benchmark. A task that outlives its limit, or the whole suite's, is ended with all its
@@ -23,6 +25,7 @@ from orchestrator.launch import NodeProcess
 
 POLL_S = 0.2
 TERM_GRACE_S = 5.0
+BESIDE_AT_ONCE = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class Task:
     env: Mapping[str, str] = field(default_factory=dict)
     by_number: bool = False
     """Its processes choose among all GPUs by number (a cluster does); else it sees its own only."""
+    beside: bool = False
+    """It takes little of a GPU and measures no time: it shares its GPUs with others of the kind."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +61,9 @@ class Outcome:
         return "over its limit" if self.code is None else ("ok" if self.code == 0 else f"exit code {self.code}")
 
 
-def _test(name: str, gpus: int, paths: str, limit_s: float, *, python: str = "{python}", by_number: bool = False) -> Task:
-    return Task(name=name, gpus=gpus, limit_s=limit_s, command=f"{python} -m pytest -m gpu{gpus} {paths}", by_number=by_number)
+def _test(name: str, gpus: int, what: str, limit_s: float, *, python: str = "{python}", by_number: bool = False) -> Task:
+    command = f"{python} -m pytest -m gpu{gpus} {what}"
+    return Task(name=name, gpus=gpus, limit_s=limit_s, command=command, by_number=by_number, beside=True)
 
 
 def _bench(name: str, benchmark: str, gpus: int, limit_s: float, *, by_number: bool = False, **env: str) -> Task:
@@ -75,20 +81,22 @@ SMOKE = (
 )
 LARGE = "{python} -m trainer_node.make_checkpoint --arch qwen3_moe --shape qwen3-30b-a3b --config-only --out {out}.model"
 TASKS = (
-    _test("tests-gpu2-trainer", 2, "tests/trainer_node", 600),
-    _test("tests-gpu2-transfer", 2, "tests/weight_transfer/test_gpu.py", 200),
-    _test("tests-gpu2-graphs", 2, "tests/e2e/test_cuda_graphs.py", 600, by_number=True),
-    _test("tests-gpu1-trainer", 1, "tests/trainer_node tests/weight_transfer", 300),
-    _test("tests-gpu1-inference", 1, "tests/inference_node/test_direct.py tests/inference_node/test_parts.py", 200, python="{inference_python}"),
+    _test("tests-gpu2-graphs-in-place", 2, "tests/e2e/test_cuda_graphs.py -k in_place", 260, by_number=True),
+    _test("tests-gpu2-graphs-shadow", 2, "tests/e2e/test_cuda_graphs.py -k shadow", 260, by_number=True),
+    _test("tests-gpu2-parity-dense", 2, "tests/trainer_node/test_parity_bf16.py -k dense", 260),
+    _test("tests-gpu2-parity-moe", 2, "tests/trainer_node/test_parity_bf16.py -k moe", 260),
+    _test("tests-gpu2-gather", 2, "tests/trainer_node/test_gather.py", 260),
+    _test("tests-gpu2-transfer", 2, "tests/weight_transfer/test_gpu.py", 260),
+    _test("tests-gpu1-trainer", 1, "tests/trainer_node tests/weight_transfer", 260),
+    _test("tests-gpu1-inference", 1, "tests/inference_node/test_direct.py tests/inference_node/test_parts.py", 260, python="{inference_python}"),
     _test("tests-gpu4", 4, "tests/trainer_node/test_parity_bf16.py", 400),
     Task(name="smoke-tiny-moe", gpus=2, limit_s=400, command=SMOKE, by_number=True),
     Task(
         name="smoke-30b-a3b", gpus=2, limit_s=400, by_number=True,
         command=f"sh -c '{LARGE} && {SMOKE} --model {{out}}.model --random-init --no-proof'",
     ),
-    _cluster("sync-30b-a3b-lora-all", "sync", 400, SPLICE_BENCH_SYNC="30b-a3b/lora-all"),
-    _cluster("sync-30b-a3b-lora-attn", "sync", 400, SPLICE_BENCH_SYNC="30b-a3b/lora-attn"),
-    _cluster("sync-8b-lora-all", "sync", 300, SPLICE_BENCH_SYNC="8b/lora-all"),
+    _cluster("sync-30b-a3b", "sync", 600, SPLICE_BENCH_SYNC="30b-a3b/lora-all,30b-a3b/lora-attn"),
+    _cluster("sync-8b", "sync", 300, SPLICE_BENCH_SYNC="8b/lora-all"),
     _cluster("pause-shadow", "pause", 500, SPLICE_BENCH_PAUSE="shadow"),
     _cluster("pause-30b-a3b", "pause", 600, SPLICE_BENCH_PAUSE="keep,keep_kv,stock"),
     _bench("train-8b", "train", 1, 300, SPLICE_BENCH_SHAPES="8b"),
@@ -110,18 +118,16 @@ def run_all(tasks: Sequence[Task], *, gpus: Sequence[int], out: Path, limit_s: f
     outcomes = [Outcome(task=t) for t in tasks]
     waiting = [o for o in outcomes if o.task.gpus <= len(gpus)]
     running: list[Outcome] = []
-    free, until_s = set(gpus), time.monotonic() + limit_s
+    until_s = time.monotonic() + limit_s
     try:
         while running or (waiting and time.monotonic() < until_s):
             for outcome in [o for o in running if _has_ended(o, until_s)]:
                 running.remove(outcome)
-                free |= set(outcome.gpus)
                 console.print(f"{outcome.task.name}: {outcome.said()} after {outcome.seconds:.0f} s")
             # In their order: one that wants four GPUs is not passed by later ones for ever.
-            while waiting and len(free) >= waiting[0].task.gpus and time.monotonic() < until_s:
+            while waiting and time.monotonic() < until_s and (place := _place(waiting[0].task, running, gpus)):
                 outcome = waiting.pop(0)
-                _start(outcome, tuple(sorted(free)[: outcome.task.gpus]), out)
-                free -= set(outcome.gpus)
+                _start(outcome, place, out)
                 running.append(outcome)
             time.sleep(POLL_S)
     finally:
@@ -129,6 +135,16 @@ def run_all(tasks: Sequence[Task], *, gpus: Sequence[int], out: Path, limit_s: f
             if outcome.node is not None:
                 outcome.node.stop(grace_s=TERM_GRACE_S)
     return outcomes
+
+
+def _place(task: Task, running: Sequence[Outcome], gpus: Sequence[int]) -> tuple[int, ...]:
+    """Where the task can run now: GPUs without another task, or with few that share theirs as it does. Empty: nowhere."""
+    held = {gpu: [o.task for o in running if gpu in o.gpus] for gpu in gpus}
+    fit = [g for g in gpus if not held[g] or (task.beside and all(other.beside for other in held[g]))]
+    fit.sort(key=lambda gpu: len(held[gpu]))
+    if len(fit) < task.gpus or len(running) >= BESIDE_AT_ONCE:
+        return ()
+    return tuple(sorted(fit[: task.gpus]))
 
 
 def _start(outcome: Outcome, gpus: tuple[int, ...], out: Path) -> None:

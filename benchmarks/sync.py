@@ -5,7 +5,8 @@
                                        (`settings["sent"]` and `bytes_sent` say so)
     SHAPE/lora-attn/1to1-all-tensors   `Resync`
 
-The peer sends the same tensors: all of them, or where ours sent the changed ones those that have an adapter.
+The peer sends the same tensors: all of them, or where ours sent the changed ones those that have an adapter. It is measured once for both LoRAs of a
+shape.
 `pause_to_resume_s` is the largest gap between tokens of the running stream: from the last token before the pause to the first one after the
 resume, so re-prefill and verification are inside. Ours exports, merges and verifies; the peer only sends random bytes and checks nothing.
 Memory is watched during the first two publications, which are not timed.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,52 +53,62 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     usual = ("tiny/lora-attn",) if small else ("tiny/lora-all", "tiny/lora-attn") if device == "cpu" else PLANS
     plans = usual if small else os.environ.get("SPLICE_BENCH_SYNC", ",".join(usual)).split(",")
     samples = int(os.environ.get("SPLICE_BENCH_SAMPLES", "3" if small else "7"))
-    for plan in plans:
-        shape, lora = plan.split("/")
+    for shape in dict.fromkeys(plan.partition("/")[0] for plan in plans):
         with TemporaryDirectory(prefix="splice-bench-") as folder:
-            yield from _plan(shape, lora, Path(folder), device=device, samples=samples)
+            loras = [plan.partition("/")[2] for plan in plans if plan.startswith(f"{shape}/")]
+            yield from _shape(shape, loras, Path(folder), device=device, samples=samples)
 
 
-def _plan(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> list[Case]:
+def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, samples: int) -> Iterator[Case]:
+    """Ours for each kind of LoRA in a cluster of its own, then all of the peer's on one server."""
+    ours = {lora: _ours(shape, lora, folder, device=device, samples=samples) for lora in loras}
+    wanted = {
+        (lora, kind): seen.results[-1].get("sent") == "changed" for lora, one in ours.items() for kind, seen in one.seen.items()
+    }  # fmt: skip
+    stock = _stock(shape, folder, samples=samples, only_changed=wanted) if device == "cuda" else {}
+    for lora, one in ours.items():
+        for kind, seen in one.seen.items():
+            yield from _cases(f"{shape}/{lora}/1to1{kind}", lora, seen, stock.get((lora, kind)), one.layout)
+        for side, peak in one.peaks.items():
+            yield Case(
+                name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
+                settings={"measured": clusters.MEMORY_SETTINGS[device], "before_bytes": peak.before, "trainer_said": one.memory_lines},
+            )  # fmt: skip
+
+
+def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, layout: str) -> list[Case]:
+    last = seen.results[-1]
+    settings = {
+        "bytes_sent": last["bytes_sent"], "num_tensors": last["num_tensors"], "sent": last.get("sent", "full"),
+        "lora_rank": clusters.RANK, "lora_targets": clusters.TARGETS[lora], "verification": "on", "unverified": last["unverified"],
+        "layout": layout, "phases": seen.phases, "peer_phases": peer.phases if peer else [],
+    }  # fmt: skip
+    return [
+        Case(
+            name=name, metric="pause_to_resume_s", unit="s", samples=tuple(seen.gaps), peer="stock nccl" if peer else None,
+            peer_samples=tuple(peer.gaps) if peer else (), settings=settings,
+        ),
+        Case(name=name, metric="pause_s", unit="s", samples=tuple(p["pause"] for p in seen.phases)),
+        Case(name=name, metric="verify_s", unit="s", samples=tuple(p["verify"] for p in seen.phases)),
+    ]  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Ours:
+    """What one cluster showed: ways of publishing by the end of their case's name, memory by side, what its logs say of both."""
+
+    seen: dict[str, Seen]
+    peaks: dict[str, memory.Peak]
+    layout: str
+    memory_lines: list[str]
+
+
+def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> Ours:
     # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob` would first save gigabytes of adapters.
     jobs: dict[str, JobSpec] = (
         {"": ResyncJob()} if lora == "lora-all" else {"": PublishJob(), "-all-tensors": ResyncJob()}
     )  # fmt: skip
-    seen, peaks, layout = _ours(shape, lora, folder, device=device, samples=samples, jobs=jobs)
-    for kind, one in seen.items():
-        print(f"{shape}/{lora}/1to1{kind}: pause to resume {[round(gap, 4) for gap in one.gaps]} s", flush=True)
-    only_changed = {kind: one.results[-1].get("sent") == "changed" for kind, one in seen.items()}
-    stock = _stock(shape, lora, folder, samples=samples, only_changed=only_changed) if device == "cuda" else {}
-    cases = []
-    for kind, one in seen.items():
-        name, last = f"{shape}/{lora}/1to1{kind}", one.results[-1]
-        peer = stock.get(kind)
-        settings = {
-            "bytes_sent": last["bytes_sent"], "num_tensors": last["num_tensors"], "sent": last.get("sent", "full"),
-            "lora_rank": clusters.RANK, "lora_targets": clusters.TARGETS[lora], "verification": "on", "unverified": last["unverified"],
-            "layout": layout, "phases": one.phases, "peer_phases": peer.phases if peer else [],
-        }  # fmt: skip
-        cases += [
-            Case(
-                name=name, metric="pause_to_resume_s", unit="s", samples=tuple(one.gaps), peer="stock nccl" if peer else None,
-                peer_samples=tuple(peer.gaps) if peer else (), settings=settings,
-            ),
-            Case(name=name, metric="pause_s", unit="s", samples=tuple(p["pause"] for p in one.phases)),
-            Case(name=name, metric="verify_s", unit="s", samples=tuple(p["verify"] for p in one.phases)),
-        ]  # fmt: skip
-    return cases + [
-        Case(
-            name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
-            settings={"measured": clusters.MEMORY_SETTINGS[device], "before_bytes": peak.before},
-        )
-        for side, peak in peaks.items()
-    ]  # fmt: skip
-
-
-def _ours(
-    shape: str, lora: str, folder: Path, *, device: str, samples: int, jobs: dict[str, JobSpec]
-) -> tuple[dict[str, Seen], dict[str, memory.Peak], str]:
-    config = clusters.cluster_config(shape, folder, device=device, lora=lora)
+    config = clusters.cluster_config(shape, folder, device=device, run=f"run-{lora}", lora=lora)
     seen: dict[str, Seen] = {}
     with Cluster(config) as cluster:
         with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
@@ -109,33 +120,48 @@ def _ours(
             cluster.client.run(job)
             with TokenStream(base_url=url, model=clusters.NAME, max_tokens=tokens) as stream:
                 seen[kind] = _sampled(stream, samples, lambda job=job: cluster.client.run(job))  # type: ignore[misc]
-    log = (config.run_dir / "logs/orchestrator.log").read_text()
-    return seen, peaks, next((line.split("layout: ")[1] for line in log.splitlines() if "layout: " in line), "")
+            print(f"{shape}/{lora}/1to1{kind}: pause to resume {[round(gap, 4) for gap in seen[kind].gaps]} s", flush=True)
+
+    def said(log: str, after: str) -> list[str]:
+        lines = (config.run_dir / "logs" / log).read_text().splitlines()
+        return [line.partition(after)[2] for line in lines if after in line]
+
+    return Ours(
+        seen=seen, peaks=peaks, layout=next(iter(said("orchestrator.log", "layout: ")), ""),
+        memory_lines=said("trainer.log", "bytes on the GPU: ")[:3],
+    )  # fmt: skip
 
 
-def _stock(shape: str, lora: str, folder: Path, *, samples: int, only_changed: dict[str, bool]) -> dict[str, Seen]:
+def _stock(
+    shape: str, folder: Path, *, samples: int, only_changed: Mapping[tuple[str, str], bool]
+) -> dict[tuple[str, str], Seen]:
+    """The peer under each of the keys (LoRA, end of the case's name): all tensors, which is measured once, or those with an adapter."""
     from benchmarks.stock import StockSender, StockServer
     from trainer_node.make_checkpoint import REAL_SHAPES, tensor_shapes
 
     shapes = tensor_shapes(REAL_SHAPES[clusters.SHAPES[shape][1]])
     everything = tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
-    changed = tuple(t for t in everything if t.name.split(".")[-2] in clusters.TARGETS[lora])
+
+    def tensors(key: tuple[str, str]) -> tuple[TensorSpec, ...]:
+        with_adapter = clusters.TARGETS[key[0]]
+        return tuple(t for t in everything if t.name.split(".")[-2] in with_adapter) if only_changed[key] else everything
+
     trainer_gpu, inference_gpu = clusters.gpus()
-    seen = {}
+    seen: dict[tuple[TensorSpec, ...], Seen] = {}
     with StockServer(
         python=inference_python(), model=folder / "model", gpu=inference_gpu, log=folder / "stock.log"
     ) as server:  # fmt: skip
         warm_prefill(server.base_url, "stock", longest=LONGEST)
         sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")
         try:
-            for kind, is_part in only_changed.items():
-                sender.use(Manifest(tensors=changed if is_part else everything))
+            for sent in dict.fromkeys(map(tensors, only_changed)):
+                sender.use(Manifest(tensors=sent))
                 sender.publish()
                 with TokenStream(base_url=server.base_url, model="stock", max_tokens=LONGEST) as stream:
-                    seen[kind] = _sampled(stream, samples, lambda: {"seconds": sender.publish()})
+                    seen[sent] = _sampled(stream, samples, lambda: {"seconds": sender.publish()})
         finally:
             sender.close()
-    return seen
+    return {key: seen[tensors(key)] for key in only_changed}
 
 
 def _sampled(stream: TokenStream, samples: int, publish: Any) -> Seen:

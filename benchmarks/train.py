@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -58,28 +58,35 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
             for kind in ("rl",) if small else os.environ.get("SPLICE_BENCH_KINDS", "rl,sft").split(","):
                 if not topologies:
                     yield from _cases(f"{shape}/lora-{kind}/1", model, kind=kind, device=device, steps=steps, tokens=tokens)
-                for topology in topologies:
-                    yield _scaling(
-                        f"{shape}/lora-{kind}", topology, model, kind=kind, device=device, steps=steps, tokens=tokens
-                    )  # fmt: skip
+                if topologies:
+                    yield from _scaling(
+                        f"{shape}/lora-{kind}", topologies, model, kind=kind, device=device, steps=steps, tokens=tokens
+                    )
 
 
-def _scaling(name: str, topology: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> Case:
+def _scaling(
+    name: str, topologies: Sequence[str], model: Path, *, kind: str, device: str, steps: int, tokens: int
+) -> Iterator[Case]:
     """Tokens per second of N ranks beside one, which has an Nth of the tokens."""
-    ranks, sizes = TOPOLOGIES[topology]
-    run = partial(_worker, "splice", model, kind=kind, device=device, steps=steps)
-    many, one = run(tokens=ranks * tokens, ranks=ranks, sizes=sizes), run(tokens=tokens)
-    for result in (many, one):
+
+    def measured(what: str, tokens: int, **more: Any) -> dict[str, Any]:
+        result = _worker("splice", model, kind=kind, device=device, steps=steps, tokens=tokens, **more)
         if "error" in result:
-            raise RuntimeError(f"{name}/{topology}: {result['error']}")
-    settings = {k: v for k, v in many.items() if k != "seconds"} | {
-        "ranks": ranks,
-        "one_rank": {k: v for k, v in one.items() if k != "seconds"},
-    }
-    return Case(
-        name=f"{name}/{topology}", metric="tokens_per_s", unit="tokens/s", samples=tuple(many["tokens"] / s for s in many["seconds"]),
-        peer="one rank", peer_samples=tuple(one["tokens"] / s for s in one["seconds"]), settings=settings,
-    )  # fmt: skip
+            raise RuntimeError(f"{name}/{what}: {result['error']}")
+        return result
+
+    one = measured("1", tokens)
+    for topology in topologies:
+        ranks, sizes = TOPOLOGIES[topology]
+        many = measured(topology, ranks * tokens, ranks=ranks, sizes=sizes)
+        settings = {k: v for k, v in many.items() if k != "seconds"} | {
+            "ranks": ranks,
+            "one_rank": {k: v for k, v in one.items() if k != "seconds"},
+        }
+        yield Case(
+            name=f"{name}/{topology}", metric="tokens_per_s", unit="tokens/s", samples=tuple(many["tokens"] / s for s in many["seconds"]),
+            peer="one rank", peer_samples=tuple(one["tokens"] / s for s in one["seconds"]), settings=settings,
+        )  # fmt: skip
 
 
 def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> list[Case]:

@@ -161,6 +161,19 @@ def test_the_suite_puts_tasks_on_free_gpus_and_ends_what_is_late(tmp_path):
     assert not [p for p in psutil.process_iter(["cmdline"]) if sleeps in " ".join(p.info["cmdline"] or ())]
 
 
+def test_the_suite_runs_small_tasks_beside_each_other_and_large_ones_alone(tmp_path):
+    def task(name, gpus, **more):
+        stamp = "import time; print(time.monotonic()); time.sleep(1.0); print(time.monotonic())"
+        return Task(name=name, gpus=gpus, limit_s=20.0, command=f"{{python}} -c '{stamp}'", **more)
+
+    tasks = [task("a", 2, beside=True), task("b", 2, beside=True), task("c", 1, beside=True), task("alone", 1)]
+    outcomes = run_all(tasks, gpus=[0, 1], out=tmp_path, limit_s=60.0, console=Console(file=StringIO()))
+    assert [o.said() for o in outcomes] == ["ok"] * 4
+    times = {t.name: [float(word) for word in (tmp_path / f"{t.name}.log").read_text().split()] for t in tasks}
+    assert max(times[name][0] for name in "abc") < min(times[name][1] for name in "abc"), times
+    assert times["alone"][0] > min(times[name][1] for name in "abc"), times
+
+
 def test_the_suites_commands_can_be_read():
     names = [task.name for task in TASKS]
     assert len(set(names)) == len(names)

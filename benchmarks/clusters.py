@@ -41,6 +41,11 @@ def gpus() -> tuple[int, int]:
     return int(trainer), int(inference)
 
 
+def is_eager(device: str) -> bool:
+    """Whether vLLM runs without compiling and CUDA graphs: on a CPU, and with SPLICE_BENCH_EAGER=1; its own default is with both."""
+    return device == "cpu" or os.environ.get("SPLICE_BENCH_EAGER", "0") == "1"
+
+
 def cluster_config(
     shape: str,
     folder: Path,
@@ -70,7 +75,7 @@ def cluster_config(
     )  # fmt: skip
     inference = InferenceConfig(
         model=model, name=NAME, device="cuda" if cuda else "cpu", dtype=dtype, load_format="dummy", gpus=(inference_gpu,) if cuda else (),
-        transport=transport, max_model_len=max_model_len or (8192 if cuda else 512), max_num_seqs=max_num_seqs,
+        transport=transport, max_model_len=max_model_len or (8192 if cuda else 512), max_num_seqs=max_num_seqs, enforce_eager=is_eager(device),
     )  # fmt: skip
     return ClusterConfig(
         run_dir=folder / run, name=NAME, trainer_python=Path(sys.executable), inference_python=inference_python(), trainer=trainer,

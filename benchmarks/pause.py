@@ -89,7 +89,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     modes = [cast(PauseMode, name) for name in servers if name in PAUSES]
     settings = {
         "streams": load.streams, "prompt_tokens": load.prompt_tokens, "max_tokens": load.max_tokens, "window_s": load.window_s,
-        "verification": "on", "sent": "all tensors",
+        "verification": "on", "sent": "all tensors", "eager": clusters.is_eager(device),
     }  # fmt: skip
     with TemporaryDirectory(prefix="splice-bench-") as name:
         folder = Path(name)
@@ -201,7 +201,7 @@ def _stock(folder: Path, shape: str, *, device: str, load: Load) -> Seen:
         clusters.make_model(shape, folder / "model")
     with StockServer(
         python=inference_python(), model=folder / "model", gpu=gpu, log=folder / "stock.log", device=device,
-        max_model_len=8192 if device == "cuda" else 512, more=("--max-num-seqs", str(load.streams)),
+        max_model_len=8192 if device == "cuda" else 512, more=("--max-num-seqs", str(load.streams)), eager=clusters.is_eager(device),
     ) as server:  # fmt: skip
 
         def pause() -> float:

@@ -44,6 +44,7 @@ class StockServer:
         max_model_len: int = 8192,
         more: Sequence[str] = (),
         device: str = "cuda",
+        eager: bool = False,
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -51,7 +52,7 @@ class StockServer:
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._argv = [
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "stock",
-            "--load-format", "dummy", "--port", str(self.port), "--max-model-len", str(max_model_len), "--enforce-eager", *more,
+            "--load-format", "dummy", "--port", str(self.port), "--max-model-len", str(max_model_len), *(["--enforce-eager"] if eager else []), *more,
         ]  # fmt: skip
         self._env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
         if device == "cuda":

@@ -83,8 +83,10 @@ LARGE = "{python} -m trainer_node.make_checkpoint --arch qwen3_moe --shape qwen3
 TASKS = (
     _test("tests-gpu2-graphs-in-place", 2, "tests/e2e/test_cuda_graphs.py -k in_place", 260, by_number=True),
     _test("tests-gpu2-graphs-shadow", 2, "tests/e2e/test_cuda_graphs.py -k shadow", 260, by_number=True),
-    _test("tests-gpu2-parity-dense", 2, "tests/trainer_node/test_parity_bf16.py -k dense", 260),
-    _test("tests-gpu2-parity-moe", 2, "tests/trainer_node/test_parity_bf16.py -k moe", 260),
+    *(
+        _test(f"tests-gpu2-parity-{cell}", 2, f"tests/trainer_node/test_parity_bf16.py -k {cell}", 260)
+        for cell in ("dense_tied-tp2", "dense_untied-dp2", "dense_tied-cp2", "moe-tp2ep2", "moe-tp2-etp2")
+    ),
     _test("tests-gpu2-gather", 2, "tests/trainer_node/test_gather.py", 260),
     _test("tests-gpu2-transfer", 2, "tests/weight_transfer/test_gpu.py", 260),
     _test("tests-gpu1-trainer", 1, "tests/trainer_node tests/weight_transfer", 260),

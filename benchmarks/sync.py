@@ -60,15 +60,15 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
 
 
 def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, samples: int) -> Iterator[Case]:
-    """Ours for each kind of LoRA in a cluster of its own, then all of the peer's on one server."""
-    ours = {lora: _ours(shape, lora, folder, device=device, samples=samples) for lora in loras}
-    wanted = {
-        (lora, kind): seen.results[-1].get("sent") == "changed" for lora, one in ours.items() for kind, seen in one.seen.items()
-    }  # fmt: skip
-    stock = _stock(shape, folder, samples=samples, only_changed=wanted) if device == "cuda" else {}
-    for lora, one in ours.items():
+    """All of the peer's on one server, then ours for each kind of LoRA in a cluster of its own."""
+    wanted = dict.fromkeys(_sent(lora, job) for lora in loras for job in _jobs(lora).values())
+    stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted)) if device == "cuda" else {}
+    for lora in loras:
+        one = _ours(shape, lora, folder, device=device, samples=samples)
+        more = {"layout": one.layout, "eager": clusters.is_eager(device)}
         for kind, seen in one.seen.items():
-            yield from _cases(f"{shape}/{lora}/1to1{kind}", lora, seen, stock.get((lora, kind)), one.layout)
+            sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
+            yield from _cases(f"{shape}/{lora}/1to1{kind}", lora, seen, stock.get(sent), more)
         for side, peak in one.peaks.items():
             yield Case(
                 name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
@@ -76,12 +76,23 @@ def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, sampl
             )  # fmt: skip
 
 
-def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, layout: str) -> list[Case]:
+def _jobs(lora: str) -> dict[str, JobSpec]:
+    """What is measured, by the end of the case's name."""
+    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob` would first save gigabytes of adapters.
+    return {"": ResyncJob()} if lora == "lora-all" else {"": PublishJob(), "-all-tensors": ResyncJob()}
+
+
+def _sent(lora: str, job: JobSpec) -> tuple[str, ...]:
+    """The linears whose weights such a job ought to bring; (): all tensors."""
+    return clusters.TARGETS[lora] if isinstance(job, PublishJob) else ()
+
+
+def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, more: Mapping[str, Any]) -> list[Case]:
     last = seen.results[-1]
     settings = {
         "bytes_sent": last["bytes_sent"], "num_tensors": last["num_tensors"], "sent": last.get("sent", "full"),
         "lora_rank": clusters.RANK, "lora_targets": clusters.TARGETS[lora], "verification": "on", "unverified": last["unverified"],
-        "layout": layout, "phases": seen.phases, "peer_phases": peer.phases if peer else [],
+        "phases": seen.phases, "peer_phases": peer.phases if peer else [], **more,
     }  # fmt: skip
     return [
         Case(
@@ -104,10 +115,6 @@ class Ours:
 
 
 def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> Ours:
-    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob` would first save gigabytes of adapters.
-    jobs: dict[str, JobSpec] = (
-        {"": ResyncJob()} if lora == "lora-all" else {"": PublishJob(), "-all-tensors": ResyncJob()}
-    )  # fmt: skip
     config = clusters.cluster_config(shape, folder, device=device, run=f"run-{lora}", lora=lora)
     seen: dict[str, Seen] = {}
     with Cluster(config) as cluster:
@@ -116,7 +123,7 @@ def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> 
             cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
         url, tokens = cluster.base_urls[0], LONGEST if device == "cuda" else 400
         warm_prefill(url, clusters.NAME, longest=tokens)
-        for kind, job in jobs.items():
+        for kind, job in _jobs(lora).items():
             cluster.client.run(job)
             with TokenStream(base_url=url, model=clusters.NAME, max_tokens=tokens) as stream:
                 seen[kind] = _sampled(stream, samples, lambda job=job: cluster.client.run(job))  # type: ignore[misc]
@@ -132,36 +139,36 @@ def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> 
     )  # fmt: skip
 
 
-def _stock(
-    shape: str, folder: Path, *, samples: int, only_changed: Mapping[tuple[str, str], bool]
-) -> dict[tuple[str, str], Seen]:
-    """The peer under each of the keys (LoRA, end of the case's name): all tensors, which is measured once, or those with an adapter."""
+def _stock(shape: str, folder: Path, *, samples: int, wanted: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Seen]:
+    """The peer, sending the weights of each of these sets of linears; (): all tensors."""
     from benchmarks.stock import StockSender, StockServer
     from trainer_node.make_checkpoint import REAL_SHAPES, tensor_shapes
 
     shapes = tensor_shapes(REAL_SHAPES[clusters.SHAPES[shape][1]])
     everything = tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
-
-    def tensors(key: tuple[str, str]) -> tuple[TensorSpec, ...]:
-        with_adapter = clusters.TARGETS[key[0]]
-        return tuple(t for t in everything if t.name.split(".")[-2] in with_adapter) if only_changed[key] else everything
-
+    if not (folder / "model").exists():
+        clusters.make_model(shape, folder / "model")
     trainer_gpu, inference_gpu = clusters.gpus()
-    seen: dict[tuple[TensorSpec, ...], Seen] = {}
+    seen: dict[tuple[str, ...], Seen] = {}
     with StockServer(
-        python=inference_python(), model=folder / "model", gpu=inference_gpu, log=folder / "stock.log"
+        python=inference_python(), model=folder / "model", gpu=inference_gpu, log=folder / "stock.log",
+        more=("--max-num-seqs", "64"), eager=clusters.is_eager("cuda"),
     ) as server:  # fmt: skip
         warm_prefill(server.base_url, "stock", longest=LONGEST)
         sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")
         try:
-            for sent in dict.fromkeys(map(tensors, only_changed)):
-                sender.use(Manifest(tensors=sent))
+            for linears in wanted:
+                changed = tuple(t for t in everything if t.name.split(".")[-2] in linears)
+                sender.use(Manifest(tensors=changed or everything))
                 sender.publish()
                 with TokenStream(base_url=server.base_url, model="stock", max_tokens=LONGEST) as stream:
-                    seen[sent] = _sampled(stream, samples, lambda: {"seconds": sender.publish()})
+                    seen[linears] = _sampled(stream, samples, lambda: {"seconds": sender.publish()})
+                print(
+                    f"stock {shape} {linears or 'all tensors'}: {[round(gap, 4) for gap in seen[linears].gaps]} s", flush=True
+                )
         finally:
             sender.close()
-    return {key: seen[tensors(key)] for key in only_changed}
+    return seen
 
 
 def _sampled(stream: TokenStream, samples: int, publish: Any) -> Seen:

@@ -1,6 +1,6 @@
 """The supervisor's routes inside vLLM's API process: what each one does to the engine, the workers and the alias.
 
-    status   info   join   leave   plan   pause   start   receive   finish   digests   commit   resume   poison   reset
+    status   info   join   leave   plan   pause   update   commit   resume   poison   reset
     shadow_open   shadow_receive   shadow_swap   shadow_drop   canary
 
 They run in vLLM's process, so that pause and commit touch the engine client and the alias in one event loop: between "the last pinned
@@ -197,28 +197,30 @@ class Control:
         arrivals = verify.Arrivals(brought, arriving, [f.loaded for f in findings])
         return _Update(manifest=brought, layout=WireLayout(chunks=chunks, why_not_live=why), arrivals=arrivals)
 
-    async def _do_start(self, engine: Any, app: Any, *, direct: bool, changed_only: bool) -> Answer:
+    async def _do_update(
+        self, engine: Any, app: Any, *, update_id: str, deadline_s: float, direct: bool, changed_only: bool
+    ) -> Answer:  # fmt: skip
+        """Receive an update into the live tensors; their digests."""
         self._receiving = self._part if changed_only else self._whole
-        await self._workers(engine, "splice_start", direct, changed_only)
-        return {}
-
-    async def _do_receive(self, engine: Any, app: Any, *, update_id: str, deadline_s: float, direct: bool) -> Answer:
-        answers = await self._workers(engine, "splice_receive", update_id, deadline_s, direct)
-        slowest = max(answers, key=lambda a: float(a["seconds"]))
-        return {"nbytes": slowest["nbytes"], "tensors": slowest["tensors"], "phases": slowest["phases"]}
-
-    async def _do_finish(self, engine: Any, app: Any) -> Answer:
-        await self._workers(engine, "splice_finish")
-        return {}
-
-    async def _do_digests(self, engine: Any, app: Any) -> Answer:
-        """Digests of the live tensors that the update brought, in manifest order, all workers together."""
         if self._receiving is None:
-            raise ControlFailed(ErrorCode.NOT_READY, "no manifest is planned")
-        answers = await self._workers(engine, "splice_digests")
-        digests, unverified = self._receiving.combine(answers)
+            raise ControlFailed(ErrorCode.NOT_READY, "this update was not planned here")
+        answers = await self._workers(engine, "splice_update", update_id, deadline_s, direct, changed_only)
+        return self._updated(self._receiving, answers)
+
+    @staticmethod
+    def _updated(update: _Update, answers: Sequence[Answer]) -> Answer:
+        """Digests of the live tensors that the update brought, in manifest order, all workers together; the slowest worker's phases."""
+        began = time.monotonic()
+        try:
+            digests, unverified = update.combine(answers)
+        except VerificationError as error:
+            written = {"phase": "verify", "tensors": len(update.manifest.tensors)}
+            raise ControlFailed(ErrorCode.VERIFICATION_FAILED, str(error), **written) from error
         packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
-        return {"digests": packed, "unverified": unverified, "worker_seconds": max(float(a["seconds"]) for a in answers)}
+        phases = {k: max(float(a["phases"][k]) for a in answers) for k in answers[0]["phases"]}
+        phases["verify_worker"] = phases["verify"]
+        phases["verify"] += time.monotonic() - began
+        return {"digests": packed, "unverified": unverified, "phases": phases}
 
     # ------------------------------------------------------------ shadow mode
 
@@ -253,16 +255,7 @@ class Control:
         """Swap what came in; digests of the live tensors that it brought, in manifest order, all workers together."""
         if not self.is_standing or self._receiving is None:
             raise ControlFailed(ErrorCode.NOT_READY, "the engine does not stand still, or nothing was received")
-        answers = await self._workers(engine, "splice_shadow_swap")
-        try:
-            digests, unverified = self._receiving.combine(answers)
-        except VerificationError as error:
-            raise ControlFailed(
-                ErrorCode.VERIFICATION_FAILED, str(error), tensors=len(self._receiving.manifest.tensors)
-            ) from error
-        packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
-        slowest = {k: max(float(a["phases"][k]) for a in answers) for k in answers[0]["phases"]}
-        return {"digests": packed, "unverified": unverified, "phases": slowest}
+        return self._updated(self._receiving, await self._workers(engine, "splice_shadow_swap"))
 
     async def _do_shadow_drop(self, engine: Any, app: Any) -> Answer:
         await self._workers(engine, "splice_shadow_drop")

@@ -21,7 +21,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
-from weight_transfer.groups import wait_for_event
+from weight_transfer.groups import WIRE_PRIORITY, wait_for_event
 
 UNIQUE_ID_BYTES = 128
 ABORT_WAIT_S = 2.0
@@ -47,7 +47,7 @@ class NcclWorkerGroup:
     def __init__(self, *, communicator: PyNcclCommunicator, device: torch.device) -> None:
         """Owns the communicator from here on."""
         self._communicator, self._device = communicator, device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=WIRE_PRIORITY)
         self._reason: str | None = None
         self._lock = threading.Lock()
 

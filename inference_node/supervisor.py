@@ -2,7 +2,7 @@
 
     JoinTransferGroup  -> every worker joins the trainer's group
     PrepareUpdate      -> the manifest against every worker's placement plan; nothing pauses
-    ReceiveWeights     -> pause, start, [Progress "applying"], receive, finish, digests of the live tensors; still paused
+    ReceiveWeights     -> pause, [Progress "applying"], start, receive, finish, digests of the live tensors; still paused
     CheckCanary        -> log-probs of a prompt, where nothing is served meanwhile
     CommitUpdate       -> alias, weight version, resume
 
@@ -90,7 +90,6 @@ class _Update:
     request_id: str
     version: int
     phase: str = "pausing"
-    applying: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -360,11 +359,14 @@ class InferenceNode:
             update.phase = phase
             self._raise_if_aborted()
             left_s = max(1.0, deadline - time.monotonic())
-            if action in ("pause", "receive", "shadow_receive"):
+            if action in ("pause", "update", "shadow_receive"):
                 arguments["deadline_s"] = left_s
             began = time.monotonic()
             try:
                 return self._vllm.call(action, timeout_s=left_s + CALL_GRACE_S, **arguments)
+            except CallFailed as error:
+                update.phase = str(error.answer.get("phase", phase))
+                raise
             finally:
                 update.seconds[phase] = time.monotonic() - began
 
@@ -378,17 +380,12 @@ class InferenceNode:
     def _run_update(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
         call = self._caller(message, update)
         self._pause(call, message, update)
-        call("start", "start", direct=message.direct, changed_only=message.base_version is not None)
         self._raise_if_aborted()
         self._link.progress(message.request_id, "applying")
-        received = call("apply", "receive", update_id=message.request_id, direct=message.direct)
-        update.applying = True
-        update.seconds |= {k: float(v) for k, v in received["phases"].items() if k in ("wire", "load")}
-        self._link.progress(message.request_id, "received", nbytes=received["nbytes"], tensors=received["tensors"])
-        call("finish", "finish")
-        checked = call("verify", "digests")
-        update.seconds["verify_worker"] = float(checked["worker_seconds"])
-        return base64.b64decode(checked["digests"]), checked["unverified"]
+        changed_only = message.base_version is not None
+        done = call("update", "update", update_id=message.request_id, direct=message.direct, changed_only=changed_only)
+        update.seconds |= {k: float(v) for k, v in done["phases"].items()}
+        return base64.b64decode(done["digests"]), done["unverified"]
 
     # ------------------------------------------------------------ shadow mode
 
@@ -438,8 +435,7 @@ class InferenceNode:
             return
         finally:
             self._update = None
-        phases = {k: float(v) for k, v in swapped["phases"].items()}
-        update.seconds |= {"apply": phases["swap"], "verify": phases["digest"], "verify_worker": phases["digest"]}
+        update.seconds |= {k: float(v) for k, v in swapped["phases"].items()}
         self._received = message.version
         self._complete_with(base64.b64decode(swapped["digests"]), swapped["unverified"], message, update)
 
@@ -448,7 +444,7 @@ class InferenceNode:
     ) -> None:  # fmt: skip
         """Nothing loaded: @N goes on. Something loaded: poisoned."""
         code = error.code if isinstance(error, CallFailed) else ErrorCode.TRANSFER_ABORTED
-        loaded = update.applying or (isinstance(error, CallFailed) and int(error.answer.get("tensors", 0)) > 0)
+        loaded = isinstance(error, CallFailed) and int(error.answer.get("tensors", 0)) > 0
         reason = f"version {update.version} failed while {update.phase}: {error}"
         with contextlib.suppress(CallFailed):
             self._vllm.call("reset", timeout_s=QUICK_S)

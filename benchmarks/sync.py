@@ -3,6 +3,7 @@
     SHAPE/lora-all/1to1                `Resync`: every tensor is sent
     SHAPE/lora-attn/1to1               `PublishJob`: what training changed, as far as the orchestrator leaves the rest out
                                        (`settings["sent"]` and `bytes_sent` say so)
+    SHAPE/lora-attn/1to1-keep-kv       the same in pause mode keep_kv: the running request is not prefilled again
     SHAPE/lora-attn/1to1-all-tensors   `Resync`
 
 The peer sends the same tensors: all of them, or where ours sent the changed ones those that have an adapter. It is measured once for both LoRAs of a
@@ -18,6 +19,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -59,32 +61,44 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
             yield from _shape(shape, loras, Path(folder), device=device, samples=samples)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way of publishing: the end of its case's name, the job, and what the peer does beside it."""
+
+    end: str
+    job: JobSpec
+    linears: tuple[str, ...] = ()
+    """Whose weights such a job ought to bring; (): all tensors."""
+    keep_kv: bool = False
+
+
+def _ways(lora: str) -> list[Way]:
+    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob` would first save gigabytes of adapters.
+    if lora == "lora-all":
+        return [Way(end="", job=ResyncJob())]
+    changed = clusters.TARGETS[lora]
+    return [
+        Way(end="", job=PublishJob(), linears=changed), Way(end="-all-tensors", job=ResyncJob()),
+        Way(end="-keep-kv", job=PublishJob(), linears=changed, keep_kv=True),
+    ]  # fmt: skip
+
+
 def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, samples: int) -> Iterator[Case]:
     """All of the peer's on one server, then ours for each kind of LoRA in a cluster of its own."""
-    wanted = dict.fromkeys(_sent(lora, job) for lora in loras for job in _jobs(lora).values())
+    wanted = dict.fromkeys((way.linears, way.keep_kv) for lora in loras for way in _ways(lora))
     stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted)) if device == "cuda" else {}
     for lora in loras:
         one = _ours(shape, lora, folder, device=device, samples=samples)
         more = {"layout": one.layout, "eager": clusters.is_eager(device)}
-        for kind, seen in one.seen.items():
+        for way, seen in one.seen.items():
             sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
-            yield from _cases(f"{shape}/{lora}/1to1{kind}", lora, seen, stock.get(sent), more)
+            more["pause_mode"] = "keep_kv" if way.keep_kv else "keep"
+            yield from _cases(f"{shape}/{lora}/1to1{way.end}", lora, seen, stock.get((sent, way.keep_kv)), more)
         for side, peak in one.peaks.items():
             yield Case(
                 name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
                 settings={"measured": clusters.MEMORY_SETTINGS[device], "before_bytes": peak.before, "trainer_said": one.memory_lines},
             )  # fmt: skip
-
-
-def _jobs(lora: str) -> dict[str, JobSpec]:
-    """What is measured, by the end of the case's name."""
-    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob` would first save gigabytes of adapters.
-    return {"": ResyncJob()} if lora == "lora-all" else {"": PublishJob(), "-all-tensors": ResyncJob()}
-
-
-def _sent(lora: str, job: JobSpec) -> tuple[str, ...]:
-    """The linears whose weights such a job ought to bring; (): all tensors."""
-    return clusters.TARGETS[lora] if isinstance(job, PublishJob) else ()
 
 
 def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, more: Mapping[str, Any]) -> list[Case]:
@@ -106,9 +120,9 @@ def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, more: Mapping[st
 
 @dataclass(slots=True, kw_only=True)
 class Ours:
-    """What one cluster showed: ways of publishing by the end of their case's name, memory by side, what its logs say of both."""
+    """What one cluster showed: each way of publishing, memory by side, what its logs say of both."""
 
-    seen: dict[str, Seen]
+    seen: dict[Way, Seen]
     peaks: dict[str, memory.Peak]
     layout: str
     memory_lines: list[str]
@@ -116,18 +130,20 @@ class Ours:
 
 def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> Ours:
     config = clusters.cluster_config(shape, folder, device=device, run=f"run-{lora}", lora=lora)
-    seen: dict[str, Seen] = {}
+    seen: dict[Way, Seen] = {}
     with Cluster(config) as cluster:
         with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
             cluster.client.run(InitialSyncJob())
             cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
         url, tokens = cluster.base_urls[0], LONGEST if device == "cuda" else 400
         warm_prefill(url, clusters.NAME, longest=tokens)
-        for kind, job in _jobs(lora).items():
-            cluster.client.run(job)
+        for way in _ways(lora):
+            if way.keep_kv:
+                clusters.restart_orchestrator(cluster, pause_mode="keep_kv", mode=config.mode)
+            cluster.client.run(way.job)
             with TokenStream(base_url=url, model=clusters.NAME, max_tokens=tokens) as stream:
-                seen[kind] = _sampled(stream, samples, lambda job=job: cluster.client.run(job))  # type: ignore[misc]
-            print(f"{shape}/{lora}/1to1{kind}: pause to resume {[round(gap, 4) for gap in seen[kind].gaps]} s", flush=True)
+                seen[way] = _sampled(stream, samples, lambda job=way.job: cluster.client.run(job))  # type: ignore[misc]
+            print(f"{shape}/{lora}/1to1{way.end}: pause to resume {[round(gap, 4) for gap in seen[way].gaps]} s", flush=True)
 
     def said(log: str, after: str) -> list[str]:
         lines = (config.run_dir / "logs" / log).read_text().splitlines()
@@ -139,8 +155,10 @@ def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> 
     )  # fmt: skip
 
 
-def _stock(shape: str, folder: Path, *, samples: int, wanted: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Seen]:
-    """The peer, sending the weights of each of these sets of linears; (): all tensors."""
+def _stock(
+    shape: str, folder: Path, *, samples: int, wanted: Sequence[tuple[tuple[str, ...], bool]]
+) -> dict[tuple[tuple[str, ...], bool], Seen]:
+    """The peer, sending the weights of these linears ((): all tensors), and whether it keeps the KV cache."""
     from benchmarks.stock import StockSender, StockServer
     from trainer_node.make_checkpoint import REAL_SHAPES, tensor_shapes
 
@@ -149,7 +167,7 @@ def _stock(shape: str, folder: Path, *, samples: int, wanted: Sequence[tuple[str
     if not (folder / "model").exists():
         clusters.make_model(shape, folder / "model")
     trainer_gpu, inference_gpu = clusters.gpus()
-    seen: dict[tuple[str, ...], Seen] = {}
+    seen: dict[tuple[tuple[str, ...], bool], Seen] = {}
     with StockServer(
         python=inference_python(), model=folder / "model", gpu=inference_gpu, log=folder / "stock.log",
         more=("--max-num-seqs", "64"), eager=clusters.is_eager("cuda"),
@@ -157,15 +175,15 @@ def _stock(shape: str, folder: Path, *, samples: int, wanted: Sequence[tuple[str
         warm_prefill(server.base_url, "stock", longest=LONGEST)
         sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")
         try:
-            for linears in wanted:
+            for linears, keep_kv in wanted:
                 changed = tuple(t for t in everything if t.name.split(".")[-2] in linears)
                 sender.use(Manifest(tensors=changed or everything))
-                sender.publish()
+                publish = partial(sender.publish, keep_kv=keep_kv)
+                publish()
                 with TokenStream(base_url=server.base_url, model="stock", max_tokens=LONGEST) as stream:
-                    seen[linears] = _sampled(stream, samples, lambda: {"seconds": sender.publish()})
-                print(
-                    f"stock {shape} {linears or 'all tensors'}: {[round(gap, 4) for gap in seen[linears].gaps]} s", flush=True
-                )
+                    seen[linears, keep_kv] = found = _sampled(stream, samples, lambda: {"seconds": publish()})  # noqa: B023  (called at once)
+                what = f"{linears or 'all tensors'}{', KV cache kept' if keep_kv else ''}"
+                print(f"stock {shape} {what}: {[round(gap, 4) for gap in found.gaps]} s", flush=True)
         finally:
             sender.close()
     return seen

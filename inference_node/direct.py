@@ -149,16 +149,27 @@ def explain(
 
 
 def _pieces(runs: Sequence[Run]) -> list[list[Run]]:
-    """Neighbours in memory, in pieces of at most MAX_CHUNK_BYTES."""
+    """Neighbours in memory, in pieces of about MAX_CHUNK_BYTES and alike in size: a small rest would cost a receive of its own."""
     pieces: list[list[Run]] = []
     for run in sorted(runs, key=lambda r: (r.key, r.offset)):
         last = pieces[-1][-1] if pieces else None
-        joins = last is not None and last.key == run.key and last.offset + last.numel == run.offset
-        if joins and sum(r.nbytes for r in pieces[-1]) + run.nbytes <= MAX_CHUNK_BYTES:
+        if last is not None and last.key == run.key and last.offset + last.numel == run.offset:
             pieces[-1].append(run)
         else:
             pieces.append([run])
-    return pieces
+    return [part for piece in pieces for part in _cut(piece)]
+
+
+def _cut(piece: Sequence[Run]) -> list[list[Run]]:
+    """A piece in parts alike in size, at most a quarter above MAX_CHUNK_BYTES; each tensor goes to the part its middle lies in."""
+    total = sum(r.nbytes for r in piece)
+    count = -(-4 * total // (5 * MAX_CHUNK_BYTES))
+    parts: list[list[Run]] = [[] for _ in range(count)]
+    begin = 0
+    for run in piece:
+        parts[(2 * begin + run.nbytes) * count // (2 * total)].append(run)
+        begin += run.nbytes
+    return [part for part in parts if part]
 
 
 def _families(indices: Sequence[int], manifest: Manifest) -> list[int]:

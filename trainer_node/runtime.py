@@ -93,6 +93,8 @@ class TrainerRuntime:
             self.load_adapter(config.adapter)
         self.micro_batch_tokens = pack_size.DEFAULT_TOKENS
         """Most tokens of a pack."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # building took more than what is left of it (experts are copied into stacks)
         self.micro_batch_tokens = pack_size.tokens_for(self)
 
     # ------------------------------------------------------------ building

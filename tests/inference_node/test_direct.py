@@ -103,6 +103,15 @@ def test_pieces_are_cut_at_the_limit(moe, monkeypatch):
     monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 2 * I * H * 4)
     layout = plan_layout(plan, manifest, live)
     assert [names(manifest, c) for c in layout.chunks[1:4]] == [["0.gate", "0.up"], ["1.gate", "1.up"], ["2.gate", "2.up"]]
+    assert [names(manifest, c) for c in layout.chunks[4:]] == [["0.down"], ["1.down", "2.down"]]
+
+
+def test_pieces_are_alike_in_size(moe, monkeypatch):
+    """Six tensors where five fit into a piece: three and three, not five and one."""
+    manifest, plan, live = moe
+    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 4 * I * H * 4)
+    layout = plan_layout(plan, manifest, live)
+    assert [len(c.tensors) for c in layout.chunks if c.kind == "live"] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ GPU_MARKS = {2: pytest.mark.gpu2, 4: pytest.mark.gpu4}
 
 
 def distances(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Relative to the values' size: log-probs and entropies, the first loss in its terms, the gradient, the weights."""
+    """Relative to the values' size: log-probs and entropies, the gradient, the weights. In nats: the loss, and the mean of the scores' differences."""
     result = {"scores": relative([ours["scores"]], [theirs["scores"]])}
+    result["nats"] = float((ours["scores"].double() - theirs["scores"].double()).abs().mean())
     result["loss"] = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours["metrics"], theirs["metrics"], strict=True))
     for key in ("gradients", "trained"):
         assert ours[key].keys() == theirs[key].keys()
@@ -74,7 +75,11 @@ def test_on_gpus(model: str, topology: str, cell: str, models, rounding, single_
 
 
 def check(ours: dict[str, Any], fp32: dict[str, Any], rounding: dict[str, float]) -> None:
-    """Each distance to fp32 is at most `TIMES_ROUNDING` that of one rank in bf16, and something was rounded at all."""
+    """Each distance to fp32 is at most `TIMES_ROUNDING` that of one rank in bf16, and something was rounded at all.
+
+    The loss is one number, in which rounding cancels more or less by luck: it may be as far off as a score is in the mean.
+    """
     assert min(rounding.values()) > 0
     found = distances(ours, fp32)
-    assert all(found[k] <= TIMES_ROUNDING * rounding[k] + 1e-4 for k in rounding), (found, rounding)
+    allowed = rounding | {"loss": max(rounding["loss"], rounding["nats"])}
+    assert all(found[k] <= TIMES_ROUNDING * allowed[k] + 1e-4 for k in allowed), (found, allowed)

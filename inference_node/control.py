@@ -25,6 +25,7 @@ from orchestrator.errors import ManifestError, SpliceError, VerificationError
 from orchestrator.protocol.messages import ErrorCode, Manifest, WireChunk, WireLayout
 
 Answer = dict[str, Any]
+Say = Callable[[Answer], Awaitable[None]]
 ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
     "keep": ("keep", True),
     "keep_kv": ("keep", False),
@@ -81,13 +82,15 @@ class Control:
         self._receiving: _Update | None = None
         """The one of them that the update under way brings."""
         self._lock = asyncio.Lock()
+        self._say: Say
+        """To the supervisor that waits for the action under way."""
         self.is_standing = False
         """The engine stands still for an update."""
         self._settled_s = 0.0
         """`time.monotonic()` from which on nothing that the old weights made is under way to a client any more."""
 
-    async def run(self, action: str, arguments: Answer, app: Any) -> tuple[int, Answer]:
-        """Run an action; (HTTP status, JSON)."""
+    async def run(self, action: str, arguments: Answer, app: Any, say: Say) -> tuple[int, Answer]:
+        """Run an action; (HTTP status, JSON). `say`: what the supervisor is to know before the end, {"progress": ..., ...}."""
         if action == "status":
             return 200, self.status()
         method: Callable[..., Awaitable[Answer]] | None = (
@@ -99,6 +102,7 @@ class Control:
 
         began = time.monotonic()
         async with self._lock:
+            self._say = say
             try:
                 answer = await method(app.state.engine_client, app, **arguments)
             except ControlFailed as error:
@@ -198,24 +202,48 @@ class Control:
         return _Update(manifest=brought, layout=WireLayout(chunks=chunks, why_not_live=why), arrivals=arrivals)
 
     async def _do_update(
-        self, engine: Any, app: Any, *, update_id: str, deadline_s: float, direct: bool, changed_only: bool
+        self, engine: Any, app: Any, *, update_id: str, deadline_s: float, direct: bool, changed_only: bool, pause: Answer
     ) -> Answer:  # fmt: skip
-        """Receive an update into the live tensors; their digests."""
+        """Stand still and receive an update into the live tensors; their digests."""
         self._receiving = self._part if changed_only else self._whole
         if self._receiving is None:
             raise ControlFailed(ErrorCode.NOT_READY, "this update was not planned here")
-        answers = await self._workers(engine, "splice_update", update_id, deadline_s, direct, changed_only)
-        return self._updated(self._receiving, answers)
+        began = time.monotonic()
+        await self._stand_still(engine, app, pause)
+        left_s = max(1.0, deadline_s - (time.monotonic() - began))
+        return await self._bring(engine, self._receiving, "splice_update", update_id, left_s, direct, changed_only)
+
+    async def _stand_still(self, engine: Any, app: Any, pause: Answer) -> None:
+        """Pause, and say so. What follows is the same call, because every way into this process waits until it has handed out the last step's tokens."""
+        began = time.monotonic()
+        await self._do_pause(engine, app, **pause)
+        await self._say({"progress": "paused", "seconds": time.monotonic() - began})
+
+    async def _bring(self, engine: Any, update: _Update, method: str, *args: Any) -> Answer:
+        """Have the workers bring an update into the live tensors; see `_updated`.
+
+        Raises:
+            ControlFailed: whatever failed, with how many tensors may have been written.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        written = len(update.manifest.tensors)
+        try:
+            return self._updated(update, await self._workers(engine, method, *args))
+        except (ControlFailed, EngineDeadError):
+            raise
+        except VerificationError as error:
+            raise ControlFailed(ErrorCode.VERIFICATION_FAILED, str(error), phase="verify", tensors=written) from error
+        except Exception as error:  # what the workers had done by then is not known
+            raise ControlFailed(
+                ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", phase="apply", tensors=written
+            ) from error
 
     @staticmethod
     def _updated(update: _Update, answers: Sequence[Answer]) -> Answer:
         """Digests of the live tensors that the update brought, in manifest order, all workers together; the slowest worker's phases."""
         began = time.monotonic()
-        try:
-            digests, unverified = update.combine(answers)
-        except VerificationError as error:
-            written = {"phase": "verify", "tensors": len(update.manifest.tensors)}
-            raise ControlFailed(ErrorCode.VERIFICATION_FAILED, str(error), **written) from error
+        digests, unverified = update.combine(answers)
         packed = base64.b64encode(array.array("q", digests).tobytes()).decode()
         phases = {k: max(float(a["phases"][k]) for a in answers) for k in answers[0]["phases"]}
         phases["verify_worker"] = phases["verify"]
@@ -251,11 +279,23 @@ class Control:
         slowest = max(answers, key=lambda a: float(a["phases"]["wire"]))
         return {"digests": answers[0]["digests"], "phases": slowest["phases"]}
 
-    async def _do_shadow_swap(self, engine: Any, app: Any) -> Answer:
-        """Swap what came in; digests of the live tensors that it brought, in manifest order, all workers together."""
-        if not self.is_standing or self._receiving is None:
-            raise ControlFailed(ErrorCode.NOT_READY, "the engine does not stand still, or nothing was received")
-        return self._updated(self._receiving, await self._workers(engine, "splice_shadow_swap"))
+    async def _do_shadow_swap(
+        self, engine: Any, app: Any, *, update_id: str, commit_if: str | None, pause: Answer
+    ) -> Answer:  # fmt: skip
+        """Stand still and swap what came in; digests of the live tensors that it brought. With exactly the digests `commit_if`, commit."""
+        update = self._receiving
+        if update is None:
+            raise ControlFailed(ErrorCode.NOT_READY, "nothing was received beside the live tensors")
+        await self._stand_still(engine, app, pause)
+        answer = await self._bring(engine, update, "splice_shadow_swap", update_id)
+        answer["committed"] = commit_if is not None and answer["digests"] == commit_if
+        if answer["committed"]:
+            try:
+                await self._do_commit(engine, app, version=pause["version"])
+            except RuntimeError as error:
+                written = {"phase": "commit", "tensors": len(update.manifest.tensors)}
+                raise ControlFailed(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", **written) from error
+        return answer
 
     async def _do_shadow_drop(self, engine: Any, app: Any) -> Answer:
         await self._workers(engine, "splice_shadow_drop")

@@ -264,7 +264,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """
         began = time.monotonic()
         if update_info.shadow:
-            self._apply_shadow()
+            self._apply_shadow(update_info.update_id)
             self.applied.seconds["apply"] = time.monotonic() - began
             return
         if self._group is None or self._update is None or self._watchdog is None:
@@ -358,9 +358,11 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             self.leave()
             raise TransferError("the thread that receives beside the live tensors did not end; restart vLLM if this goes on")
 
-    def _apply_shadow(self) -> None:
+    def _apply_shadow(self, update_id: str) -> None:
         """Put what came beside the live tensors into them. A failure leaves a mixture, unless nothing was written."""
         update, came = self._update, self._shadow
+        if self._watchdog is not None:
+            self._watchdog.raise_if_aborted(update_id)
         if update is None or came is None or not came.is_whole:
             raise TransferError("nothing whole lies beside the live tensors; send ReceiveWeights first")
         try:

@@ -101,8 +101,22 @@ class SpliceMiddleware:
             await self._refuse(send, Refusal(status=400, kind="BadRequestError", message="the body is not JSON"))
             return
         action = scope["path"].removeprefix(CONTROL_PREFIX)
-        status, answer = await self.control.run(action, arguments, scope["app"])
-        await send_json(send, status, answer, version=self.alias.version)
+        said = False
+
+        async def say(line: dict[str, Any]) -> None:
+            nonlocal said
+            if not said:
+                headers = [(b"content-type", b"application/x-ndjson"), version_header(self.alias.version)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            said = True
+            await send({"type": "http.response.body", "body": json.dumps(line).encode() + b"\n", "more_body": True})
+
+        status, answer = await self.control.run(action, arguments, scope["app"], say)
+        if not said:
+            await send_json(send, status, answer, version=self.alias.version)
+            return
+        last = json.dumps({"status": status, "answer": answer}).encode()  # the status line is gone
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _is_supervisor(self, scope: Scope) -> bool:
         given = dict(scope.get("headers", ())).get(SECRET_HEADER.encode(), b"")

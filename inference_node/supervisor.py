@@ -10,7 +10,7 @@ or, in shadow mode, with nothing paused and nothing changed until the swap:
 
     PrepareShadow      -> room beside the live tensors, or why there is none
     ReceiveWeights     -> receive there while generation goes on, digests of what came
-    SwapWeights        -> pause, swap, digests of the live tensors; still paused
+    SwapWeights        -> pause, swap, digests of the live tensors; still paused, or committed at once (`commit_if`)
     CommitUpdate       -> as above
 
     AbortUpdate        -> at once, through the workers' watchdogs
@@ -331,12 +331,12 @@ class InferenceNode:
         self._complete_with(digests, unverified, message, update)
 
     def _complete_with(
-        self, digests: bytes, unverified: dict[str, str], message: ReceiveWeights | SwapWeights, update: _Update
+        self, digests: bytes, unverified: dict[str, str], message: ReceiveWeights | SwapWeights, update: _Update, **more: bool
     ) -> None:  # fmt: skip
         count = len(digests) // 8
         self._link.complete(
             message.request_id,
-            result={"seconds": update.seconds, "unverified": unverified},
+            result={"seconds": update.seconds, "unverified": unverified, **more},
             tensors=[TensorSpec(name="digests", dtype="int64", shape=(count,))],
             buffers=[digests],
         )
@@ -351,40 +351,40 @@ class InferenceNode:
             return f"version {base} is wanted below the changed tensors, but this replica serves {self._served}"
         return None if self._has_part else "no update of changed tensors alone is planned here; send PrepareUpdate first"
 
-    def _caller(self, message: ReceiveWeights | SwapWeights, update: _Update) -> Callable[..., dict[str, Any]]:
-        """`call(phase, action, **arguments)` of vLLM within the message's deadline, timed, unless the update was aborted."""
-        deadline = time.monotonic() + message.deadline_s
-
-        def call(phase: str, action: str, **arguments: Any) -> dict[str, Any]:
-            update.phase = phase
-            self._raise_if_aborted()
-            left_s = max(1.0, deadline - time.monotonic())
-            if action in ("pause", "update", "shadow_receive"):
-                arguments["deadline_s"] = left_s
-            began = time.monotonic()
-            try:
-                return self._vllm.call(action, timeout_s=left_s + CALL_GRACE_S, **arguments)
-            except CallFailed as error:
-                update.phase = str(error.answer.get("phase", phase))
-                raise
-            finally:
-                update.seconds[phase] = time.monotonic() - began
-
-        return call
-
-    def _pause(self, call: Callable[..., dict[str, Any]], message: ReceiveWeights | SwapWeights, update: _Update) -> None:
+    def _stand_still_and(
+        self, action: str, message: ReceiveWeights | SwapWeights, update: _Update, **arguments: Any
+    ) -> dict[str, Any]:
+        """Pause and an action on the live tensors, in one call of vLLM; its answer. `update` gets the seconds of its phases."""
+        self._raise_if_aborted()
+        update.phase, began = "pause", time.monotonic()
         self._link.progress(message.request_id, "pausing")
-        call("pause", "pause", mode=message.pause_mode, version=message.version, drain_s=min(DRAIN_S, message.deadline_s / 4))
-        self._link.progress(message.request_id, "paused", seconds=update.seconds["pause"])
+
+        def on_progress(said: dict[str, Any]) -> None:
+            update.phase, update.seconds["pause"] = "apply", float(said["seconds"])
+            self._link.progress(message.request_id, "paused", seconds=update.seconds["pause"])
+            self._link.progress(message.request_id, "applying")
+
+        pause = {
+            "mode": message.pause_mode, "version": message.version, "drain_s": min(DRAIN_S, message.deadline_s / 4), "deadline_s": message.deadline_s,
+        }  # fmt: skip
+        arguments |= {"update_id": message.request_id, "pause": pause}
+        try:
+            done = self._vllm.call(action, timeout_s=message.deadline_s + CALL_GRACE_S, on_progress=on_progress, **arguments)
+        except CallFailed as error:
+            update.phase = str(error.answer.get("phase", update.phase))
+            raise
+        finally:
+            update.seconds["update"] = time.monotonic() - began - update.seconds.get("pause", 0.0)
+        update.seconds |= {k: float(v) for k, v in done["phases"].items()}
+        return done
 
     def _run_update(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
-        call = self._caller(message, update)
-        self._pause(call, message, update)
-        self._raise_if_aborted()
-        self._link.progress(message.request_id, "applying")
-        changed_only = message.base_version is not None
-        done = call("update", "update", update_id=message.request_id, direct=message.direct, changed_only=changed_only)
-        update.seconds |= {k: float(v) for k, v in done["phases"].items()}
+        arguments = {
+            "deadline_s": message.deadline_s,
+            "direct": message.direct,
+            "changed_only": message.base_version is not None,
+        }
+        done = self._stand_still_and("update", message, update, **arguments)
         return base64.b64decode(done["digests"]), done["unverified"]
 
     # ------------------------------------------------------------ shadow mode
@@ -394,14 +394,17 @@ class InferenceNode:
         if self._served is None or self._poisoned is not None:
             why = "nothing is served here that would go on meanwhile"
         if why is None:
-            arguments = {"direct": message.direct, "changed_only": message.base_version is not None}
+            arguments: dict[str, Any] = {"direct": message.direct, "changed_only": message.base_version is not None}
             timeout_s = message.deadline_s + CALL_GRACE_S
             why = self._vllm.call("shadow_open", timeout_s=timeout_s, budget_bytes=message.budget_bytes, **arguments)["why_not"]
         self._link.complete(message.request_id, result={"why_not": why})
 
     def _receive_beside(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
-        received = self._caller(message, update)("shadow", "shadow_receive", update_id=message.request_id)
-        update.seconds |= {k: float(v) for k, v in received["phases"].items()}
+        self._raise_if_aborted()
+        update.phase, began = "shadow", time.monotonic()
+        arguments: dict[str, Any] = {"update_id": message.request_id, "deadline_s": message.deadline_s}
+        received = self._vllm.call("shadow_receive", timeout_s=message.deadline_s + CALL_GRACE_S, **arguments)
+        update.seconds |= {k: float(v) for k, v in received["phases"].items()} | {"shadow": time.monotonic() - began}
         return base64.b64decode(received["digests"]), {}
 
     def _drop_after_failure(self, message: ReceiveWeights, update: _Update, error: CallFailed | TransferAborted) -> None:
@@ -423,21 +426,21 @@ class InferenceNode:
             return
         update = self._update = _Update(request_id=message.request_id, version=message.version)
         self._shadowed = self._received = None
+        commit_if = None if message.commit_if is None else base64.b64encode(message.commit_if).decode()
         try:
-            call = self._caller(message, update)
-            self._pause(call, message, update)
-            self._raise_if_aborted()
-            self._link.progress(message.request_id, "applying")
-            swapped = call("swap", "shadow_swap")
+            swapped = self._stand_still_and("shadow_swap", message, update, commit_if=commit_if)
         except (CallFailed, TransferAborted) as error:
             self._drop_shadow()
             self._after_failure(message, update, error)
             return
         finally:
             self._update = None
-        update.seconds |= {k: float(v) for k, v in swapped["phases"].items()}
-        self._received = message.version
-        self._complete_with(base64.b64decode(swapped["digests"]), swapped["unverified"], message, update)
+        if swapped["committed"]:
+            self._served = message.version
+        else:
+            self._received = message.version
+        digests = base64.b64decode(swapped["digests"])
+        self._complete_with(digests, swapped["unverified"], message, update, committed=swapped["committed"])
 
     def _after_failure(
         self, message: ReceiveWeights | SwapWeights, update: _Update, error: CallFailed | TransferAborted

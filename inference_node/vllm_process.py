@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import secrets
@@ -214,35 +213,49 @@ class VllmProcess:
 
     # ------------------------------------------------------------ calls
 
-    def call(self, action: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+    def call(
+        self, action: str, *, timeout_s: float, on_progress: Callable[[dict[str, Any]], None] = lambda _: None, **arguments: Any
+    ) -> dict[str, Any]:
         """Run a control action inside the server.
+
+        Args:
+            on_progress: called on another thread with what the action says before its end, each time one object.
 
         Raises:
             CallFailed: it answered with an error.
             NodeLost: no answer; the server is dead (noticed at once) or stuck.
         """
-        post = functools.partial(
-            self._http.post, f"{names.CONTROL_PREFIX}{action}", json=arguments, timeout=httpx.Timeout(timeout_s, connect=5.0)
-        )
+        timeout = httpx.Timeout(timeout_s, connect=5.0)
+
+        def post() -> tuple[int, dict[str, Any]]:
+            with self._http.stream("POST", f"{names.CONTROL_PREFIX}{action}", json=arguments, timeout=timeout) as response:
+                for said in map(json.loads, response.iter_lines()):
+                    if "progress" in said:
+                        on_progress(said)
+                    elif "answer" in said:
+                        return int(said["status"]), said["answer"]
+                    else:
+                        return response.status_code, said
+            raise ValueError("it ended without an answer")
+
         try:
-            response = self._while_running(post, action)
-            answer: dict[str, Any] = response.json()
+            status, answer = self._while_running(post, action)
         except (httpx.HTTPError, ValueError) as error:
             state = "runs but did not answer" if self.is_running else "has ended"
             raise NodeLost(f"vLLM {state} ({action}: {type(error).__name__}: {error})") from error
-        if response.status_code != 200:
+        if status != 200:
             problem = answer.get("error", {})
             if problem.get("code") == ErrorCode.NODE_LOST:
                 raise NodeLost(str(problem.get("message")))
             raise CallFailed(
                 action=action,
                 code=str(problem.get("code")),
-                message=str(problem.get("message", response.text[:500])),
+                message=str(problem.get("message", str(answer)[:500])),
                 answer=answer,
             )
         return answer
 
-    def _while_running(self, post: Callable[[], httpx.Response], action: str) -> httpx.Response:
+    def _while_running(self, post: Callable[[], tuple[int, dict[str, Any]]], action: str) -> tuple[int, dict[str, Any]]:
         """The answer. A dead server's connections do not always break: one that it had not accepted waits in our listener's queue."""
 
         def check() -> None:

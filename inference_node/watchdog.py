@@ -89,16 +89,21 @@ class Watchdog:
         Raises:
             TransferAborted: the abort was there first.
         """
+        self.raise_if_aborted(update_id)
         with self._lock:
-            for aborted_id, reason in self._aborted:
-                if aborted_id == update_id:
-                    raise TransferAborted(f"transfer aborted before it began: {reason}")
             self._guarded = (update_id, group, time.monotonic() + deadline_s, deadline_s)
         try:
             yield
         finally:
             with self._lock:
                 self._guarded = None
+
+    def raise_if_aborted(self, update_id: str) -> None:
+        """Raise `TransferAborted` if that update was."""
+        with self._lock:
+            reason = next((why for aborted_id, why in self._aborted if aborted_id == update_id), None)
+        if reason is not None:
+            raise TransferAborted(f"transfer aborted before it began: {reason}")
 
     def close(self) -> None:
         """End the thread and its socket. Safe to call twice."""

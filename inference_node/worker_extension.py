@@ -193,10 +193,10 @@ class SpliceWorkerExtension:
         return {}
 
     @_answers(ErrorCode.APPLY_FAILED)
-    def splice_shadow_swap(self) -> dict[str, Any]:
+    def splice_shadow_swap(self, update_id: str) -> dict[str, Any]:
         """Put what came beside the live tensors into them, digest those, free the rest. See `_update`."""
         try:
-            return self._update({"update_id": "", "deadline_s": 0.0, "shadow": True})
+            return self._update({"update_id": update_id, "deadline_s": 0.0, "shadow": True})
         finally:
             self._splice_engine.drop_shadow()
 

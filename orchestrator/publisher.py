@@ -187,6 +187,7 @@ class Publisher:
         self._full_by: str | None = None  # incarnation of the trainer that sent everything last
         self._since_full = 0
         self._pause_started_s = 0.0
+        self._resumed_s: float | None = None  # where the replica resumed by itself
         self._is_beside = False  # what is being sent arrives beside the live tensors: no failure can have changed them
         self._abort_first = False
         self._others: tuple[str, ...] = ()
@@ -259,7 +260,7 @@ class Publisher:
             result.mode = "shadow" if result.why_in_place is None else "in_place"
         move = self._move if result.mode == "in_place" else self._move_beside
         await move(version, wire, replicas=replicas, report=report, result=result)
-        if self._config.canary and wire.base is None:
+        if self._has_canary(wire):
             await self._check_canary(version, wire.manifest, report=report, result=result)
         self._step(State.COMMITTED, version, report, result)
         await self._commit(version, report=report, result=result)
@@ -361,7 +362,7 @@ class Publisher:
         self, version: int, wire: _Wire, *, replicas: Sequence[str], report: Report, result: PublicationReport
     ) -> None:
         """Send and receive in place at once; the first failure aborts the other side. Ends verified."""
-        self._pause_started_s = time.monotonic()
+        self._pause_started_s, self._resumed_s = time.monotonic(), None
         sent, received = await self._transfer(
             version, wire, mode="in_place", replicas=replicas, on_progress=self._on_replica(version, report, result)
         )  # fmt: skip
@@ -377,7 +378,10 @@ class Publisher:
     async def _move_beside(
         self, version: int, wire: _Wire, *, replicas: Sequence[str], report: Report, result: PublicationReport
     ) -> None:
-        """Send beside the live tensors and verify on every replica; only then swap on any, and verify what is live. Ends verified."""
+        """Send beside the live tensors and verify on every replica; only then swap on any, and verify what is live. Ends verified.
+
+        A single replica has nobody to wait for: it compares the live tensors with the trainer's digests and commits by itself.
+        """
         self._is_beside = True
         began = time.monotonic()
         sent, received = await self._transfer(version, wire, mode="shadow", replicas=replicas, on_progress=lambda _i, _p: None)
@@ -390,6 +394,7 @@ class Publisher:
         coming = _renamed(_slowest([_seconds(r[0]) for r in received]), {"wire": "receive_wire", "digest": "verify_shadow"})
         result.seconds |= {k: v for k, v in coming.items() if k != "shadow"}
         self._is_beside = False
+        is_alone = len(replicas) == 1 and not self._has_canary(wire)
         self._pause_started_s = time.monotonic()
         swapped = await _all_or_first_error(
             [
@@ -397,7 +402,7 @@ class Publisher:
                     replica,
                     SwapWeights(
                         request_id=new_id("swap"), deadline_s=self._config.transfer_timeout_s, version=version,
-                        pause_mode=self._config.pause_mode,
+                        pause_mode=self._config.pause_mode, commit_if=sent[1][0] if is_alone else None,
                     ),
                     phase="swapping",
                     on_progress=self._on_replica(version, report, result),
@@ -406,6 +411,7 @@ class Publisher:
             ],
             on_error=lambda why: self._abort(replicas, why),
         )  # fmt: skip
+        self._resumed_s = time.monotonic() if all(a.result.get("committed") for a, _ in swapped) else None
         if self.state is State.APPLYING:
             self._step(State.FINISHED, version, report, result)
         await self._verify_live(wire.manifest, sent=sent, received=swapped, report=report, result=result)
@@ -567,6 +573,9 @@ class Publisher:
         await self._leave_out(wrong, report=report, result=result)
         result.seconds["canary"] = time.monotonic() - began
 
+    def _has_canary(self, wire: _Wire) -> bool:
+        return self._config.canary and wire.base is None
+
     async def _commit(self, version: int, *, report: Report, result: PublicationReport) -> None:
         """All replicas; one that is lost here has verified, and may or may not serve the version.
 
@@ -586,7 +595,7 @@ class Publisher:
             if not isinstance(error, NodeLost):
                 raise error
         await self._leave_out({r: e for r, e in failed.items() if isinstance(e, NodeLost)}, report=report, result=result)
-        report("resumed", {"pause_s": max(resumed_s) - self._pause_started_s})
+        report("resumed", {"pause_s": (self._resumed_s or max(resumed_s)) - self._pause_started_s})
 
     # ------------------------------------------------------------ groups
 

@@ -723,7 +723,7 @@ class ReceiveWeights(_Request):
     """Pause, start, receive, finish, then digest the live tensors. Generation stays paused. In mode "shadow": receive beside the live tensors
     and digest what came, while generation goes on; nothing changes, whatever fails. `SwapWeights` comes next.
 
-    `Progress(phase="paused")` once paused; `Progress(phase="applying")` just before the first receive: until then a failure
+    `Progress(phase="paused")` once paused, and with it `Progress(phase="applying")`, before the first receive: until then a failure
     leaves @N serving. `Completed` carries one int64 buffer [N] of digests in manifest order, and
     `result = {"seconds": {...}, "unverified": {name: reason}, "spans": ...}`.
     """
@@ -757,15 +757,18 @@ class PrepareShadow(_Request):
 
 
 class SwapWeights(_Request):
-    """Pause, put what came beside the live tensors into them, then digest those. Generation stays paused.
+    """Pause, put what came beside the live tensors into them, then digest those. Generation stays paused, but see `commit_if`.
 
     `Progress` as of `ReceiveWeights(mode="in_place")`: before "applying" a failure leaves @N serving, after it the replica is poisoned.
-    `Completed` carries the digests of the live tensors, as there.
+    `Completed` carries the digests of the live tensors, as there, and `result["committed"]`.
     """
 
     kind: Literal["SwapWeights"] = "SwapWeights"
     version: int = Field(ge=0)
     pause_mode: PauseMode = "keep"
+    commit_if: bytes | None = None
+    """For the only replica: the trainer's digests, int64 in manifest order. If the live tensors have exactly these it moves its alias and resumes at
+    once, and `CommitUpdate` finds that done."""
 
 
 class CheckCanary(_Request):

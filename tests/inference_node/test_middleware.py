@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from inference_node import control
 from inference_node.middleware import SpliceMiddleware
+from orchestrator.protocol.messages import Manifest, TensorSpec
 
 SECRET = "s3cret"
 
@@ -21,10 +23,13 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.weight_version = ""
+        self.broken: dict[str, Exception] = {}
         self.renderer = self.engine_core = self
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         self.calls.append(method)
+        if method in self.broken:
+            raise self.broken[method]
         return [{"seconds": 0.0, "layers": 1}]
 
     async def clear_mm_cache_async(self) -> None:
@@ -314,5 +319,40 @@ def test_commit_without_an_update_is_refused() -> None:
         server = Server()
         assert (await server.control("commit", version=1)).status == 409
         assert (await server.control("status")).json["version"] == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("pause_breaks", "code", "tensors"),
+    [(False, "internal", 2), (True, "internal", None)],
+    ids=["workers gone astray", "no pause"],
+)
+def test_an_update_that_fails_says_whether_anything_may_have_been_written(
+    pause_breaks: bool, code: str, tensors: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a replica that may hold a mixture would go on serving it."""
+
+    async def test() -> None:
+        server = Server()
+        manifest = Manifest(tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(2,)) for n in "ab"))
+        server.middleware.control._whole = control._Update(manifest=manifest)
+        server.engine.broken["splice_update"] = RuntimeError("the executor lost an answer")
+        if pause_breaks:
+            monkeypatch.setattr(server.engine, "pause_scheduler_async", broken_pause)
+        pause = {"mode": "keep", "version": 1, "drain_s": 0.0, "deadline_s": 5.0}
+        arguments = {"update_id": "u", "deadline_s": 5.0, "direct": True, "changed_only": False, "pause": pause}
+        answer = await server.ask("/splice/v1/update", arguments, headers={"x-splice-secret": SECRET})
+        lines = [json.loads(line) for line in answer.raw.splitlines()]
+        if pause_breaks:
+            assert answer.status == 500 and len(lines) == 1
+            last = lines[0]
+        else:
+            assert [line.get("progress") for line in lines] == ["paused", None] and lines[1]["status"] == 409
+            last = lines[1]["answer"]
+        assert (last["error"]["code"], last.get("tensors")) == (code, tensors)
+
+    async def broken_pause(**_: Any) -> None:
+        raise RuntimeError("the engine does not listen")
 
     run(test)

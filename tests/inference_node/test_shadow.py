@@ -98,12 +98,18 @@ def phases(node: Node, request: m.ReceiveWeights | m.SwapWeights) -> list[str]:
     return [p.phase for p in node.router.progress.get(request.request_id, [])]
 
 
-def swap_and_commit(node: Node, version: int, reports: list[SendReport]) -> None:
-    swap = new(m.SwapWeights, version=version, pause_mode="keep_kv")
+def swap_and_commit(node: Node, version: int, reports: list[SendReport], *, at_once: bool = False) -> None:
+    """`at_once`: the replica commits by itself, because the digests are those that it was given; else they are not."""
+    expected_N = reports[0].digests_N.clone()
+    expected_N[0] += not at_once
+    swap = new(m.SwapWeights, version=version, pause_mode="keep_kv", commit_if=expected_N.numpy().tobytes())
     envelope = node.router.request(swap)
     assert envelope.message.kind == "Completed", envelope.message
     assert phases(node, swap) == ["pausing", "paused", "applying"] and envelope.message.result["unverified"] == {}
     assert torch.equal(torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64), reports[0].digests_N)
+    assert envelope.message.result["committed"] is at_once
+    if at_once:  # without another word
+        assert node.prompt_logprobs(f"tiny@{version}").isfinite().all()
     assert node.commit(version).kind == "Completed"
 
 
@@ -132,7 +138,7 @@ def test_tokens_come_while_the_update_does_and_the_swap_serves_it(kind: str, req
         assert torch.equal(came_N, transfer.reports[0].digests_N)
         assert torch.equal(node.prompt_logprobs(f"tiny@{version}"), logprobs)
         version += 1
-        swap_and_commit(node, version, transfer.reports)
+        swap_and_commit(node, version, transfer.reports, at_once=seed == 62)
         logprobs, tensors = node.prompt_logprobs(f"tiny@{version}"), update
         assert (logprobs - node.expected(tensors)).abs().max() < TAU
     node.join()  # the sender is the part's

@@ -250,6 +250,7 @@ class FakeReplica(FakeNode):
         """Why nothing can be received beside the live numbers."""
         self.shadow: dict[int, int] = {}
         self.flip_swap = False
+        self.committed_by_itself: list[int] = []
         self.canary: list[float] | None = None
         """Log-probs that it answers a canary with; None: it was serving."""
 
@@ -270,7 +271,11 @@ class FakeReplica(FakeNode):
             self.live[i] = value ^ self.flip_swap
         self.flip_swap = False
         live = digests([self.live[i] for i in self.shadow])
-        self.link.complete(message.request_id, result={"seconds": {"apply": 0.01}}, **live)
+        is_committed = live["buffers"] == [message.commit_if]
+        if is_committed:
+            self.committed_by_itself.append(message.version)
+            self.served.append((message.version, list(self.live)))
+        self.link.complete(message.request_id, result={"seconds": {"apply": 0.01}, "committed": is_committed}, **live)
 
     def on_ReceiveWeights(self, message) -> None:
         if message.mode == "shadow":
@@ -310,5 +315,6 @@ class FakeReplica(FakeNode):
 
     def on_CommitUpdate(self, message) -> None:
         self.left_alias = False
-        self.served.append((message.version, list(self.live)))
+        if (message.version, self.live) != (self.served or [(None, None)])[-1]:
+            self.served.append((message.version, list(self.live)))
         self._done(message)

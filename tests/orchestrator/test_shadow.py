@@ -44,6 +44,29 @@ def test_received_beside_by_all_then_swapped_by_all(run):
     journal.close()
 
 
+def test_a_single_replica_commits_with_its_swap_and_only_what_verifies(tmp_path):
+    with Run(tmp_path, replicas=1, mode="shadow") as run:
+        _, (node,) = start(run)
+        result = train(run)
+        assert (result["mode"], result["states"]) == ("shadow", WAY) and run.client.status().version == 1
+        assert node.committed_by_itself == [1] and node.served == [(0, [10, 20, 30]), (1, [10, 21, 31])]
+        node.flip_swap = True
+        result, failed = failures(run)
+        assert [f["left"] for f in failed] == ["poisoned"] and (result["attempts"], result["sent"]) == (2, "full")
+        assert node.committed_by_itself == [1] and node.served[-1] == (2, [12, 22, 32])
+
+
+def test_what_a_canary_or_a_second_replica_must_agree_to_is_not_committed_with_the_swap(tmp_path):
+    with Run(tmp_path, replicas=2, mode="shadow") as run:
+        _, nodes = start(run, replicas=2)
+        train(run)
+        assert [n.committed_by_itself for n in nodes] == [[], []] and [n.served[-1][0] for n in nodes] == [1, 1]
+    with Run(tmp_path / "canary", replicas=1, mode="shadow") as run:
+        _, (node,) = start(run)
+        assert run.client.run(ResyncJob())["mode"] == "shadow"  # everything: the canary is due
+        assert node.committed_by_itself == [] and node.log[-2:] == ["CheckCanary", "CommitUpdate"]
+
+
 def test_nothing_served_yet_or_no_room_on_one_goes_in_place_and_says_why(run):
     _, nodes = start(run, replicas=2)
     assert [n.log.count("SwapWeights") for n in nodes] == [0, 0]  # @0

@@ -34,7 +34,7 @@ from weight_transfer.digest import PreparedDigest, row_major_strides
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import bucket_layout, view_of
 
-MAX_CHUNK_BYTES = 256 * 2**20
+MAX_CHUNK_BYTES = 192 * 2**20
 """Pieces on the wire: large enough for its rate, and both ends' rings hold a few of them well within 2 GiB."""
 SMALL_BYTES = 64 * 2**20
 """Runs below this are staged, many to a chunk: each receive costs some 50 us beside its bytes, as much as 18 MB take, and a copy on the GPU nearly nothing."""

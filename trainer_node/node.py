@@ -833,6 +833,7 @@ class Transfer:
                             manifest=manifest,
                             chunks=chunks.order,
                             fill=chunks.export.fill,
+                            lies_at=chunks.export.lies_at,
                             device=self._device,
                         )
                 return self._sender.send(deadline_s=deadline - time.monotonic())

@@ -233,9 +233,20 @@ class Merger:
         """Bytes of a chunk."""
         return self._chunks[chunk].nbytes
 
+    def lies_at(self, chunk: int) -> torch.Tensor | None:
+        """The chunk's bytes [B], if they are one run of a parameter that nothing is added to: nothing needs to be written then. None: they are not."""
+        plan = self._chunks[chunk]
+        if len(plan.launches) != 1 or len(plan.launches[0].members) != 1:
+            return None
+        kind, member = plan.launches[0].kind, plan.launches[0].members[0]
+        is_all = member.offset == 0 and member.source.numel * kind.dtype.itemsize == plan.nbytes
+        if member.delta is not None or not member.source.contiguous or not is_all:
+            return None
+        return member.source.view().view(-1).view(torch.uint8)
+
     @torch.no_grad()
     def fill(self, chunk: int, out_B: torch.Tensor) -> None:
-        """Write a chunk's merged tensors.
+        """Write a chunk's merged tensors; nothing where `out_B` is what `lies_at` says.
 
         On CUDA queued on the current stream, and the host does not wait: adapters must not change before that work is done.
 
@@ -248,6 +259,9 @@ class Merger:
             raise ValueError(
                 f"chunk {chunk} wants a contiguous buffer {wanted}, got {out_B.dtype} {tuple(out_B.shape)} {out_B.device}"
             )
+        there_B = self.lies_at(chunk)
+        if there_B is not None and there_B.data_ptr() == out_B.data_ptr():
+            return
         if self._kernels is None:
             for launch in plan.launches:
                 self._fill_by_torch(launch, out_B)
@@ -404,6 +418,10 @@ class WireExport:
             limit: `time.monotonic()` up to which a rank waits for another.
         """
         self._exchange.start(limit=limit)
+
+    def lies_at(self, chunk: int) -> torch.Tensor | None:
+        """Rank 0: the chunk's bytes, if they are one run of a parameter of this rank; see `Merger.lies_at`. `fill` is called all the same."""
+        return self._own.lies_at(chunk)
 
     def fill(self, chunk: int, out_B: torch.Tensor) -> None:
         """Rank 0: write a chunk, its merged tensors end to end, row-major; chunks in their order, each once.

@@ -2,7 +2,7 @@
 
 The receiver says which tensors travel side by side (`WireLayout`), so that they arrive in place. `fill(k, out_B)` writes chunk k's merged
 bytes. On CUDA three streams run: filling chunk k+1, the wire of chunk k, and the digest of what leaves; the host only queues. The
-ring holds at most `RING_BYTES`.
+ring holds at most `RING_BYTES`. A chunk that lies somewhere already (an embedding without an adapter) leaves from there.
 
 Axes: B = bytes, N = tensors of the manifest.
 """
@@ -65,7 +65,8 @@ class ChunkSender(GroupOwner):
     Args:
         groups: replica's node id -> its joined group (rank 0). Owned from here on: `close` closes them.
         chunks: manifest indices of each chunk; every tensor of the manifest once.
-        fill: writes the merged bytes of a chunk into a uint8 buffer; on CUDA queues that on the current stream.
+        fill: writes the merged bytes of a chunk into a uint8 buffer; on CUDA queues that on the current stream. It is called for every chunk, in order.
+        lies_at: the memory that has a chunk's bytes already, today; None: it is to be filled. Which chunks these are never changes.
 
     Raises:
         ManifestError: the chunks are not a partition of the manifest.
@@ -79,21 +80,26 @@ class ChunkSender(GroupOwner):
         chunks: Sequence[Sequence[int]],
         fill: Fill,
         device: torch.device | str,
+        lies_at: Callable[[int], torch.Tensor | None] = lambda _: None,
     ) -> None:
         if sorted(i for c in chunks for i in c) != list(range(len(manifest.tensors))):
             raise ManifestError(
                 f"the layout's {len(chunks)} chunks are not a partition of the manifest's {len(manifest.tensors)} tensors"
             )
         super().__init__(groups)
-        self._manifest, self._fill, self._device = manifest, fill, torch.device(device)
+        self._manifest, self._fill, self._lies_at, self._device = manifest, fill, lies_at, torch.device(device)
         self._chunks = [tuple(c) for c in chunks]
         self._nbytes = [sum(manifest.tensors[i].nbytes for i in c) for c in self._chunks]
         self._is_cuda = self._device.type == "cuda"
-        usual = max((n for n, c in zip(self._nbytes, self._chunks, strict=True) if len(c) > 1), default=max(self._nbytes))
-        capacity = ring_bytes(self._nbytes, usual, at_once=RING_CHUNKS if self._is_cuda else 1)
-        self._places = ring_places(self._nbytes, capacity)
+        self._is_lying = [lies_at(k) is not None for k in range(len(self._chunks))]
+        in_ring = [0 if lying else n for n, lying in zip(self._nbytes, self._is_lying, strict=True)]
+        usual = max((n for n, c in zip(in_ring, self._chunks, strict=True) if len(c) > 1), default=max(in_ring))
+        capacity = ring_bytes(in_ring, usual, at_once=RING_CHUNKS if self._is_cuda else 1)
+        self._places = ring_places(in_ring, capacity)
         self._ring_B = torch.empty(capacity, dtype=torch.uint8, device=self._device)
         self._digests = [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
+        self._digested_at = [self._buffer(k).data_ptr() for k in range(len(self._chunks))]
+        """Where each digest's table says that its chunk is."""
         self._streams = (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)) if self._is_cuda else None
         for stream in self._streams or ():
             # A send that failed may leave work queued: the memory is not given away before it is done.
@@ -102,11 +108,13 @@ class ChunkSender(GroupOwner):
         """Chunks that have not left the ring, oldest first, and what has yet to be done with them."""
 
     def _buffer(self, k: int) -> torch.Tensor:
-        """Chunk k's part of the ring."""
+        """Chunk k's part of the ring, or where it lies."""
+        if self._is_lying[k] and (there_B := self._lies_at(k)) is not None:
+            return there_B
         return self._ring_B[self._places[k] : self._places[k] + self._nbytes[k]]
 
     def _views(self, k: int) -> list[torch.Tensor]:
-        """Chunk k's tensors in the ring."""
+        """Chunk k's tensors, in the ring or where they lie."""
         buffer_B, offset, views = self._buffer(k), 0, []
         for index in self._chunks[k]:
             spec = self._manifest.tensors[index]
@@ -187,6 +195,8 @@ class ChunkSender(GroupOwner):
             PreparedDigest(self._views(k), rows=self._chunks[k]).launch(digests_N)
             return []
         filling, digesting = self._streams
+        if self._is_lying[k] and (at := self._buffer(k).data_ptr()) != self._digested_at[k]:
+            self._digests[k], self._digested_at[k] = self._prepare(k), at
         digesting.wait_stream(filling)
         with torch.cuda.stream(digesting):
             self._digests[k].launch(digests_N)
@@ -196,8 +206,12 @@ class ChunkSender(GroupOwner):
 
     def _wait_for_room(self, k: int, deadline: float) -> None:
         """Until no earlier chunk is where chunk k goes; they leave in their order."""
+        if self._is_lying[k]:
+            return
         first, end = self._places[k], self._places[k] + self._nbytes[k]
-        while any(self._places[j] < end and first < self._places[j] + self._nbytes[j] for j, _ in self._busy):
+        while any(
+            not self._is_lying[j] and self._places[j] < end and first < self._places[j] + self._nbytes[j] for j, _ in self._busy
+        ):
             self._wait_for_oldest(deadline)
 
     def _wait_for_oldest(self, deadline: float) -> None:

@@ -46,6 +46,27 @@ def test_the_kernel_interpreted_on_a_real_model(models) -> None:
     run_self("kernel-model", models["moe"], TRITON_INTERPRET="1")
 
 
+def test_a_chunk_that_is_one_parameter_lies_where_it_is() -> None:
+    padded = Source.whole(torch.randn(70, 16), rows=64)  # a vocabulary without its padding
+    plain, adapted = linear(8, 16, torch.bfloat16, rank=0), linear(8, 16, torch.bfloat16, rank=2)
+    items = [
+        MergeItem(spec=spec_of("padded", padded), source=padded),
+        *plain,
+        *adapted,
+        *linear(96, 40, torch.float32, rank=0, groups=3),
+    ]
+    merger = ChunkMerger(items, [[0], [1], [2], [3], [4, 5]], scale=SCALE, device="cpu")
+    for chunk in (0, 1):
+        there_B = merger.lies_at(chunk)
+        assert there_B is not None and there_B.data_ptr() == items[chunk].source.address()
+        assert torch.equal(there_B, filled(merger, chunk))
+        before_B = there_B.clone()
+        merger.fill(chunk, there_B)
+        assert torch.equal(there_B, before_B)
+    # An adapter is added; rows of a fused weight interleave; two are two.
+    assert [merger.lies_at(chunk) for chunk in (2, 3, 4)] == [None, None, None]
+
+
 # ------------------------------------------------------------ synthetic
 
 

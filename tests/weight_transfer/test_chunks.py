@@ -72,6 +72,36 @@ def test_the_ring_has_room_for_usual_chunks_not_for_as_many_of_the_largest(monke
     assert chunks.ring_bytes([1024] * 9, 1024, at_once=1) == 1024
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_lies_somewhere_leaves_from_there_and_needs_no_ring(device):
+    tensors, manifest = model(device)
+    order = [[1, 3], [4], [0, 2, 5], [9], [6, 7, 8, 10]]  # 4 and 9 are the largest
+    copies = {1: tensors[4].clone(), 3: tensors[9].clone()}
+    filled = []
+
+    def lies_at(k):
+        return copies[k].reshape(-1).view(torch.uint8) if k in copies else None
+
+    def fill(k, out_B):
+        filled.append((k, out_B.data_ptr()))
+        if k not in copies:
+            filler(tensors, order)(k, out_B)
+
+    group = Memory()
+    sender = ChunkSender(groups={"a": group}, manifest=manifest, chunks=order, fill=fill, lies_at=lies_at, device=device)
+    assert sender._ring_B.numel() < tensors[4].nbytes
+    for _ in range(2):
+        report = sender.send(deadline_s=30)
+        assert [k for k, _ in filled] == [0, 1, 2, 3, 4] and filled[1][1] == copies[1].data_ptr()
+        wanted = [torch.cat([tensors[i].reshape(-1).view(torch.uint8) for i in chunk]) for chunk in order]
+        assert all(torch.equal(a, b) for a, b in zip(group.sent, wanted, strict=True))
+        assert report.digests_N.tolist() == [int(tensor_digest(t.cpu())) for t in tensors]
+        copies[1], copies[3] = copies[1].clone(), copies[3].clone()  # they have moved, as offloaded parameters do
+        filled.clear()
+        group.sent.clear()
+    sender.close()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_places_in_the_ring(seed):
     dice = random.Random(seed)

@@ -31,8 +31,9 @@ from orchestrator.cluster import Cluster
 from orchestrator.protocol.messages import InitialSyncJob, JobSpec, Manifest, PublishJob, ResyncJob, TensorSpec
 
 WARM = 4
-LONGEST = 2000
-"""Tokens of the running stream before another begins; lengths up to it are warm on both servers."""
+LONGEST = 256
+"""Tokens of the running stream before another begins: what is prefilled again after a pause (`pause` measures that for long ones). Lengths up to
+it are warm on both servers."""
 PLANS = ("30b-a3b/lora-all", "30b-a3b/lora-attn", "8b/lora-all")
 
 
@@ -51,7 +52,8 @@ class Seen:
 
 def run(*, device: str, small: bool) -> Iterator[Case]:
     """SHAPE/LORA from SPLICE_BENCH_SYNC (comma-separated; default 30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small
-    and on a cpu); samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1)."""
+    and on a cpu); samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1); SPLICE_BENCH_EAGER=1: both
+    vLLMs without compiling and CUDA graphs."""
     usual = ("tiny/lora-attn",) if small else ("tiny/lora-all", "tiny/lora-attn") if device == "cpu" else PLANS
     plans = usual if small else os.environ.get("SPLICE_BENCH_SYNC", ",".join(usual)).split(",")
     samples = int(os.environ.get("SPLICE_BENCH_SAMPLES", "3" if small else "7"))
@@ -89,7 +91,9 @@ def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, sampl
     stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted)) if device == "cuda" else {}
     for lora in loras:
         one = _ours(shape, lora, folder, device=device, samples=samples)
-        more = {"layout": one.layout, "eager": clusters.is_eager(device)}
+        more = {
+            "layout": one.layout, "eager": clusters.is_eager(device), "stream_tokens": LONGEST, "compiled_while_serving": one.compiled,
+        }  # fmt: skip
         for way, seen in one.seen.items():
             sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
             more["pause_mode"] = "keep_kv" if way.keep_kv else "keep"
@@ -126,6 +130,8 @@ class Ours:
     peaks: dict[str, memory.Peak]
     layout: str
     memory_lines: list[str]
+    compiled: list[str]
+    """Kernels that vLLM compiled when it first met a length: what a gap of a second is."""
 
 
 def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> Ours:
@@ -135,13 +141,13 @@ def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> 
         with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
             cluster.client.run(InitialSyncJob())
             cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
-        url, tokens = cluster.base_urls[0], LONGEST if device == "cuda" else 400
-        warm_prefill(url, clusters.NAME, longest=tokens)
+        url = cluster.base_urls[0]
+        warm_prefill(url, clusters.NAME, longest=LONGEST)
         for way in _ways(lora):
             if way.keep_kv:
                 clusters.restart_orchestrator(cluster, pause_mode="keep_kv", mode=config.mode)
             cluster.client.run(way.job)
-            with TokenStream(base_url=url, model=clusters.NAME, max_tokens=tokens) as stream:
+            with TokenStream(base_url=url, model=clusters.NAME, max_tokens=LONGEST) as stream:
                 seen[way] = _sampled(stream, samples, lambda job=way.job: cluster.client.run(job))  # type: ignore[misc]
             print(f"{shape}/{lora}/1to1{way.end}: pause to resume {[round(gap, 4) for gap in seen[way].gaps]} s", flush=True)
 
@@ -152,6 +158,7 @@ def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> 
     return Ours(
         seen=seen, peaks=peaks, layout=next(iter(said("orchestrator.log", "layout: ")), ""),
         memory_lines=said("trainer.log", "bytes on the GPU: ")[:3],
+        compiled=[line[:200] for line in said("inference-0.vllm.log", "JIT compilation")][:50],
     )  # fmt: skip
 
 

@@ -82,7 +82,8 @@ class Seen:
 
 def run(*, device: str, small: bool) -> Iterator[Case]:
     """Shape from SPLICE_BENCH_SHAPES (30b-a3b on cuda, tiny else); what is run from SPLICE_BENCH_PAUSE
-    (keep,keep_kv,stock,shadow): the pause modes on one cluster, shadow and its peer on another, stock on a server of its own. SPLICE_BENCH_EAGER=1: vLLM without compiling and CUDA graphs."""
+    (keep,keep_kv,stock,shadow): the pause modes on one cluster, shadow and its peer on another, stock on a server of its own. SPLICE_BENCH_EAGER=1: vLLM without
+    compiling and CUDA graphs."""
     load = LOADS["small" if small else device]
     shape = "tiny" if small or device == "cpu" else os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b")
     servers = os.environ.get("SPLICE_BENCH_PAUSE", "keep,keep_kv,stock,shadow").split(",")

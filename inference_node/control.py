@@ -290,9 +290,13 @@ class Control:
         answer = await self._bring(engine, update, "splice_shadow_swap", update_id)
         answer["committed"] = commit_if is not None and answer["digests"] == commit_if
         if answer["committed"]:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
             try:
                 await self._do_commit(engine, app, version=pause["version"])
-            except RuntimeError as error:
+            except EngineDeadError:
+                raise
+            except Exception as error:  # whatever it is, the new weights are live
                 written = {"phase": "commit", "tensors": len(update.manifest.tensors)}
                 raise ControlFailed(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", **written) from error
         return answer

@@ -90,6 +90,8 @@ class _Update:
     request_id: str
     version: int
     phase: str = "pausing"
+    is_announced: bool = False
+    """The orchestrator has heard "applying": from there on it takes a failure for one that may have written."""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -112,6 +114,8 @@ class InferenceNode:
         """Version received beside the live tensors, waiting for its swap."""
         self._served: int | None = None
         self._poisoned: str | None = None
+        self._unconfirmed: int | None = None
+        """Committed here with its swap; the orchestrator has not said that it knows."""
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._restarts = RestartBudget(MAX_RESTARTS)
         self._stack = contextlib.ExitStack()
@@ -199,6 +203,7 @@ class InferenceNode:
         if not self._restarts.take(time.monotonic()):
             raise NodeLost(f"vLLM ended again after {MAX_RESTARTS} starts within an hour; giving up. {self._vllm.log_tail()}")
         self._manifest = self._update = self._received = self._shadowed = self._served = self._poisoned = None
+        self._unconfirmed = None
         self._has_part = False
         self._start_vllm(restarted=True)
 
@@ -279,7 +284,8 @@ class InferenceNode:
         self._link.complete(message.request_id, result=result)
 
     def _commit(self, message: CommitUpdate) -> None:
-        if self._received != message.version and self._served != message.version:
+        is_served = self._served == message.version and self._poisoned is None
+        if self._received != message.version and not is_served:
             self._fail(
                 message, ErrorCode.NOT_READY, "committing", f"version {message.version} was not received here (received: {self._received})",
                 "Receive and verify the version first.",
@@ -288,6 +294,7 @@ class InferenceNode:
         if self._received == message.version:
             self._vllm.call("commit", timeout_s=message.deadline_s + CALL_GRACE_S, version=message.version)
             self._served, self._received, self._poisoned = message.version, None, None
+        self._unconfirmed = None
         self._link.complete(message.request_id, result={"model": f"{self._config.name}@{message.version}"})
 
     def _canary(self, message: CheckCanary) -> None:
@@ -362,7 +369,8 @@ class InferenceNode:
         def on_progress(said: dict[str, Any]) -> None:
             update.phase, update.seconds["pause"] = "apply", float(said["seconds"])
             self._link.progress(message.request_id, "paused", seconds=update.seconds["pause"])
-            self._link.progress(message.request_id, "applying")
+            if self._aborts.empty():  # else the workers hear of it before they write
+                self._announce(message, update)
 
         pause = {
             "mode": message.pause_mode, "version": message.version, "drain_s": min(DRAIN_S, message.deadline_s / 4), "deadline_s": message.deadline_s,
@@ -375,8 +383,14 @@ class InferenceNode:
             raise
         finally:
             update.seconds["update"] = time.monotonic() - began - update.seconds.get("pause", 0.0)
+        self._announce(message, update)
         update.seconds |= {k: float(v) for k, v in done["phases"].items()}
         return done
+
+    def _announce(self, message: ReceiveWeights | SwapWeights, update: _Update) -> None:
+        if not update.is_announced:
+            update.is_announced = True
+            self._link.progress(message.request_id, "applying")
 
     def _run_update(self, message: ReceiveWeights, update: _Update) -> tuple[bytes, dict[str, str]]:
         arguments = {
@@ -436,7 +450,7 @@ class InferenceNode:
         finally:
             self._update = None
         if swapped["committed"]:
-            self._served = message.version
+            self._served = self._unconfirmed = message.version
         else:
             self._received = message.version
         digests = base64.b64decode(swapped["digests"])
@@ -452,6 +466,7 @@ class InferenceNode:
         with contextlib.suppress(CallFailed):
             self._vllm.call("reset", timeout_s=QUICK_S)
         if loaded:
+            self._announce(message, update)
             self._poison(reason)
             remedy = "This replica holds a mixture of versions and serves nothing: publish a version again, whole."
         else:
@@ -468,7 +483,7 @@ class InferenceNode:
         self._link.complete(message.request_id)
 
     def _poison(self, reason: str) -> None:
-        self._poisoned, self._received = reason, None
+        self._poisoned, self._received, self._unconfirmed = reason, None, None
         self._vllm.call("poison", timeout_s=QUICK_S, reason=reason[:500])
 
     # ------------------------------------------------------------ aborts
@@ -497,10 +512,11 @@ class InferenceNode:
             log.warning("version %d, received beside the live tensors, is dropped: %s", self._shadowed, reason)
             with contextlib.suppress(NodeLost):
                 self._drop_shadow()
-        if self._received is None:
-            return
         with contextlib.suppress(NodeLost, CallFailed):
-            self._poison(f"version {self._received} was received but not committed: {reason}")
+            if self._received is not None:
+                self._poison(f"version {self._received} was received but not committed: {reason}")
+            elif self._unconfirmed is not None:
+                self._poison(f"version {self._unconfirmed} was committed with its swap, but then given up: {reason}")
 
 
 _REMEDIES: dict[ErrorCode, str] = {

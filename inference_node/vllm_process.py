@@ -239,7 +239,7 @@ class VllmProcess:
             raise ValueError("it ended without an answer")
 
         try:
-            status, answer = self._while_running(post, action)
+            status, answer = self._while_running(post, action, until_s=time.monotonic() + timeout_s + 1.0)
         except (httpx.HTTPError, ValueError) as error:
             state = "runs but did not answer" if self.is_running else "has ended"
             raise NodeLost(f"vLLM {state} ({action}: {type(error).__name__}: {error})") from error
@@ -255,12 +255,16 @@ class VllmProcess:
             )
         return answer
 
-    def _while_running(self, post: Callable[[], tuple[int, dict[str, Any]]], action: str) -> tuple[int, dict[str, Any]]:
+    def _while_running(
+        self, post: Callable[[], tuple[int, dict[str, Any]]], action: str, *, until_s: float
+    ) -> tuple[int, dict[str, Any]]:
         """The answer. A dead server's connections do not always break: one that it had not accepted waits in our listener's queue."""
 
         def check() -> None:
             if not self.is_running:
                 raise NodeLost(f"vLLM has ended ({action})")
+            if time.monotonic() > until_s:  # the client's own timeout begins anew with each line
+                raise NodeLost(f"vLLM runs but did not answer ({action})")
 
         return call_aside(post, check=check, poll_s=DEATH_POLL_S, name="splice-call")
 

@@ -89,8 +89,8 @@ class Watchdog:
         Raises:
             TransferAborted: the abort was there first.
         """
-        self.raise_if_aborted(update_id)
-        with self._lock:
+        with self._lock:  # one of the two sees the other: an abort this update, or this update the abort
+            self._raise_if_aborted(update_id)
             self._guarded = (update_id, group, time.monotonic() + deadline_s, deadline_s)
         try:
             yield
@@ -101,7 +101,10 @@ class Watchdog:
     def raise_if_aborted(self, update_id: str) -> None:
         """Raise `TransferAborted` if that update was."""
         with self._lock:
-            reason = next((why for aborted_id, why in self._aborted if aborted_id == update_id), None)
+            self._raise_if_aborted(update_id)
+
+    def _raise_if_aborted(self, update_id: str) -> None:
+        reason = next((why for aborted_id, why in self._aborted if aborted_id == update_id), None)
         if reason is not None:
             raise TransferAborted(f"transfer aborted before it began: {reason}")
 

@@ -66,12 +66,15 @@ class JobFailed(SpliceError, RuntimeError):
         phase: the phase it was in.
         remedy: what to do next.
         steps_taken: optimizer steps of the job that were taken before and stand.
+        is_answer: the node said so itself; False: it overran the request's deadline, and what it did is not known.
     """
 
-    def __init__(self, *, code: str, node: str, phase: str, message: str, remedy: str, steps_taken: int = 0) -> None:
+    def __init__(
+        self, *, code: str, node: str, phase: str, message: str, remedy: str, steps_taken: int = 0, is_answer: bool = True
+    ) -> None:
         super().__init__(f"{code} on {node} while {phase}: {message} What to do: {remedy}")
         self.code, self.node, self.phase, self.message, self.remedy = code, node, phase, message, remedy
-        self.steps_taken = steps_taken
+        self.steps_taken, self.is_answer = steps_taken, is_answer
 
 
 class NodeLost(SpliceError, ConnectionError):

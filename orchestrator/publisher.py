@@ -188,6 +188,7 @@ class Publisher:
         self._since_full = 0
         self._pause_started_s = 0.0
         self._resumed_s: float | None = None  # where the replica resumed by itself
+        self._may_have_committed = False  # a single replica was told to, and has not answered
         self._is_beside = False  # what is being sent arrives beside the live tensors: no failure can have changed them
         self._abort_first = False
         self._others: tuple[str, ...] = ()
@@ -395,6 +396,9 @@ class Publisher:
         result.seconds |= {k: v for k, v in coming.items() if k != "shadow"}
         self._is_beside = False
         is_alone = len(replicas) == 1 and not self._has_canary(wire)
+        if is_alone:  # it may commit as soon as it has this: the journal must not say less
+            self._step(State.PAUSED, version, report, result)
+        self._may_have_committed = is_alone
         self._pause_started_s = time.monotonic()
         swapped = await _all_or_first_error(
             [
@@ -411,6 +415,7 @@ class Publisher:
             ],
             on_error=lambda why: self._abort(replicas, why),
         )  # fmt: skip
+        self._may_have_committed = False
         self._resumed_s = time.monotonic() if all(a.result.get("committed") for a, _ in swapped) else None
         if self.state is State.APPLYING:
             self._step(State.FINISHED, version, report, result)
@@ -678,6 +683,9 @@ class Publisher:
         self, error: Exception, *, version: int, replicas: Sequence[str], was_poisoned: bool, report: Report
     ) -> None:
         failed_in, was_beside, self._is_beside = self.state, self._is_beside, False
+        if self._may_have_committed and not (isinstance(error, JobFailed) and error.is_answer):
+            self.state = failed_in = State.APPLYING  # without its word, it may serve either version
+        self._may_have_committed = False
         self.state = State.IDLE if self._others else after_failure(self.state, was_poisoned=was_poisoned)
         self._joined, self._planned = {}, {}
         self._manifest = None

@@ -211,7 +211,7 @@ class ControlRouter:
                 if why is not None and not entry.done.done():
                     raise JobFailed(
                         code="transfer_timeout", node=peer_id, phase=phase, message=why,
-                        remedy="look at the node's log; it is treated as stuck and should be restarted",
+                        remedy="look at the node's log; it is treated as stuck and should be restarted", is_answer=False,
                     )  # fmt: skip
             return entry.done.result()
         finally:

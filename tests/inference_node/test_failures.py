@@ -13,6 +13,7 @@ import torch
 
 from orchestrator.protocol import messages as m
 from tests.inference_node.harness import Node, ensure_published, moved, new
+from tests.inference_node.test_swap_in_flight import Request
 
 TAU = 1e-4
 SOON_S = 10.0
@@ -137,6 +138,25 @@ def test_an_abort_between_receive_and_commit_is_never_served(dense: Node) -> Non
     assert dense.commit(version + 1).kind == "Failed"
     dense.join()
     dense.publish(version + 2, dense.base)
+
+
+def test_an_abort_while_it_pauses_leaves_the_version_served(dense: Node) -> None:
+    """The orchestrator does not hear "applying", after which it would take the replica for poisoned."""
+    version = ensure_published(dense)
+    dense.join()
+    assert dense.prepare(version + 1).kind == "Completed"
+    pinned = Request(dense, f"tiny@{version}", stream=True, max_tokens=900)  # it is given two seconds to end
+    dense.router.wait(lambda: len(pinned.events) > 3, 30.0)
+    request = new(m.ReceiveWeights, 20.0, version=version + 1)
+    dense.router.send(request)
+    dense.router.wait(lambda: bool(dense.router.progress.get(request.request_id)), 30.0)
+    dense.router.send(m.AbortUpdate(reason="the test says so"))
+    failed = dense.router.outcome(request.request_id).message
+    assert failed.kind == "Failed" and failed.code == "transfer_aborted" and f"tiny@{version}" in failed.remedy, failed
+    assert [p.phase for p in dense.router.progress[request.request_id]] == ["pausing", "paused"]
+    pinned.join(20.0)
+    assert dense.prompt_logprobs(f"tiny@{version}").numel()
+    dense.leave()
 
 
 def test_a_replica_that_is_left_out_serves_nothing_until_it_is_published_to(dense: Node) -> None:

@@ -144,6 +144,31 @@ def test_tokens_come_while_the_update_does_and_the_swap_serves_it(kind: str, req
     node.join()  # the sender is the part's
 
 
+def test_what_was_committed_with_its_swap_and_given_up_before_anybody_knew_is_not_served(dense: Node) -> None:
+    version, tensors, _ = served(dense)
+    part = plan(dense, version + 1, is_attention)
+    update = with_part(tensors, moved(dense.base, 64), {dense.manifest.tensors[i].name for i in part.tensors})
+    receive = open_shadow(dense, part, version + 1)
+    with Transfer(dense, part, update) as transfer:
+        begin(dense, receive, transfer)
+        transfer.go.set()
+        assert dense.router.outcome(receive.request_id).message.kind == "Completed"
+    digests = transfer.reports[0].digests_N.numpy().tobytes()
+    swapped = dense.router.request(new(m.SwapWeights, version=version + 1, pause_mode="keep_kv", commit_if=digests)).message
+    assert swapped.kind == "Completed" and swapped.result["committed"]
+    assert dense.prompt_logprobs(f"tiny@{version + 1}").isfinite().all()
+    dense.router.send(m.AbortUpdate(reason="the orchestrator was restarted"))
+    deadline = time.monotonic() + 40
+    while (refused := dense.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1})).status_code != 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "then given up: the orchestrator was restarted" in refused.text
+    assert dense.commit(version + 1).kind == "Failed"
+    dense.leave()
+    dense.join()
+    dense.publish(version + 2, dense.base)
+
+
 def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -> None:
     version, tensors, logprobs = served(dense)
 

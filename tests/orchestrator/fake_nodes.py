@@ -251,6 +251,7 @@ class FakeReplica(FakeNode):
         self.shadow: dict[int, int] = {}
         self.flip_swap = False
         self.committed_by_itself: list[int] = []
+        self.unconfirmed: int | None = None
         self.canary: list[float] | None = None
         """Log-probs that it answers a canary with; None: it was serving."""
 
@@ -274,6 +275,7 @@ class FakeReplica(FakeNode):
         is_committed = live["buffers"] == [message.commit_if]
         if is_committed:
             self.committed_by_itself.append(message.version)
+            self.unconfirmed = message.version
             self.served.append((message.version, list(self.live)))
         self.link.complete(message.request_id, result={"seconds": {"apply": 0.01}, "committed": is_committed}, **live)
 
@@ -315,6 +317,7 @@ class FakeReplica(FakeNode):
 
     def on_CommitUpdate(self, message) -> None:
         self.left_alias = False
-        if (message.version, self.live) != (self.served or [(None, None)])[-1]:
+        if self.unconfirmed != message.version:
             self.served.append((message.version, list(self.live)))
+        self.unconfirmed = None
         self._done(message)

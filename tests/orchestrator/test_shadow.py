@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+
 import pytest
 
 from orchestrator.errors import ConfigError, JobFailed
@@ -54,6 +57,24 @@ def test_a_single_replica_commits_with_its_swap_and_only_what_verifies(tmp_path)
         result, failed = failures(run)
         assert [f["left"] for f in failed] == ["poisoned"] and (result["attempts"], result["sent"]) == (2, "full")
         assert node.committed_by_itself == [1] and node.served[-1] == (2, [12, 22, 32])
+
+
+@pytest.mark.parametrize(("answers", "left"), [(True, "idle"), (False, "poisoned")])
+def test_a_single_replica_that_may_have_committed_is_not_said_to_serve_the_old_version(answers, left, tmp_path):
+    with Run(tmp_path, replicas=1, mode="shadow") as run:
+        trainer, (node,) = start(run)
+        back = threading.Timer(1.0, run.replica, (trainer, 0))
+
+        def vanish(_):
+            node.link.close()
+            back.start()
+
+        node.script["SwapWeights"] = partial(node.refuse, code=ErrorCode.TRANSFER_FAILED) if answers else vanish
+        result, failed = failures(run)
+        assert [f["left"] for f in failed] == [left] and failed[0]["state"] == ("paused" if answers else "applying")
+        assert (result["attempts"], result["sent"]) == (2, "full")
+        if not answers:
+            back.join()
 
 
 def test_what_a_canary_or_a_second_replica_must_agree_to_is_not_committed_with_the_swap(tmp_path):

@@ -27,6 +27,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.server import BUFFERS_KEPT
 from orchestrator.trainer_requests import TrainerMemory
+from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
 
 
@@ -178,7 +179,7 @@ def test_a_forward_backward_without_anything_pending_is_repeated(run):
     first = current[0]
     first.script["ForwardBackward"] = lambda _: threading.Thread(target=replace, args=(run, first, current)).start()
     assert run.client.forward_backward(SmallBatch())["pending_batches"] == 1
-    assert current[1].log == ["ForwardBackward"]
+    assert soon(lambda: len(current) == 2) and current[1].log == ["ForwardBackward"]
 
 
 def test_several_steps_in_one_job(run):

@@ -113,6 +113,7 @@ def test_a_stranger_and_garbage_do_no_harm():
     async def test(router, received):
         context = zmq.Context()
         raw = context.socket(zmq.DEALER)
+        raw.setsockopt(zmq.RCVTIMEO, 20_000)  # a thread that waits for ever would hold up the end of the loop
         raw.connect(router.endpoint)
         for frames in ([b"x"], [b"splice/1", b"a", b"b"], [b""] * 9, encode(hello(run_token="other"))):
             raw.send_multipart(frames)

@@ -35,6 +35,12 @@ def make_model(shape: str, out: Path) -> Path:
     return out
 
 
+def model_in(folder: Path, shape: str) -> Path:
+    """The shape's checkpoint folder in `folder`, made if it is not there."""
+    model = folder / "model"
+    return model if model.exists() else make_model(shape, model)
+
+
 def gpus() -> tuple[int, int]:
     """Trainer's and inference's GPU from SPLICE_BENCH_GPUS (0,1)."""
     trainer, inference = os.environ.get("SPLICE_BENCH_GPUS", "0,1").split(",")
@@ -64,7 +70,7 @@ def cluster_config(
         run: name of the run's folder in `folder`; a new one for each cluster.
         lora: key of `TARGETS`.
     """
-    model = folder / "model" if (folder / "model").exists() else make_model(shape, folder / "model")
+    model = model_in(folder, shape)
     cuda = device == "cuda"
     transport: Literal["nccl", "gloo"] = "nccl" if cuda else "gloo"
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"

@@ -198,10 +198,9 @@ def _stock(folder: Path, shape: str, *, device: str, load: Load) -> Seen:
     from benchmarks.stock import StockServer
 
     _, gpu = clusters.gpus()
-    if not (folder / "model").exists():
-        clusters.make_model(shape, folder / "model")
+    model = clusters.model_in(folder, shape)
     with StockServer(
-        python=inference_python(), model=folder / "model", gpu=gpu, log=folder / "stock.log", device=device,
+        python=inference_python(), model=model, gpu=gpu, log=folder / "stock.log", device=device,
         max_model_len=8192 if device == "cuda" else 512, more=("--max-num-seqs", str(load.streams)), eager=clusters.is_eager(device),
     ) as server:  # fmt: skip
 
@@ -211,7 +210,7 @@ def _stock(folder: Path, shape: str, *, device: str, load: Load) -> Seen:
             server.post("/resume")
             return time.monotonic() - began
 
-        return _measure(server.base_url, "stock", folder / "model", load, pause)
+        return _measure(server.base_url, "stock", model, load, pause)
 
 
 def _measure(base_url: str, model: str, model_dir: Path, load: Load, interrupt: Any) -> Seen:

@@ -171,12 +171,11 @@ def _stock(
 
     shapes = tensor_shapes(REAL_SHAPES[clusters.SHAPES[shape][1]])
     everything = tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
-    if not (folder / "model").exists():
-        clusters.make_model(shape, folder / "model")
+    model = clusters.model_in(folder, shape)
     trainer_gpu, inference_gpu = clusters.gpus()
     seen: dict[tuple[tuple[str, ...], bool], Seen] = {}
     with StockServer(
-        python=inference_python(), model=folder / "model", gpu=inference_gpu, log=folder / "stock.log",
+        python=inference_python(), model=model, gpu=inference_gpu, log=folder / "stock.log",
         more=("--max-num-seqs", "64"), eager=clusters.is_eager("cuda"),
     ) as server:  # fmt: skip
         warm_prefill(server.base_url, "stock", longest=LONGEST)

@@ -58,7 +58,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
             for kind in ("rl",) if small else os.environ.get("SPLICE_BENCH_KINDS", "rl,sft").split(","):
                 if not topologies:
                     yield from _cases(f"{shape}/lora-{kind}/1", model, kind=kind, device=device, steps=steps, tokens=tokens)
-                if topologies:
+                else:
                     yield from _scaling(
                         f"{shape}/lora-{kind}", topologies, model, kind=kind, device=device, steps=steps, tokens=tokens
                     )

@@ -227,17 +227,14 @@ class Control:
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        written = len(update.manifest.tensors)
         try:
             return self._updated(update, await self._workers(engine, method, *args))
         except (ControlFailed, EngineDeadError):
             raise
         except VerificationError as error:
-            raise ControlFailed(ErrorCode.VERIFICATION_FAILED, str(error), phase="verify", tensors=written) from error
+            raise _written(update, "verify", ErrorCode.VERIFICATION_FAILED, str(error)) from error
         except Exception as error:  # what the workers had done by then is not known
-            raise ControlFailed(
-                ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", phase="apply", tensors=written
-            ) from error
+            raise _written(update, "apply", ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
 
     @staticmethod
     def _updated(update: _Update, answers: Sequence[Answer]) -> Answer:
@@ -297,8 +294,7 @@ class Control:
             except EngineDeadError:
                 raise
             except Exception as error:  # whatever it is, the new weights are live
-                written = {"phase": "commit", "tensors": len(update.manifest.tensors)}
-                raise ControlFailed(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", **written) from error
+                raise _written(update, "commit", ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
         return answer
 
     async def _do_shadow_drop(self, engine: Any, app: Any) -> Answer:
@@ -398,6 +394,11 @@ class Control:
         for flight in ended:
             flight.end(Refusal(status=503, kind=refusal.kind, message=refusal.message, retry_after_s=refusal.retry_after_s))
         return {"ended": len(ended)}
+
+
+def _written(update: _Update, phase: str, code: ErrorCode, message: str) -> ControlFailed:
+    """A failure by which all of the update may have been written."""
+    return ControlFailed(code, message, phase=phase, tensors=len(update.manifest.tensors))
 
 
 def _rename(app: Any, *names: str) -> None:

@@ -109,7 +109,9 @@ class ChunkSender(GroupOwner):
 
     def _buffer(self, k: int) -> torch.Tensor:
         """Chunk k's part of the ring, or where it lies."""
-        if self._is_lying[k] and (there_B := self._lies_at(k)) is not None:
+        if self._is_lying[k]:
+            there_B = self._lies_at(k)
+            assert there_B is not None, f"chunk {k} lay in memory when the ring was planned, which has no room for it"
             return there_B
         return self._ring_B[self._places[k] : self._places[k] + self._nbytes[k]]
 

@@ -178,8 +178,8 @@ class Streams:
         return [r.lost for r in list(self.requests) if r.lost is not None]
 
     async def _run(self) -> None:
-        # vLLM closes a connection after 5 s of idleness, and so does httpx: a request sent just then is lost to neither's fault.
-        limits = httpx.Limits(max_connections=self._count, keepalive_expiry=1.0)
+        # vLLM closes a connection after 5 s of idleness, or of its own: a request sent just then would count as lost. A connection for each.
+        limits = httpx.Limits(max_connections=self._count, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as http:
             await asyncio.gather(*(self._stream(http, n) for n in range(self._count)))
 

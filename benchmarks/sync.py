@@ -34,6 +34,9 @@ WARM = 4
 LONGEST = 256
 """Tokens of the running stream before another begins: what is prefilled again after a pause (`pause` measures that for long ones). Lengths up to
 it are warm on both servers."""
+SEQS = 256
+"""Both servers' `--max-num-seqs`. vLLM captures CUDA graphs for up to twice as many tokens, 512 at most; with fewer sequences what is prefilled again
+would run without them."""
 PLANS = ("30b-a3b/lora-all", "30b-a3b/lora-attn", "8b/lora-all")
 
 
@@ -92,7 +95,7 @@ def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, sampl
     for lora in loras:
         one = _ours(shape, lora, folder, device=device, samples=samples)
         more = {
-            "layout": one.layout, "eager": clusters.is_eager(device), "stream_tokens": LONGEST, "compiled_while_serving": one.compiled,
+            "layout": one.layout, "eager": clusters.is_eager(device), "stream_tokens": LONGEST, "max_num_seqs": SEQS, "compiled_while_serving": one.compiled,
         }  # fmt: skip
         for way, seen in one.seen.items():
             sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
@@ -135,7 +138,7 @@ class Ours:
 
 
 def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> Ours:
-    config = clusters.cluster_config(shape, folder, device=device, run=f"run-{lora}", lora=lora)
+    config = clusters.cluster_config(shape, folder, device=device, run=f"run-{lora}", lora=lora, max_num_seqs=SEQS)
     seen: dict[Way, Seen] = {}
     with Cluster(config) as cluster:
         with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
@@ -176,7 +179,7 @@ def _stock(
     seen: dict[tuple[tuple[str, ...], bool], Seen] = {}
     with StockServer(
         python=inference_python(), model=model, gpu=inference_gpu, log=folder / "stock.log",
-        more=("--max-num-seqs", "64"), eager=clusters.is_eager("cuda"),
+        more=("--max-num-seqs", str(SEQS)), eager=clusters.is_eager("cuda"),
     ) as server:  # fmt: skip
         warm_prefill(server.base_url, "stock", longest=LONGEST)
         sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")

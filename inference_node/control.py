@@ -130,7 +130,10 @@ class Control:
         """Call a method of every worker; the first error ends it."""
         from inference_node import dialect
 
-        answers: list[Answer] = await dialect.collective_rpc(engine, method, args)
+        return self._checked(await dialect.collective_rpc(engine, method, args))
+
+    @staticmethod
+    def _checked(answers: list[Answer]) -> list[Answer]:
         for answer in answers:
             if "error" in answer:
                 rest = {k: v for k, v in answer.items() if k != "error"}
@@ -211,7 +214,8 @@ class Control:
         began = time.monotonic()
         await self._stand_still(engine, app, pause)
         left_s = max(1.0, deadline_s - (time.monotonic() - began))
-        return await self._bring(engine, self._receiving, "splice_update", update_id, left_s, direct, changed_only)
+        arguments = (update_id, left_s, direct, changed_only)
+        return await self._bring(self._receiving, self._workers(engine, "splice_update", *arguments))
 
     async def _stand_still(self, engine: Any, app: Any, pause: Answer) -> None:
         """Pause, and say so. What follows is the same call, because every way into this process waits until it has handed out the last step's tokens."""
@@ -219,8 +223,8 @@ class Control:
         await self._do_pause(engine, app, **pause)
         await self._say({"progress": "paused", "seconds": time.monotonic() - began})
 
-    async def _bring(self, engine: Any, update: _Update, method: str, *args: Any) -> Answer:
-        """Have the workers bring an update into the live tensors; see `_updated`.
+    async def _bring(self, update: _Update, asked: Awaitable[list[Answer]]) -> Answer:
+        """What comes of asking the workers to bring an update into the live tensors; see `_updated`.
 
         Raises:
             ControlFailed: whatever failed, with how many tensors may have been written.
@@ -228,7 +232,7 @@ class Control:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return self._updated(update, await self._workers(engine, method, *args))
+            return self._updated(update, await asked)
         except (ControlFailed, EngineDeadError):
             raise
         except VerificationError as error:
@@ -283,8 +287,7 @@ class Control:
         update = self._receiving
         if update is None:
             raise ControlFailed(ErrorCode.NOT_READY, "nothing was received beside the live tensors")
-        await self._stand_still(engine, app, pause)
-        answer = await self._bring(engine, update, "splice_shadow_swap", update_id)
+        answer = await self._swap(engine, app, update, update_id, pause)
         answer["committed"] = commit_if is not None and answer["digests"] == commit_if
         if answer["committed"]:
             from vllm.v1.engine.exceptions import EngineDeadError
@@ -296,6 +299,31 @@ class Control:
             except Exception as error:  # whatever it is, the new weights are live
                 raise _written(update, "commit", ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
         return answer
+
+    async def _swap(self, engine: Any, app: Any, update: _Update, update_id: str, pause: Answer) -> Answer:
+        """Stand still and swap. Where vLLM's order allows it, in one go: else the swap waits until this process, busy with the last step's
+        tokens, has heard that the engine stands still, and tells it to go on."""
+        from inference_node import dialect
+
+        engine_mode, clear_cache = ENGINE_PAUSE[pause["mode"]]
+        if engine_mode != "keep" or not dialect.keeps_order(engine):
+            await self._stand_still(engine, app, pause)
+            return await self._bring(update, self._workers(engine, "splice_shadow_swap", update_id))
+        began = time.monotonic()
+        await self._make_way(pause["version"], pause["drain_s"])
+        await self._say({"progress": "paused", "seconds": time.monotonic() - began})
+        return await self._bring(update, self._pause_and_swap(engine, update_id, clear_cache, pause["deadline_s"]))
+
+    async def _pause_and_swap(self, engine: Any, update_id: str, clear_cache: bool, deadline_s: float) -> list[Answer]:
+        from inference_node import dialect
+
+        began = time.monotonic()
+        asked = dialect.pause_and_call(engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,))
+        answers = await asyncio.wait_for(asked, deadline_s)
+        self._stands()
+        for answer in self._checked(answers):  # what was not the swap was the wait for the step under way
+            answer["phases"]["pause"] = time.monotonic() - began - float(answer["seconds"])
+        return answers
 
     async def _do_shadow_drop(self, engine: Any, app: Any) -> Answer:
         await self._workers(engine, "splice_shadow_drop")
@@ -312,18 +340,25 @@ class Control:
         from inference_node import dialect
 
         engine_mode, clear_cache = ENGINE_PAUSE[mode]
-        self._alias.moving_to = version
         try:
-            await self._drain_pinned(drain_s)
-            self._check_no_pinned()
+            await self._make_way(version, drain_s)
             await asyncio.wait_for(dialect.pause(engine, mode=engine_mode, clear_cache=clear_cache), deadline_s)
         except TimeoutError as error:
             await self._do_resume(engine, app)
             raise ControlFailed(
                 ErrorCode.TRANSFER_TIMEOUT, f"vLLM was not paused within {deadline_s:.0f} s (mode {mode})"
             ) from error
-        self.is_standing, self._settled_s = True, time.monotonic() + SETTLE_S
+        self._stands()
         return {}
+
+    def _stands(self) -> None:
+        self.is_standing, self._settled_s = True, time.monotonic() + SETTLE_S
+
+    async def _make_way(self, version: int, drain_s: float) -> None:
+        """Nothing pinned is admitted any more, and nothing pinned is left."""
+        self._alias.moving_to = version
+        await self._drain_pinned(drain_s)
+        self._check_no_pinned()
 
     async def _drain_pinned(self, drain_s: float) -> None:
         """Wait for pinned requests; those still there are told 409."""

@@ -208,6 +208,31 @@ async def pause(engine_client: Any, *, mode: str, clear_cache: bool) -> None:
     await engine_client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
 
+def keeps_order(engine_client: Any) -> bool:
+    """Whether `pause_and_call` may be used: one engine. Several step together until all have paused, so one would swap under another's step."""
+    parallel = getattr(getattr(engine_client, "vllm_config", None), "parallel_config", None)
+    return getattr(parallel, "data_parallel_size", None) == 1
+
+
+async def pause_and_call(engine_client: Any, *, clear_cache: bool, method: str, args: tuple[Any, ...]) -> list[Any]:
+    """Pause in vLLM's mode `keep` and call a method of every worker, without waiting for the first before the second; the workers' answers, once
+    the engine stands still.
+
+    The engine takes calls in the order in which they are sent, and between two steps. From the first one on it schedules nothing. A step that
+    it had queued before has been launched by then, sampling included, and the workers run the call behind it: on the same thread and, on a
+    GPU, the same stream. So what the call changes no step of before has seen and every later one does.
+    """
+    if clear_cache:
+        await engine_client.renderer.clear_mm_cache_async()
+    # Tasks start in the order of their making, and each sends before it waits for anything.
+    pausing = asyncio.ensure_future(engine_client.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
+    calling = asyncio.ensure_future(engine_client.collective_rpc(method, args=args))
+    await asyncio.wait({pausing, calling})
+    pausing.result()
+    answers: list[Any] = calling.result()
+    return answers
+
+
 async def settle(engine_client: Any, *, until_s: float) -> None:
     """Wait, once the engine stands still, until what it had made has left this process; until `until_s` (`time.monotonic`) at the latest.
 

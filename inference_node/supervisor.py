@@ -384,7 +384,9 @@ class InferenceNode:
         finally:
             update.seconds["update"] = time.monotonic() - began - update.seconds.get("pause", 0.0)
         self._announce(message, update)
-        update.seconds |= {k: float(v) for k, v in done["phases"].items()}
+        phases = {k: float(v) for k, v in done["phases"].items()}
+        waited_s = phases.pop("pause", 0.0)  # within the update's call
+        update.seconds |= phases | {"pause": update.seconds["pause"] + waited_s, "update": update.seconds["update"] - waited_s}
         return done
 
     def _announce(self, message: ReceiveWeights | SwapWeights, update: _Update) -> None:

@@ -759,7 +759,8 @@ class PrepareShadow(_Request):
 class SwapWeights(_Request):
     """Pause, put what came beside the live tensors into them, then digest those. Generation stays paused, but see `commit_if`.
 
-    `Progress` as of `ReceiveWeights(mode="in_place")`: before "applying" a failure leaves @N serving, after it the replica is poisoned.
+    `Progress` as of `ReceiveWeights(mode="in_place")`: before "applying" a failure leaves @N serving, after it the replica is poisoned. "paused" may
+    come as soon as vLLM is told to schedule nothing more: the swap waits behind the step that it had queued.
     `Completed` carries the digests of the live tensors, as there, and `result["committed"]`.
     """
 

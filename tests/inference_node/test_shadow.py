@@ -16,7 +16,7 @@ from inference_node import dialect, shadow
 from orchestrator.protocol import messages as m
 from tests.inference_node.harness import BUCKET_BYTES, Node, moved, new
 from tests.inference_node.test_changed_only import TAU, is_attention, is_norm_and_query, is_one_expert, plan, with_part
-from tests.inference_node.test_swap_in_flight import Request
+from tests.inference_node.test_swap_in_flight import LONG, Request
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.sender import SendReport, WeightSender
 
@@ -142,6 +142,71 @@ def test_tokens_come_while_the_update_does_and_the_swap_serves_it(kind: str, req
         logprobs, tensors = node.prompt_logprobs(f"tiny@{version}"), update
         assert (logprobs - node.expected(tensors)).abs().max() < TAU
     node.join()  # the sender is the part's
+
+
+def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wrong_name(dense: Node) -> None:
+    """Each token's log-prob tells which weights made it; stale keys and values of the old ones stay (`keep_kv`), so only those before the swap are known."""
+    spanned, scored = 0, {"temperature": 0.0, "logprobs": 0}
+    for attempt in range(4):
+        version, tensors, _ = served(dense)
+        part = plan(dense, version + 1, is_attention)
+        update = with_part(tensors, moved(dense.base, 70 + attempt), {dense.manifest.tensors[i].name for i in part.tensors})
+        wanted = dense.post("/v1/completions", {**LONG, **scored, "model": "tiny"}).json()["choices"][0]["logprobs"]
+        receive = open_shadow(dense, part, version + 1)
+        with Transfer(dense, part, update) as transfer:
+            begin(dense, receive, transfer)
+            stream = Request(dense, "tiny", stream=True, **scored)
+            assert stream.first.wait(20.0)
+            transfer.go.set()
+            assert dense.router.outcome(receive.request_id).message.kind == "Completed"
+        swap_and_commit(dense, version + 1, transfer.reports, at_once=True)
+        stream.join(60.0)
+        before = [e["choices"][0]["logprobs"] for e in stream.events if e["model"] == f"tiny@{version}" and e["choices"]]
+        ids, values = ([x for row in before for x in row[key]] for key in ("tokens", "token_logprobs"))
+        assert ids == wanted["tokens"][: len(ids)] and values
+        assert torch.allclose(torch.tensor(values), torch.tensor(wanted["token_logprobs"][: len(values)]), atol=1e-4)
+        after = [e["choices"][0]["logprobs"] for e in stream.events if e["model"] == f"tiny@{version + 1}" and e["choices"]]
+        if after:
+            spanned += 1
+            made = torch.tensor([x for row in after for x in row["token_logprobs"]])
+            rest = torch.tensor(wanted["token_logprobs"][len(values) :])
+            assert len(made) == len(rest) and (made - rest).abs()[0] > 1e-3
+    dense.join()  # the sender is the part's
+    assert spanned
+
+
+def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
+    sent: list[str] = []
+
+    async def pause_scheduler_async(*, mode: str, clear_cache: bool) -> None:
+        sent.append(f"pause {mode} {clear_cache}")
+        await asyncio.sleep(0.05)
+        sent.append("stands")
+
+    async def collective_rpc(method: str, args: tuple[int, ...]) -> list[int]:
+        sent.append(method)
+        return list(args)
+
+    async def clear_mm_cache_async() -> None:
+        await asyncio.sleep(0.01)
+        sent.append("cleared")
+
+    core, renderer = (
+        SimpleNamespace(pause_scheduler_async=pause_scheduler_async),
+        SimpleNamespace(clear_mm_cache_async=clear_mm_cache_async),
+    )
+    parallel = SimpleNamespace(data_parallel_size=1)
+    engine = SimpleNamespace(
+        engine_core=core,
+        renderer=renderer,
+        collective_rpc=collective_rpc,
+        vllm_config=SimpleNamespace(parallel_config=parallel),
+    )
+    assert asyncio.run(dialect.pause_and_call(engine, clear_cache=True, method="swap", args=(7,))) == [7]
+    assert sent == ["cleared", "pause keep True", "swap", "stands"]
+    assert dialect.keeps_order(engine)
+    parallel.data_parallel_size = 2  # a step of theirs may need this one's experts
+    assert not dialect.keeps_order(engine) and not dialect.keeps_order(SimpleNamespace())
 
 
 def test_what_was_committed_with_its_swap_and_given_up_before_anybody_knew_is_not_served(dense: Node) -> None:

@@ -106,12 +106,13 @@ def views_of_61_gb(manifest: Manifest) -> list[torch.Tensor]:
 
 
 @pytest.mark.gpu1
-def test_61_gb_in_under_half_a_second() -> None:
+def test_digests_of_61_gb_do_not_depend_on_how_many_are_asked_for_at_once() -> None:
+    """The seconds are printed; what they are worth in a publication is `verify_s` of `benchmarks/sync.py`."""
     manifest = qwen3_30b_manifest()
     views = views_of_61_gb(manifest)
     digest_many(views[:100])
     tensor_digest(views[0])
-    seconds: dict[str, float] = {}
+    found = []
     for name, run in {
         "digest_many, all at once": lambda: digest_many(views),
         "digest_many, 60 calls": lambda: torch.cat([digest_many(views[a : a + 315]) for a in range(0, len(views), 315)]),
@@ -119,14 +120,14 @@ def test_61_gb_in_under_half_a_second() -> None:
     }.items():
         torch.cuda.synchronize()
         began = time.monotonic()
-        out = run()
+        found.append(run())
         queued = time.monotonic() - began
         torch.cuda.synchronize()
-        seconds[name] = time.monotonic() - began
-        print(f"\n{manifest.nbytes / 1e9:.2f} GB, {len(views)} tensors, {name}: {seconds[name]:.3f} s (queued {queued:.3f} s)")
-        assert out.shape == (len(views),)
-    assert seconds["digest_many, all at once"] < 0.5
-    assert seconds["digest_many, 60 calls"] < 0.5
+        took = time.monotonic() - began
+        print(f"\n{manifest.nbytes / 1e9:.2f} GB, {len(views)} tensors, {name}: {took:.3f} s (queued {queued:.3f} s)")
+    at_once, in_calls, one_by_one = found
+    assert at_once.shape == (len(views),)
+    assert torch.equal(at_once, in_calls) and torch.equal(at_once, one_by_one)
 
 
 @pytest.mark.gpu1

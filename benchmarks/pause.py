@@ -191,6 +191,7 @@ def _ours(
 
             found[way] = _measure(cluster.base_urls[0], clusters.NAME, model, load, publish)
             found[way].results = results
+            print(f"{'/'.join(way)}: largest gaps {[round(gap, 4) for gap in found[way].gaps]} s", flush=True)
     return found
 
 

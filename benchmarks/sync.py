@@ -93,19 +93,7 @@ def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, sampl
     wanted = dict.fromkeys((way.linears, way.keep_kv) for lora in loras for way in _ways(lora))
     stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted)) if device == "cuda" else {}
     for lora in loras:
-        one = _ours(shape, lora, folder, device=device, samples=samples)
-        more = {
-            "layout": one.layout, "eager": clusters.is_eager(device), "stream_tokens": LONGEST, "max_num_seqs": SEQS, "compiled_while_serving": one.compiled,
-        }  # fmt: skip
-        for way, seen in one.seen.items():
-            sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
-            more["pause_mode"] = "keep_kv" if way.keep_kv else "keep"
-            yield from _cases(f"{shape}/{lora}/1to1{way.end}", lora, seen, stock.get((sent, way.keep_kv)), more)
-        for side, peak in one.peaks.items():
-            yield Case(
-                name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
-                settings={"measured": clusters.MEMORY_SETTINGS[device], "before_bytes": peak.before, "trainer_said": one.memory_lines},
-            )  # fmt: skip
+        yield from _ours(shape, lora, folder, device=device, samples=samples, stock=stock)
 
 
 def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, more: Mapping[str, Any]) -> list[Case]:
@@ -125,25 +113,28 @@ def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, more: Mapping[st
     ]  # fmt: skip
 
 
-@dataclass(slots=True, kw_only=True)
-class Ours:
-    """What one cluster showed: each way of publishing, memory by side, what its logs say of both."""
-
-    seen: dict[Way, Seen]
-    peaks: dict[str, memory.Peak]
-    layout: str
-    memory_lines: list[str]
-    compiled: list[str]
-    """Kernels that vLLM compiled when it first met a length: what a gap of a second is."""
-
-
-def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> Ours:
+def _ours(
+    shape: str, lora: str, folder: Path, *, device: str, samples: int, stock: Mapping[tuple[tuple[str, ...], bool], Seen]
+) -> Iterator[Case]:  # fmt: skip
+    """One cluster's cases, each as soon as it is measured."""
     config = clusters.cluster_config(shape, folder, device=device, run=f"run-{lora}", lora=lora, max_num_seqs=SEQS)
-    seen: dict[Way, Seen] = {}
+
+    def said(log: str, after: str) -> list[str]:
+        lines = (config.run_dir / "logs" / log).read_text().splitlines()
+        return [line.partition(after)[2] for line in lines if after in line]
+
     with Cluster(config) as cluster:
         with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
             cluster.client.run(InitialSyncJob())
             cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
+        for side, peak in peaks.items():
+            yield Case(
+                name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
+                settings={
+                    "measured": clusters.MEMORY_SETTINGS[device], "before_bytes": peak.before,
+                    "trainer_said": said("trainer.log", "bytes on the GPU: ")[:3],
+                },
+            )  # fmt: skip
         url = cluster.base_urls[0]
         warm_prefill(url, clusters.NAME, longest=LONGEST)
         for way in _ways(lora):
@@ -151,18 +142,16 @@ def _ours(shape: str, lora: str, folder: Path, *, device: str, samples: int) -> 
                 clusters.restart_orchestrator(cluster, pause_mode="keep_kv", mode=config.mode)
             cluster.client.run(way.job)
             with TokenStream(base_url=url, model=clusters.NAME, max_tokens=LONGEST) as stream:
-                seen[way] = _sampled(stream, samples, lambda job=way.job: cluster.client.run(job))  # type: ignore[misc]
-            print(f"{shape}/{lora}/1to1{way.end}: pause to resume {[round(gap, 4) for gap in seen[way].gaps]} s", flush=True)
-
-    def said(log: str, after: str) -> list[str]:
-        lines = (config.run_dir / "logs" / log).read_text().splitlines()
-        return [line.partition(after)[2] for line in lines if after in line]
-
-    return Ours(
-        seen=seen, peaks=peaks, layout=next(iter(said("orchestrator.log", "layout: ")), ""),
-        memory_lines=said("trainer.log", "bytes on the GPU: ")[:3],
-        compiled=[line[:200] for line in said("inference-0.vllm.log", "JIT compilation")][:50],
-    )  # fmt: skip
+                seen = _sampled(stream, samples, lambda job=way.job: cluster.client.run(job))  # type: ignore[misc]
+            print(f"{shape}/{lora}/1to1{way.end}: pause to resume {[round(gap, 4) for gap in seen.gaps]} s", flush=True)
+            sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
+            more = {
+                "layout": next(iter(said("orchestrator.log", "layout: ")), ""), "eager": clusters.is_eager(device),
+                "stream_tokens": LONGEST, "max_num_seqs": SEQS, "pause_mode": "keep_kv" if way.keep_kv else "keep",
+                # Kernels that vLLM compiled when it first met a length: what a gap of a second is.
+                "compiled_while_serving": [line[:200] for line in said("inference-0.vllm.log", "JIT compilation")][:50],
+            }  # fmt: skip
+            yield from _cases(f"{shape}/{lora}/1to1{way.end}", lora, seen, stock.get((sent, way.keep_kv)), more)
 
 
 def _stock(

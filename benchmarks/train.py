@@ -162,4 +162,8 @@ def _worker(
     if ran.returncode != 0:
         return {"error": (ran.stdout + ran.stderr)[-1500:]}
     result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    print(
+        f"{contender} {kind} on {ranks} {sizes or ''}: {[round(result['tokens'] / s) for s in result['seconds']]} tokens/s",
+        flush=True,
+    )
     return result

@@ -97,6 +97,7 @@ class _Submitted:
     on_progress: OnProgress | None
     came: deque[Progress] = field(default_factory=deque)
     outcome: Envelope | None = None
+    is_cancelled: bool = False
 
 
 class SpliceClient:
@@ -231,8 +232,10 @@ class SpliceClient:
         message = None if envelope is None else envelope.message
         with self._changed:
             if isinstance(message, Hello):  # the orchestrator was restarted; it knows the ids of what it had
-                for submitted in self._jobs.values():
+                for job_id, submitted in self._jobs.items():
                     self._link.send(submitted.message, submitted.buffers)
+                    if submitted.is_cancelled:
+                        self._link.send(CancelJob(job_id=job_id))
                 if self._awaits_status:
                     self._link.send(GetStatus())
                 return
@@ -375,7 +378,11 @@ class SpliceClient:
         raise TimeoutError(f"no status within {timeout_s:.0f} s")
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job that has not started."""
+        """Cancel a job that has not started; `wait` for it then raises `JobFailed` with the code "cancelled"."""
+        with self._changed:
+            submitted = self._jobs.get(job_id)
+            if submitted is not None:  # for an orchestrator that is just being restarted
+                submitted.is_cancelled = True
         self._link.send(CancelJob(job_id=job_id))
 
     def stop_run(self) -> None:

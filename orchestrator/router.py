@@ -31,6 +31,7 @@ from orchestrator.protocol.messages import (
     Failed,
     Heartbeat,
     Hello,
+    NodeEnded,
     Progress,
     Ready,
     Rejected,
@@ -325,6 +326,9 @@ class ControlRouter:
         elif isinstance(message, Unready):
             log.warning("%s takes no requests for now: %s", peer_id, message.reason)
             await self._set_state(peer_id, "connected")
+        elif isinstance(message, NodeEnded) and peer.hello.role == "launcher":
+            if self.is_connected(message.node_id):
+                await self._lose(message.node_id, f"its process ended with code {message.code}")
         elif isinstance(message, Progress):
             self._on_progress(message)
         elif isinstance(message, Completed | Failed):
@@ -398,9 +402,12 @@ class ControlRouter:
                 if peer.hello.role == "client":
                     del self.peers[peer_id]
                     continue
-                log.warning("%s has been silent for more than %.0f s", peer_id, LOST_AFTER_S)
-                await self._set_state(peer_id, "lost")
-                self._fail_open(peer_id, f"silent for more than {LOST_AFTER_S:.0f} s", incarnation=peer.hello.incarnation)
+                await self._lose(peer_id, f"silent for more than {LOST_AFTER_S:.0f} s")
+
+    async def _lose(self, peer_id: str, why: str) -> None:
+        log.warning("%s is lost: %s", peer_id, why)
+        await self._set_state(peer_id, "lost")
+        self._fail_open(peer_id, why, incarnation=self.peers[peer_id].hello.incarnation)
 
 
 def new_id(prefix: str) -> str:

@@ -24,7 +24,7 @@ import psutil
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.launch import NodeProcess, descendants
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.messages import ErrorCode, Hello, Ready, Shutdown, StartTrainer, StopTrainer
+from orchestrator.protocol.messages import ErrorCode, Hello, NodeEnded, Ready, Shutdown, StartTrainer, StopTrainer
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.protocol.restarts import RestartBudget
 
@@ -183,6 +183,8 @@ class TrainerHost:
         if process.returncode == 0:  # told to end, in order
             self._wanted = False
             return None
+        if self._launch.node_rank == 0:  # where rank 0 was, which answered the orchestrator
+            self._link.send(NodeEnded(node_id=self._launch.node_id, code=process.returncode))
         now_s = time.monotonic()
         used = self._restarts.used(now_s)
         if not self._restarts.take(now_s):

@@ -877,6 +877,16 @@ class Unready(Message):
     reason: str
 
 
+class NodeEnded(Message):
+    """A launcher's: no process of the node is left, and nobody had asked for that. It need not be waited for until its silence tells."""
+
+    kind: Literal["NodeEnded"] = "NodeEnded"
+    node_id: str
+    """The node's, not the launcher's."""
+    code: int
+    """Exit code; negative: the signal."""
+
+
 class Heartbeat(Message):
     """A node is alive."""
 
@@ -955,7 +965,7 @@ AnyMessage = (
     | StageBatch | DropBatch
     | LoadAdapter | ReleaseMemory | StartTrainer | StopTrainer
     | JoinTransferGroup | LeaveTransferGroup | PrepareUpdate | PrepareShadow | ReceiveWeights | SwapWeights | CheckCanary | CommitUpdate | AbortUpdate | LeaveAlias | Shutdown
-    | Hello | Welcome | Rejected | Ready | Unready | Heartbeat | Progress | Completed | Failed | Cancelled | Status
+    | Hello | Welcome | Rejected | Ready | Unready | NodeEnded | Heartbeat | Progress | Completed | Failed | Cancelled | Status
 )  # fmt: skip
 Terminal = Completed | Failed | Cancelled
 

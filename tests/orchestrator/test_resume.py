@@ -171,6 +171,25 @@ def test_killed_in_a_publication(moment, killed):
     assert killed.served((2, [12, 22, 32]))
 
 
+def test_a_job_cancelled_while_it_is_down_is_not_run(killed):
+    first_may_end = threading.Event()
+
+    def first(message) -> None:
+        first_may_end.wait(40)
+        killed.trainer.on_ForwardBackward(message)
+
+    killed.trainer.script["ForwardBackward"] = first
+    killed.kill()
+    jobs = [killed.client.submit(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS) for _ in range(2)]
+    killed.client.cancel(jobs[1])
+    killed.start()
+    with pytest.raises(JobFailed, match="cancelled before it started"):
+        killed.client.wait(jobs[1], timeout_s=40)
+    first_may_end.set()
+    assert killed.client.wait(jobs[0], timeout_s=40)["pending_batches"] == 1
+    assert killed.trainer.pending == 1
+
+
 def test_killed_with_queued_jobs_and_pending_gradients(killed):
     """Open jobs are run, each once; what the trainer holds is still known, and missed when the trainer dies as well."""
     killed.kill_in(killed.trainer, "ForwardBackward")

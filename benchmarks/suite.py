@@ -105,8 +105,11 @@ TASKS = (
     _bench("train-30b-a3b", "train", 1, 500, SPLICE_BENCH_SHAPES="30b-a3b"),
     _bench("train-2-30b-a3b", "train", 2, 500, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_KINDS="rl", SPLICE_BENCH_TOPOLOGIES="ep2,dp2"),
     _bench("train-2-8b", "train", 2, 300, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_KINDS="rl", SPLICE_BENCH_TOPOLOGIES="dp2,tp2"),
-    _bench("train-4-30b-a3b", "train", 4, 600, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_TOPOLOGIES="dp4,ep4,tp2dp2"),
-    _bench("train-4-8b", "train", 4, 400, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_TOPOLOGIES="dp4,tp2dp2"),
+    _bench("train-4-30b-a3b", "train", 4, 600, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_KINDS="rl", SPLICE_BENCH_TOPOLOGIES="dp4,ep4,tp2dp2"),
+    _bench("train-4-8b", "train", 4, 400, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_KINDS="rl", SPLICE_BENCH_TOPOLOGIES="dp4,tp2dp2"),
+    # The contenders side by side; as many tokens as the slower ones get through in minutes.
+    _bench("train-sft-8b", "train", 2, 400, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_KINDS="sft", SPLICE_BENCH_TOKENS="24576"),
+    _bench("train-sft-30b-a3b", "train", 2, 500, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_KINDS="sft", SPLICE_BENCH_TOKENS="32768", SPLICE_BENCH_SAMPLES="3"),
     _cluster("loop-8b", "loop", 400, SPLICE_BENCH_SHAPES="8b"),
     _cluster("soak", "soak", 900),
     _bench("wire", "wire", 2, 120),

@@ -12,15 +12,17 @@ from __future__ import annotations
 import array
 import asyncio
 import base64
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inference_node import dialect, placement, verify
 from inference_node import direct as direct_path
-from inference_node import placement, verify
 from inference_node.alias import Alias, Refusal
 from inference_node.flights import Flight
+from inference_node.output_gate import OutputGate
 from orchestrator.errors import ManifestError, SpliceError, VerificationError
 from orchestrator.protocol.messages import ErrorCode, Manifest, WireChunk, WireLayout
 
@@ -33,11 +35,6 @@ ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
     "abort": ("abort", True),
 }
 """Our pause mode -> vLLM's mode, and whether its KV and prefix caches are dropped."""
-
-
-SETTLE_S = 0.02
-"""From the engine's standstill to the alias's move, so that tokens of the old weights have left under the old name; less where they are seen to
-have (`dialect.settle`). vLLM's own `pause_generation` sleeps as long for it; here the update runs meanwhile."""
 
 
 SHADOW_POLL_S = 0.02
@@ -86,6 +83,8 @@ class Control:
         """To the supervisor that waits for the action under way."""
         self.is_standing = False
         """The engine stands still for an update."""
+        self._gate: OutputGate | None = None
+        """Of an engine whose outputs can be held back."""
         self._settled_s = 0.0
         """`time.monotonic()` from which on nothing that the old weights made is under way to a client any more."""
 
@@ -103,6 +102,7 @@ class Control:
         began = time.monotonic()
         async with self._lock:
             self._say = say
+            self._put_up_gate(app.state.engine_client)
             try:
                 answer = await method(app.state.engine_client, app, **arguments)
             except ControlFailed as error:
@@ -116,6 +116,15 @@ class Control:
                 return 500, {"error": {"code": ErrorCode.INTERNAL, "message": f"{type(error).__name__}: {error}"}}
         return 200, {**answer, "seconds": time.monotonic() - began}
 
+    def _put_up_gate(self, engine: Any) -> None:
+        if self._gate is None:
+            with contextlib.suppress(AttributeError):
+                self._gate = OutputGate(engine.engine_core)
+
+    @property
+    def _sure_gate(self) -> OutputGate | None:
+        return self._gate if self._gate is not None and self._gate.is_sure else None
+
     def status(self) -> Answer:
         """What is served and what is in flight."""
         alias = self._alias
@@ -128,8 +137,6 @@ class Control:
 
     async def _workers(self, engine: Any, method: str, *args: Any) -> list[Answer]:
         """Call a method of every worker; the first error ends it."""
-        from inference_node import dialect
-
         return self._checked(await dialect.collective_rpc(engine, method, args))
 
     @staticmethod
@@ -287,24 +294,26 @@ class Control:
         update = self._receiving
         if update is None:
             raise ControlFailed(ErrorCode.NOT_READY, "nothing was received beside the live tensors")
-        answer = await self._swap(engine, app, update, update_id, pause)
-        answer["committed"] = commit_if is not None and answer["digests"] == commit_if
-        if answer["committed"]:
-            from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
-            try:
-                await self._do_commit(engine, app, version=pause["version"])
-            except EngineDeadError:
-                raise
-            except Exception as error:  # whatever it is, the new weights are live
-                raise _written(update, "commit", ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
-        return answer
+        try:
+            answer = await self._swap(engine, app, update, update_id, pause)
+            answer["committed"] = commit_if is not None and answer["digests"] == commit_if
+            if answer["committed"]:
+                try:
+                    await self._do_commit(engine, app, version=pause["version"])
+                except EngineDeadError:
+                    raise
+                except Exception as error:  # whatever it is, the new weights are live
+                    raise _written(update, "commit", ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
+            return answer
+        finally:
+            if self._gate is not None:
+                self._gate.open()
 
     async def _swap(self, engine: Any, app: Any, update: _Update, update_id: str, pause: Answer) -> Answer:
         """Stand still and swap. Where vLLM's order allows it, in one go: else the swap waits until this process, busy with the last step's
         tokens, has heard that the engine stands still, and tells it to go on."""
-        from inference_node import dialect
-
         engine_mode, clear_cache = ENGINE_PAUSE[pause["mode"]]
         if engine_mode != "keep" or not dialect.keeps_order(engine):
             await self._stand_still(engine, app, pause)
@@ -315,10 +324,10 @@ class Control:
         return await self._bring(update, self._pause_and_swap(engine, update_id, clear_cache, pause["deadline_s"]))
 
     async def _pause_and_swap(self, engine: Any, update_id: str, clear_cache: bool, deadline_s: float) -> list[Answer]:
-        from inference_node import dialect
-
         began = time.monotonic()
-        asked = dialect.pause_and_call(engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,))
+        asked = dialect.pause_and_call(
+            engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,), gate=self._sure_gate
+        )
         answers = await asyncio.wait_for(asked, deadline_s)
         self._stands()
         for answer in self._checked(answers):  # what was not the swap was the wait for the step under way
@@ -337,8 +346,6 @@ class Control:
 
     async def _do_pause(self, engine: Any, app: Any, *, mode: str, version: int, drain_s: float, deadline_s: float) -> Answer:
         """Let pinned requests land or end them, then stop the engine."""
-        from inference_node import dialect
-
         engine_mode, clear_cache = ENGINE_PAUSE[mode]
         try:
             await self._make_way(version, drain_s)
@@ -352,7 +359,7 @@ class Control:
         return {}
 
     def _stands(self) -> None:
-        self.is_standing, self._settled_s = True, time.monotonic() + SETTLE_S
+        self.is_standing, self._settled_s = True, time.monotonic() + dialect.SETTLE_S
 
     async def _make_way(self, version: int, drain_s: float) -> None:
         """Nothing pinned is admitted any more, and nothing pinned is left."""
@@ -380,8 +387,6 @@ class Control:
 
     async def _do_canary(self, engine: Any, app: Any, *, tokens: list[int], deadline_s: float) -> Answer:
         """Log-probs of a prompt under weights that nobody is served yet: the engine runs for it alone, then stands still again."""
-        from inference_node import dialect
-
         if not self.is_standing or self._alias.refuse(None) is None:
             raise ControlFailed(
                 ErrorCode.NOT_READY, "a canary runs between receiving and commit, where nothing is served meanwhile"
@@ -395,20 +400,36 @@ class Control:
         return {"logprobs": logprobs}
 
     async def _do_commit(self, engine: Any, app: Any, *, version: int) -> Answer:
-        """Alias and weight version to `version`, then resume: no answer under the new name comes from old weights."""
-        from inference_node import dialect
-
+        """Alias and weight version to `version`, and resume: no answer under the new name comes from old weights, none under the old from new ones."""
         if not self.is_standing:
             raise ControlFailed(ErrorCode.NOT_READY, "nothing was received that could be committed")
-        await dialect.settle(engine, until_s=self._settled_s)
-        await dialect.set_weight_version(engine, version)
+        gate = self._sure_gate
+        if gate is None:
+            await dialect.settle(engine, until_s=self._settled_s)
+            self._move(app, version)
+            await dialect.resume_as(engine, version)
+        else:
+            made = gate.waiting  # by the old weights
+            gate.hold()
+            try:
+                resuming = asyncio.ensure_future(dialect.resume_as(engine, version))
+                await asyncio.sleep(0)  # on its way; `resume_as` starts tasks of its own
+                await asyncio.sleep(0)
+                gate.pass_on(made)
+                await dialect.settle(engine, until_s=self._settled_s, gate=gate)
+                await resuming
+                self._move(app, version)
+            finally:
+                gate.open()
+        self.is_standing = False
+        return {"model": self._alias.current}
+
+    def _move(self, app: Any, version: int) -> None:
+        """From here on tokens leave under the new name."""
         self._alias.commit(version)
         for flight in self._flights:
             flight.moved(version)
         _rename(app, self._alias.current, self._alias.name)
-        await engine.resume_generation()
-        self.is_standing = False
-        return {"model": self._alias.current}
 
     async def _do_resume(self, engine: Any, app: Any) -> Answer:
         """Go on with the version that was."""
@@ -438,8 +459,6 @@ def _written(update: _Update, phase: str, code: ErrorCode, message: str) -> Cont
 
 def _rename(app: Any, *names: str) -> None:
     """Change the names that vLLM itself lists and answers under; the first is the `model` of its answers."""
-    from inference_node import dialect
-
     paths = dialect.base_model_paths(app)
     root = paths[0].model_path
     paths[:] = [dialect.base_model_path(model_name=n, model_path=root) for n in names]

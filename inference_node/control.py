@@ -326,8 +326,8 @@ class Control:
     async def _pause_and_swap(self, engine: Any, update_id: str, clear_cache: bool, deadline_s: float) -> list[Answer]:
         began = time.monotonic()
         asked = dialect.pause_and_call(
-            engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,), gate=self._sure_gate
-        )
+            engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,), gate=self._sure_gate, on_send=self._stands
+        )  # fmt: skip
         answers = await asyncio.wait_for(asked, deadline_s)
         self._stands()
         for answer in self._checked(answers):  # what was not the swap was the wait for the step under way
@@ -419,6 +419,9 @@ class Control:
                 await dialect.settle(engine, until_s=self._settled_s, gate=gate)
                 await resuming
                 self._move(app, version)
+            except BaseException as error:  # the engine may run on; nothing that it makes goes out under the old name
+                await self._do_poison(engine, app, reason=f"version {version} could not be committed: {error}")
+                raise
             finally:
                 gate.open()
         self.is_standing = False

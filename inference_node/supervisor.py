@@ -292,7 +292,12 @@ class InferenceNode:
             )  # fmt: skip
             return
         if self._received == message.version:
-            self._vllm.call("commit", timeout_s=message.deadline_s + CALL_GRACE_S, version=message.version)
+            try:
+                self._vllm.call("commit", timeout_s=message.deadline_s + CALL_GRACE_S, version=message.version)
+            except CallFailed as error:
+                with contextlib.suppress(CallFailed):
+                    self._poison(f"whether version {message.version} was committed is not known: {error}")
+                raise
             self._served, self._received, self._poisoned = message.version, None, None
         self._unconfirmed = None
         self._link.complete(message.request_id, result={"model": f"{self._config.name}@{message.version}"})

@@ -350,8 +350,8 @@ class ControlRouter:
             log.info("%s %s joined (protocol %d, %s)", hello.role, peer_id, PROTOCOL_VERSION, hello.packages)
         else:
             known.last_seen_s = time.monotonic()
-            if known.state == "lost" and known.times_ready:
-                await self._set_state(peer_id, "ready")
+            if known.state == "lost":
+                await self._set_state(peer_id, "ready" if known.times_ready else "connected")
         await self.send(peer_id, Welcome(heartbeat_s=HEARTBEAT_S))
         # A reconnect may have lost a request or its answer. The node runs an id once and repeats the outcome of one that has ended.
         for entry in [e for e in self._open.values() if e.peer_id == peer_id and not e.done.done()]:
@@ -405,9 +405,10 @@ class ControlRouter:
                 await self._lose(peer_id, f"silent for more than {LOST_AFTER_S:.0f} s")
 
     async def _lose(self, peer_id: str, why: str) -> None:
+        incarnation = self.peers[peer_id].hello.incarnation  # another process may say Hello meanwhile
         log.warning("%s is lost: %s", peer_id, why)
         await self._set_state(peer_id, "lost")
-        self._fail_open(peer_id, why, incarnation=self.peers[peer_id].hello.incarnation)
+        self._fail_open(peer_id, why, incarnation=incarnation)
 
 
 def new_id(prefix: str) -> str:

@@ -42,6 +42,8 @@ class Engine:
         self.calls.append("resume")
 
     async def update_weight_version(self, version: str) -> None:
+        if "update_weight_version" in self.broken:
+            raise self.broken["update_weight_version"]
         self.weight_version = version
 
 
@@ -310,6 +312,58 @@ def test_pause_modes(mode: str, call: str) -> None:
         server = Server()
         await server.swap(1, mode=mode)
         assert server.engine.calls == [call, "resume"]
+
+    run(test)
+
+
+class Stepping(Engine):
+    """An engine whose outputs go through a queue, as vLLM's do; it makes one the moment it is resumed."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.outputs_queue: asyncio.Queue[str] = asyncio.Queue()
+        self.get_output_async = self.outputs_queue.get
+        self.output_processor = SimpleNamespace(request_states={})
+        self.handed_out: list[tuple[str, int | None]] = []
+        self._server = server
+
+    async def hand_out(self) -> None:
+        while True:
+            output = await self.engine_core.get_output_async()
+            await asyncio.sleep(0)
+            self.handed_out.append((output, self._server.middleware.alias.version))
+
+    async def resume_generation(self) -> None:
+        await super().resume_generation()
+        self.outputs_queue.put_nowait("new")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_engine_goes_on_while_the_last_tokens_leave_and_none_goes_under_the_wrong_name(breaks: bool) -> None:
+    """Also where the commit fails when the engine has gone on: then nothing goes out as the old version."""
+
+    async def test() -> None:
+        server = Server()
+        server.engine = engine = Stepping(server)
+        server.app.state.engine_client = engine
+        task = asyncio.ensure_future(engine.hand_out())
+        await server.control("reset")  # the first word: the gate is put up
+        engine.outputs_queue.put_nowait("older")
+        await _soon(lambda: bool(engine.handed_out))
+        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        for _ in range(3):
+            engine.outputs_queue.put_nowait("old")
+        if breaks:
+            engine.broken["update_weight_version"] = RuntimeError("no")
+        status = (await server.control("commit", version=1)).status
+        await _soon(lambda: len(engine.handed_out) == 5)
+        olds = [("older", 0)] + 3 * [("old", 0)]
+        assert engine.handed_out[:4] == olds
+        if breaks:
+            assert status == 500 and (await server.ask("/v1/completions", {"model": "tiny"})).status == 503
+        else:
+            assert status == 200 and engine.handed_out[4:] == [("new", 1)] and engine.weight_version == "1"
+        task.cancel()
 
     run(test)
 

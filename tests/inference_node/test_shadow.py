@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_node import dialect, shadow
+from inference_node import dialect, output_gate, shadow
 from inference_node.output_gate import OutputGate
 from orchestrator.protocol import messages as m
 from tests.inference_node.harness import BUCKET_BYTES, Node, moved, new
@@ -197,7 +197,7 @@ def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
         SimpleNamespace(pause_scheduler_async=pause_scheduler_async),
         SimpleNamespace(clear_mm_cache_async=clear_mm_cache_async),
     )
-    parallel = SimpleNamespace(data_parallel_size=1)
+    parallel = SimpleNamespace(data_parallel_size=1, distributed_executor_backend="uni")
     engine = SimpleNamespace(
         engine_core=core,
         renderer=renderer,
@@ -205,8 +205,15 @@ def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
         vllm_config=SimpleNamespace(parallel_config=parallel),
     )
     gate = SimpleNamespace(hold=lambda: sent.append("held"))
-    assert asyncio.run(dialect.pause_and_call(engine, clear_cache=True, method="swap", args=(7,), gate=gate)) == [7]  # type: ignore[arg-type]
-    assert sent == ["cleared", "pause keep True", "swap", "held", "stands"]
+    asked = dialect.pause_and_call(
+        engine, clear_cache=True, method="swap", args=(7,), gate=gate, on_send=lambda: sent.append("now")  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert asyncio.run(asked) == [7]
+    assert sent == ["cleared", "now", "pause keep True", "swap", "held", "stands"]
+    assert dialect.keeps_order(engine)
+    parallel.distributed_executor_backend = "ray"  # steps and calls reach its workers by different ways
+    assert not dialect.keeps_order(engine)
+    parallel.distributed_executor_backend = "mp"
     assert dialect.keeps_order(engine)
     parallel.data_parallel_size = 2  # a step of theirs may need this one's experts
     assert not dialect.keeps_order(engine) and not dialect.keeps_order(SimpleNamespace())
@@ -315,6 +322,7 @@ class Engine:
         states = {n: SimpleNamespace(queue=c) for n, c in enumerate(self.collectors)} | {"pooled": SimpleNamespace(queue=None)}
         self.engine_core, self.output_processor = self, SimpleNamespace(request_states=states)
         self.handed_out: list[int] = []
+        self.resources = SimpleNamespace(engine_dead=False)
 
     async def hand_out(self) -> None:
         while True:
@@ -337,9 +345,10 @@ def test_the_alias_waits_for_tokens_that_are_under_way_and_no_longer() -> None:
             collector.output = "tokens"
 
         async def pass_on() -> None:
-            for collector in engine.collectors:  # in all longer than SETTLE_S, but each in its time
-                await asyncio.sleep(dialect.SETTLE_S / 4)
+            for collector in engine.collectors:  # one turn of the loop is longer than SETTLE_S, but something leaves in each
+                time.sleep(1.5 * dialect.SETTLE_S)
                 collector.output = None
+                await asyncio.sleep(0)
             engine.outputs_queue.get_nowait()
             for _ in range(dialect.QUIET_TURNS - 2):  # the request's own task, on its way to the client
                 await asyncio.sleep(0)
@@ -352,7 +361,7 @@ def test_the_alias_waits_for_tokens_that_are_under_way_and_no_longer() -> None:
         return took_s, was_sent
 
     took_s, was_sent = asyncio.run(under_way())
-    assert was_sent and 2 * dialect.SETTLE_S <= took_s < 4.0
+    assert was_sent and 12 * dialect.SETTLE_S <= took_s < 4.0
 
     async def others() -> tuple[float, float, float]:
         unseen = await settled_after_s(SimpleNamespace(engine_core=SimpleNamespace()), wait_s=0.2)
@@ -393,6 +402,14 @@ def test_the_gate_lets_through_what_was_made_before_and_holds_the_rest() -> None
         engine.outputs_queue.put_nowait(4)
         await asyncio.sleep(0.01)
         assert engine.handed_out == [0, 1, 2, 3, 4] and gate.waiting == 0
+
+        gate.hold()
+        engine.outputs_queue.put_nowait(5)
+        await asyncio.sleep(0.01)
+        assert engine.handed_out[-1] == 4
+        engine.resources.engine_dead = True  # what says so comes behind
+        await asyncio.sleep(2 * output_gate.DEATH_POLL_S)
+        assert engine.handed_out[-1] == 5
         task.cancel()
 
     asyncio.run(test())

@@ -329,7 +329,7 @@ class Control:
             engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,), gate=self._sure_gate, on_send=self._stands
         )  # fmt: skip
         answers = await asyncio.wait_for(asked, deadline_s)
-        self._stands()
+        self._stands()  # by now in truth: what is under way counts from here
         for answer in self._checked(answers):  # what was not the swap was the wait for the step under way
             answer["phases"]["pause"] = time.monotonic() - began - float(answer["seconds"])
         return answers
@@ -412,9 +412,8 @@ class Control:
             made = gate.waiting  # by the old weights
             gate.hold()
             try:
-                resuming = asyncio.ensure_future(dialect.resume_as(engine, version))
-                await asyncio.sleep(0)  # on its way; `resume_as` starts tasks of its own
-                await asyncio.sleep(0)
+                resuming = dialect.resume_as(engine, version)
+                await asyncio.sleep(0)  # it is on its way before the old tokens take this process's time
                 gate.pass_on(made)
                 await dialect.settle(engine, until_s=self._settled_s, gate=gate)
                 await resuming

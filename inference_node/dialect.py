@@ -241,13 +241,12 @@ async def pause_and_call(
     on_send()
     # Tasks start in the order of their making, and each sends before it waits for anything.
     pausing = asyncio.ensure_future(engine_client.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
-    calling = asyncio.ensure_future(engine_client.collective_rpc(method, args=args))
+    calling = asyncio.ensure_future(collective_rpc(engine_client, method, args))
     await asyncio.wait({calling})
     if gate is not None:
         gate.hold()
     await pausing
-    answers: list[Any] = calling.result()
-    return answers
+    return calling.result()
 
 
 async def settle(engine_client: Any, *, until_s: float, gate: OutputGate | None = None) -> None:
@@ -305,8 +304,10 @@ async def prompt_logprobs(engine_client: Any, tokens: list[int], *, request_id: 
     return [0.0, *(float(row[token].logprob) for row, token in zip(rows[1:], tokens[1:], strict=True))]
 
 
-async def resume_as(engine_client: Any, version: int) -> None:
-    """Go on, with the version that 0.28 and later write into their outputs (0.26 has no such thing) told ahead, and not waited for."""
+def resume_as(engine_client: Any, version: int) -> asyncio.Future[Any]:
+    """Go on, with the version that 0.28 and later write into their outputs (0.26 has no such thing) told ahead, and not waited for.
+
+    Both are sent at the event loop's next turn; the future is of their answers.
+    """
     tell = getattr(engine_client, "update_weight_version", None)
-    calls = [] if tell is None else [asyncio.ensure_future(tell(str(version)))]
-    await asyncio.gather(*calls, asyncio.ensure_future(engine_client.resume_generation()))
+    return asyncio.gather(*([] if tell is None else [tell(str(version))]), engine_client.resume_generation())

@@ -51,7 +51,7 @@ class OutputGate:
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), DEATH_POLL_S)
-            if self._left is not None:
+            if self._left:
                 self._left -= 1
             return output
         finally:

@@ -71,6 +71,10 @@ class Run:
         self.nodes.append(node)
         return node
 
+    def states(self):
+        """State of every node that the orchestrator knows, by its id."""
+        return {n.node_id: n.state for n in self.client.status().nodes}
+
     def __exit__(self, *_):
         self.client.stop_run()
         self.thread.join(20)

@@ -75,7 +75,7 @@ def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
     run.b.script["ReceiveWeights"] = vllm_ends
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V1
-    assert {n.node_id: n.state for n in run.client.status().nodes}["inference-1"] == "connected"
+    assert run.states()["inference-1"] == "connected"
     run.b.link.send(Ready(node_id="inference-1", detail={**run.b.detail, "restarted": True}))
     assert soon(lambda: run.b.served == [V0, V1])
     assert run.a.log.count("ReceiveWeights") == 3  # @0, the broken and the repeated @1

@@ -42,23 +42,19 @@ def test_a_trainer_that_cannot_live_ends_its_launcher(tmp_path):
     assert starts.read_text() == "xxx"
 
 
-def states(run: Run) -> dict[str, str]:
-    return {n.node_id: n.state for n in run.client.status().nodes}
-
-
 def test_a_trainer_that_has_ended_is_not_waited_for_until_its_silence_tells(tmp_path):
     with Run(tmp_path / "run") as run:
         trainer = run.trainer()
-        assert soon(lambda: states(run).get("trainer") == "ready")
+        assert soon(lambda: run.states().get("trainer") == "ready")
         trainer.die()
         silent_s = time.monotonic()
         launch = TrainerLaunch(
             endpoint=run.endpoint, config=tmp_path / "trainer.json", python="python", prefix=crashing(tmp_path / "starts"), max_restarts=0,
         )  # fmt: skip
         assert TrainerHost(launch, config=TrainerConfig(model=tmp_path), run_token=TOKEN).serve() == 3
-        assert soon(lambda: states(run)["trainer"] == "lost") and time.monotonic() - silent_s < LOST_AFTER_S
+        assert soon(lambda: run.states()["trainer"] == "lost") and time.monotonic() - silent_s < LOST_AFTER_S
         run.trainer()
-        assert soon(lambda: states(run)["trainer"] == "ready")
+        assert soon(lambda: run.states()["trainer"] == "ready")
 
 
 def test_only_a_launcher_is_believed_that_another_node_has_ended(tmp_path):
@@ -66,7 +62,7 @@ def test_only_a_launcher_is_believed_that_another_node_has_ended(tmp_path):
         trainer, other = run.trainer(), run.replica(lambda: None)
         other.link.send(NodeEnded(node_id="trainer", code=1))
         assert soon(lambda: run.orchestrator._router.dropped["inference-0"] == 1)
-        assert states(run)["trainer"] == "ready" and trainer.log == []
+        assert run.states()["trainer"] == "ready" and trainer.log == []
 
 
 def test_the_launcher_gives_a_node_up_and_says_so(tmp_path):

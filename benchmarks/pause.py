@@ -47,15 +47,16 @@ class Load:
 
     streams: int
     prompt_tokens: int
+    min_tokens: int
     max_tokens: int
     samples: int
     window_s: float
 
 
 LOADS = {
-    "small": Load(streams=16, prompt_tokens=64, max_tokens=300, samples=3, window_s=1.0),
-    "cpu": Load(streams=64, prompt_tokens=128, max_tokens=300, samples=7, window_s=3.0),
-    "cuda": Load(streams=64, prompt_tokens=2048, max_tokens=2000, samples=7, window_s=2.0),
+    "small": Load(streams=16, prompt_tokens=64, min_tokens=150, max_tokens=300, samples=3, window_s=1.0),
+    "cpu": Load(streams=64, prompt_tokens=128, min_tokens=150, max_tokens=300, samples=7, window_s=3.0),
+    "cuda": Load(streams=64, prompt_tokens=2048, min_tokens=1800, max_tokens=2400, samples=7, window_s=2.0),
 }
 
 
@@ -89,7 +90,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     servers = os.environ.get("SPLICE_BENCH_PAUSE", "keep,keep_kv,stock,shadow").split(",")
     modes = [cast(PauseMode, name) for name in servers if name in PAUSES]
     settings = {
-        "streams": load.streams, "prompt_tokens": load.prompt_tokens, "max_tokens": load.max_tokens, "window_s": load.window_s,
+        "streams": load.streams, "prompt_tokens": load.prompt_tokens, "min_tokens": load.min_tokens, "max_tokens": load.max_tokens, "window_s": load.window_s,
         "verification": "on", "sent": "all tensors", "eager": clusters.is_eager(device),
     }  # fmt: skip
     with TemporaryDirectory(prefix="splice-bench-") as name:
@@ -219,7 +220,7 @@ def _measure(base_url: str, model: str, model_dir: Path, load: Load, interrupt: 
     seen = Seen()
     vocab_size = int(read_model_config(model_dir)["vocab_size"])
     streams = Streams(
-        base_url=base_url, model=model, count=load.streams, prompt_tokens=load.prompt_tokens, max_tokens=load.max_tokens,
+        base_url=base_url, model=model, count=load.streams, prompt_tokens=load.prompt_tokens, min_tokens=load.min_tokens, max_tokens=load.max_tokens,
         vocab_size=vocab_size,
     )  # fmt: skip
     moments = []

@@ -76,7 +76,8 @@ def _soak(folder: Path, *, device: str, jobs: int, crash_every: int) -> Seen:
         cluster.client.run(InitialSyncJob())
         vocab_size = int(read_model_config(config.trainer.model)["vocab_size"])
         streams = Streams(
-            base_url=cluster.base_urls[0], model=clusters.NAME, count=STREAMS, prompt_tokens=16, max_tokens=64, vocab_size=vocab_size
+            base_url=cluster.base_urls[0], model=clusters.NAME, count=STREAMS, prompt_tokens=16, min_tokens=32, max_tokens=64,
+            vocab_size=vocab_size,
         )  # fmt: skip
         with streams:
             for number in range(1, jobs + 1):

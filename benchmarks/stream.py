@@ -136,13 +136,21 @@ class Streams:
 
     Args:
         prompt_tokens: length of each prompt, of random tokens, so that no two have a prefix in common.
-        max_tokens: most tokens of an answer; each wants a random number from half of it up, so that they do not end together.
+        min_tokens, max_tokens: each answer wants a random number between them, so that they do not end together. Where one ends, its
+            successor's prefill is a longer step for all: a gap that no publication made.
     """
 
-    def __init__(self, *, base_url: str, model: str, count: int, prompt_tokens: int, max_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, base_url: str, model: str, count: int, prompt_tokens: int, min_tokens: int, max_tokens: int, vocab_size: int
+    ) -> None:  # fmt: skip
         self.requests: list[Request] = []
         self._url, self._model, self._count = base_url, model, count
-        self._prompt_tokens, self._max_tokens, self._vocab_size = prompt_tokens, max_tokens, vocab_size
+        self._prompt_tokens, self._min_tokens, self._max_tokens, self._vocab_size = (
+            prompt_tokens,
+            min_tokens,
+            max_tokens,
+            vocab_size,
+        )
         self._current: list[Request | None] = [None] * count
         self._random = random.Random(0)
         self._stop = threading.Event()
@@ -185,7 +193,7 @@ class Streams:
 
     async def _stream(self, http: httpx.AsyncClient, number: int) -> None:
         while not self._stop.is_set():
-            wanted = self._random.randint(self._max_tokens // 2, self._max_tokens)
+            wanted = self._random.randint(self._min_tokens, self._max_tokens)
             request = Request(wanted=wanted, start_s=time.monotonic())
             self._current[number] = request
             self.requests.append(request)

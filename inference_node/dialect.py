@@ -232,8 +232,8 @@ async def pause_and_call(
     GPU, the same stream. So what the call changes no step of before has seen and every later one does.
 
     Args:
-        gate: held from the workers' answers on, because the tokens of that last step come right behind them, and handing them out would
-            keep this process from its next words to the engine.
+        gate: held from the workers' answers on, because the tokens of that last step come right behind them (often this process, busy with the
+            step before, finds both at once), and handing them out would keep it from its next words to the engine.
         on_send: called just before: what is admitted from then on comes to the engine after the pause.
     """
     if clear_cache:
@@ -242,9 +242,9 @@ async def pause_and_call(
     # Tasks start in the order of their making, and each sends before it waits for anything.
     pausing = asyncio.ensure_future(engine_client.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
     calling = asyncio.ensure_future(collective_rpc(engine_client, method, args))
-    await asyncio.wait({calling})
     if gate is not None:
-        gate.hold()
+        gate.hold_at(calling)
+    await asyncio.wait({calling})
     await pausing
     return calling.result()
 

@@ -4,6 +4,7 @@ At a commit the old weights' tokens have to leave under the old name before the 
 still costs as long as this process takes to hand out a step's tokens, some 10 ms with 64 streams. With a gate the engine goes on at once: what it
 makes waits here until the alias has moved.
 
+    gate.hold_at(answer)    once this future is done nothing passes, not even what came right behind it
     gate.hold()             from now on nothing passes
     gate.pass_on(n)         the next n outputs pass, then nothing
     gate.open()             everything passes; on every path
@@ -18,6 +19,8 @@ import contextlib
 from typing import Any
 
 DEATH_POLL_S = 0.2
+ANSWER_TURNS = 6
+"""Turns of the event loop from an answer's arrival at the client until the task that awaits it is done: two, and some for the client's own."""
 
 
 class OutputGate:
@@ -37,7 +40,7 @@ class OutputGate:
         self._ask = engine_core.get_output_async
         self._left: int | None = None
         """How many pass yet; None: all."""
-        self._is_asked = self._was_asked = self._has_one = False
+        self._is_asked = self._was_asked = self._has_one = self._is_expecting = False
         self._changed = asyncio.Event()
         self._resources = getattr(engine_core, "resources", None)
         engine_core.get_output_async = self._get
@@ -47,6 +50,8 @@ class OutputGate:
         try:
             output = await self._ask()
             self._has_one = True
+            for _ in range(ANSWER_TURNS if self._is_expecting else 0):
+                await asyncio.sleep(0)
             while self._left == 0 and not self._is_dead():
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
@@ -76,9 +81,18 @@ class OutputGate:
         """Of those that were to pass, how many the requests' collectors do not have yet: the task has them when it asks for more."""
         return (self._left or 0) + (not self._is_asked)
 
+    def hold_at(self, answer: asyncio.Future[Any]) -> None:
+        """Nothing passes that comes behind `answer`, unless the gate was opened before it came.
+
+        The client may set an answer's future and queue an output in one turn of the loop, and the output would be the first to be seen: from
+        now on each passes some turns late.
+        """
+        self._is_expecting = True
+        answer.add_done_callback(lambda _: self.hold() if self._is_expecting else None)
+
     def hold(self) -> None:
         """Nothing more passes."""
-        self._left = 0
+        self._left, self._is_expecting = 0, False
 
     def pass_on(self, count: int) -> None:
         """So many more pass, in their order, then nothing."""
@@ -87,5 +101,5 @@ class OutputGate:
 
     def open(self) -> None:
         """Everything passes."""
-        self._left = None
+        self._left, self._is_expecting = None, False
         self._changed.set()

@@ -204,7 +204,7 @@ def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
         collective_rpc=collective_rpc,
         vllm_config=SimpleNamespace(parallel_config=parallel),
     )
-    gate = SimpleNamespace(hold=lambda: sent.append("held"))
+    gate = SimpleNamespace(hold_at=lambda answer: answer.add_done_callback(lambda _: sent.append("held")))
     asked = dialect.pause_and_call(
         engine, clear_cache=True, method="swap", args=(7,), gate=gate, on_send=lambda: sent.append("now")  # type: ignore[arg-type]
     )  # fmt: skip
@@ -217,6 +217,50 @@ def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
     assert dialect.keeps_order(engine)
     parallel.data_parallel_size = 2  # a step of theirs may need this one's experts
     assert not dialect.keeps_order(engine) and not dialect.keeps_order(SimpleNamespace())
+
+
+def test_the_last_tokens_are_held_though_they_come_with_the_answer_ahead_of_them() -> None:
+    """vLLM's client, when it was kept busy, reads both in one turn of the event loop: it sets the answer's future and queues the tokens."""
+
+    async def test() -> None:
+        engine, answer, stands = Engine(), asyncio.Future[list[int]](), asyncio.Future[None]()
+
+        async def pause_scheduler_async(*, mode: str, clear_cache: bool) -> None:
+            await stands
+
+        async def collective_rpc(method: str, args: tuple[int, ...]) -> list[int]:
+            return await answer
+
+        engine.pause_scheduler_async, engine.collective_rpc = pause_scheduler_async, collective_rpc  # type: ignore[attr-defined]
+        gate = OutputGate(engine)
+        task = asyncio.ensure_future(engine.hand_out())
+        asked = asyncio.ensure_future(
+            dialect.pause_and_call(engine, clear_cache=False, method="swap", args=(), gate=gate, on_send=lambda: None)
+        )
+        await asyncio.sleep(0.01)
+        engine.outputs_queue.put_nowait(1)  # of a step before: it goes out while the workers are being waited for
+        await asyncio.sleep(0.01)
+        assert engine.handed_out == [1] and not asked.done()
+        answer.set_result([7])
+        engine.outputs_queue.put_nowait(2)
+        stands.set_result(None)
+        assert await asked == [7]
+        await asyncio.sleep(0.01)
+        assert engine.handed_out == [1] and gate.waiting == 1
+        gate.open()
+        await asyncio.sleep(0.01)
+        assert engine.handed_out == [1, 2]
+
+        late = asyncio.Future[list[int]]()  # given up, and the gate opened, before it came
+        gate.hold_at(late)
+        gate.open()
+        late.set_result([])
+        engine.outputs_queue.put_nowait(3)
+        await asyncio.sleep(0.01)
+        assert engine.handed_out == [1, 2, 3]
+        task.cancel()
+
+    asyncio.run(test())
 
 
 def test_what_was_committed_with_its_swap_and_given_up_before_anybody_knew_is_not_served(dense: Node) -> None:

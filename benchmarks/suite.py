@@ -112,7 +112,7 @@ TASKS = (
     _bench("train-sft-30b-a3b", "train", 2, 500, SPLICE_BENCH_SHAPES="30b-a3b", SPLICE_BENCH_KINDS="sft", SPLICE_BENCH_TOKENS="32768", SPLICE_BENCH_SAMPLES="3"),
     _cluster("loop-8b", "loop", 400, SPLICE_BENCH_SHAPES="8b"),
     _cluster("soak", "soak", 900),
-    _bench("wire", "wire", 2, 120),
+    _bench("wire", "wire", 2, 120, by_number=True),
     *(_bench(name, name, 1, 240) for name in ("merge", "export", "logits", "save", "arrival")),
 )  # fmt: skip
 

@@ -85,8 +85,6 @@ class Control:
         """The engine stands still for an update."""
         self._gate: OutputGate | None = None
         """Of an engine whose outputs can be held back."""
-        self._settled_s = 0.0
-        """`time.monotonic()` from which on nothing that the old weights made is under way to a client any more."""
 
     async def run(self, action: str, arguments: Answer, app: Any, say: Say) -> tuple[int, Answer]:
         """Run an action; (HTTP status, JSON). `say`: what the supervisor is to know before the end, {"progress": ..., ...}."""
@@ -326,10 +324,9 @@ class Control:
     async def _pause_and_swap(self, engine: Any, update_id: str, clear_cache: bool, deadline_s: float) -> list[Answer]:
         began = time.monotonic()
         asked = dialect.pause_and_call(
-            engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,), gate=self._sure_gate, on_send=self._stands
+            engine, clear_cache=clear_cache, method="splice_shadow_swap", args=(update_id,), gate=self._sure_gate, on_send=self._stand
         )  # fmt: skip
         answers = await asyncio.wait_for(asked, deadline_s)
-        self._stands()  # by now in truth: what is under way counts from here
         for answer in self._checked(answers):  # what was not the swap was the wait for the step under way
             answer["phases"]["pause"] = time.monotonic() - began - float(answer["seconds"])
         return answers
@@ -355,11 +352,11 @@ class Control:
             raise ControlFailed(
                 ErrorCode.TRANSFER_TIMEOUT, f"vLLM was not paused within {deadline_s:.0f} s (mode {mode})"
             ) from error
-        self._stands()
+        self._stand()
         return {}
 
-    def _stands(self) -> None:
-        self.is_standing, self._settled_s = True, time.monotonic() + dialect.SETTLE_S
+    def _stand(self) -> None:
+        self.is_standing = True
 
     async def _make_way(self, version: int, drain_s: float) -> None:
         """Nothing pinned is admitted any more, and nothing pinned is left."""
@@ -405,7 +402,7 @@ class Control:
             raise ControlFailed(ErrorCode.NOT_READY, "nothing was received that could be committed")
         gate = self._sure_gate
         if gate is None:
-            await dialect.settle(engine, until_s=self._settled_s)
+            await dialect.settle(engine)
             self._move(app, version)
             await dialect.resume_as(engine, version)
         else:
@@ -415,7 +412,7 @@ class Control:
                 resuming = dialect.resume_as(engine, version)
                 await asyncio.sleep(0)  # it is on its way before the old tokens take this process's time
                 gate.pass_on(made)
-                await dialect.settle(engine, until_s=self._settled_s, gate=gate)
+                await dialect.settle(engine, gate=gate)
                 await resuming
                 self._move(app, version)
             except BaseException as error:  # the engine may run on; nothing that it makes goes out under the old name

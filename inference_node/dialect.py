@@ -249,20 +249,20 @@ async def pause_and_call(
     return calling.result()
 
 
-async def settle(engine_client: Any, *, until_s: float, gate: OutputGate | None = None) -> None:
+async def settle(engine_client: Any, *, gate: OutputGate | None = None) -> None:
     """Wait, once the engine stands still, until what it had made has left this process.
 
     Tokens go from the engine's socket through one queue to a collector for each request, from which the request's own task takes and sends
     them without waiting for anything but its client. So where both are empty for `QUIET_TURNS` turns of the event loop, nothing is under
     way. Where only collectors have something and nothing has changed for `SETTLE_S`, a client is slow, and its next tokens join these; it is
-    not waited for. Where this vLLM keeps them elsewhere, `until_s` (`time.monotonic`) is waited for.
+    not waited for. Where this vLLM keeps them elsewhere, it is its own `SETTLE_S`.
 
     Args:
         gate: passes on what had been made, and holds what is made meanwhile; None: the queue must be empty.
     """
     seen = _outputs_under_way(engine_client, gate)
     if seen is None:
-        await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+        await asyncio.sleep(SETTLE_S)
         return
     turns, began_s = 0, time.monotonic()
     moved_s = began_s

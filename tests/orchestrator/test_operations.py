@@ -33,7 +33,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.server import BUFFERS_KEPT
 from orchestrator.trainer_requests import TrainerMemory
-from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
 
 
@@ -162,6 +162,21 @@ def test_a_trainer_lost_between_jobs_is_put_back_and_the_loss_is_said(run, tmp_p
     replace(run, current[1], current)
     run.client.forward_backward(SmallBatch())  # nothing was lost this time: put back without a word
     assert current[2].log == ["LoadCheckpoint", "ForwardBackward"] and current[2].weights == [11, 21, 31]
+
+
+def test_a_loss_is_still_to_be_said_where_it_could_not_be_put_back(run, tmp_path):
+    first = run.trainer()
+    run.client.save_checkpoint(str(tmp_path / "saved"))
+    run.client.forward_backward(SmallBatch())
+    run.client.optim_step()
+    first.die()
+    second = FakeTrainer(endpoint=run.endpoint, node_id="trainer", token=TOKEN)
+    second.script["LoadCheckpoint"] = second.refuse
+    run.nodes.append(second.start())
+    with pytest.raises(JobFailed, match="told to"):
+        run.client.optim_step()
+    with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it; it stands there again"):
+        run.client.optim_step()
 
 
 def test_a_request_that_is_never_answered_is_given_up(run, monkeypatch):

@@ -205,8 +205,9 @@ class Orchestrator:
             assert row is not None
             envelope = decode(row.request)
             assert isinstance(envelope.message, SubmitJob)
-            clients = dict.fromkeys(self._journal.fact(_job_key(job_id)).get("clients", ()), envelope.message.progress)
-            self._jobs[job_id] = _Job(submit=envelope.message, buffers=envelope.buffers, clients=clients)
+            self._jobs[job_id] = _Job(
+                submit=envelope.message, buffers=envelope.buffers, clients={row.client: envelope.message.progress}
+            )
             self._queue.put_nowait(job_id)
         log.info(
             "resuming: version %s, publication %s, trained version %d, open jobs %s",
@@ -215,7 +216,7 @@ class Orchestrator:
 
     def _remember(self, more: dict[str, dict[str, Any] | None] | None = None) -> None:
         """Journal what the trainer holds, and with it, all or nothing, more facts."""
-        held = dataclasses.asdict(self._trainer.memory) | {"trained_version": self._trained_version}
+        held = self._trainer.memory.as_fact() | {"trained_version": self._trained_version}
         self._journal.set_facts({_TRAINER: held, **(more or {})})
 
     def _note(self, job_id: str, **facts: object) -> None:
@@ -251,9 +252,8 @@ class Orchestrator:
             elif submit.job_id in self._jobs:
                 self._jobs[submit.job_id].clients[client] = submit.progress
             return
-        self._journal.add_job(job_id=submit.job_id, kind=submit.job.kind, frames=envelope.frames)
+        self._journal.add_job(job_id=submit.job_id, kind=submit.job.kind, client=client, frames=envelope.frames)
         self._jobs[submit.job_id] = _Job(submit=submit, buffers=envelope.buffers, clients={client: submit.progress})
-        self._note(submit.job_id, clients=[client])
         self._queue.put_nowait(submit.job_id)
         self._progress(submit.job_id, "queued", {})
         await self._stage_next()
@@ -319,10 +319,11 @@ class Orchestrator:
 
     async def _end(self, job_id: str, message: Terminal, buffers: Sequence[bytes] = ()) -> None:
         job, frames = self._jobs.pop(job_id), encode(message, buffers)
-        self._journal.end_job(job_id, state=message.kind.lower(), frames=frames)
-        self._remember({_job_key(job_id): None})
-        if buffers:
-            self._forget_buffers(job_id)
+        with self._journal.together():
+            self._journal.end_job(job_id, state=message.kind.lower(), frames=frames)
+            self._remember({_job_key(job_id): None})
+            if buffers:
+                self._forget_buffers(job_id)
         for client in job.clients.keys() | self._subscribers:
             await self._tell(client, frames)
 
@@ -421,7 +422,6 @@ class Orchestrator:
         job = self._jobs[job_id]
         job.running = True
         done = self._journal.fact(_job_key(job_id)).get("result")
-        self._journal.set_job_state(job_id, "running")
         started_s = time.monotonic()
         try:
             if isinstance(job.submit.job, ForwardBackwardJob):
@@ -431,7 +431,8 @@ class Orchestrator:
                 outcome = await self._dispatch(job_id, job)
             else:  # an orchestrator ended after the work and before the outcome
                 outcome = _Outcome(result=done)
-            if not outcome.buffers:
+            if self._between.has_to_release and not outcome.buffers:
+                # An orchestrator that ends in the release does not do the work again. Without one `_end` follows at once and says it all.
                 self._note(job_id, result=outcome.result)
         except (SpliceError, OSError) as error:
             await self._between.release_after_failure()

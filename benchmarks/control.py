@@ -1,40 +1,60 @@
 """Round trips of a job through client, orchestrator, journal (fsync) and a node that does nothing, on loopback.
 
+Orchestrator (`splice serve`), node and client are three processes, as in a run. `control/one-commit` is the floor that the disk sets: one
+durable commit of one row, by the same journal in the same folder, after a pause as long as the one between a job's commits (back to back they take less:
+disk and core are awake). A job makes two, one before it is acknowledged and one before its outcome is sent.
+Both are of a run that has been going on for a while: a new journal's log first grows, and a commit that makes a file longer takes twice as long.
+
 The peer hands the same empty job over in a directory that the worker looks into once a second, as trainers that watch a folder do.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Case
 from orchestrator.client import SpliceClient
+from orchestrator.journal import Journal
 from orchestrator.protocol.messages import Hello, Ready, TrainLoraJob, batch_specs
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.publisher import PublicationConfig
-from orchestrator.server import Orchestrator, OrchestratorConfig
 
 TOKEN = "benchmark-" + uuid.uuid4().hex
 POLL_S = 1.0
+LOG_PAGES, WARM_UP_JOBS = 1000, 300
+"""Pages of the log before SQLite writes it over from its start; a commit of one row makes one, a job four."""
+PAUSE_S = 0.0007
+START_S = END_S = 30.0
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """p50 and p99 in milliseconds."""
+    """p50 and p99 in seconds."""
     del device
     jobs, polls = (50, 2) if small else (1000, 10)
-    ours = sorted(_round_trips(jobs))
+    with TemporaryDirectory() as folder:
+        ours = sorted(_round_trips(jobs, Path(folder)))
+        commits = sorted(_commits(jobs, Path(folder)))
     peer = sorted(_polled_round_trips(polls))
-    settings = {"jobs": jobs, "journal": "SQLite WAL, synchronous=FULL", "payload_bytes": sum(s.nbytes for s in _specs())}
+    settings = {
+        "jobs": jobs,
+        "journal": "SQLite WAL, synchronous=FULL",
+        "payload_bytes": sum(s.nbytes for s in _specs()),
+        "processes": "orchestrator, node, client",
+    }
     return [
         Case(name="control/empty-job", metric="round_trip_s", unit="s", samples=tuple(ours), peer=f"directory polled every {POLL_S:g} s",
              peer_samples=tuple(peer), settings=settings),
         Case(name="control/empty-job-p99", metric="round_trip_p99_s", unit="s", samples=(quantiles(ours, n=100)[98],), settings=settings),
+        Case(name="control/one-commit", metric="commit_s", unit="s", samples=tuple(commits), settings={"journal": settings["journal"], "pause_s": PAUSE_S}),
     ]  # fmt: skip
 
 
@@ -42,33 +62,54 @@ def _specs():  # type: ignore[no-untyped-def]
     return batch_specs(num_sequences=4, num_tokens=64)
 
 
-def _round_trips(count: int) -> list[float]:
-    with TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        config = OrchestratorConfig(run_dir=run_dir, run_token=TOKEN, name="m", publication=PublicationConfig(transport="gloo"))
-        thread = threading.Thread(target=lambda: asyncio.run(Orchestrator(config).serve()), daemon=True)
-        thread.start()
-        while not (run_dir / "endpoint").exists():
-            time.sleep(0.01)
-        endpoint = (run_dir / "endpoint").read_text()
-        node = threading.Thread(target=_do_nothing, args=(endpoint,), daemon=True)
-        node.start()
-        buffers = [bytes(s.nbytes) for s in _specs()]
-        job = TrainLoraJob(tensors=_specs(), output_dir=folder)
-        samples = []
-        with SpliceClient(endpoint=endpoint, run_token=TOKEN) as client:
-            for _ in range(count + 10):
-                started = time.perf_counter()
-                client.run(job, buffers=buffers)
-                samples.append(time.perf_counter() - started)
-            client.stop_run()
-        thread.join(timeout=20)
-        node.join(timeout=20)
-    return samples[10:]
+def _round_trips(count: int, folder: Path) -> list[float]:
+    run_dir = folder / "run"
+    serve = ["orchestrator", "serve", "--run-dir", str(run_dir), "--name", "m"]
+    with _python_process(serve, log=folder / "orchestrator.log") as orchestrator:
+        endpoint = _endpoint(run_dir, orchestrator)
+        with _python_process(["benchmarks.control", endpoint], log=folder / "node.log"):
+            buffers = [bytes(s.nbytes) for s in _specs()]
+            job = TrainLoraJob(tensors=_specs(), output_dir=str(folder))
+            samples = []
+            with SpliceClient(endpoint=endpoint, run_token=TOKEN) as client:
+                for _ in range(count + WARM_UP_JOBS):
+                    started = time.perf_counter()
+                    client.run(job, buffers=buffers, timeout_s=60)
+                    samples.append(time.perf_counter() - started)
+                client.stop_run()
+    return samples[WARM_UP_JOBS:]
+
+
+@contextlib.contextmanager
+def _python_process(words: list[str], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m WORDS`; has ended by itself when the block does, or is killed."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words], env={**os.environ, "SPLICE_RUN_TOKEN": TOKEN}, stdout=out, stderr=out
+        )
+        try:
+            yield process
+            process.wait(END_S)
+        except BaseException:
+            print(log.read_text()[-4000:], file=sys.stderr)
+            raise
+        finally:
+            process.kill()
+            process.wait(END_S)
+
+
+def _endpoint(run_dir: Path, orchestrator: subprocess.Popen[bytes]) -> str:
+    deadline_s = time.monotonic() + START_S
+    while not (run_dir / "endpoint").exists():
+        if orchestrator.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"no orchestrator within {START_S:.0f} s (exit code {orchestrator.poll()})")
+        time.sleep(0.01)
+    return (run_dir / "endpoint").read_text()
 
 
 def _do_nothing(endpoint: str) -> None:
-    hello = Hello(role="trainer", node_id="trainer", incarnation=uuid.uuid4().hex, run_token=TOKEN)
+    """The node."""
+    hello = Hello(role="trainer", node_id="trainer", incarnation=uuid.uuid4().hex, run_token=os.environ["SPLICE_RUN_TOKEN"])
     with NodeLink(endpoint=endpoint, hello=hello) as link:
         link.send(Ready(node_id="trainer"))
         while True:
@@ -78,6 +119,17 @@ def _do_nothing(endpoint: str) -> None:
             if envelope.message.kind == "Shutdown":
                 return
             link.complete(envelope.message.request_id)  # type: ignore[union-attr]
+
+
+def _commits(count: int, folder: Path) -> list[float]:
+    journal, samples = Journal(folder / "commits.sqlite", run_token=TOKEN, name="m"), []
+    for number in range(count + LOG_PAGES):
+        time.sleep(PAUSE_S)
+        started = time.perf_counter()
+        journal.set_facts({"trainer": {"steps": number}})
+        samples.append(time.perf_counter() - started)
+    journal.close()
+    return samples[LOG_PAGES:]
 
 
 def _polled_round_trips(count: int) -> list[float]:
@@ -103,3 +155,7 @@ def _polled_round_trips(count: int) -> list[float]:
         stop.set()
         thread.join(timeout=5)
     return samples
+
+
+if __name__ == "__main__":
+    _do_nothing(sys.argv[1])

@@ -97,6 +97,11 @@ class BetweenJobs:
                 phase="starting the trainer",
             )
 
+    @property
+    def has_to_release(self) -> bool:
+        """Whether `release` does anything; where not, it returns without a turn of the event loop."""
+        return self.mode in ("offload", "exit")
+
     async def release(self, report: Report) -> None:
         """Return once the mode's promise is true.
 

@@ -166,7 +166,7 @@ class SpliceClient:
             on_progress: called by `wait`.
         """
         job_id = job_id or new_id("job")
-        message = SubmitJob(job_id=job_id, job=job)
+        message = SubmitJob(job_id=job_id, job=job, progress=on_progress is not None)
         with self._changed:
             self._jobs[job_id] = _Submitted(message=message, buffers=buffers, on_progress=on_progress)
         self._link.send(message, buffers)

@@ -1,14 +1,16 @@
 """The run's memory: jobs, their outcomes, every step of every publication, and facts (what the trainer holds, how far a job has
 come), in SQLite (WAL, synchronous=FULL).
 
-What is written here is on disk when the call returns. One file per run; a file of another run is refused.
+What is written here is on disk when the call returns; what is written inside `together()` when its block ends, all of it or nothing. One file
+per run; a file of another run is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,20 +22,23 @@ from orchestrator.errors import ConfigError
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (token TEXT NOT NULL, name TEXT NOT NULL, started REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS jobs (
-  job_id TEXT PRIMARY KEY, kind TEXT NOT NULL, request BLOB NOT NULL, submitted REAL NOT NULL,
+  job_id TEXT PRIMARY KEY, kind TEXT NOT NULL, client BLOB NOT NULL, request BLOB NOT NULL, submitted REAL NOT NULL,
   state TEXT NOT NULL, outcome BLOB, ended REAL);
 CREATE TABLE IF NOT EXISTS publications (
   id INTEGER PRIMARY KEY, version INTEGER NOT NULL, state TEXT NOT NULL, checkpoint_dir TEXT, detail TEXT, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 """
+_SCHEMA_VERSION = 2
+"""In the file's header; counts up with the tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """One job as journaled. `request` and `outcome` are wire frames."""
+    """One job as journaled. `request` and `outcome` are wire frames; `client` submitted it first."""
 
     job_id: str
     kind: str
+    client: str
     request: tuple[bytes, ...]
     state: str
     outcome: tuple[bytes, ...] | None
@@ -43,7 +48,7 @@ class Journal:
     """Opens (or creates) the journal of one run.
 
     Raises:
-        ConfigError: the file belongs to another run.
+        ConfigError: the file belongs to another run, or its tables are another version's.
     """
 
     def __init__(self, path: Path, *, run_token: str, name: str) -> None:
@@ -53,22 +58,42 @@ class Journal:
         self._db.executescript(_SCHEMA)
         row = self._db.execute("SELECT token FROM run").fetchone()
         if row is None:
+            self._db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             self._db.execute("INSERT INTO run VALUES (?, ?, ?)", (run_token, name, time.time()))
         elif row[0] != run_token:
             self._db.close()
             raise ConfigError(f"{path} is the journal of another run; choose a new run folder")
+        elif self._db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA_VERSION:
+            self._db.close()
+            raise ConfigError(
+                f"{path} was written by another version of splice; end the run with that one, or choose a new run folder"
+            )
+        self._facts = self._read_facts()
 
-    def add_job(self, *, job_id: str, kind: str, frames: Sequence[bytes | memoryview]) -> None:
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What one moment changes, in one durable commit: all of it or, where the block or the disk fails, nothing. No `await` inside.
+
+        A block inside another is part of it.
+        """
+        if self._db.in_transaction:
+            yield
+            return
+        try:
+            with self._db:  # commits, or rolls back
+                self._db.execute("BEGIN")
+                yield
+        except BaseException:
+            self._facts = self._read_facts()
+            raise
+
+    def add_job(self, *, job_id: str, kind: str, client: str, frames: Sequence[bytes | memoryview]) -> None:
         """Journal a job before it is acknowledged."""
         request = msgpack.packb([bytes(f) for f in frames])
         self._db.execute(
-            "INSERT INTO jobs (job_id, kind, request, submitted, state) VALUES (?, ?, ?, ?, 'queued')",
-            (job_id, kind, request, time.time()),
+            "INSERT INTO jobs (job_id, kind, client, request, submitted, state) VALUES (?, ?, ?, ?, ?, 'open')",
+            (job_id, kind, client.encode(errors="surrogateescape"), request, time.time()),
         )
-
-    def set_job_state(self, job_id: str, state: str) -> None:
-        """`running`, or another non-terminal state."""
-        self._db.execute("UPDATE jobs SET state = ? WHERE job_id = ?", (state, job_id))
 
     def end_job(self, job_id: str, *, state: str, frames: Sequence[bytes | memoryview]) -> None:
         """Journal the one terminal message, before it is sent. The request's buffers are no longer needed and go."""
@@ -80,11 +105,20 @@ class Journal:
 
     def job(self, job_id: str) -> JobRow | None:
         """The job, or None."""
-        row = self._db.execute("SELECT job_id, kind, request, state, outcome FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
+        row = self._db.execute(
+            "SELECT job_id, kind, client, request, state, outcome FROM jobs WHERE job_id = ?", (job_id,)
+        ).fetchone()
         if row is None:
             return None
-        outcome = None if row[4] is None else tuple(msgpack.unpackb(row[4]))
-        return JobRow(job_id=row[0], kind=row[1], request=tuple(msgpack.unpackb(row[2])), state=row[3], outcome=outcome)
+        outcome = None if row[5] is None else tuple(msgpack.unpackb(row[5]))
+        return JobRow(
+            job_id=row[0],
+            kind=row[1],
+            client=row[2].decode(errors="surrogateescape"),  # a ROUTER's name of it: any bytes
+            request=tuple(msgpack.unpackb(row[3])),
+            state=row[4],
+            outcome=outcome,
+        )
 
     def unfinished_jobs(self) -> list[str]:
         """Ids of jobs without an outcome, oldest first."""
@@ -119,20 +153,29 @@ class Journal:
         return [(r[0], r[1]) for r in self._db.execute("SELECT version, state FROM publications ORDER BY id")]
 
     def set_facts(self, facts: Mapping[str, dict[str, Any] | None]) -> None:
-        """All of them or none; None: the fact goes."""
-        self._db.execute("BEGIN")
-        for key, value in facts.items():
-            if value is None:
-                self._db.execute("DELETE FROM facts WHERE key = ?", (key,))
-            else:
-                self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, msgpack.packb(value)))
-        self._db.execute("COMMIT")
+        """All of them or none; None: the fact goes. What the journal says already is not written again."""
+        packed = {key: None if value is None else msgpack.packb(value) for key, value in facts.items()}
+        changed = {key: value for key, value in packed.items() if self._facts.get(key) != value}
+        if not changed:
+            return
+        with self.together():
+            for key, value in changed.items():
+                if value is None:
+                    self._db.execute("DELETE FROM facts WHERE key = ?", (key,))
+                    del self._facts[key]
+                else:
+                    self._db.execute(
+                        "INSERT INTO facts VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
+                    )
+                    self._facts[key] = value
 
     def fact(self, key: str) -> dict[str, Any]:
         """What was set last; empty without it."""
-        row = self._db.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
-        found: dict[str, Any] = {} if row is None else msgpack.unpackb(row[0])
+        found: dict[str, Any] = msgpack.unpackb(self._facts[key]) if key in self._facts else {}
         return found
+
+    def _read_facts(self) -> dict[str, bytes]:
+        return dict(self._db.execute("SELECT key, value FROM facts"))
 
     def close(self) -> None:
         """Close the file."""

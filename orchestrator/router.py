@@ -72,8 +72,9 @@ class _Open:
     buffers: Sequence[bytes | memoryview]
     done: asyncio.Future[tuple[Completed, tuple[bytes, ...]]]
     on_progress: OnProgress | None
+    started_s: float
+    last_progress_s: float
     next_sequence: int = 0
-    last_progress_s: float = 0.0
 
 
 def check_bind_address(endpoint: str, *, has_keys: bool) -> None:
@@ -159,9 +160,13 @@ class ControlRouter:
         Raises:
             NodeLost: no such peer is connected.
         """
+        await self.send_frames(peer_id, encode(message, buffers))
+
+    async def send_frames(self, peer_id: str, frames: Sequence[bytes | memoryview]) -> None:
+        """The same for a message that was encoded before."""
         assert self._socket is not None, "start() first"
         try:
-            await self._socket.send_multipart([peer_id.encode(errors="surrogateescape"), *encode(message, buffers)])
+            await self._socket.send_multipart([peer_id.encode(errors="surrogateescape"), *frames])
         except zmq.ZMQError as error:
             raise NodeLost(f"{peer_id} is not connected ({error})") from error
 
@@ -184,7 +189,6 @@ class ControlRouter:
         if peer is None or peer.state == "lost":
             raise NodeLost(f"{peer_id} is not connected")
         request_id: str = message.request_id  # type: ignore[union-attr]
-        deadline_s: float = message.deadline_s  # type: ignore[union-attr]
         started_s = time.monotonic()
         entry = _Open(
             peer_id=peer_id,
@@ -194,27 +198,13 @@ class ControlRouter:
             buffers=buffers,
             done=asyncio.get_running_loop().create_future(),
             on_progress=on_progress,
+            started_s=started_s,
             last_progress_s=started_s,
         )
         self._open[request_id] = entry
         try:
             await self.send(peer_id, message, buffers)
-            while not entry.done.done():
-                await asyncio.wait([entry.done], timeout=0.5)
-                # The node has the same deadline and ends the request itself; this is for a node that cannot.
-                why = stalled(
-                    started_s=started_s,
-                    last_progress_s=entry.last_progress_s,
-                    now_s=time.monotonic(),
-                    deadline_s=deadline_s + 15.0,
-                    stall_after_s=max(STALL_AFTER_S, deadline_s),
-                )
-                if why is not None and not entry.done.done():
-                    raise JobFailed(
-                        code="transfer_timeout", node=peer_id, phase=phase, message=why,
-                        remedy="look at the node's log; it is treated as stuck and should be restarted", is_answer=False,
-                    )  # fmt: skip
-            return entry.done.result()
+            return await entry.done  # `_give_up_stalled` ends it if the node does not
         finally:
             del self._open[request_id]
 
@@ -239,6 +229,8 @@ class ControlRouter:
                 if p not in self.peers or self.peers[p].state != "ready" or self.peers[p].hello.incarnation == stale.get(p)
             ]  # fmt: skip
 
+        if not missing():
+            return
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: len(missing()) < len(peer_ids) if one_is_enough else not missing())
@@ -403,6 +395,26 @@ class ControlRouter:
                     del self.peers[peer_id]
                     continue
                 await self._lose(peer_id, f"silent for more than {LOST_AFTER_S:.0f} s")
+            self._give_up_stalled(time.monotonic())
+
+    def _give_up_stalled(self, now_s: float) -> None:
+        """The node has the same deadline and ends the request itself; this is for a node that cannot."""
+        for entry in self._open.values():
+            deadline_s: float = entry.message.deadline_s  # type: ignore[union-attr]
+            why = stalled(
+                started_s=entry.started_s,
+                last_progress_s=entry.last_progress_s,
+                now_s=now_s,
+                deadline_s=deadline_s + 15.0,
+                stall_after_s=max(STALL_AFTER_S, deadline_s),
+            )
+            if why is not None and not entry.done.done():
+                entry.done.set_exception(
+                    JobFailed(
+                        code="transfer_timeout", node=entry.peer_id, phase=entry.phase, message=why,
+                        remedy="look at the node's log; it is treated as stuck and should be restarted", is_answer=False,
+                    )
+                )  # fmt: skip
 
     async def _lose(self, peer_id: str, why: str) -> None:
         incarnation = self.peers[peer_id].hello.incarnation  # another process may say Hello meanwhile

@@ -116,7 +116,8 @@ class _Outcome:
 class _Job:
     submit: SubmitJob
     buffers: tuple[bytes, ...]
-    clients: set[str]
+    clients: dict[str, bool]
+    """Who is sent the outcome -> whether `Progress` too."""
     sequence: int = 0
     running: bool = False
     is_at_trainer: bool = False
@@ -204,8 +205,9 @@ class Orchestrator:
             assert row is not None
             envelope = decode(row.request)
             assert isinstance(envelope.message, SubmitJob)
-            clients = set(self._journal.fact(_job_key(job_id)).get("clients", ()))
-            self._jobs[job_id] = _Job(submit=envelope.message, buffers=envelope.buffers, clients=clients)
+            self._jobs[job_id] = _Job(
+                submit=envelope.message, buffers=envelope.buffers, clients={row.client: envelope.message.progress}
+            )
             self._queue.put_nowait(job_id)
         log.info(
             "resuming: version %s, publication %s, trained version %d, open jobs %s",
@@ -214,7 +216,7 @@ class Orchestrator:
 
     def _remember(self, more: dict[str, dict[str, Any] | None] | None = None) -> None:
         """Journal what the trainer holds, and with it, all or nothing, more facts."""
-        held = dataclasses.asdict(self._trainer.memory) | {"trained_version": self._trained_version}
+        held = self._trainer.memory.as_fact() | {"trained_version": self._trained_version}
         self._journal.set_facts({_TRAINER: held, **(more or {})})
 
     def _note(self, job_id: str, **facts: object) -> None:
@@ -230,7 +232,7 @@ class Orchestrator:
     async def _on_client(self, client: str, envelope: Envelope) -> None:
         message = envelope.message
         if isinstance(message, SubmitJob):
-            await self._on_submit(client, message, envelope.buffers)
+            await self._on_submit(client, message, envelope)
         elif isinstance(message, CancelJob):
             await self._on_cancel(message)
         elif isinstance(message, GetStatus):
@@ -242,18 +244,16 @@ class Orchestrator:
         else:
             log.warning("client %s sent %s, which is not a client's message", client, message.kind)
 
-    async def _on_submit(self, client: str, submit: SubmitJob, buffers: tuple[bytes, ...]) -> None:
+    async def _on_submit(self, client: str, submit: SubmitJob, envelope: Envelope) -> None:
         known = self._journal.job(submit.job_id)
         if known is not None:
             if known.outcome is not None:
-                envelope = decode(known.outcome)
-                await self._tell(client, envelope.message, envelope.buffers)
+                await self._tell(client, known.outcome)
             elif submit.job_id in self._jobs:
-                self._jobs[submit.job_id].clients.add(client)
+                self._jobs[submit.job_id].clients[client] = submit.progress
             return
-        self._journal.add_job(job_id=submit.job_id, kind=submit.job.kind, frames=encode(submit, buffers))
-        self._jobs[submit.job_id] = _Job(submit=submit, buffers=buffers, clients={client})
-        self._note(submit.job_id, clients=[client])
+        self._journal.add_job(job_id=submit.job_id, kind=submit.job.kind, client=client, frames=envelope.frames)
+        self._jobs[submit.job_id] = _Job(submit=submit, buffers=envelope.buffers, clients={client: submit.progress})
         self._queue.put_nowait(submit.job_id)
         self._progress(submit.job_id, "queued", {})
         await self._stage_next()
@@ -267,7 +267,7 @@ class Orchestrator:
 
     async def _stage_next(self) -> None:
         """Send the first waiting batch to the trainer, if it works on a job and will be there for the next one."""
-        if self._between.mode == "exit" or not any(job.is_at_trainer for job in self._jobs.values()):
+        if not any(job.is_at_trainer for job in self._jobs.values()) or self._between.mode == "exit":
             return
         for job_id, job in self._jobs.items():
             if not job.running and self._ahead.wants(job.submit.job):
@@ -301,27 +301,31 @@ class Orchestrator:
         job = self._jobs.get(job_id)
         if job is None:
             return
-        message = Progress(request_id=job_id, sequence=job.sequence, phase=phase, detail=detail)
+        listening = {client for client, wants_progress in job.clients.items() if wants_progress} | self._subscribers
+        if not listening:
+            return
+        frames = encode(Progress(request_id=job_id, sequence=job.sequence, phase=phase, detail=detail))
         job.sequence += 1
-        for client in job.clients | self._subscribers:
-            task = asyncio.ensure_future(self._tell(client, message))
+        for client in listening:
+            task = asyncio.ensure_future(self._tell(client, frames))
             task.add_done_callback(lambda t: t.exception())
 
-    async def _tell(self, client: str, message: AnyMessage, buffers: Sequence[bytes] = ()) -> None:
+    async def _tell(self, client: str, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            await self._router.send(client, message, buffers)
+            await self._router.send_frames(client, frames)
         except NodeLost:
             # The outcome stays in the journal; a client that comes back asks again with the same job id.
             self._subscribers.discard(client)
 
     async def _end(self, job_id: str, message: Terminal, buffers: Sequence[bytes] = ()) -> None:
-        job = self._jobs.pop(job_id)
-        self._journal.end_job(job_id, state=message.kind.lower(), frames=encode(message, buffers))
-        self._remember({_job_key(job_id): None})
-        if buffers:
-            self._forget_buffers(job_id)
-        for client in job.clients | self._subscribers:
-            await self._tell(client, message, buffers)
+        job, frames = self._jobs.pop(job_id), encode(message, buffers)
+        with self._journal.together():
+            self._journal.end_job(job_id, state=message.kind.lower(), frames=frames)
+            self._remember({_job_key(job_id): None})
+            if buffers:
+                self._forget_buffers(job_id)
+        for client in job.clients.keys() | self._subscribers:
+            await self._tell(client, frames)
 
     def _forget_buffers(self, newest: str) -> None:
         """Keep the newest outcomes with buffers only; an older one's id is then answered with `Failed`, not run again."""
@@ -343,7 +347,8 @@ class Orchestrator:
     async def _work(self) -> None:
         while True:
             try:
-                job_id = await asyncio.wait_for(self._queue.get(), RESYNC_POLL_S)
+                async with asyncio.timeout(RESYNC_POLL_S):
+                    job_id = await self._queue.get()
             except TimeoutError:
                 await self._resync_bare_replicas()
                 continue
@@ -417,7 +422,6 @@ class Orchestrator:
         job = self._jobs[job_id]
         job.running = True
         done = self._journal.fact(_job_key(job_id)).get("result")
-        self._journal.set_job_state(job_id, "running")
         started_s = time.monotonic()
         try:
             if isinstance(job.submit.job, ForwardBackwardJob):
@@ -427,7 +431,8 @@ class Orchestrator:
                 outcome = await self._dispatch(job_id, job)
             else:  # an orchestrator ended after the work and before the outcome
                 outcome = _Outcome(result=done)
-            if not outcome.buffers:
+            if self._between.has_to_release and not outcome.buffers:
+                # An orchestrator that ends in the release does not do the work again. Without one `_end` follows at once and says it all.
                 self._note(job_id, result=outcome.result)
         except (SpliceError, OSError) as error:
             await self._between.release_after_failure()
@@ -714,7 +719,7 @@ class Orchestrator:
     async def _shut_nodes_down(self) -> None:
         for node_id, peer in list(self._router.peers.items()):
             if peer.hello.role != "client" and peer.state != "lost":
-                await self._tell(node_id, Shutdown())
+                await self._tell(node_id, encode(Shutdown()))
 
 
 _REQUESTS: dict[type, tuple[type[Any], str]] = {

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.config import MemoryMode
@@ -41,6 +42,10 @@ class TrainerMemory:
     """What becomes of it between jobs; None: it was never there yet."""
     pending: int = 0
     """Batches whose gradients wait for a step."""
+
+    def as_fact(self) -> dict[str, Any]:
+        """What the journal says of it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def saved(self, folder: str) -> None:
         """The state is in `folder`; pending gradients are in no checkpoint."""
@@ -199,13 +204,15 @@ class TrainerRequests:
         memory = self.memory
         incarnation = self._router.peers["trainer"].hello.incarnation
         if memory.incarnation not in (None, incarnation):
-            lost = memory.take_loss()
             if memory.durable_dir:
                 report("restoring", {"checkpoint_dir": memory.durable_dir})
                 load = LoadCheckpoint(
                     request_id=new_id("load"), deadline_s=self._load_timeout_s, checkpoint_dir=memory.durable_dir
                 )
                 await self._router.request("trainer", load, phase="restoring the last durable state")
+            lost = (
+                memory.take_loss()
+            )  # only now: until the load is done the loss is still to be said, by this orchestrator or the next
             memory.incarnation = incarnation
             if lost is not None:
                 raise NodeLost(f"the trainer was restarted; {lost}; it stands there again")

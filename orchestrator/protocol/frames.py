@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgpack
 from pydantic import ValidationError
@@ -18,10 +18,11 @@ _VERSION_FRAME = b"splice/%d" % PROTOCOL_VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """A decoded message and the raw buffers that came with it."""
+    """A decoded message, the raw buffers that came with it, and all frames as they came, buffers included."""
 
     message: AnyMessage
     buffers: tuple[bytes, ...] = ()
+    frames: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
 
 
 class OtherProtocolVersion(ProtocolError):
@@ -66,7 +67,7 @@ def decode(frames: Sequence[bytes]) -> Envelope:
     if message.kind.encode() != kind:
         raise ProtocolError(f"kind frame {kind[:40]!r} does not match the body's kind {message.kind!r}")
     _check_buffers(message, buffers)
-    return Envelope(message=message, buffers=tuple(buffers))
+    return Envelope(message=message, buffers=tuple(buffers), frames=tuple(frames))
 
 
 def _check_buffers(message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> None:

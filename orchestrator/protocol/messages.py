@@ -484,6 +484,8 @@ class SubmitJob(Message):
     kind: Literal["SubmitJob"] = "SubmitJob"
     job_id: str = Field(min_length=1, max_length=128)
     job: JobSpec
+    progress: bool = True
+    """Whether the client wants the job's `Progress`; without it only the outcome is sent."""
 
 
 class CancelJob(Message):

@@ -23,9 +23,9 @@ from benchmarks.suite import TASKS, Task, run_all
 ROOT = Path(__file__).resolve().parents[2]
 RESULT_KEYS = {"benchmark", "device", "commit", "packages", "cases"}
 CASE_KEYS = {"name", "metric", "unit", "value", "samples", "peer", "peer_value", "peer_samples", "settings"}
-WITHOUT_PEER = {"control/empty-job-p99", "save/tiny/adapter"}
+WITHOUT_PEER = {"control/empty-job-p99", "control/one-commit", "save/tiny/adapter"}
 SMALL = {
-    "control": {"control/empty-job", "control/empty-job-p99"},
+    "control": {"control/empty-job", "control/empty-job-p99", "control/one-commit"},
     "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
     "merge": {"merge/30b-a3b-experts", "merge/30b-a3b-experts-loop"},
     "export": {"export/tiny-moe/wire", "export/tiny-moe/manifest", "export/tiny-moe/plan"},

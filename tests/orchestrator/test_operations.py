@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import dataclasses
 import threading
 import time
 from dataclasses import dataclass
@@ -11,23 +12,28 @@ from dataclasses import dataclass
 import pytest
 from pydantic import ValidationError
 
+from orchestrator import router
 from orchestrator.client import AsyncSpliceClient
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.protocol.messages import (
     BATCH_TENSORS,
     ErrorCode,
     ForwardJob,
+    Hello,
     InitialSyncJob,
     LossSpec,
     OptimParams,
+    OptimStepJob,
+    SubmitJob,
     TensorSpec,
     TrainMergedJob,
     batch_specs,
     forward_specs,
 )
+from orchestrator.protocol.node_link import NodeLink
 from orchestrator.server import BUFFERS_KEPT
 from orchestrator.trainer_requests import TrainerMemory
-from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
 
 
@@ -156,6 +162,48 @@ def test_a_trainer_lost_between_jobs_is_put_back_and_the_loss_is_said(run, tmp_p
     replace(run, current[1], current)
     run.client.forward_backward(SmallBatch())  # nothing was lost this time: put back without a word
     assert current[2].log == ["LoadCheckpoint", "ForwardBackward"] and current[2].weights == [11, 21, 31]
+
+
+def test_a_loss_is_still_to_be_said_where_it_could_not_be_put_back(run, tmp_path):
+    first = run.trainer()
+    run.client.save_checkpoint(str(tmp_path / "saved"))
+    run.client.forward_backward(SmallBatch())
+    run.client.optim_step()
+    first.die()
+    second = FakeTrainer(endpoint=run.endpoint, node_id="trainer", token=TOKEN)
+    second.script["LoadCheckpoint"] = second.refuse
+    run.nodes.append(second.start())
+    with pytest.raises(JobFailed, match="told to"):
+        run.client.optim_step()
+    with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it; it stands there again"):
+        run.client.optim_step()
+
+
+def test_a_request_that_is_never_answered_is_given_up(run, monkeypatch):
+    monkeypatch.setattr(router, "STALL_AFTER_S", 0.2)
+    run.orchestrator._config = dataclasses.replace(run.config, train_timeout_s=0.2)
+    trainer = run.trainer()
+    trainer.script["OptimStep"] = lambda _: None
+    with pytest.raises(JobFailed, match="no progress for") as stuck:
+        run.client.optim_step(timeout_s=10)
+    assert (stuck.value.code, stuck.value.node) == ("transfer_timeout", "trainer")
+    assert run.client.optim_step()["metrics"] == {"loss": 1.0}
+
+
+def test_progress_is_sent_to_who_asks_for_it(run):
+    run.trainer()
+    hello = Hello(role="client", node_id="raw", incarnation="1", run_token=TOKEN)
+    with NodeLink(endpoint=run.endpoint, hello=hello) as link:
+
+        def kinds(*, progress: bool) -> list[str]:
+            link.send(SubmitJob(job_id=f"job-{progress}", job=OptimStepJob(), progress=progress))
+            came: list[str] = []
+            while "Completed" not in came:
+                came.append(link.recv(timeout_s=10).message.kind)
+            return came
+
+        assert kinds(progress=False) == ["Completed"]
+        assert kinds(progress=True) == ["Progress", "Progress", "Completed"]
 
 
 def test_a_trainer_restarted_between_step_and_publication_never_sends_its_base(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,15 +12,19 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from orchestrator.client import SpliceClient
 from orchestrator.errors import JobFailed
 from orchestrator.journal import Journal
+from orchestrator.protocol.frames import decode, encode
 from orchestrator.protocol.messages import (
     ForwardBackwardJob,
     ForwardJob,
+    Hello,
     InitialSyncJob,
     OptimStepJob,
+    SubmitJob,
     TrainLoraJob,
     forward_specs,
 )
@@ -48,9 +53,11 @@ class Killed:
             source=lambda: self.trainer.weights, endpoint=self.endpoint, node_id="inference-0", token=TOKEN
         ).start()
 
-    def start(self) -> None:
-        argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(self.dir), "--name", "m", "--resume"]
-        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
+    def start(self, *, die_at: str = "") -> None:
+        """`die_at`: see `tests/orchestrator/dying.py`."""
+        module = "tests.orchestrator.dying" if die_at else "orchestrator"
+        argv = [sys.executable, "-m", module, "serve", "--run-dir", str(self.dir), "--name", "m", "--resume"]
+        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO), "DIE_AT": die_at}
         self.process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=self.log, stderr=self.log)
         self.starts += 1
 
@@ -253,6 +260,96 @@ def test_a_run_is_not_resumed_unasked(killed):
     ran = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=30, check=False)
     assert (ran.returncode, "--resume" in ran.stderr) == (2, True)
     killed.start()
+
+
+def outcome_by_its_death(killed, job_id):
+    """What the client was told of the job by the orchestrator that ends meanwhile."""
+    is_dead = False
+    while not is_dead:
+        is_dead = killed.process.poll() is not None
+        with contextlib.suppress(TimeoutError):
+            return killed.client.wait(job_id, timeout_s=0.3)
+    assert killed.process.returncode == -signal.SIGKILL
+    return None
+
+
+def test_killed_at_each_commit_of_a_job(killed):
+    """Whatever is on disk then: the job runs once, its outcome is told only once it is journaled, together with what the trainer holds."""
+    job, jobs = TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), 1
+    killed.client.run(job, buffers=BUFFERS, timeout_s=40)
+    for die_at, has_job, has_outcome in (
+        ("1 before", False, False),
+        ("1 after", True, False),
+        ("2 before", True, False),
+        ("2 after", True, True),
+    ):
+        killed.kill()
+        killed.start(die_at=die_at)
+        heard: list[str] = []
+        job_id = killed.client.submit(job, buffers=BUFFERS, on_progress=lambda p, heard=heard: heard.append(p.phase))
+        assert outcome_by_its_death(killed, job_id) is None
+        assert heard == [] or has_job, "acknowledged before it was on disk"
+        assert killed.trainer.log.count("TrainLora") == jobs + die_at.startswith("2")
+        journal = Journal(killed.dir / "journal.sqlite", run_token=TOKEN, name="m")
+        row, steps = journal.job(job_id), journal.fact("trainer")["steps"]
+        journal.close()
+        assert (row is not None, row is not None and row.outcome is not None) == (has_job, has_outcome)
+        assert steps == jobs + has_outcome, "what the trainer holds and the outcome are not of one moment"
+        killed.start()
+        killed.client.wait(job_id, timeout_s=40)
+        jobs += 1
+        assert killed.trainer.log.count("TrainLora") == jobs
+    killed.kill()
+    killed.start(die_at="3 before")
+    killed.client.run(job, buffers=BUFFERS, timeout_s=40)
+    assert killed.process.poll() is None, "a job made more than two commits"
+    killed.kill()
+    killed.trainer.die()
+    killed.start()
+    killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+    with pytest.raises(JobFailed, match=f"{jobs + 1} optimizer steps and the gradients of 0 batches .* are lost"):
+        killed.client.run(OptimStepJob(), timeout_s=40)
+
+
+def test_a_job_that_was_taken_is_run_and_told_though_nobody_asks_again(killed):
+    """Once the job is journaled its client need not do anything but be connected."""
+
+    def after_a_second(message) -> None:
+        time.sleep(1)
+        killed.trainer._done(message)
+
+    killed.trainer.script["TrainLora"] = after_a_second
+    killed.kill()
+    killed.start(die_at="1 after")
+    submit = SubmitJob(job_id="job", job=TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), progress=False)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.identity, link.linger, link.reconnect_ivl, link.rcvtimeo = b"listener \xff", 0, 20, 40_000
+        link.connect(killed.endpoint)
+        link.send_multipart(encode(Hello(role="client", node_id="listener", incarnation="1", run_token=TOKEN)))
+        link.send_multipart(encode(submit, BUFFERS))
+        assert decode(link.recv_multipart()).message.kind == "Welcome"
+        assert killed.process.wait(40) == -signal.SIGKILL
+        killed.start()
+        assert decode(link.recv_multipart()).message.kind == "Completed"
+
+
+def test_killed_in_the_release_of_a_job_that_is_done(killed):
+    """It is not run again, though its outcome was not journaled yet; what died with the trainer meanwhile is said."""
+    killed.trainer.die()
+
+    def die_both() -> None:
+        killed.kill()
+        trainer.die()
+        killed.start()
+        killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+
+    trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN)
+    trainer.detail = {"memory": "offload"}
+    trainer.script["ReleaseMemory"] = lambda _: threading.Thread(target=die_both).start()
+    killed.trainer = trainer.start()
+    with pytest.raises(JobFailed, match=r"the job itself is done, but .* 1 optimizer steps .* are lost"):
+        killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+    assert trainer.log.count("TrainLora") == 1 and "TrainLora" not in killed.trainer.log
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""The journal alone: what is written together is there together, also for who opens the file next."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.journal import Journal
+
+TOKEN = "t" * 32
+CLIENT = b"any bytes \xff".decode(errors="surrogateescape")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "journal.sqlite"
+
+
+def opened(path):
+    return Journal(path, run_token=TOKEN, name="m")
+
+
+def add(journal, job_id):
+    journal.add_job(job_id=job_id, kind="OptimStep", client=CLIENT, frames=[b"request"])
+
+
+def moment(journal, job_id, steps):
+    """A job ends, and the trainer holds so many steps."""
+    with journal.together():
+        journal.end_job(job_id, state="completed", frames=[b"outcome"])
+        journal.set_facts({"trainer": {"steps": steps}, f"job:{job_id}": None})
+
+
+def ends_while_one_comes(journal, job_id, new_id, size=1):
+    with journal.together():
+        moment(journal, job_id, 1)
+        journal.add_job(job_id=new_id, kind="OptimStep", client="c", frames=[bytes(size)])
+
+
+def said(journal, job_id):
+    row = journal.job(job_id)
+    return row.outcome, journal.fact("trainer"), journal.fact(f"job:{job_id}")
+
+
+def test_tables_of_another_version_are_refused(path):
+    opened(path).close()
+    sqlite3.connect(path).execute("PRAGMA user_version = 1").connection.close()
+    with pytest.raises(ConfigError, match="another version of splice"):
+        opened(path)
+
+
+def test_one_moment_is_there_as_a_whole(path):
+    journal = opened(path)
+    add(journal, "a")
+    journal.set_facts({"job:a": {"version": 1}})
+    moment(journal, "a", 1)
+    other = opened(path)  # nothing waits for this one to be closed
+    assert said(journal, "a") == said(other, "a") == ((b"outcome",), {"steps": 1}, {})
+    assert other.job("a").client == CLIENT and other.unfinished_jobs() == []
+
+
+def test_a_moment_that_fails_leaves_nothing(path):
+    journal = opened(path)
+    add(journal, "a")
+    journal.set_facts({"trainer": {"steps": 0}, "job:a": {"version": 1}})
+    before = said(journal, "a")
+    with pytest.raises(sqlite3.IntegrityError):
+        ends_while_one_comes(journal, "a", "a")
+    assert said(journal, "a") == said(opened(path), "a") == before
+    moment(journal, "a", 1)  # the same again is written: nothing believes that it was
+    assert said(opened(path), "a") == ((b"outcome",), {"steps": 1}, {})
+
+
+def test_a_moment_that_the_disk_has_no_room_for_leaves_nothing(path):
+    journal = opened(path)
+    add(journal, "a")
+    before = said(journal, "a")
+    journal._db.execute("PRAGMA max_page_count = 16")
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        ends_while_one_comes(journal, "a", "b", size=2**20)
+    assert said(journal, "a") == said(opened(path), "a") == before
+    moment(journal, "a", 1)
+    assert said(opened(path), "a") == ((b"outcome",), {"steps": 1}, {})
+
+
+def test_what_is_known_is_not_written_again(path):
+    journal = opened(path)
+    journal.set_facts({"trainer": {"steps": 1}})
+    watcher = sqlite3.connect(path, isolation_level=None)
+
+    def commits_seen():
+        return watcher.execute("PRAGMA data_version").fetchone()[0]
+
+    first = commits_seen()
+    journal.set_facts({"trainer": {"steps": 1}, "never set": None})
+    assert commits_seen() == first
+    journal.set_facts({"trainer": {"steps": 2}})
+    assert commits_seen() != first
+    journal.close()
+    assert opened(path).fact("trainer") == {"steps": 2}
+    watcher.close()

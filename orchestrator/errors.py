@@ -10,6 +10,7 @@ SpliceError
 ├── TransferError (RuntimeError)      bytes did not arrive
 │   ├── TransferAborted               told to stop (watchdog, operator, or the peer's failure)
 │   └── TransferTimeout (TimeoutError) the deadline passed
+├── JournalError (RuntimeError)       the run's journal cannot be read or written
 ├── JobFailed (RuntimeError)          a job ended in `Failed`; carries code, node, phase and what to do
 └── NodeLost (ConnectionError)        a node stopped answering or its process ended
 """
@@ -55,6 +56,10 @@ class TransferAborted(TransferError):
 
 class TransferTimeout(TransferError, TimeoutError):
     """The transfer's deadline passed."""
+
+
+class JournalError(SpliceError, RuntimeError):
+    """The run's journal cannot be read or written; nothing goes on without it."""
 
 
 class JobFailed(SpliceError, RuntimeError):

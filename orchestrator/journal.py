@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, JournalError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (token TEXT NOT NULL, name TEXT NOT NULL, started REAL NOT NULL);
@@ -49,9 +49,11 @@ class Journal:
 
     Raises:
         ConfigError: the file belongs to another run, or its tables are another version's.
+        JournalError: from every method, where the file cannot be read or written (a full disk, say).
     """
 
     def __init__(self, path: Path, *, run_token: str, name: str) -> None:
+        self._path = path
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -80,17 +82,30 @@ class Journal:
             yield
             return
         try:
-            with self._db:  # commits, or rolls back
+            with self._said(), self._db:  # commits, or rolls back
                 self._db.execute("BEGIN")
                 yield
         except BaseException:
             self._facts = self._read_facts()
             raise
 
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise JournalError(
+                f"the journal {self._path} cannot be read or written: {error}; see to its disk, then go on with --resume"
+            ) from error
+
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        with self._said():
+            return self._db.execute(sql, parameters)
+
     def add_job(self, *, job_id: str, kind: str, client: str, frames: Sequence[bytes | memoryview]) -> None:
         """Journal a job before it is acknowledged."""
         request = msgpack.packb([bytes(f) for f in frames])
-        self._db.execute(
+        self._execute(
             "INSERT INTO jobs (job_id, kind, client, request, submitted, state) VALUES (?, ?, ?, ?, ?, 'open')",
             (job_id, kind, client.encode(errors="surrogateescape"), request, time.time()),
         )
@@ -98,14 +113,14 @@ class Journal:
     def end_job(self, job_id: str, *, state: str, frames: Sequence[bytes | memoryview]) -> None:
         """Journal the one terminal message, before it is sent. The request's buffers are no longer needed and go."""
         outcome = msgpack.packb([bytes(f) for f in frames])
-        self._db.execute(
+        self._execute(
             "UPDATE jobs SET state = ?, outcome = ?, request = x'90', ended = ? WHERE job_id = ?",
             (state, outcome, time.time(), job_id),
         )
 
     def job(self, job_id: str) -> JobRow | None:
         """The job, or None."""
-        row = self._db.execute(
+        row = self._execute(
             "SELECT job_id, kind, client, request, state, outcome FROM jobs WHERE job_id = ?", (job_id,)
         ).fetchone()
         if row is None:
@@ -122,23 +137,23 @@ class Journal:
 
     def unfinished_jobs(self) -> list[str]:
         """Ids of jobs without an outcome, oldest first."""
-        return [r[0] for r in self._db.execute("SELECT job_id FROM jobs WHERE outcome IS NULL ORDER BY submitted")]
+        return [r[0] for r in self._execute("SELECT job_id FROM jobs WHERE outcome IS NULL ORDER BY submitted")]
 
     def record_publication(self, *, version: int, state: str, checkpoint_dir: str | None = None, detail: str = "") -> None:
         """Journal one step of a publication."""
-        self._db.execute(
+        self._execute(
             "INSERT INTO publications (version, state, checkpoint_dir, detail, at) VALUES (?, ?, ?, ?, ?)",
             (version, state, checkpoint_dir, detail, time.time()),
         )
 
     def committed_version(self) -> int | None:
         """The newest version that was committed, or None."""
-        row = self._db.execute("SELECT MAX(version) FROM publications WHERE state = 'committed'").fetchone()
+        row = self._execute("SELECT MAX(version) FROM publications WHERE state = 'committed'").fetchone()
         return None if row is None else row[0]
 
     def checkpoint_dir(self, version: int) -> str | None:
         """Where what `version` is made of lies on disk, or None."""
-        row = self._db.execute(
+        row = self._execute(
             "SELECT checkpoint_dir FROM publications WHERE version = ? AND checkpoint_dir IS NOT NULL ORDER BY id DESC",
             (version,),
         ).fetchone()
@@ -146,11 +161,11 @@ class Journal:
 
     def publication_steps(self, version: int) -> list[str]:
         """Every state that the publication of `version` went through, in order."""
-        return [r[0] for r in self._db.execute("SELECT state FROM publications WHERE version = ? ORDER BY id", (version,))]
+        return [r[0] for r in self._execute("SELECT state FROM publications WHERE version = ? ORDER BY id", (version,))]
 
     def all_publication_steps(self) -> list[tuple[int, str]]:
         """(version, state) of every step of every publication, in order."""
-        return [(r[0], r[1]) for r in self._db.execute("SELECT version, state FROM publications ORDER BY id")]
+        return [(r[0], r[1]) for r in self._execute("SELECT version, state FROM publications ORDER BY id")]
 
     def set_facts(self, facts: Mapping[str, dict[str, Any] | None]) -> None:
         """All of them or none; None: the fact goes. What the journal says already is not written again."""
@@ -161,10 +176,10 @@ class Journal:
         with self.together():
             for key, value in changed.items():
                 if value is None:
-                    self._db.execute("DELETE FROM facts WHERE key = ?", (key,))
+                    self._execute("DELETE FROM facts WHERE key = ?", (key,))
                     del self._facts[key]
                 else:
-                    self._db.execute(
+                    self._execute(
                         "INSERT INTO facts VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
                     )
                     self._facts[key] = value
@@ -175,7 +190,7 @@ class Journal:
         return found
 
     def _read_facts(self) -> dict[str, bytes]:
-        return dict(self._db.execute("SELECT key, value FROM facts"))
+        return dict(self._execute("SELECT key, value FROM facts"))
 
     def close(self) -> None:
         """Close the file."""

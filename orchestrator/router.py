@@ -73,6 +73,8 @@ class _Open:
     done: asyncio.Future[tuple[Completed, tuple[bytes, ...]]]
     on_progress: OnProgress | None
     started_s: float
+    deadline_s: float
+    """As the node has it, from `started_s` on."""
     last_progress_s: float
     next_sequence: int = 0
 
@@ -143,6 +145,12 @@ class ControlRouter:
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
+    async def fail(self) -> None:
+        """Does not return while the router works; raises what ended its reading or its watching."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
     async def close(self) -> None:
         """End the tasks and the socket; what was sent gets one second to leave."""
         for task in self._tasks:
@@ -199,6 +207,7 @@ class ControlRouter:
             done=asyncio.get_running_loop().create_future(),
             on_progress=on_progress,
             started_s=started_s,
+            deadline_s=message.deadline_s,  # type: ignore[union-attr]
             last_progress_s=started_s,
         )
         self._open[request_id] = entry
@@ -400,13 +409,12 @@ class ControlRouter:
     def _give_up_stalled(self, now_s: float) -> None:
         """The node has the same deadline and ends the request itself; this is for a node that cannot."""
         for entry in self._open.values():
-            deadline_s: float = entry.message.deadline_s  # type: ignore[union-attr]
             why = stalled(
                 started_s=entry.started_s,
                 last_progress_s=entry.last_progress_s,
                 now_s=now_s,
-                deadline_s=deadline_s + 15.0,
-                stall_after_s=max(STALL_AFTER_S, deadline_s),
+                deadline_s=entry.deadline_s + 15.0,
+                stall_after_s=max(STALL_AFTER_S, entry.deadline_s),
             )
             if why is not None and not entry.done.done():
                 entry.done.set_exception(

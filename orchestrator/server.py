@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.between_jobs import BetweenJobs
-from orchestrator.errors import ConfigError, JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
+from orchestrator.errors import ConfigError, JobFailed, JournalError, NodeLost, PublicationError, SpliceError, VerificationError
 from orchestrator.journal import Journal
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
@@ -162,7 +162,10 @@ class Orchestrator:
         )
 
     async def serve(self) -> None:
-        """Bind, write `endpoint` into the run folder, run jobs until `StopRun`, then shut the nodes down."""
+        """Bind, write `endpoint` into the run folder, run jobs until `StopRun`, then shut the nodes down.
+
+        What raises here leaves the nodes as they are and `endpoint` where it is, as a crash does: another orchestrator may resume.
+        """
         if self._config.resume:
             self._resume()
         elif self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
@@ -175,20 +178,22 @@ class Orchestrator:
         part = endpoint_file.with_suffix(".part")
         part.write_text(self._router.endpoint)
         part.replace(endpoint_file)
-        worker = asyncio.create_task(self._work())
         stop = asyncio.create_task(self._stopping.wait())
+        tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._router.fail()), stop]
         try:
-            await asyncio.wait([worker, stop], return_when=asyncio.FIRST_COMPLETED)
-            if worker.done():
-                worker.result()
-        finally:
-            for task in (worker, stop):
-                task.cancel()
-            await asyncio.gather(worker, stop, return_exceptions=True)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            tasks[0].cancel()
+            await asyncio.wait(tasks[:1])
             await self._shut_nodes_down()
+            endpoint_file.unlink(missing_ok=True)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._router.close()
             self._journal.close()
-            endpoint_file.unlink(missing_ok=True)
 
     def _resume(self) -> None:
         """Version counter, what the trainer holds, the publication's state and the open jobs, as the journal has them."""
@@ -421,27 +426,28 @@ class Orchestrator:
     async def _run_job(self, job_id: str) -> None:
         job = self._jobs[job_id]
         job.running = True
-        done = self._journal.fact(_job_key(job_id)).get("result")
+        noted = self._journal.fact(_job_key(job_id))
+        if "failed" in noted:  # an orchestrator ended in the release after it
+            await self._end_failed(job_id, Failed.model_validate(noted["failed"]))
+            return
         started_s = time.monotonic()
         try:
             if isinstance(job.submit.job, ForwardBackwardJob):
                 await self._between.refuse_pending()
-            if done is None:
+            if "result" not in noted:
                 await self._between.wake(lambda phase, detail: self._progress(job_id, phase, detail))
                 outcome = await self._dispatch(job_id, job)
             else:  # an orchestrator ended after the work and before the outcome
-                outcome = _Outcome(result=done)
+                outcome = _Outcome(result=noted["result"])
             if self._between.has_to_release and not outcome.buffers:
                 # An orchestrator that ends in the release does not do the work again. Without one `_end` follows at once and says it all.
                 self._note(job_id, result=outcome.result)
-        except (SpliceError, OSError) as error:
-            await self._between.release_after_failure()
-            await self._end(job_id, _failed(job_id, error, serving=self._serving()))
-            return
+        except JournalError:
+            raise
         except Exception as error:
-            log.exception("job %s failed by a defect of the orchestrator", job_id)
-            await self._between.release_after_failure()
-            await self._end(job_id, _failed(job_id, error, serving=self._serving()))
+            if not isinstance(error, SpliceError | OSError):
+                log.exception("job %s failed by a defect of the orchestrator", job_id)
+            await self._end_failed(job_id, _failed(job_id, error, serving=self._serving()))
             return
         working_s = time.monotonic() - started_s
         try:
@@ -453,6 +459,14 @@ class Orchestrator:
         seconds = {**took, "total": working_s, "release": time.monotonic() - started_s - working_s}
         result = {**outcome.result, "seconds": seconds}
         await self._end(job_id, Completed(request_id=job_id, result=result, tensors=outcome.tensors), outcome.buffers)
+
+    async def _end_failed(self, job_id: str, failed: Failed) -> None:
+        """Release, then say it. It is noted first: what the trainer lost counts as said then, and an orchestrator that ends in the release does not
+        do the work again."""
+        if self._between.has_to_release:
+            self._note(job_id, failed=failed.model_dump(mode="json"))
+            await self._between.release_after_failure()
+        await self._end(job_id, failed)
 
     def _serving(self) -> str:
         version = self._publisher.version

@@ -210,9 +210,8 @@ class TrainerRequests:
                     request_id=new_id("load"), deadline_s=self._load_timeout_s, checkpoint_dir=memory.durable_dir
                 )
                 await self._router.request("trainer", load, phase="restoring the last durable state")
-            lost = (
-                memory.take_loss()
-            )  # only now: until the load is done the loss is still to be said, by this orchestrator or the next
+            # Only now: until the load is done the loss is still to be said, by this orchestrator or the next.
+            lost = memory.take_loss()
             memory.incarnation = incarnation
             if lost is not None:
                 raise NodeLost(f"the trainer was restarted; {lost}; it stands there again")

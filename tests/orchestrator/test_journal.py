@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, JournalError
 from orchestrator.journal import Journal
 
 TOKEN = "t" * 32
@@ -78,7 +78,7 @@ def test_a_moment_that_the_disk_has_no_room_for_leaves_nothing(path):
     add(journal, "a")
     before = said(journal, "a")
     journal._db.execute("PRAGMA max_page_count = 16")
-    with pytest.raises(sqlite3.OperationalError, match="full"):
+    with pytest.raises(JournalError, match=r"journal\.sqlite cannot be .* full; .*--resume"):
         ends_while_one_comes(journal, "a", "b", size=2**20)
     assert said(journal, "a") == said(opened(path), "a") == before
     moment(journal, "a", 1)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from orchestrator.client import SpliceClient
-from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.errors import ConfigError, JobFailed, JournalError
 from orchestrator.journal import Journal
 from orchestrator.protocol.messages import InitialSyncJob, TrainMergedJob, batch_specs
 from orchestrator.publisher import PublicationConfig
@@ -47,7 +47,10 @@ class Run:
             asyncio.set_event_loop(self.loop)
             self.orchestrator = Orchestrator(self.config)
             started.set()
-            self.loop.run_until_complete(self.orchestrator.serve())
+            try:
+                self.loop.run_until_complete(self.orchestrator.serve())
+            except Exception as error:  # noqa: BLE001 - `__exit__` looks at it
+                self.error = error
 
         self.thread = threading.Thread(target=go, daemon=True)
         self.thread.start()
@@ -78,10 +81,10 @@ class Run:
     def __exit__(self, *_):
         self.client.stop_run()
         self.thread.join(20)
-        assert not self.thread.is_alive()
         self.client.__exit__()
         for node in self.nodes:
             node.stop()
+        assert not self.thread.is_alive() and self.error is None, self.error
         self.loop.close()
 
 
@@ -226,6 +229,19 @@ def test_every_step_is_journaled(run, tmp_path):
     journal.close()
     with pytest.raises(ConfigError, match="another run"):
         Journal(run.dir / "journal.sqlite", run_token="x" * 32, name="m")
+
+
+def test_a_full_disk_ends_the_orchestrator_and_nothing_else(run):
+    """It neither goes deaf nor ends the nodes: another one resumes when there is room."""
+    trainer = run.trainer()
+    run.client.optim_step()
+    run.loop.call_soon_threadsafe(lambda: run.orchestrator._journal._db.execute("PRAGMA max_page_count = 16"))
+    large = batch_specs(num_sequences=1, num_tokens=2**16)
+    run.client.submit(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
+    run.thread.join(20)
+    assert isinstance(run.error, JournalError) and "full" in str(run.error)
+    assert "Shutdown" not in trainer.log and (run.dir / "endpoint").exists()
+    run.error = None
 
 
 def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run):

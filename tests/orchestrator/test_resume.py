@@ -352,6 +352,20 @@ def test_killed_in_the_release_of_a_job_that_is_done(killed):
     assert trainer.log.count("TrainLora") == 1 and "TrainLora" not in killed.trainer.log
 
 
+def test_killed_in_the_release_of_a_job_that_failed(killed):
+    """That the trainer's state is lost counts as said once the failure is noted; the job is not run after all."""
+    job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
+    killed.client.run(job, buffers=BUFFERS, timeout_s=40)
+    killed.trainer.die()
+    trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN)
+    trainer.detail = {"memory": "offload"}
+    killed.trainer = trainer.start()
+    killed.kill_in(trainer, "ReleaseMemory")
+    with pytest.raises(JobFailed, match="1 optimizer steps .* are lost"):
+        killed.client.run(job, buffers=BUFFERS, timeout_s=40)
+    assert killed.starts == 2 and "TrainLora" not in trainer.log
+
+
 @pytest.mark.parametrize(
     ("steps", "version", "state"),
     [

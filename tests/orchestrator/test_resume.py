@@ -361,7 +361,7 @@ def test_killed_in_the_release_of_a_job_that_failed(killed):
     trainer.detail = {"memory": "offload"}
     killed.trainer = trainer.start()
     killed.kill_in(trainer, "ReleaseMemory")
-    with pytest.raises(JobFailed, match="1 optimizer steps .* are lost"):
+    with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost"):
         killed.client.run(job, buffers=BUFFERS, timeout_s=40)
     assert killed.starts == 2 and "TrainLora" not in trainer.log
 

@@ -385,8 +385,14 @@ class SpliceClient:
                 submitted.is_cancelled = True
         self._link.send(CancelJob(job_id=job_id))
 
-    def stop_run(self) -> None:
-        """End the run: nodes and orchestrator shut down in order."""
+    def stop_run(self, *, timeout_s: float = 30.0) -> None:
+        """End the run: nodes and orchestrator shut down in order.
+
+        Raises:
+            TimeoutError: no orchestrator was there to hear it within `timeout_s`; the run goes on once there is one.
+            NodeLost: none has been there for longer than a client waits.
+        """
+        self.status(timeout_s=timeout_s)  # what is sent to one that was just restarted, before it knows us again, is dropped
         self._link.send(StopRun())
 
 
@@ -464,9 +470,17 @@ class AsyncSpliceClient:
         """See `SpliceClient.publish`."""
         return await asyncio.to_thread(self._client.publish, **kwargs)
 
-    async def status(self) -> Status:
+    async def status(self, **kwargs: Any) -> Status:
         """See `SpliceClient.status`."""
-        return await asyncio.to_thread(self._client.status)
+        return await asyncio.to_thread(self._client.status, **kwargs)
+
+    async def cancel(self, job_id: str) -> None:
+        """See `SpliceClient.cancel`."""
+        self._client.cancel(job_id)
+
+    async def stop_run(self, **kwargs: Any) -> None:
+        """See `SpliceClient.stop_run`."""
+        await asyncio.to_thread(self._client.stop_run, **kwargs)
 
 
 def _outcome(message: AnyMessage | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Secrets travel in the environment, configuration in JSON files under the run fol
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -62,6 +63,10 @@ class ClusterConfig:
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
     control_endpoint: str = "tcp://127.0.0.1:0"
+
+
+STOP_S = 5.0
+"""How long an orchestrator may take to hear that the run ends; without one the launcher ends the nodes."""
 
 
 class Cluster:
@@ -200,7 +205,8 @@ class Cluster:
         """Ask the run to end and give every process a moment to do so; the launcher ends what is left."""
         for node in self.launcher.nodes.values():
             node.stopping = True
-        self.client.stop_run()
+        with contextlib.suppress(TimeoutError, NodeLost):
+            self.client.stop_run(timeout_s=STOP_S)
         deadline_s = time.monotonic() + 20
         processes = [n.process for n in self.launcher.nodes.values() if n.process is not None]
         while time.monotonic() < deadline_s and any(p.poll() is None for p in processes):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from orchestrator.client import AsyncSpliceClient
+from orchestrator.client import AsyncSpliceClient, SpliceClient
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import InitialSyncJob, OptimStepJob
 from tests.orchestrator.fake_nodes import soon
@@ -66,3 +66,19 @@ def test_awaited_at_once(run):
             return sorted(r["version"] for r in results), status.name, last["version"]
 
     assert asyncio.run(all_at_once()) == ([1, 2, 3, 4], "m", 5)
+
+
+def test_asyncio_has_all_that_there_is():
+    assert {name for name in vars(SpliceClient) if not name.startswith("_")} <= vars(AsyncSpliceClient).keys()
+
+
+def test_a_run_is_stopped_from_asyncio(run):
+    async def stop():
+        async with AsyncSpliceClient(endpoint=run.endpoint, run_token=TOKEN) as client:
+            await client.stop_run()
+
+    asyncio.run(stop())
+    run.thread.join(20)
+    assert not run.thread.is_alive() and not (run.dir / "endpoint").exists()
+    with pytest.raises(TimeoutError, match="no status within"):
+        run.client.stop_run(timeout_s=0.5)

@@ -79,7 +79,8 @@ class Run:
         return {n.node_id: n.state for n in self.client.status().nodes}
 
     def __exit__(self, *_):
-        self.client.stop_run()
+        if self.thread.is_alive():
+            self.client.stop_run()
         self.thread.join(20)
         self.client.__exit__()
         for node in self.nodes:

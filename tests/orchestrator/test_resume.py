@@ -86,11 +86,8 @@ class Killed:
         return soon(lambda: self.replica.served[-1:] == [wanted], 60)
 
     def close(self) -> None:
-        for _ in range(15):  # what is sent before it knows us again is dropped
-            with contextlib.suppress(TimeoutError):
-                self.client.status(timeout_s=1)
-                break
-        self.client.stop_run()
+        if self.process.poll() is None:
+            self.client.stop_run()
         try:
             self.process.wait(10)
         finally:
@@ -350,6 +347,15 @@ def test_killed_in_the_release_of_a_job_that_is_done(killed):
     with pytest.raises(JobFailed, match=r"the job itself is done, but .* 1 optimizer steps .* are lost"):
         killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
     assert trainer.log.count("TrainLora") == 1 and "TrainLora" not in killed.trainer.log
+
+
+def test_a_run_is_stopped_though_its_orchestrator_is_being_restarted(killed):
+    killed.kill()
+    stopping = threading.Thread(target=killed.client.stop_run)
+    stopping.start()
+    killed.start()
+    stopping.join(40)
+    assert killed.process.wait(10) == 0 and not (killed.dir / "endpoint").exists()
 
 
 def test_killed_in_the_release_of_a_job_that_failed(killed):

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from orchestrator import doctor as doctoring
 from orchestrator import trainer_host
-from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.errors import ConfigError, JournalError, SpliceError
 from orchestrator.protocol.config import LORA_TARGETS, LoraConfig, ParallelConfig
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
@@ -203,7 +203,7 @@ def serve(
             curve_dir=curve_dir, keep_versions=keep_versions or None, resume=resume, stage_bytes=stage_bytes,
         )  # fmt: skip
         asyncio.run(_serve(config))
-    except SpliceError as error:
+    except (SpliceError, JournalError, OSError) as error:
         _die(console, error)
 
 

@@ -118,8 +118,9 @@ class SpliceClient:
         )
         self._link = NodeLink(endpoint=endpoint, hello=hello, curve=curve, lost_after_s=30.0)
         self._jobs: dict[str, _Submitted] = {}
-        self._statuses: list[Status] = []
-        self._awaits_status = False
+        self._status: Status | None = None
+        self._statuses_came = 0
+        self._awaits_status = self._is_stopping = False
         self._changed = threading.Condition()
         self._is_reading = False
 
@@ -238,9 +239,12 @@ class SpliceClient:
                         self._link.send(CancelJob(job_id=job_id))
                 if self._awaits_status:
                     self._link.send(GetStatus())
+                if self._is_stopping:
+                    self._link.send(StopRun())
                 return
             if isinstance(message, Status):
-                self._statuses.append(message)
+                self._status = message
+                self._statuses_came += 1
                 self._awaits_status = False
                 return
             known = self._jobs.get(getattr(message, "request_id", ""))
@@ -370,11 +374,12 @@ class SpliceClient:
     def status(self, *, timeout_s: float = 10.0) -> Status:
         """What is served, and by whom."""
         with self._changed:
-            self._statuses.clear()
+            had = self._statuses_came
             self._awaits_status = True
         self._link.send(GetStatus())
-        if self._read_until(lambda: bool(self._statuses), time.monotonic() + timeout_s):
-            return self._statuses[-1]
+        if self._read_until(lambda: self._statuses_came > had, time.monotonic() + timeout_s):
+            assert self._status is not None
+            return self._status
         raise TimeoutError(f"no status within {timeout_s:.0f} s")
 
     def cancel(self, job_id: str) -> None:
@@ -389,9 +394,10 @@ class SpliceClient:
         """End the run: nodes and orchestrator shut down in order.
 
         Raises:
-            TimeoutError: no orchestrator was there to hear it within `timeout_s`; the run goes on once there is one.
+            TimeoutError: no orchestrator was there to hear it within `timeout_s`: it has ended, or the run goes on once it was resumed.
             NodeLost: none has been there for longer than a client waits.
         """
+        self._is_stopping = True
         self.status(timeout_s=timeout_s)  # what is sent to one that was just restarted, before it knows us again, is dropped
         self._link.send(StopRun())
 

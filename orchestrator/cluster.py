@@ -5,7 +5,6 @@ Secrets travel in the environment, configuration in JSON files under the run fol
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -205,8 +204,10 @@ class Cluster:
         """Ask the run to end and give every process a moment to do so; the launcher ends what is left."""
         for node in self.launcher.nodes.values():
             node.stopping = True
-        with contextlib.suppress(TimeoutError, NodeLost):
+        try:
             self.client.stop_run(timeout_s=STOP_S)
+        except (TimeoutError, NodeLost):
+            return  # nobody told the nodes to end
         deadline_s = time.monotonic() + 20
         processes = [n.process for n in self.launcher.nodes.values() if n.process is not None]
         while time.monotonic() < deadline_s and any(p.poll() is None for p in processes):

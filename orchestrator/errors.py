@@ -10,9 +10,10 @@ SpliceError
 ├── TransferError (RuntimeError)      bytes did not arrive
 │   ├── TransferAborted               told to stop (watchdog, operator, or the peer's failure)
 │   └── TransferTimeout (TimeoutError) the deadline passed
-├── JournalError (RuntimeError)       the run's journal cannot be read or written
 ├── JobFailed (RuntimeError)          a job ended in `Failed`; carries code, node, phase and what to do
 └── NodeLost (ConnectionError)        a node stopped answering or its process ended
+
+JournalError (RuntimeError)           the run's journal cannot be read or written; apart, because no job's failure: it ends the orchestrator
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class TransferTimeout(TransferError, TimeoutError):
     """The transfer's deadline passed."""
 
 
-class JournalError(SpliceError, RuntimeError):
+class JournalError(RuntimeError):
     """The run's journal cannot be read or written; nothing goes on without it."""
 
 

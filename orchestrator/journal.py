@@ -54,6 +54,11 @@ class Journal:
 
     def __init__(self, path: Path, *, run_token: str, name: str) -> None:
         self._path = path
+        with self._said():
+            self._open(run_token=run_token, name=name)
+
+    def _open(self, *, run_token: str, name: str) -> None:
+        path = self._path
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -95,7 +100,7 @@ class Journal:
     def _said(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             raise JournalError(
                 f"the journal {self._path} cannot be read or written: {error}; see to its disk, then go on with --resume"
             ) from error

@@ -69,6 +69,9 @@ from orchestrator.trainer_requests import TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
 RESYNC_POLL_S, RESYNC_LONGEST_S = 1.0, 600.0
+SENDING_S = 10.0
+LARGEST_JOB_BYTES = 450_000_000
+"""SQLite keeps up to 1 GB in a row, and a job's outcome may have twice its bytes (two float32 for each token)."""
 _TRAINER, _SET_ASIDE = "trainer", "set aside"
 """Facts in the journal: what the trainer holds; the folder with its state while it holds the served version for a resync."""
 BUFFERS_KEPT = 16
@@ -119,6 +122,8 @@ class _Job:
     clients: dict[str, bool]
     """Who is sent the outcome -> whether `Progress` too."""
     sequence: int = 0
+    sending: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
+    """`Progress` that has not left yet."""
     running: bool = False
     is_at_trainer: bool = False
     """The trainer works on it, so its own batch is there."""
@@ -185,7 +190,7 @@ class Orchestrator:
             for task in done:
                 task.result()
             tasks[0].cancel()
-            await asyncio.wait(tasks[:1])
+            await asyncio.wait(tasks[:1], timeout=SENDING_S)
             await self._shut_nodes_down()
             endpoint_file.unlink(missing_ok=True)
         finally:
@@ -257,6 +262,15 @@ class Orchestrator:
             elif submit.job_id in self._jobs:
                 self._jobs[submit.job_id].clients[client] = submit.progress
             return
+        nbytes = sum(len(frame) for frame in envelope.frames)
+        if nbytes > LARGEST_JOB_BYTES:
+            refused = Failed(
+                request_id=submit.job_id, code=ErrorCode.BAD_INPUT, node="orchestrator", phase="submitting",
+                message=f"the job has {nbytes:,} bytes, more than the {LARGEST_JOB_BYTES:,} that one may have",
+                remedy="send its batch in parts: forward_backward for each of them, then optim_step",
+            )  # fmt: skip
+            await self._tell(client, encode(refused))
+            return
         self._journal.add_job(job_id=submit.job_id, kind=submit.job.kind, client=client, frames=envelope.frames)
         self._jobs[submit.job_id] = _Job(submit=submit, buffers=envelope.buffers, clients={client: submit.progress})
         self._queue.put_nowait(submit.job_id)
@@ -311,9 +325,8 @@ class Orchestrator:
             return
         frames = encode(Progress(request_id=job_id, sequence=job.sequence, phase=phase, detail=detail))
         job.sequence += 1
-        for client in listening:
-            task = asyncio.ensure_future(self._tell(client, frames))
-            task.add_done_callback(lambda t: t.exception())
+        job.sending = [task for task in job.sending if not task.done()]
+        job.sending += [asyncio.ensure_future(self._tell(client, frames)) for client in listening]
 
     async def _tell(self, client: str, frames: Sequence[bytes | memoryview]) -> None:
         try:
@@ -329,6 +342,8 @@ class Orchestrator:
             self._remember({_job_key(job_id): None})
             if buffers:
                 self._forget_buffers(job_id)
+        if job.sending:  # comes before the outcome
+            await asyncio.wait(job.sending, timeout=SENDING_S)
         for client in job.clients.keys() | self._subscribers:
             await self._tell(client, frames)
 
@@ -398,24 +413,32 @@ class Orchestrator:
         memory = self._trainer.memory
         served_dir = self._journal.checkpoint_dir(version) or str(self._version_dir(version))
         await self._trainer.ready(report)
-        if memory.durable_dir == served_dir and not memory.is_ahead:
-            yield served_dir
-            return
-        set_aside = self._journal.fact(_SET_ASIDE).get("folder")
-        if set_aside is not None:  # an orchestrator ended inside this block
-            await self._load(set_aside, report)
-            self._remember({_SET_ASIDE: None})
-        kept, timeout_s = str(self._config.run_dir.absolute() / "resync" / new_id("state")), self._config.train_timeout_s
+        if memory.durable_dir != served_dir or memory.is_ahead:
+            await self._put_back(report)  # an orchestrator may have ended before it could journal that the trainer stood here
+            await self._set_aside(served_dir, report)
+        yield served_dir
+        await self._put_back(report)
+
+    async def _set_aside(self, served_dir: str, report: Callable[[str, dict[str, object]], None]) -> None:
+        memory = self._trainer.memory
+        folder = self._config.run_dir.absolute() / "resync"
+        kept = str(folder / new_id("state"))
+        old = tuple(str(p) for p in folder.glob("state-*") if str(p) != memory.durable_dir)
         save = SaveCheckpoint(
-            request_id=new_id("save"), deadline_s=timeout_s, version=self._trained_version, checkpoint_dir=kept
-        )
+            request_id=new_id("save"), deadline_s=self._config.train_timeout_s, version=self._trained_version, checkpoint_dir=kept,
+            delete_after=old,
+        )  # fmt: skip
         await self._trainer.ask(lambda: save, phase="saving what is ahead of the served version", report=report)
         memory.saved(kept)
         self._remember({_SET_ASIDE: {"folder": kept}})
         await self._load(served_dir, report)
-        yield served_dir
-        await self._load(kept, report)
-        self._remember({_SET_ASIDE: None})
+
+    async def _put_back(self, report: Callable[[str, dict[str, object]], None]) -> None:
+        """What was set aside, if anything was. Every job begins with it: the resync may have failed, or its orchestrator ended."""
+        kept = self._journal.fact(_SET_ASIDE).get("folder")
+        if kept is not None:
+            await self._load(kept, report)
+            self._remember({_SET_ASIDE: None})
 
     async def _load(self, folder: str, report: Callable[[str, dict[str, object]], None]) -> None:
         load = LoadCheckpoint(request_id=new_id("load"), deadline_s=self._config.train_timeout_s, checkpoint_dir=folder)
@@ -435,7 +458,11 @@ class Orchestrator:
             if isinstance(job.submit.job, ForwardBackwardJob):
                 await self._between.refuse_pending()
             if "result" not in noted:
+                if unsaid := self._trainer.memory.unsaid:
+                    raise NodeLost(f"the trainer was lost since the last job; {unsaid}")
                 await self._between.wake(lambda phase, detail: self._progress(job_id, phase, detail))
+                if not isinstance(job.submit.job, LoadCheckpointJob):  # which takes its place
+                    await self._put_back(lambda phase, detail: self._progress(job_id, phase, detail))
                 outcome = await self._dispatch(job_id, job)
             else:  # an orchestrator ended after the work and before the outcome
                 outcome = _Outcome(result=noted["result"])
@@ -453,7 +480,9 @@ class Orchestrator:
         try:
             await self._between.release(lambda phase, detail: self._progress(job_id, phase, detail))
         except (SpliceError, OSError) as error:
-            await self._end(job_id, _failed(job_id, _unreleased(error, self._between.mode), serving=self._serving()))
+            failed = _failed(job_id, _unreleased(error, self._between.mode), serving=self._serving())
+            self._trainer.memory.was_said(failed.message)
+            await self._end(job_id, failed)
             return
         took: dict[str, object] = dict(outcome.result.get("seconds", {}))  # type: ignore[call-overload]
         seconds = {**took, "total": working_s, "release": time.monotonic() - started_s - working_s}
@@ -463,6 +492,7 @@ class Orchestrator:
     async def _end_failed(self, job_id: str, failed: Failed) -> None:
         """Release, then say it. It is noted first: what the trainer lost counts as said then, and an orchestrator that ends in the release does not
         do the work again."""
+        self._trainer.memory.was_said(failed.message)
         if self._between.has_to_release:
             self._note(job_id, failed=failed.model_dump(mode="json"))
             await self._between.release_after_failure()
@@ -661,6 +691,7 @@ class Orchestrator:
             memory.saved(spec.checkpoint_dir)
         elif isinstance(spec, LoadCheckpointJob):
             memory.loaded(spec.checkpoint_dir)
+            self._remember({_SET_ASIDE: None})
         return result
 
     def _refuse_version_dir(self, checkpoint_dir: str) -> None:

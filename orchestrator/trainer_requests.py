@@ -3,7 +3,7 @@
 A trainer that was restarted stands at its base weights. So before every request the process is compared with the one that was
 asked last: another one is first put back to the last durable state. Where the old one held more than that (optimizer steps
 that no checkpoint has, gradients of batches that no step has used), it is lost, and the job fails and says so: it is never
-repeated on a state that the client does not know of.
+repeated on a state that the client does not know of. Found out between jobs, it is what the next one fails with.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class TrainerMemory:
     """What becomes of it between jobs; None: it was never there yet."""
     pending: int = 0
     """Batches whose gradients wait for a step."""
+    unsaid: str = ""
+    """What was lost with an earlier process, in words, as long as no job has said so."""
 
     def as_fact(self) -> dict[str, Any]:
         """What the journal says of it."""
@@ -79,7 +81,7 @@ class TrainerMemory:
             self.pending = 0
 
     def take_loss(self) -> str | None:
-        """What is lost if the process is gone, in words, or None; asked once."""
+        """What is lost if the process is gone, in words, or None; asked once, and kept in `unsaid`."""
         if not self.is_ahead and not self.pending:
             return None
         where = self.durable_dir or "the base weights"
@@ -88,8 +90,13 @@ class TrainerMemory:
             f"{loaded}{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
         )
         self.steps = self.pending = 0
-        self.adapter = ""
+        self.adapter, self.unsaid = "", said
         return said
+
+    def was_said(self, message: str) -> None:
+        """A job failed with this message."""
+        if self.unsaid in message:
+            self.unsaid = ""
 
 
 class TrainerRequests:

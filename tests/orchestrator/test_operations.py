@@ -24,6 +24,7 @@ from orchestrator.protocol.messages import (
     LossSpec,
     OptimParams,
     OptimStepJob,
+    PublishJob,
     SubmitJob,
     TensorSpec,
     TrainMergedJob,
@@ -202,6 +203,9 @@ def test_progress_is_sent_to_who_asks_for_it(run):
                 came.append(link.recv(timeout_s=10).message.kind)
             return came
 
+        link.send(SubmitJob(job_id="refused at once", job=PublishJob()))
+        came = [link.recv(timeout_s=10).message.kind for _ in range(3)]
+        assert came == ["Progress", "Progress", "Failed"], "the outcome came before what it is the end of"
         assert kinds(progress=False) == ["Completed"]
         assert kinds(progress=True) == ["Progress", "Progress", "Completed"]
 

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
+from orchestrator import server
 from orchestrator.client import SpliceClient
 from orchestrator.errors import ConfigError, JobFailed, JournalError
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import InitialSyncJob, TrainMergedJob, batch_specs
+from orchestrator.protocol.messages import InitialSyncJob, Ready, TrainMergedJob, batch_specs
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
@@ -245,9 +246,28 @@ def test_a_full_disk_ends_the_orchestrator_and_nothing_else(run):
     run.error = None
 
 
-def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run):
-    from orchestrator.protocol.messages import Ready
+def test_a_full_disk_is_not_taken_for_a_resync_that_can_be_tried_again(run):
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    run.loop.call_soon_threadsafe(lambda: run.orchestrator._journal._db.execute("PRAGMA query_only = ON"))
+    replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    run.thread.join(20)
+    assert isinstance(run.error, JournalError) and "Shutdown" not in [*trainer.log, *replica.log]
+    run.error = None
 
+
+def test_a_job_that_the_journal_could_not_hold_is_refused(run, monkeypatch):
+    monkeypatch.setattr(server, "LARGEST_JOB_BYTES", 10_000)
+    trainer = run.trainer()
+    large = batch_specs(num_sequences=1, num_tokens=1000)
+    with pytest.raises(JobFailed, match=r"bytes, more than the 10,000 .* in parts") as refused:
+        run.client.run(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
+    assert refused.value.code == "bad_input" and trainer.log == []
+    assert run.client.optim_step()["metrics"] == {"loss": 1.0}
+
+
+def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
     run.client.run(InitialSyncJob())

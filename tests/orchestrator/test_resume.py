@@ -24,6 +24,8 @@ from orchestrator.protocol.messages import (
     Hello,
     InitialSyncJob,
     OptimStepJob,
+    Ready,
+    ResyncJob,
     SubmitJob,
     TrainLoraJob,
     forward_specs,
@@ -347,6 +349,30 @@ def test_killed_in_the_release_of_a_job_that_is_done(killed):
     with pytest.raises(JobFailed, match=r"the job itself is done, but .* 1 optimizer steps .* are lost"):
         killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
     assert trainer.log.count("TrainLora") == 1 and "TrainLora" not in killed.trainer.log
+
+
+def test_killed_while_a_resync_has_put_the_trainer_back(killed):
+    """Steps that were set aside for it are there again for the job that was under way, and for the next."""
+    killed.client.run(InitialSyncJob(), timeout_s=40)
+    killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+    killed.trainer.weights = [11, 21, 31]
+    killed.kill_in(killed.trainer, "SendWeights")
+    assert killed.client.run(ResyncJob(), timeout_s=60)["version"] == 0
+    assert killed.served((0, [10, 20, 30])) and soon(lambda: killed.trainer.weights == [11, 21, 31])
+    killed.client.run(OptimStepJob(), timeout_s=40)
+    assert killed.trainer.weights == [11, 21, 31] and killed.client.publish(timeout_s=40)["version"] == 1
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_while_a_resync_of_its_own_puts_the_trainer_back(killed, after):
+    killed.client.run(InitialSyncJob(), timeout_s=40)
+    killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+    killed.trainer.weights = [11, 21, 31]
+    killed.kill_in(killed.trainer, "LoadCheckpoint", after=after)
+    killed.replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    assert soon(lambda: killed.starts == 2 and killed.trainer.weights == [11, 21, 31] and len(killed.replica.served) > 1, 60)
+    assert killed.served((0, [10, 20, 30]))
+    assert killed.client.publish(timeout_s=40)["version"] == 1 and killed.served((1, [11, 21, 31]))
 
 
 def test_a_run_is_stopped_though_its_orchestrator_is_being_restarted(killed):

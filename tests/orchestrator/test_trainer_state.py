@@ -1,0 +1,120 @@
+"""What the trainer holds is what its clients think that it holds, whatever was done with it between their jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from orchestrator.errors import JobFailed
+from orchestrator.protocol.messages import InitialSyncJob, Ready, ResyncJob
+from tests.orchestrator.fake_nodes import FakeTrainer, soon
+from tests.orchestrator.test_operations import SmallBatch
+from tests.orchestrator.test_orchestrator import TOKEN, Run
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(tmp_path) as r:
+        yield r
+
+
+def two_steps_ahead(run):
+    """A trainer at 2 and 2 more than @0, and its replica."""
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    for _ in range(2):
+        step(run)
+    assert trainer.weights == [12, 22, 32]
+    return trainer, replica
+
+
+def step(run):
+    run.client.forward_backward(SmallBatch())
+    return run.client.optim_step()
+
+
+def restarted(replica):
+    replica.live = [0, 0, 0]
+    replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+
+
+def test_steps_are_there_again_after_a_resync_that_failed(run):
+    trainer, replica = two_steps_ahead(run)
+    replica.script["ReceiveWeights"] = replica.refuse
+    with pytest.raises(JobFailed, match="told to"):
+        run.client.run(ResyncJob())
+    assert trainer.weights == [10, 20, 30]
+    step(run)
+    assert trainer.weights == [13, 23, 33]
+    run.client.run(ResyncJob())
+    assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [13, 23, 33]
+    step(run)
+    run.client.run(ResyncJob())
+    first, second, third = (m for m in trainer.messages if "resync" in getattr(m, "checkpoint_dir", ""))
+    assert (second.delete_after, third.delete_after) == ((), (first.checkpoint_dir,)), "the one that is needed stays, others go"
+    assert run.client.publish()["version"] == 1 and replica.served[-1] == (1, [14, 24, 34])
+
+
+def test_the_next_try_of_a_resync_puts_them_back(run):
+    trainer, replica = two_steps_ahead(run)
+    replica.script["PrepareUpdate"] = replica.refuse
+    restarted(replica)
+    assert soon(lambda: len(replica.served) == 2, 20) and replica.served[-1] == (0, [10, 20, 30])
+    assert soon(lambda: trainer.weights == [12, 22, 32])
+    assert trainer.log.count("SaveCheckpoint") == 2, "what was set aside was saved again"
+
+
+def test_a_checkpoint_that_is_loaded_takes_the_place_of_what_was_set_aside(run, tmp_path):
+    trainer, replica = two_steps_ahead(run)
+    run.client.save_checkpoint(str(tmp_path / "saved"))
+    step(run)
+    replica.script["ReceiveWeights"] = replica.refuse
+    with pytest.raises(JobFailed, match="told to"):
+        run.client.run(ResyncJob())
+    run.client.load_checkpoint(str(tmp_path / "saved"))
+    step(run)
+    assert trainer.weights == [13, 23, 33] and trainer.log.count("LoadCheckpoint") == 2
+
+
+def offloading(run):
+    node = FakeTrainer(endpoint=run.endpoint, node_id="trainer", token=TOKEN)
+    node.detail = {"memory": "offload"}
+    run.nodes.append(node.start())
+    return node
+
+
+def test_a_loss_that_is_found_out_after_a_job_failed_of_something_else_is_said_by_the_next(run, tmp_path):
+    first = offloading(run)
+    run.client.save_checkpoint(str(tmp_path / "saved"))
+    step(run)
+    first.die()
+    second = offloading(run)
+    with pytest.raises(JobFailed, match="submit InitialSync first"):
+        run.client.publish()
+    with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it") as lost:
+        run.client.optim_step()
+    assert lost.value.code == "node_lost" and "OptimStep" not in second.log
+    step(run)
+    assert second.weights == [11, 21, 31]
+
+
+def test_a_loss_that_is_found_out_between_jobs_is_said_by_the_next(run):
+    trainer = run.trainer()
+    trainers = [trainer]
+    replica = run.replica(lambda: trainers[-1])
+    run.client.run(InitialSyncJob())
+    step(run)
+    trainer.die()
+    trainers.append(run.trainer())
+    restarted(replica)
+    assert soon(lambda: len(replica.served) == 2, 20)
+    memory = dataclasses.replace(run.orchestrator._trainer.memory)
+    assert memory.steps == 0 and "1 optimizer steps" in memory.unsaid
+    assert "1 optimizer steps" in run.orchestrator._trainer.memory.as_fact()["unsaid"], (
+        "a resumed orchestrator would not say it"
+    )
+    with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it"):
+        run.client.optim_step()
+    assert step(run)["metrics"] == {"loss": 1.0}

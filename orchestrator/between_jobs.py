@@ -34,7 +34,8 @@ class BetweenJobs:
     """Brings the trainer to where its memory mode wants it after a job, and back before the next.
 
     Args:
-        state_dir: where exit mode saves what no checkpoint has; replaced each time, as a whole.
+        state_dir: where exit mode saves what no checkpoint has; this folder and one beside it in turn, so that the last durable state is never
+            the one that is being written over.
         timeout_s: of a save or an offload.
     """
 
@@ -167,12 +168,13 @@ class BetweenJobs:
         if not memory.is_ahead:
             return
         await self.wake(report)
-        report("saving", {"checkpoint_dir": self._state_dir})
+        folder = self._state_dir if memory.durable_dir != self._state_dir else f"{self._state_dir}-2"
+        report("saving", {"checkpoint_dir": folder})
         save = SaveCheckpoint(
-            request_id=new_id("save"), deadline_s=self._timeout_s, version=memory.version, checkpoint_dir=self._state_dir
+            request_id=new_id("save"), deadline_s=self._timeout_s, version=memory.version, checkpoint_dir=folder
         )
         await self._trainer.ask(lambda: save, phase="saving before the trainer ends", report=report)
-        memory.saved(self._state_dir)
+        memory.saved(folder)
         self._remember()
 
     async def _ask_launchers(

@@ -398,7 +398,13 @@ class SpliceClient:
             NodeLost: none has been there for longer than a client waits.
         """
         self._is_stopping = True
-        self.status(timeout_s=timeout_s)  # what is sent to one that was just restarted, before it knows us again, is dropped
+        try:
+            self.status(
+                timeout_s=timeout_s
+            )  # what is sent to one that was just restarted, before it knows us again, is dropped
+        except BaseException:
+            self._is_stopping = False
+            raise
         self._link.send(StopRun())
 
 

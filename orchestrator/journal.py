@@ -144,7 +144,7 @@ class Journal:
 
     def unfinished_jobs(self) -> list[str]:
         """Ids of jobs without an outcome, oldest first."""
-        return [r[0] for r in self._execute("SELECT job_id FROM jobs WHERE outcome IS NULL ORDER BY submitted")]
+        return [r[0] for r in self._execute("SELECT job_id FROM jobs WHERE outcome IS NULL ORDER BY rowid")]
 
     def record_publication(self, *, version: int, state: str, checkpoint_dir: str | None = None, detail: str = "") -> None:
         """Journal one step of a publication."""

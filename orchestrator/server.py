@@ -397,6 +397,7 @@ class Orchestrator:
             await self._between.release(_log_phase)
         except (SpliceError, OSError) as error:
             log.warning("the resync failed and will be tried again in %.0f s: %s", self._resync_pause_s, error)
+            await self._between.release_after_failure()
         self._space_resyncs()
 
     def _space_resyncs(self) -> None:
@@ -416,18 +417,18 @@ class Orchestrator:
         if memory.durable_dir != served_dir or memory.is_ahead:
             await self._put_back(report)  # an orchestrator may have ended before it could journal that the trainer stood here
             await self._set_aside(served_dir, report)
+        elif self._journal.fact(_SET_ASIDE):  # or while it was put back: it stands here or there
+            await self._load(served_dir, report)
         yield served_dir
         await self._put_back(report)
 
     async def _set_aside(self, served_dir: str, report: Callable[[str, dict[str, object]], None]) -> None:
         memory = self._trainer.memory
-        folder = self._config.run_dir.absolute() / "resync"
-        kept = str(folder / new_id("state"))
-        old = tuple(str(p) for p in folder.glob("state-*") if str(p) != memory.durable_dir)
+        folders = [str(self._config.run_dir.absolute() / "resync" / name) for name in ("state-0", "state-1")]
+        kept, timeout_s = next(f for f in folders if f != memory.durable_dir), self._config.train_timeout_s
         save = SaveCheckpoint(
-            request_id=new_id("save"), deadline_s=self._config.train_timeout_s, version=self._trained_version, checkpoint_dir=kept,
-            delete_after=old,
-        )  # fmt: skip
+            request_id=new_id("save"), deadline_s=timeout_s, version=self._trained_version, checkpoint_dir=kept
+        )
         await self._trainer.ask(lambda: save, phase="saving what is ahead of the served version", report=report)
         memory.saved(kept)
         self._remember({_SET_ASIDE: {"folder": kept}})
@@ -458,10 +459,11 @@ class Orchestrator:
             if isinstance(job.submit.job, ForwardBackwardJob):
                 await self._between.refuse_pending()
             if "result" not in noted:
-                if unsaid := self._trainer.memory.unsaid:
+                replaces_state = isinstance(job.submit.job, LoadCheckpointJob)
+                if (unsaid := self._trainer.memory.unsaid) and not replaces_state:
                     raise NodeLost(f"the trainer was lost since the last job; {unsaid}")
                 await self._between.wake(lambda phase, detail: self._progress(job_id, phase, detail))
-                if not isinstance(job.submit.job, LoadCheckpointJob):  # which takes its place
+                if not replaces_state:
                     await self._put_back(lambda phase, detail: self._progress(job_id, phase, detail))
                 outcome = await self._dispatch(job_id, job)
             else:  # an orchestrator ended after the work and before the outcome
@@ -679,6 +681,7 @@ class Orchestrator:
             lambda: kind(request_id=new_id(phase.replace(" ", "-")), deadline_s=self._config.train_timeout_s, **fields),
             buffers,
             phase=phase,
+            replaces_state=isinstance(spec, LoadCheckpointJob),
         )
         memory, result = self._trainer.memory, dict(completed.result)
         if isinstance(spec, TrainLoraJob | OptimStepJob):
@@ -700,7 +703,13 @@ class Orchestrator:
             raise ConfigError(f"checkpoint_dir {checkpoint_dir} is among the run's versions; choose a folder outside")
 
     async def _ask(
-        self, job_id: str, make_request: Callable[[], AnyMessage], buffers: Sequence[bytes] = (), *, phase: str
+        self,
+        job_id: str,
+        make_request: Callable[[], AnyMessage],
+        buffers: Sequence[bytes] = (),
+        *,
+        phase: str,
+        replaces_state: bool = False,
     ) -> tuple[Completed, tuple[bytes, ...]]:
         return await self._trainer.ask(
             make_request,
@@ -709,6 +718,7 @@ class Orchestrator:
             report=lambda step, detail: self._progress(job_id, step, detail),
             key=f"{phase.replace(' ', '-')}-{job_id}",
             staged=lambda incarnation: self._ahead.take(job_id, incarnation),
+            replaces_state=replaces_state,
         )
 
     async def _publish(

@@ -19,6 +19,8 @@ from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, Loa
 from orchestrator.router import ControlRouter, OnProgress, new_id
 
 log = logging.getLogger("splice.orchestrator")
+MESSAGE_CHARS = 2000
+"""Of what is lost: a job's failure has room for it."""
 Report = Callable[[str, dict[str, object]], None]
 Staged = Callable[[str | None], str | None]
 """A process of the trainer -> the id under which it was sent the batch ahead."""
@@ -90,8 +92,8 @@ class TrainerMemory:
             f"{loaded}{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
         )
         self.steps = self.pending = 0
-        self.adapter, self.unsaid = "", said
-        return said
+        self.adapter, self.unsaid = "", said[:MESSAGE_CHARS]
+        return self.unsaid
 
     def was_said(self, message: str) -> None:
         """A job failed with this message."""
@@ -130,6 +132,9 @@ class TrainerRequests:
         await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
         await self._settle(report)
 
+    def _incarnation(self) -> str:
+        return self._router.peers["trainer"].hello.incarnation
+
     async def ask(
         self,
         make_request: Callable[[], AnyMessage],
@@ -139,10 +144,12 @@ class TrainerRequests:
         report: Report,
         key: str | None = None,
         staged: Staged | None = None,
+        replaces_state: bool = False,
     ) -> tuple[Completed, tuple[bytes, ...]]:
         """Run one request, once in each of the trainer's processes if it has a `key`: a node that is asked the same again, by an
-        orchestrator that was restarted meanwhile, repeats its answer. A trainer that dies in it is waited for, put back to the last durable state and asked again, if that is all
-        that it held. `staged` says whether a process of it was sent the batch ahead, and under which id.
+        orchestrator that was restarted meanwhile, repeats its answer. A trainer that is lost in it is waited for: the same process is asked again, another
+        one is put back to the last durable state first, if that is all that the old one held. `staged` says whether a process of it was sent the batch ahead,
+        and under which id. `replaces_state`: what it held and where it stands does not matter to the request, whose success makes up for both.
 
         Raises:
             JobFailed: the trainer answered `Failed`.
@@ -154,30 +161,31 @@ class TrainerRequests:
             self._on_working()
 
         for attempt in range(1, self._attempts + 1):
-            await self.ready(report)
+            if replaces_state:
+                await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
+            else:
+                await self.ready(report)
             self._remember()
-            request = make_request()
+            request, incarnation = make_request(), self._incarnation()
             if key is not None:
-                request = request.model_copy(update={"request_id": f"{key}-{(self.memory.incarnation or '')[:12]}"})
+                request = request.model_copy(update={"request_id": f"{key}-{incarnation[:12]}"})
             try:
-                id_there = None if staged is None else staged(self.memory.incarnation)
-                return await self._request(request, buffers, staged=id_there, phase=phase, on_progress=on_progress)
+                id_there = None if staged is None else staged(incarnation)
+                answer = await self._request(request, buffers, staged=id_there, phase=phase, on_progress=on_progress)
             except JobFailed as error:
-                self.memory.failed(error.code, steps_taken=error.steps_taken)
+                if self.memory.incarnation == incarnation:
+                    self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise
             except NodeLost as error:
-                lost = self.memory.take_loss()
-                if lost is not None:
-                    raise NodeLost(f"{error}; {lost}") from error
+                # What it held is lost only if another process comes back: this one may have been silent, and be at work.
                 if attempt == self._attempts:
                     raise
                 log.warning("the trainer was lost while %s, waiting for it: %s", phase, error)
                 report("trainer lost", {"error": str(error)})
-                await self._router.wait_ready(
-                    ["trainer"],
-                    timeout_s=self._ready_timeout_s,
-                    not_incarnation={"trainer": self.memory.incarnation or ""},
-                )
+            else:
+                if replaces_state:
+                    self.memory.incarnation, self.memory.unsaid = incarnation, ""
+                return answer
         raise AssertionError("unreachable")
 
     async def _request(
@@ -208,8 +216,7 @@ class TrainerRequests:
 
     async def _settle(self, report: Report) -> None:
         """Put another process than the last one back to the last durable state."""
-        memory = self.memory
-        incarnation = self._router.peers["trainer"].hello.incarnation
+        memory, incarnation = self.memory, self._incarnation()
         if memory.incarnation not in (None, incarnation):
             if memory.durable_dir:
                 report("restoring", {"checkpoint_dir": memory.durable_dir})

@@ -82,3 +82,4 @@ def test_a_run_is_stopped_from_asyncio(run):
     assert not run.thread.is_alive() and not (run.dir / "endpoint").exists()
     with pytest.raises(TimeoutError, match="no status within"):
         run.client.stop_run(timeout_s=0.5)
+    assert not run.client._is_stopping, "it would end a run that is resumed later"

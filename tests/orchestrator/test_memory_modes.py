@@ -79,7 +79,8 @@ def test_exit_ends_the_trainer_and_the_next_job_has_the_state(exiting):
     assert trainers[1].log == ["LoadCheckpoint", "TrainLora", "SaveCheckpoint", "Shutdown"]
     run.client.run(OptimStepJob())
     saved = str(run.dir.absolute() / "trainer_state")
-    assert saved in trainers[2].saved and trainers[2].log[0] == "LoadCheckpoint"
+    assert [list(t.saved) for t in trainers[1:3]] == [[saved], [f"{saved}-2"]], "the last durable state was written over"
+    assert trainers[2].log[0] == "LoadCheckpoint"
     run.client.run(FORWARD, buffers=BUFFERS[:2])
     assert trainers[3].log == ["LoadCheckpoint", "Forward", "Shutdown"]  # nothing new, so nothing saved
     run.client.load_adapter("/theirs")

@@ -364,15 +364,26 @@ def test_killed_while_a_resync_has_put_the_trainer_back(killed):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_while_a_resync_of_its_own_puts_the_trainer_back(killed, after):
+@pytest.mark.parametrize("load", [1, 2], ids=["to the served version", "to where it was"])
+def test_killed_while_a_resync_of_its_own_moves_the_trainer(killed, load, after):
     killed.client.run(InitialSyncJob(), timeout_s=40)
     killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
     killed.trainer.weights = [11, 21, 31]
-    killed.kill_in(killed.trainer, "LoadCheckpoint", after=after)
+
+    def first(message) -> None:
+        killed.trainer.on_LoadCheckpoint(message)
+        killed.kill_in(killed.trainer, "LoadCheckpoint", after=after)
+
+    if load == 1:
+        killed.kill_in(killed.trainer, "LoadCheckpoint", after=after)
+    else:
+        killed.trainer.script["LoadCheckpoint"] = first
     killed.replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
-    assert soon(lambda: killed.starts == 2 and killed.trainer.weights == [11, 21, 31] and len(killed.replica.served) > 1, 60)
-    assert killed.served((0, [10, 20, 30]))
+    assert soon(lambda: killed.starts == 2 and killed.trainer.weights == [11, 21, 31] and len(killed.replica.served) > load, 60)
     assert killed.client.publish(timeout_s=40)["version"] == 1 and killed.served((1, [11, 21, 31]))
+    assert set(map(str, killed.replica.served)) == {"(0, [10, 20, 30])", "(1, [11, 21, 31])"}, (
+        "another state was served as a version"
+    )
 
 
 def test_a_run_is_stopped_though_its_orchestrator_is_being_restarted(killed):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import shutil
 
 import pytest
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import InitialSyncJob, Ready, ResyncJob
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, ResyncJob
+from orchestrator.trainer_requests import MESSAGE_CHARS, TrainerMemory
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.test_operations import SmallBatch
 from tests.orchestrator.test_orchestrator import TOKEN, Run
@@ -52,8 +55,8 @@ def test_steps_are_there_again_after_a_resync_that_failed(run):
     assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [13, 23, 33]
     step(run)
     run.client.run(ResyncJob())
-    first, second, third = (m for m in trainer.messages if "resync" in getattr(m, "checkpoint_dir", ""))
-    assert (second.delete_after, third.delete_after) == ((), (first.checkpoint_dir,)), "the one that is needed stays, others go"
+    folders = [m.checkpoint_dir for m in trainer.messages if "resync" in getattr(m, "checkpoint_dir", "")]
+    assert folders[0] != folders[1] != folders[2] and len(set(folders)) == 2, "the one that is needed is not written over"
     assert run.client.publish()["version"] == 1 and replica.served[-1] == (1, [14, 24, 34])
 
 
@@ -118,3 +121,56 @@ def test_a_loss_that_is_found_out_between_jobs_is_said_by_the_next(run):
     with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it"):
         run.client.optim_step()
     assert step(run)["metrics"] == {"loss": 1.0}
+
+
+def test_what_is_lost_fits_into_a_failure():
+    memory = TrainerMemory(adapter="/x" * 5000, durable_dir="/y" * 5000, steps=1)
+    said = memory.take_loss()
+    assert len(said) == MESSAGE_CHARS
+    memory.was_said(f"the trainer was lost since the last job; {said}"[:4000])
+    assert memory.unsaid == ""
+
+
+def test_a_trainer_that_was_silent_for_too_long_has_lost_nothing(run, tmp_path):
+    trainer = run.trainer()
+    run.client.save_checkpoint(str(tmp_path / "saved"))
+    step(run)
+
+    def is_taken_for_lost(message):
+        lose = run.orchestrator._router._lose("trainer", "silent")
+        asyncio.run_coroutine_threadsafe(lose, run.loop).result(10)
+        assert soon(lambda: run.states()["trainer"] == "ready")
+        trainer.on_OptimStep(message)
+
+    run.client.forward_backward(SmallBatch())
+    trainer.script["OptimStep"] = is_taken_for_lost
+    assert run.client.optim_step()["metrics"] == {"loss": 1.0}
+    assert trainer.weights == [12, 22, 32] and trainer.log.count("OptimStep") == 2
+    assert run.orchestrator._trainer.memory.steps == 2
+
+
+def test_another_checkpoint_is_loaded_though_the_last_durable_state_is_gone(run, tmp_path):
+    trainer = run.trainer()
+    gone, other = str(tmp_path / "gone"), str(tmp_path / "other")
+    run.client.save_checkpoint(other)
+    step(run)
+    run.client.save_checkpoint(gone)
+    step(run)
+    trainer.die()
+    shutil.rmtree(gone)
+    trainer = run.trainer()
+
+    def load(message):
+        trainer.script["LoadCheckpoint"] = load
+        if message.checkpoint_dir == gone:
+            trainer.refuse(message, code=ErrorCode.CHECKPOINT_FAILED)
+        else:
+            trainer.on_LoadCheckpoint(message)
+
+    trainer.script["LoadCheckpoint"] = load
+    for _ in range(2):
+        with pytest.raises(JobFailed, match="told to"):
+            run.client.optim_step()
+    run.client.load_checkpoint(other)
+    step(run)
+    assert trainer.weights == [11, 21, 31]

@@ -174,7 +174,10 @@ class ControlRouter:
         """The same for a message that was encoded before."""
         assert self._socket is not None, "start() first"
         try:
-            await self._socket.send_multipart([peer_id.encode(errors="surrogateescape"), *frames])
+            # Not to be waited for: the queue of a peer that reads nothing (suspended, say) stays full.
+            await self._socket.send_multipart([peer_id.encode(errors="surrogateescape"), *frames], zmq.DONTWAIT)
+        except zmq.Again:
+            raise NodeLost(f"{peer_id} reads nothing: a thousand messages wait for it") from None
         except zmq.ZMQError as error:
             raise NodeLost(f"{peer_id} is not connected ({error})") from error
 
@@ -303,7 +306,7 @@ class ControlRouter:
     async def _reject_raw(self, identity: bytes, reason: str) -> None:
         assert self._socket is not None
         try:
-            await self._socket.send_multipart([identity, *encode(Rejected(reason=reason))])
+            await self._socket.send_multipart([identity, *encode(Rejected(reason=reason))], zmq.DONTWAIT)
         except zmq.ZMQError:
             log.warning("could not tell %r that it was rejected", identity[:40])
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from orchestrator.errors import ConfigError, ProtocolError
+from orchestrator.errors import ConfigError, NodeLost, ProtocolError
 from orchestrator.protocol.frames import OtherProtocolVersion, decode, encode
 from orchestrator.protocol.messages import (
     ANY_MESSAGE,
@@ -22,6 +22,7 @@ from orchestrator.protocol.messages import (
     Heartbeat,
     Hello,
     Manifest,
+    Progress,
     SubmitJob,
     TensorSpec,
     TrainMergedJob,
@@ -144,6 +145,27 @@ def test_a_wrong_token_is_told_why():
     with_router(test)
 
 
+def test_a_peer_that_reads_nothing_is_not_waited_for():
+    """Ctrl-Z at a client that watches a run must not stop the run."""
+
+    async def test(router, _):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as suspended:
+            suspended.identity, suspended.linger, suspended.rcvhwm = b"suspended", 0, 1
+            suspended.connect(router.endpoint)
+            suspended.send_multipart(encode(hello(node_id="suspended")))
+            while not router.is_connected("suspended"):
+                await asyncio.sleep(0.01)
+
+            async def fill() -> None:
+                while True:
+                    await router.send("suspended", Progress(request_id="j", sequence=0, phase="x" * 60_000))
+
+            with pytest.raises(NodeLost, match="reads nothing"):
+                await fill()
+
+    with_router(test)
+
+
 def test_a_port_in_use_is_said_plainly():
     async def test(router, _):
         async def nobody(peer, envelope): ...
@@ -166,8 +188,6 @@ def test_curve_lets_in_only_those_with_a_key(tmp_path, monkeypatch):
 
     async def test(router, received):
         plain = NodeLink(endpoint=router.endpoint, hello=hello(node_id="plain"))
-        from orchestrator.errors import NodeLost
-
         with pytest.raises(NodeLost):
             await asyncio.to_thread(plain.start, timeout_s=1.5)
         monkeypatch.setenv("SPLICE_CURVE_DIR", str(keys))

@@ -156,7 +156,7 @@ class InferenceNode:
             self._keep_alive()
             try:
                 envelope = self._link.recv(timeout_s=IDLE_POLL_S)
-                last_word = time.monotonic() if envelope is not None else last_word
+                last_word = time.monotonic()  # a heartbeat is one
             except NodeLost:
                 if time.monotonic() - last_word > ORPHAN_S:
                     raise
@@ -205,7 +205,11 @@ class InferenceNode:
         self._manifest = self._update = self._received = self._shadowed = self._served = self._poisoned = None
         self._unconfirmed = None
         self._has_part = False
-        self._start_vllm(restarted=True)
+        try:
+            self._start_vllm(restarted=True)
+        except (NodeLost, CallFailed) as error:  # the loop takes the next start
+            log.error("vLLM could not be started again: %s", error)
+            self._vllm.stop()
 
     def _say_unready(self, reason: str) -> None:
         with contextlib.suppress(NodeLost):

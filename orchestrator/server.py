@@ -395,7 +395,11 @@ class Orchestrator:
                     others=[r for r in self._publisher.holding if r not in bare],
                 )
             await self._between.release(_log_phase)
-        except (SpliceError, OSError) as error:
+        except JournalError:
+            raise
+        except Exception as error:
+            if not isinstance(error, SpliceError | OSError):
+                log.exception("the resync failed by a defect of the orchestrator")
             log.warning("the resync failed and will be tried again in %.0f s: %s", self._resync_pause_s, error)
             await self._between.release_after_failure()
         self._space_resyncs()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import zmq
 import zmq.auth
+import zmq.utils.monitor
 
 from orchestrator.errors import ConfigError, NodeLost, ProtocolError
 from orchestrator.protocol.frames import Envelope, decode, encode
@@ -218,7 +219,8 @@ class NodeLink:
             if self._wake_send is not None:
                 self._wake_send.send(b"", zmq.NOBLOCK)
 
-    def _connect(self) -> zmq.Socket[bytes]:
+    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """The control socket, and one that says when it is connected."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self.node_id.encode())
         socket.setsockopt(zmq.LINGER, 2000)
@@ -227,16 +229,19 @@ class NodeLink:
         if self._curve is not None:
             socket.curve_serverkey = self._curve.server_public
             socket.curve_publickey, socket.curve_secretkey = self._curve.public, self._curve.secret
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         socket.connect(self._endpoint)
-        return socket
+        return socket, monitor
 
     def _run(self) -> None:
-        socket = self._connect()
+        socket, monitor = self._connect()
+        connections = 0
         wake = self._context.socket(zmq.PAIR)
         wake.connect(self._wake_address)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
         next_beat = time.monotonic() + self._heartbeat_s
         try:
             socket.send_multipart(encode(self._hello))
@@ -244,6 +249,11 @@ class NodeLink:
                 events = dict(poller.poll(max(0, int((next_beat - time.monotonic()) * 1000))))
                 if wake in events:
                     wake.recv()
+                if monitor in events:
+                    zmq.utils.monitor.recv_monitor_message(monitor)
+                    connections += 1
+                    if connections > 1:
+                        self._on_reconnected(socket)
                 if socket in events:
                     self._on_frames(socket, socket.recv_multipart())
                 self._flush(socket)
@@ -255,6 +265,9 @@ class NodeLink:
             pass
         finally:
             wake.close(linger=0)
+            with contextlib.suppress(zmq.ZMQError):
+                socket.disable_monitor()
+            monitor.close(linger=0)
             socket.close(linger=2000)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
@@ -286,12 +299,8 @@ class NodeLink:
             self._rejected = message.reason
             self._welcomed.set()
         elif isinstance(message, Hello):
-            # The orchestrator forgot us (it restarted): say again who we are and that we are ready.
-            self._send_now(socket, self._hello, ())
-            if self._resend_ready is not None:
-                self._send_now(socket, self._resend_ready, ())
-            if self._hello.role == "client":
-                self._inbox.put(envelope)
+            # The orchestrator forgot us: it restarted, or had not heard of us for too long.
+            self._introduce(socket, envelope)
         elif isinstance(message, Heartbeat):
             pass
         elif message.kind in self._urgent:
@@ -302,6 +311,19 @@ class NodeLink:
             self._inbox.put(envelope)
         else:
             self._on_request(socket, envelope)
+
+    def _on_reconnected(self, socket: zmq.Socket[bytes]) -> None:
+        """What was on its way over the connection before may be lost, on either side, without a word. After our Hello the orchestrator sends again what it
+        waits for, and a client its jobs; what arrives twice does no harm."""
+        self._introduce(socket, Envelope(message=self._hello))
+
+    def _introduce(self, socket: zmq.Socket[bytes], because: Envelope) -> None:
+        """Say again who we are and, if so, that we are ready. `because` lets a client submit its jobs again."""
+        self._send_now(socket, self._hello, ())
+        if self._resend_ready is not None:
+            self._send_now(socket, self._resend_ready, ())
+        if self._hello.role == "client":
+            self._inbox.put(because)
 
     def _on_request(self, socket: zmq.Socket[bytes], envelope: Envelope) -> None:
         request_id = getattr(envelope.message, "request_id", None)

@@ -200,6 +200,19 @@ def server_of(node: Node) -> psutil.Process:
     return next(p for p in children if "inference_node.serve" in " ".join(p.cmdline()))
 
 
+def killed_while_it_starts(node: Node, before: psutil.Process) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
+            api = server_of(node)
+            if api.pid != before.pid:
+                time.sleep(1.0)
+                api.kill()
+                return
+        time.sleep(0.05)
+    raise AssertionError("it was not started again")
+
+
 def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node) -> None:
     version = ensure_published(dense)
     count = len(dense.router.ready)
@@ -208,6 +221,7 @@ def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node
     api.kill()
     _, alive = psutil.wait_procs(family, timeout=15.0)
     assert not alive, "an engine outlived its killed API server"
+    killed_while_it_starts(dense, api)
     dense.wait_ready(count + 1)
     assert dense.router.ready[-1].detail["restarted"] is True and dense.router.unready
     refused = dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3], "max_tokens": 1})

@@ -12,7 +12,7 @@ from orchestrator import server
 from orchestrator.client import SpliceClient
 from orchestrator.errors import ConfigError, JobFailed, JournalError
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import InitialSyncJob, Ready, TrainMergedJob, batch_specs
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, TrainMergedJob, Unready, batch_specs
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
@@ -281,6 +281,31 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
     assert replica.log.count("JoinTransferGroup") == 2
     assert soon(lambda: trainer.log[-1] == "LoadCheckpoint")
     assert trainer.log.count("LoadCheckpoint") == 2  # back to where it was
+
+
+def test_the_only_replica_is_waited_for_though_it_goes_while_the_trainer_recovers(run):
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    detail = {"workers": 1, "base_url": "http://none", "restarted": True}
+    run.client.run(InitialSyncJob())
+
+    def load(message):
+        replica.link.send(Unready(node_id="inference-0", reason="vLLM has ended"))
+        assert soon(lambda: run.states()["inference-0"] == "connected")
+        trainer.on_LoadCheckpoint(message)
+        threading.Timer(1.0, lambda: replica.link.send(Ready(node_id="inference-0", detail=detail))).start()
+
+    def fail(message):
+        trainer.script["LoadCheckpoint"] = load
+        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    replica.script["ReceiveWeights"] = fail
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 1
+    assert "LeaveAlias" not in replica.log and replica.served[-1] == (1, [11, 21, 31])
+    replica.script["ReceiveWeights"] = fail  # and in a resync between jobs
+    replica.link.send(Ready(node_id="inference-0", detail=detail))
+    assert soon(lambda: len(replica.served) == 3, 20) and run.thread.is_alive()
+    assert "LeaveAlias" not in replica.log and replica.served[-1] == (1, [11, 21, 31])
 
 
 def test_a_resync_job_sends_the_served_version_again(run):

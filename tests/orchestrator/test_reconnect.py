@@ -1,0 +1,81 @@
+"""A connection that breaks takes what was on its way along, without a word to either side; no process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+
+import pytest
+
+from orchestrator.client import SpliceClient
+from orchestrator.protocol.messages import InitialSyncJob
+from tests.orchestrator.fake_nodes import FakeTrainer
+from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
+
+
+class Breaking:
+    """Passes bytes on to a port; `cut` what has this in it, once, with the connection that it came by."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._listener = port, socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cut: bytes | None = None
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._pass_on, args=(self._listener.accept()[0],), daemon=True).start()
+
+    def _pass_on(self, near: socket.socket) -> None:
+        with near, socket.create_connection(("127.0.0.1", self._port)) as far, contextlib.suppress(OSError):
+            while True:
+                for side in select.select([near, far], [], [])[0]:
+                    came = side.recv(2**20)
+                    if self.cut is not None and self.cut in came:
+                        self.cut = None
+                        return
+                    if not came:
+                        return
+                    (far if side is near else near).sendall(came)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(tmp_path) as run:
+        run.line = Breaking(int(run.endpoint.rsplit(":", 1)[1]))
+        yield run
+        run.line.close()
+
+
+@pytest.mark.parametrize("lost", ["TrainMerged", "Completed"])
+def test_a_request_or_its_answer_is_sent_again(run, lost):
+    trainer = FakeTrainer(endpoint=run.line.endpoint, node_id="trainer", token=TOKEN).start()
+    run.nodes.append(trainer)
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    run.line.cut = lost.encode()
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 1
+    assert run.line.cut is None, "nothing was lost"
+    assert replica.served[-1] == (1, [11, 21, 31]) and trainer.log.count("TrainMerged") == 1
+
+
+def test_a_word_that_a_node_is_ready_is_sent_again(run):
+    run.line.cut = b"Ready"
+    trainer = FakeTrainer(endpoint=run.line.endpoint, node_id="trainer", token=TOKEN).start()
+    run.nodes.append(trainer)
+    assert run.client.optim_step(timeout_s=15)["metrics"] == {"loss": 1.0} and run.line.cut is None
+
+
+@pytest.mark.parametrize("lost", ["SubmitJob", "Completed"])
+def test_a_job_or_its_outcome_is_sent_again(run, lost):
+    trainer = run.trainer()
+    with SpliceClient(endpoint=run.line.endpoint, run_token=TOKEN) as client:
+        run.line.cut = lost.encode()
+        assert client.optim_step(timeout_s=15)["metrics"] == {"loss": 1.0}
+    assert run.line.cut is None and trainer.log.count("OptimStep") == 1

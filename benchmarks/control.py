@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.harness import Case
 from orchestrator.client import SpliceClient
 from orchestrator.journal import Journal
+from orchestrator.launch import NodeProcess
 from orchestrator.protocol.messages import Hello, Ready, TrainLoraJob, batch_specs
 from orchestrator.protocol.node_link import NodeLink
 
@@ -81,28 +81,26 @@ def _round_trips(count: int, folder: Path) -> list[float]:
 
 
 @contextlib.contextmanager
-def _python_process(words: list[str], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _python_process(words: list[str], *, log: Path) -> Iterator[NodeProcess]:
     """`python -m WORDS`; has ended by itself when the block does, or is killed."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *words], env={**os.environ, "SPLICE_RUN_TOKEN": TOKEN}, stdout=out, stderr=out
-        )
-        try:
-            yield process
-            process.wait(END_S)
-        except BaseException:
-            print(log.read_text()[-4000:], file=sys.stderr)
-            raise
-        finally:
-            process.kill()
-            process.wait(END_S)
+    node = NodeProcess(name=log.stem, argv=[sys.executable, "-m", *words], env={"SPLICE_RUN_TOKEN": TOKEN}, log_file=log)
+    node.start()
+    assert node.process is not None
+    try:
+        yield node
+        node.process.wait(END_S)
+    except BaseException:
+        print(node.log_tail(), file=sys.stderr)
+        raise
+    finally:
+        node.stop(grace_s=0.0)
 
 
-def _endpoint(run_dir: Path, orchestrator: subprocess.Popen[bytes]) -> str:
+def _endpoint(run_dir: Path, orchestrator: NodeProcess) -> str:
     deadline_s = time.monotonic() + START_S
     while not (run_dir / "endpoint").exists():
-        if orchestrator.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"no orchestrator within {START_S:.0f} s (exit code {orchestrator.poll()})")
+        if orchestrator.died() or time.monotonic() > deadline_s:
+            raise RuntimeError(f"no orchestrator within {START_S:.0f} s")
         time.sleep(0.01)
     return (run_dir / "endpoint").read_text()
 

@@ -168,7 +168,7 @@ class BetweenJobs:
         if not memory.is_ahead:
             return
         await self.wake(report)
-        folder = self._state_dir if memory.durable_dir != self._state_dir else f"{self._state_dir}-2"
+        folder = memory.free_folder(self._state_dir)
         report("saving", {"checkpoint_dir": folder})
         save = SaveCheckpoint(
             request_id=new_id("save"), deadline_s=self._timeout_s, version=memory.version, checkpoint_dir=folder

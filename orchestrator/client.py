@@ -399,9 +399,8 @@ class SpliceClient:
         """
         self._is_stopping = True
         try:
-            self.status(
-                timeout_s=timeout_s
-            )  # what is sent to one that was just restarted, before it knows us again, is dropped
+            # What is sent to one that was just restarted, before it knows us again, is dropped.
+            self.status(timeout_s=timeout_s)
         except BaseException:
             self._is_stopping = False
             raise

@@ -263,9 +263,8 @@ class Publisher:
         await move(version, wire, replicas=replicas, report=report, result=result)
         if self._has_canary(wire):
             await self._check_canary(version, wire.manifest, report=report, result=result)
-        lives = {
-            r: self._router.peers[r].life for r in result.replicas
-        }  # a server that is started anew from here on holds nothing
+        # A server that is started anew from here on holds nothing.
+        lives = {r: self._router.peers[r].life for r in result.replicas}
         self._step(State.COMMITTED, version, report, result)
         await self._commit(version, report=report, result=result)
         result.seconds["publish"] = time.monotonic() - started_s
@@ -721,9 +720,8 @@ class Publisher:
         await self._router.request(self._trainer, request, phase="restoring the version to be published")
         self._holder = holder
         deadline_s = time.monotonic() + timeout_s
-        while not (
-            there := [r for r in self._router.nodes("inference") if r in replicas]
-        ):  # gone while the trainer was loading
+        # They may have gone while the trainer was loading.
+        while not (there := [r for r in self._router.nodes("inference") if r in replicas]):
             await self._router.wait_ready(replicas, timeout_s=max(0.1, deadline_s - time.monotonic()), one_is_enough=True)
         return there
 
@@ -774,8 +772,6 @@ def _renamed(seconds: dict[str, float], names: dict[str, str]) -> dict[str, floa
 async def _all_or_first_error(coroutines, on_error=None):  # type: ignore[no-untyped-def]
     """Results of all, in order; on the first exception call `on_error(why)`, wait for the others to end, and raise it."""
     tasks = [asyncio.ensure_future(c) for c in coroutines]
-    if not tasks:
-        return []
     try:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         first = next((t.exception() for t in done if t.exception() is not None), None)

@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlparse
@@ -225,21 +225,16 @@ class ControlRouter:
         peer_ids: Sequence[str],
         *,
         timeout_s: float,
-        not_incarnation: Mapping[str, str] | None = None,
         one_is_enough: bool = False,
     ) -> None:
-        """Wait until all these nodes, or one of them, are ready (and, where given, are another process than before).
+        """Wait until all these nodes, or one of them, are ready.
 
         Raises:
             NodeLost: not within `timeout_s`; names the missing ones.
         """
-        stale = not_incarnation or {}
 
         def missing() -> list[str]:
-            return [
-                p for p in peer_ids
-                if p not in self.peers or self.peers[p].state != "ready" or self.peers[p].hello.incarnation == stale.get(p)
-            ]  # fmt: skip
+            return [p for p in peer_ids if p not in self.peers or self.peers[p].state != "ready"]
 
         if not missing():
             return

@@ -226,7 +226,7 @@ class Orchestrator:
 
     def _remember(self, more: dict[str, dict[str, Any] | None] | None = None) -> None:
         """Journal what the trainer holds, and with it, all or nothing, more facts."""
-        held = self._trainer.memory.as_fact() | {"trained_version": self._trained_version}
+        held = dataclasses.asdict(self._trainer.memory) | {"trained_version": self._trained_version}
         self._journal.set_facts({_TRAINER: held, **(more or {})})
 
     def _note(self, job_id: str, **facts: object) -> None:
@@ -337,6 +337,8 @@ class Orchestrator:
 
     async def _end(self, job_id: str, message: Terminal, buffers: Sequence[bytes] = ()) -> None:
         job, frames = self._jobs.pop(job_id), encode(message, buffers)
+        if isinstance(message, Failed):
+            self._trainer.memory.was_said(message.message)
         with self._journal.together():
             self._journal.end_job(job_id, state=message.kind.lower(), frames=frames)
             self._remember({_job_key(job_id): None})
@@ -428,11 +430,10 @@ class Orchestrator:
 
     async def _set_aside(self, served_dir: str, report: Callable[[str, dict[str, object]], None]) -> None:
         memory = self._trainer.memory
-        folders = [str(self._config.run_dir.absolute() / "resync" / name) for name in ("state-0", "state-1")]
-        kept, timeout_s = next(f for f in folders if f != memory.durable_dir), self._config.train_timeout_s
+        kept = memory.free_folder(str(self._config.run_dir.absolute() / "resync" / "state"))
         save = SaveCheckpoint(
-            request_id=new_id("save"), deadline_s=timeout_s, version=self._trained_version, checkpoint_dir=kept
-        )
+            request_id=new_id("save"), deadline_s=self._config.train_timeout_s, version=self._trained_version, checkpoint_dir=kept
+        )  # fmt: skip
         await self._trainer.ask(lambda: save, phase="saving what is ahead of the served version", report=report)
         memory.saved(kept)
         self._remember({_SET_ASIDE: {"folder": kept}})
@@ -486,9 +487,7 @@ class Orchestrator:
         try:
             await self._between.release(lambda phase, detail: self._progress(job_id, phase, detail))
         except (SpliceError, OSError) as error:
-            failed = _failed(job_id, _unreleased(error, self._between.mode), serving=self._serving())
-            self._trainer.memory.was_said(failed.message)
-            await self._end(job_id, failed)
+            await self._end(job_id, _failed(job_id, _unreleased(error, self._between.mode), serving=self._serving()))
             return
         took: dict[str, object] = dict(outcome.result.get("seconds", {}))  # type: ignore[call-overload]
         seconds = {**took, "total": working_s, "release": time.monotonic() - started_s - working_s}
@@ -496,9 +495,7 @@ class Orchestrator:
         await self._end(job_id, Completed(request_id=job_id, result=result, tensors=outcome.tensors), outcome.buffers)
 
     async def _end_failed(self, job_id: str, failed: Failed) -> None:
-        """Release, then say it. It is noted first: what the trainer lost counts as said then, and an orchestrator that ends in the release does not
-        do the work again."""
-        self._trainer.memory.was_said(failed.message)
+        """Release, then say it. It is noted first: an orchestrator that ends in the release does not do the work again."""
         if self._between.has_to_release:
             self._note(job_id, failed=failed.model_dump(mode="json"))
             await self._between.release_after_failure()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.config import MemoryMode
@@ -47,9 +46,9 @@ class TrainerMemory:
     unsaid: str = ""
     """What was lost with an earlier process, in words, as long as no job has said so."""
 
-    def as_fact(self) -> dict[str, Any]:
-        """What the journal says of it."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def free_folder(self, folder: str) -> str:
+        """This one or the one beside it: that which is not the last durable state, and may be written over."""
+        return folder if folder != self.durable_dir else f"{folder}-2"
 
     def saved(self, folder: str) -> None:
         """The state is in `folder`; pending gradients are in no checkpoint."""

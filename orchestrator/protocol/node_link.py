@@ -253,7 +253,8 @@ class NodeLink:
                     zmq.utils.monitor.recv_monitor_message(monitor)
                     connections += 1
                     if connections > 1:
-                        self._on_reconnected(socket)
+                        # What was on its way over the connection before may be lost, on either side, without a word.
+                        self._introduce(socket)
                 if socket in events:
                     self._on_frames(socket, socket.recv_multipart())
                 self._flush(socket)
@@ -300,7 +301,7 @@ class NodeLink:
             self._welcomed.set()
         elif isinstance(message, Hello):
             # The orchestrator forgot us: it restarted, or had not heard of us for too long.
-            self._introduce(socket, envelope)
+            self._introduce(socket)
         elif isinstance(message, Heartbeat):
             pass
         elif message.kind in self._urgent:
@@ -312,18 +313,14 @@ class NodeLink:
         else:
             self._on_request(socket, envelope)
 
-    def _on_reconnected(self, socket: zmq.Socket[bytes]) -> None:
-        """What was on its way over the connection before may be lost, on either side, without a word. After our Hello the orchestrator sends again what it
-        waits for, and a client its jobs; what arrives twice does no harm."""
-        self._introduce(socket, Envelope(message=self._hello))
-
-    def _introduce(self, socket: zmq.Socket[bytes], because: Envelope) -> None:
-        """Say again who we are and, if so, that we are ready. `because` lets a client submit its jobs again."""
+    def _introduce(self, socket: zmq.Socket[bytes]) -> None:
+        """Say again who we are and, if so, that we are ready. After it the orchestrator sends again what it waits for, and a client, which finds a
+        Hello, its jobs; what arrives twice does no harm."""
         self._send_now(socket, self._hello, ())
         if self._resend_ready is not None:
             self._send_now(socket, self._resend_ready, ())
         if self._hello.role == "client":
-            self._inbox.put(because)
+            self._inbox.put(Envelope(message=self._hello))
 
     def _on_request(self, socket: zmq.Socket[bytes], envelope: Envelope) -> None:
         request_id = getattr(envelope.message, "request_id", None)

@@ -255,6 +255,10 @@ class FakeReplica(FakeNode):
         self.canary: list[float] | None = None
         """Log-probs that it answers a canary with; None: it was serving."""
 
+    def restarted(self) -> None:
+        """Say that the server behind it was started anew."""
+        self.link.send(Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": True}))
+
     def on_PrepareUpdate(self, message) -> None:
         result = {} if self.layout is None else {"layout": self.layout}
         if self.part is not None:

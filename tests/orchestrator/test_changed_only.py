@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Manifest, PublishJob, Ready, ResyncJob
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Manifest, PublishJob, ResyncJob
 from orchestrator.publisher import PublicationConfig
 from tests.orchestrator.fake_nodes import MANIFEST, soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
@@ -28,12 +28,6 @@ def start(run, *, replicas=1):
 
 def train(run):
     return run.client.run(JOB, buffers=BUFFERS)
-
-
-@pytest.fixture
-def run(tmp_path):
-    with Run(tmp_path) as r:
-        yield r
 
 
 def test_only_what_changes_is_sent_and_the_report_says_so(run):
@@ -68,8 +62,7 @@ def test_one_replica_started_anew_gets_everything_and_the_other_goes_on(tmp_path
     with Run(tmp_path, replicas=2) as run:
         _, (one, other) = start(run, replicas=2)
         assert train(run)["sent"] == "changed"
-        detail = {"workers": 1, "base_url": "http://none", "restarted": True}
-        other.link.send(Ready(node_id="inference-1", detail=detail))
+        other.restarted()
         assert soon(lambda: len(other.served) >= 3)
         assert one.bases == [None, 0] and other.bases == [None, 0, None]
         assert train(run)["sent"] == "changed" and one.bases[-1] == other.bases[-1] == 1

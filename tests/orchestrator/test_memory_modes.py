@@ -17,15 +17,9 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.trainer_host import TrainerLaunch, torchrun_command
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
-from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
+from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
 
 FORWARD = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
-
-
-@pytest.fixture
-def run(tmp_path):
-    with Run(tmp_path) as r:
-        yield r
 
 
 class Offloading(FakeTrainer):
@@ -94,13 +88,11 @@ def test_exit_ends_the_trainer_and_the_next_job_has_the_state(exiting):
 
 
 def test_exit_a_replica_started_anew_gets_the_version_between_jobs(exiting):
-    from orchestrator.protocol.messages import Ready
-
     run, launcher, trainers = exiting
     replica = run.replica(lambda: trainers[-1])
     run.client.run(InitialSyncJob())
     replica.live = [0, 0, 0]
-    replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    replica.restarted()
     assert soon(lambda: len(replica.served) >= 2 and launcher.trainer is None)
     assert replica.served == [(0, [10, 20, 30])] * 2 and launcher.trainer is None
 

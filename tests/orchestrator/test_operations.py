@@ -44,12 +44,6 @@ class SmallBatch:
     buffers: tuple[bytes, ...] = tuple(BUFFERS)
 
 
-@pytest.fixture
-def run(tmp_path):
-    with Run(tmp_path) as r:
-        yield r
-
-
 def test_every_operation_reaches_the_trainer_with_its_fields(run, tmp_path):
     trainer = run.trainer()
     client, loss = run.client, LossSpec(name="ppo", entropy_bonus=0.1)

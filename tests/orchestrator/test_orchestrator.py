@@ -12,7 +12,7 @@ from orchestrator import server
 from orchestrator.client import SpliceClient
 from orchestrator.errors import ConfigError, JobFailed, JournalError
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, TrainMergedJob, Unready, batch_specs
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, TrainMergedJob, Unready, batch_specs
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
@@ -88,12 +88,6 @@ class Run:
             node.stop()
         assert not self.thread.is_alive() and self.error is None, self.error
         self.loop.close()
-
-
-@pytest.fixture
-def run(tmp_path):
-    with Run(tmp_path) as r:
-        yield r
 
 
 def test_initial_sync_then_two_versions(run):
@@ -251,7 +245,7 @@ def test_a_full_disk_is_not_taken_for_a_resync_that_can_be_tried_again(run):
     replica = run.replica(trainer)
     run.client.run(InitialSyncJob())
     run.loop.call_soon_threadsafe(lambda: run.orchestrator._journal._db.execute("PRAGMA query_only = ON"))
-    replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    replica.restarted()
     run.thread.join(20)
     assert isinstance(run.error, JournalError) and "Shutdown" not in [*trainer.log, *replica.log]
     run.error = None
@@ -275,7 +269,7 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
     trainer.weights = [w + 100 for w in trainer.weights]  # as a TrainLora job would: ahead of what is served
     run.orchestrator._trainer.memory.steps = 1
     replica.live = [0, 0, 0]
-    replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    replica.restarted()
     assert soon(lambda: len(replica.served) >= 3)
     assert replica.served[-1] == (1, [11, 21, 31])  # the version's own weights, not the trainer's newer ones
     assert replica.log.count("JoinTransferGroup") == 2
@@ -286,14 +280,13 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
 def test_the_only_replica_is_waited_for_though_it_goes_while_the_trainer_recovers(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
-    detail = {"workers": 1, "base_url": "http://none", "restarted": True}
     run.client.run(InitialSyncJob())
 
     def load(message):
         replica.link.send(Unready(node_id="inference-0", reason="vLLM has ended"))
         assert soon(lambda: run.states()["inference-0"] == "connected")
         trainer.on_LoadCheckpoint(message)
-        threading.Timer(1.0, lambda: replica.link.send(Ready(node_id="inference-0", detail=detail))).start()
+        threading.Timer(1.0, replica.restarted).start()
 
     def fail(message):
         trainer.script["LoadCheckpoint"] = load
@@ -303,7 +296,7 @@ def test_the_only_replica_is_waited_for_though_it_goes_while_the_trainer_recover
     assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 1
     assert "LeaveAlias" not in replica.log and replica.served[-1] == (1, [11, 21, 31])
     replica.script["ReceiveWeights"] = fail  # and in a resync between jobs
-    replica.link.send(Ready(node_id="inference-0", detail=detail))
+    replica.restarted()
     assert soon(lambda: len(replica.served) == 3, 20) and run.thread.is_alive()
     assert "LeaveAlias" not in replica.log and replica.served[-1] == (1, [11, 21, 31])
 

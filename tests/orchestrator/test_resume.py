@@ -24,7 +24,6 @@ from orchestrator.protocol.messages import (
     Hello,
     InitialSyncJob,
     OptimStepJob,
-    Ready,
     ResyncJob,
     SubmitJob,
     TrainLoraJob,
@@ -378,7 +377,7 @@ def test_killed_while_a_resync_of_its_own_moves_the_trainer(killed, load, after)
         killed.kill_in(killed.trainer, "LoadCheckpoint", after=after)
     else:
         killed.trainer.script["LoadCheckpoint"] = first
-    killed.replica.link.send(Ready(node_id="inference-0", detail={"workers": 1, "base_url": "http://none", "restarted": True}))
+    killed.replica.restarted()
     assert soon(lambda: killed.starts == 2 and killed.trainer.weights == [11, 21, 31] and len(killed.replica.served) > load, 60)
     assert killed.client.publish(timeout_s=40)["version"] == 1 and killed.served((1, [11, 21, 31]))
     assert set(map(str, killed.replica.served)) == {"(0, [10, 20, 30])", "(1, [11, 21, 31])"}, (

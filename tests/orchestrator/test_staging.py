@@ -67,12 +67,6 @@ def held(trainer, kind: str) -> threading.Event:
     return go_on
 
 
-@pytest.fixture
-def run(tmp_path):
-    with Run(tmp_path) as r:
-        yield r
-
-
 def test_the_first_waiting_batch_goes_ahead_and_its_job_names_it(run):
     trainer = run.trainer()
     go_on = held(trainer, "ForwardBackward")

@@ -226,7 +226,7 @@ class Orchestrator:
 
     def _remember(self, more: dict[str, dict[str, Any] | None] | None = None) -> None:
         """Journal what the trainer holds, and with it, all or nothing, more facts."""
-        held = dataclasses.asdict(self._trainer.memory) | {"trained_version": self._trained_version}
+        held = self._trainer.memory.as_dict() | {"trained_version": self._trained_version}
         self._journal.set_facts({_TRAINER: held, **(more or {})})
 
     def _note(self, job_id: str, **facts: object) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.config import MemoryMode
@@ -45,6 +46,10 @@ class TrainerMemory:
     """Batches whose gradients wait for a step."""
     unsaid: str = ""
     """What was lost with an earlier process, in words, as long as no job has said so."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields; `dataclasses.asdict` without the copies."""
+        return {name: getattr(self, name) for name in _REMEMBERED}
 
     def free_folder(self, folder: str) -> str:
         """This one or the one beside it: that which is not the last durable state, and may be written over."""
@@ -98,6 +103,9 @@ class TrainerMemory:
         """A job failed with this message."""
         if self.unsaid in message:
             self.unsaid = ""
+
+
+_REMEMBERED = tuple(field.name for field in fields(TrainerMemory))
 
 
 class TrainerRequests:

@@ -3,7 +3,7 @@
 The thread answers heartbeats while the GPUs are busy, hands requests to the main thread one at a time, and runs urgent messages
 (`AbortSend`, `AbortUpdate`) at once through callbacks, because the main thread is then inside a transfer. What a node takes beside its requests
 (`StageBatch`) goes to a callback too, with its buffers. A request that comes twice is answered with the first one's outcome. The socket
-belongs to the thread alone; others talk to it through a queue and an inproc wake-up.
+belongs to the thread alone, so that no signal's exception leaves half a message in it; others talk to it through a queue and an eventfd.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import queue
 import threading
 import time
-import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,8 +101,7 @@ class NodeLink:
         self._outbox: queue.SimpleQueue[tuple[AnyMessage, Sequence[bytes | memoryview]]] = queue.SimpleQueue()
         self._unsent: deque[tuple[AnyMessage, Sequence[bytes | memoryview]]] = deque()
         self._inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        self._wake_address = f"inproc://wake-{uuid.uuid4().hex}"
-        self._wake_send: zmq.Socket[bytes] | None = None
+        self._wake_fd: int | None = None
         self._wake_lock = threading.Lock()
         self._closing = threading.Event()
         self._welcomed = threading.Event()
@@ -128,10 +126,7 @@ class NodeLink:
             ConfigError: the orchestrator rejected us; says why.
             NodeLost: no answer within `timeout_s`.
         """
-        wake = self._context.socket(zmq.PAIR)
-        wake.setsockopt(zmq.LINGER, 0)
-        wake.bind(self._wake_address)
-        self._wake_send = wake
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
         if not self._welcomed.wait(timeout_s):
             self.close()
@@ -202,12 +197,14 @@ class NodeLink:
         self._wake()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
-        if self._wake_send is not None:
-            self._wake_send.close(linger=0)
+        with self._wake_lock:
+            if self._wake_fd is not None and not self._thread.is_alive():
+                os.close(self._wake_fd)
+                self._wake_fd = None
         self._context.destroy(linger=0)
 
     def __enter__(self) -> NodeLink:
-        return self if self._wake_send is not None else self.start()
+        return self if self._wake_fd is not None else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -215,9 +212,9 @@ class NodeLink:
     # ------------------------------------------------------------ the thread
 
     def _wake(self) -> None:
-        with self._wake_lock, contextlib.suppress(zmq.ZMQError):
-            if self._wake_send is not None:
-                self._wake_send.send(b"", zmq.NOBLOCK)
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """The control socket, and one that says when it is connected."""
@@ -236,19 +233,18 @@ class NodeLink:
     def _run(self) -> None:
         socket, monitor = self._connect()
         connections = 0
-        wake = self._context.socket(zmq.PAIR)
-        wake.connect(self._wake_address)
+        assert self._wake_fd is not None
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
         next_beat = time.monotonic() + self._heartbeat_s
         try:
             socket.send_multipart(encode(self._hello))
             while not (self._closing.is_set() and self._outbox.empty()):
                 events = dict(poller.poll(max(0, int((next_beat - time.monotonic()) * 1000))))
-                if wake in events:
-                    wake.recv()
+                if self._wake_fd in events:
+                    os.eventfd_read(self._wake_fd)
                 if monitor in events:
                     zmq.utils.monitor.recv_monitor_message(monitor)
                     connections += 1
@@ -265,7 +261,6 @@ class NodeLink:
         except (zmq.ContextTerminated, zmq.ZMQError):
             pass
         finally:
-            wake.close(linger=0)
             with contextlib.suppress(zmq.ZMQError):
                 socket.disable_monitor()
             monitor.close(linger=0)

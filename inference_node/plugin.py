@@ -7,33 +7,26 @@ is registered and nothing else happens.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 
 from inference_node.names import ENGINE_NAME, SUPERVISED
-
-_PR_SET_PDEATHSIG = 1
+from orchestrator.protocol.parent import die_with_parent
 
 
 def register() -> None:
     """Register the engine; safe to call any number of times."""
     if SUPERVISED in os.environ:
-        die_with_parent()
+        die_with_supervisor()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if ENGINE_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, "inference_node.engine", "SpliceEngine")
 
 
-def die_with_parent() -> None:
-    """SIGKILL this process when its parent ends (Linux only); at once if it has ended already."""
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_supervisor() -> None:
+    """SIGKILL this process when its parent ends; at once if it has ended already."""
+    die_with_parent()
     # A parent that is pid 1 is the one that adopts orphans, unless our supervisor is pid 1 itself, as in a container.
-    orphaned = parent == 1 and os.environ.get(SUPERVISED) != "1"
-    if os.getppid() != parent or orphaned:
+    if os.getppid() == 1 and os.environ.get(SUPERVISED) != "1":
         os.kill(os.getpid(), signal.SIGKILL)

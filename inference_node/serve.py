@@ -18,7 +18,7 @@ def main(argv: list[str]) -> None:
     """Serve until a signal comes. The first two arguments are `--listen-fd N`."""
     if len(argv) < 2 or argv[0] != "--listen-fd":
         raise SystemExit("usage: python -m inference_node.serve --listen-fd N <vLLM arguments>")
-    plugin.die_with_parent()
+    plugin.die_with_supervisor()
     listener = socket.socket(fileno=int(argv[1]))
     run_server_worker, make_arg_parser, validate, cli_env_setup = dialect.server_parts()
     import uvloop

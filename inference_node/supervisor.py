@@ -125,7 +125,9 @@ class InferenceNode:
             self._vllm = VllmProcess(config, listener=self._listener, watchdog_endpoint=self._abort_sender.endpoint)
             stack.callback(self._vllm.close)
             hello = self._hello(run_token)
-            self._link = NodeLink(endpoint=endpoint, hello=hello, urgent={"AbortUpdate": self._on_abort})
+            self._link = NodeLink(
+                endpoint=endpoint, hello=hello, urgent={"AbortUpdate": self._on_abort, "Hello": self._on_forgotten}
+            )
             stack.callback(self._link.close)
             self._stack = stack.pop_all()
 
@@ -299,8 +301,7 @@ class InferenceNode:
             try:
                 self._vllm.call("commit", timeout_s=message.deadline_s + CALL_GRACE_S, version=message.version)
             except CallFailed as error:
-                with contextlib.suppress(CallFailed):
-                    self._poison(f"whether version {message.version} was committed is not known: {error}")
+                self._poison(f"whether version {message.version} was committed is not known: {error}")
                 raise
             self._served, self._received, self._poisoned = message.version, None, None
         self._unconfirmed = None
@@ -474,14 +475,13 @@ class InferenceNode:
         code = error.code if isinstance(error, CallFailed) else ErrorCode.TRANSFER_ABORTED
         loaded = isinstance(error, CallFailed) and int(error.answer.get("tensors", 0)) > 0
         reason = f"version {update.version} failed while {update.phase}: {error}"
-        with contextlib.suppress(CallFailed):
-            self._vllm.call("reset", timeout_s=QUICK_S)
+        self._insist("reset")
         if loaded:
             self._announce(message, update)
             self._poison(reason)
             remedy = "This replica holds a mixture of versions and serves nothing: publish a version again, whole."
         else:
-            self._vllm.call("resume", timeout_s=QUICK_S)
+            self._insist("resume")
             serving = "nothing, as before" if self._served is None or self._poisoned else f"{self._config.name}@{self._served}"
             remedy = f"Nothing was loaded; this replica goes on serving {serving}. Publish the version again."
         phase = update.phase if loaded or update.phase != "apply" else "waiting for the first byte"
@@ -495,17 +495,35 @@ class InferenceNode:
 
     def _poison(self, reason: str) -> None:
         self._poisoned, self._received, self._unconfirmed = reason, None, None
-        self._vllm.call("poison", timeout_s=QUICK_S, reason=reason[:500])
+        self._insist("poison", reason=reason[:500])
+
+    def _insist(self, action: str, **arguments: Any) -> None:
+        """A call without which it is not known what vLLM serves.
+
+        Raises:
+            NodeLost: it did not answer, or could not; only ending it is safe.
+        """
+        try:
+            self._vllm.call(action, timeout_s=QUICK_S, **arguments)
+        except CallFailed as error:
+            raise NodeLost(f"vLLM could not do what it has to: {error}") from error
 
     # ------------------------------------------------------------ aborts
 
     def _on_abort(self, message: AnyMessage) -> None:
         """On the link's thread: end the transfer now; the main thread finds the reason when its call returns."""
         assert isinstance(message, AbortUpdate)
-        self._aborts.put(message.reason)
+        self._abort(message.reason)
+
+    def _on_forgotten(self, _: AnyMessage) -> None:
+        """On the link's thread: an orchestrator that asks who we are has given up what was under way here, and may not come to publish for long."""
+        self._abort("the orchestrator was restarted, or had not heard of this node")
+
+    def _abort(self, reason: str) -> None:
+        self._aborts.put(reason)
         update = self._update
         if update is not None:
-            self._abort_sender.abort(update_id=update.request_id, reason=message.reason)
+            self._abort_sender.abort(update_id=update.request_id, reason=reason)
 
     def _raise_if_aborted(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -519,15 +537,21 @@ class InferenceNode:
                 reason = self._aborts.get_nowait()
         if reason is None or not self._vllm.is_running:
             return
+        try:
+            self._give_up(reason)
+        except NodeLost as error:
+            log.error("vLLM is ended, because what it serves is not known: %s", error)
+            self._say_unready(str(error))
+            self._vllm.stop()
+
+    def _give_up(self, reason: str) -> None:
         if self._shadowed is not None:
             log.warning("version %d, received beside the live tensors, is dropped: %s", self._shadowed, reason)
-            with contextlib.suppress(NodeLost):
-                self._drop_shadow()
-        with contextlib.suppress(NodeLost, CallFailed):
-            if self._received is not None:
-                self._poison(f"version {self._received} was received but not committed: {reason}")
-            elif self._unconfirmed is not None:
-                self._poison(f"version {self._unconfirmed} was committed with its swap, but then given up: {reason}")
+            self._drop_shadow()
+        if self._received is not None:
+            self._poison(f"version {self._received} was received but not committed: {reason}")
+        elif self._unconfirmed is not None:
+            self._poison(f"version {self._unconfirmed} was committed with its swap, but then given up: {reason}")
 
 
 _REMEDIES: dict[ErrorCode, str] = {

@@ -7,11 +7,9 @@ own so that all of its descendants can be signalled together.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,15 +19,10 @@ from pathlib import Path
 import psutil
 
 from orchestrator.errors import NodeLost
+from orchestrator.protocol.parent import die_with_parent
 from orchestrator.protocol.restarts import RestartBudget
 
 TERM_GRACE_S = 15.0
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +59,7 @@ class NodeProcess:
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
             )
 
     @property

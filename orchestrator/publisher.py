@@ -608,7 +608,7 @@ class Publisher:
 
     async def _join(self, replicas: Sequence[str], *, report: Report) -> None:
         """Make sure that trainer and replicas share transfer groups: once per set of processes."""
-        wanted = {i: self._router.peers[i].life for i in [self._trainer, *replicas] if i in self._router.peers}
+        wanted = self._lives(replicas)
         if self._holder is not None and self._router.peers[self._trainer].hello.incarnation != self._holder:
             raise NodeLost("the trainer was restarted and no longer holds the version to be published")
         if wanted == self._joined:
@@ -649,7 +649,12 @@ class Publisher:
             )
 
         await _all_or_first_error([opened, join_all()])
+        if self._lives(replicas) != wanted:
+            raise NodeLost("the trainer or a replica was restarted while the transfer group was opened")
         self._joined = wanted
+
+    def _lives(self, replicas: Sequence[str]) -> dict[str, str]:
+        return {i: self._router.peers[i].life for i in [self._trainer, *replicas] if i in self._router.peers}
 
     async def leave(self, replicas: Sequence[str]) -> None:
         """Both sides leave the groups; failures are logged, because the processes may be gone."""

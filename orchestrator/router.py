@@ -56,6 +56,8 @@ class Peer:
     state: str = "connected"
     detail: dict[str, object] = field(default_factory=dict)
     times_ready: int = 0
+    said_ready: bool = False
+    """Its last word on it."""
 
     @property
     def life(self) -> str:
@@ -342,9 +344,11 @@ class ControlRouter:
         elif isinstance(message, Ready):
             if peer.state != "ready" or message.detail.get("restarted"):
                 peer.times_ready += 1
+            peer.said_ready = True
             await self._set_state(peer_id, "ready", message.detail)
         elif isinstance(message, Unready):
             log.warning("%s takes no requests for now: %s", peer_id, message.reason)
+            peer.said_ready = False
             await self._set_state(peer_id, "connected")
         elif isinstance(message, NodeEnded) and peer.hello.role == "launcher":
             if self.is_connected(message.node_id):
@@ -371,7 +375,7 @@ class ControlRouter:
         else:
             known.last_seen_s = time.monotonic()
             if known.state == "lost":
-                await self._set_state(peer_id, "ready" if known.times_ready else "connected")
+                await self._set_state(peer_id, "ready" if known.said_ready else "connected")
         await self.send(peer_id, Welcome(heartbeat_s=HEARTBEAT_S))
         # A reconnect may have lost a request or its answer. The node runs an id once and repeats the outcome of one that has ended.
         for entry in [e for e in self._open.values() if e.peer_id == peer_id and not e.done.done()]:

@@ -443,14 +443,19 @@ class Orchestrator:
         """What was set aside, if anything was. Every job begins with it: the resync may have failed, or its orchestrator ended."""
         kept = self._journal.fact(_SET_ASIDE).get("folder")
         if kept is not None:
-            await self._load(kept, report)
-            self._remember({_SET_ASIDE: None})
+            await self._load(kept, report, {_SET_ASIDE: None})
 
-    async def _load(self, folder: str, report: Callable[[str, dict[str, object]], None]) -> None:
+    async def _load(
+        self,
+        folder: str,
+        report: Callable[[str, dict[str, object]], None],
+        facts: dict[str, dict[str, Any] | None] | None = None,
+    ) -> None:
+        """The trainer's state from `folder`; `facts` are journaled with where it stands then."""
         load = LoadCheckpoint(request_id=new_id("load"), deadline_s=self._config.train_timeout_s, checkpoint_dir=folder)
         await self._trainer.ask(lambda: load, phase="loading", report=report)
         self._trainer.memory.loaded(folder)
-        self._remember()
+        self._remember(facts)
 
     async def _run_job(self, job_id: str) -> None:
         job = self._jobs[job_id]
@@ -593,9 +598,12 @@ class Orchestrator:
         return await self._publish(job_id, version, checkpoint_dir, replicas, metrics={}, seconds={})
 
     async def _resync_all(self, job_id: str) -> dict[str, object]:
+        """After a publication that failed for good it is the way back to the version before."""
+        self._refuse_before_initial_sync()
         version = self._publisher.version
         if version is None:
-            raise ConfigError("no version is served; submit InitialSync, or wait for the recovery under way")
+            version = self._journal.committed_version()
+            assert version is not None
         if self._trainer.memory.pending:
             raise ConfigError("gradients are pending, which a resync would lose; submit OptimStep or LoadCheckpoint first")
         async with self._served_state(version, lambda step, detail: self._progress(job_id, step, detail)) as served_dir:
@@ -677,6 +685,7 @@ class Orchestrator:
         if isinstance(spec, SaveCheckpointJob):
             fields["version"] = self._trained_version
             self._refuse_version_dir(spec.checkpoint_dir)
+            self._trainer.memory.saving = spec.checkpoint_dir
         completed, _ = await self._ask(
             job_id,
             lambda: kind(request_id=new_id(phase.replace(" ", "-")), deadline_s=self._config.train_timeout_s, **fields),

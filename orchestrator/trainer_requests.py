@@ -44,6 +44,8 @@ class TrainerMemory:
     """What becomes of it between jobs; None: it was never there yet."""
     pending: int = 0
     """Batches whose gradients wait for a step."""
+    saving: str = ""
+    """The folder that a client's save last went to; whether it was written whole is not known before the answer."""
     unsaid: str = ""
     """What was lost with an earlier process, in words, as long as no job has said so."""
 
@@ -57,7 +59,7 @@ class TrainerMemory:
 
     def saved(self, folder: str) -> None:
         """The state is in `folder`; pending gradients are in no checkpoint."""
-        self.durable_dir, self.steps, self.adapter = folder, 0, ""
+        self.durable_dir, self.steps, self.adapter, self.saving = folder, 0, "", ""
 
     def loaded(self, folder: str) -> None:
         """The state came from `folder`."""
@@ -79,6 +81,7 @@ class TrainerMemory:
     def failed(self, code: str, *, steps_taken: int) -> None:
         """A request failed: a refused one changed nothing, a later failure dropped what was pending; steps that were taken before, or could
         not be saved, stand all the same."""
+        self.saving = ""
         if steps_taken:
             self.stepped(steps_taken)
         elif code == ErrorCode.CHECKPOINT_FAILED:
@@ -88,6 +91,7 @@ class TrainerMemory:
 
     def take_loss(self) -> str | None:
         """What is lost if the process is gone, in words, or None; asked once, and kept in `unsaid`."""
+        saving, self.saving = self.saving, ""
         if not self.is_ahead and not self.pending:
             return None
         where = self.durable_dir or "the base weights"
@@ -95,6 +99,8 @@ class TrainerMemory:
         said = (
             f"{loaded}{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
         )
+        if saving and saving == self.durable_dir and self.is_ahead:
+            said += ", unless the last save to that folder had come to its end"
         self.steps = self.pending = 0
         self.adapter, self.unsaid = "", said[:MESSAGE_CHARS]
         return self.unsaid

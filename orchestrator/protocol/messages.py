@@ -396,7 +396,8 @@ class TrainLoraJob(_Training):
 
 
 class ResyncJob(Message):
-    """Send the served version whole again to every replica: the alias stays, every live tensor is verified anew."""
+    """Send the served version whole again to every replica: the alias stays, every live tensor is verified anew. Where a publication failed and
+    left nothing served, the newest version that was."""
 
     kind: Literal["ResyncJob"] = "ResyncJob"
 

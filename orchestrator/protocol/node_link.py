@@ -40,6 +40,8 @@ from orchestrator.protocol.messages import (
 Urgent = Mapping[str, Callable[[AnyMessage], None]]
 Aside = Mapping[str, Callable[[Envelope], None]]
 OUTCOMES_KEPT = 64
+SUSPENDED_S = 10.0
+"""Between two looks at the socket, which are a heartbeat apart: this process, not the orchestrator, stood still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class NodeLink:
     Args:
         endpoint: the orchestrator's ROUTER, e.g. "tcp://127.0.0.1:40001".
         hello: who we are.
-        urgent: kind -> callback, called on the link's thread; must not block.
+        urgent: kind -> callback, called on the link's thread; must not block. "Hello": the orchestrator does not know us, or no longer.
         aside: the same for messages that are taken whole, with their buffers.
         curve: CURVE keys; None: those of `curve_from_env`.
         lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
@@ -106,7 +108,7 @@ class NodeLink:
         self._closing = threading.Event()
         self._welcomed = threading.Event()
         self._rejected: str | None = None
-        self._last_heard = time.monotonic()
+        self._last_heard = self._last_looked = time.monotonic()
         self._heartbeat_s = 1.0
         self._outcomes: OrderedDict[str, tuple[AnyMessage, tuple[bytes, ...]]] = OrderedDict()
         self._running: set[str] = set()
@@ -140,11 +142,13 @@ class NodeLink:
         """The next request (or `Shutdown`), or None after `timeout_s`.
 
         Raises:
-            NodeLost: the orchestrator has been silent for `lost_after_s`.
+            NodeLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=timeout_s)
-        silent_s = time.monotonic() - self._last_heard
+        if not self._thread.is_alive():
+            raise NodeLost(f"the connection to the orchestrator at {self._endpoint} is closed")
+        silent_s = self._last_looked - self._last_heard
         if silent_s > self._lost_after_s:
             raise NodeLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
         return None
@@ -254,6 +258,7 @@ class NodeLink:
                 if socket in events:
                     self._on_frames(socket, socket.recv_multipart())
                 self._flush(socket)
+                self._note_look()
                 if time.monotonic() >= next_beat:
                     beat = Heartbeat(node_id=self.node_id) if self._welcomed.is_set() else self._hello
                     self._send_now(socket, beat, ())
@@ -265,6 +270,12 @@ class NodeLink:
                 socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=2000)
+
+    def _note_look(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_looked > SUSPENDED_S:
+            self._last_heard = min(now_s, self._last_heard + now_s - self._last_looked)
+        self._last_looked = now_s
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(queue.Empty):
@@ -296,6 +307,8 @@ class NodeLink:
             self._welcomed.set()
         elif isinstance(message, Hello):
             # The orchestrator forgot us: it restarted, or had not heard of us for too long.
+            if "Hello" in self._urgent:
+                self._urgent["Hello"](message)
             self._introduce(socket)
         elif isinstance(message, Heartbeat):
             pass

@@ -96,7 +96,9 @@ def new(kind: Any, deadline_s: float = 30.0, **fields: Any) -> Any:
 class Node:
     """A running inference node of one model kind, and the trainer's side of its publications."""
 
-    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int = 1, data_parallel: int = 1) -> None:
+    def __init__(
+        self, folder: Path, kind: str, *, tensor_parallel: int = 1, data_parallel: int = 1, module: str = "inference_node"
+    ) -> None:
         self.kind, self.folder, self.workers = kind, folder, tensor_parallel * data_parallel
         # Processes start one after the other, each with imports of a minute on a busy machine.
         self.startup_s = 170.0 * self.workers
@@ -111,7 +113,7 @@ class Node:
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        argv = [sys.executable, "-m", "inference_node", "--endpoint", self.router.endpoint, "--node-id", "inference-0"]
+        argv = [sys.executable, "-m", module, "--endpoint", self.router.endpoint, "--node-id", "inference-0"]
         self.process = subprocess.Popen([*argv, "--config", str(folder / "inference.json")], env=env, start_new_session=True)
         self.sender: Any = None
         self.version: int | None = None

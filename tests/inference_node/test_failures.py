@@ -16,6 +16,7 @@ from tests.inference_node.harness import Node, ensure_published, moved, new
 from tests.inference_node.test_swap_in_flight import Request
 
 TAU = 1e-4
+ABORT = m.AbortUpdate(reason="the test says so")
 SOON_S = 10.0
 """What "at once" means beside deadlines of 20 s and more; two busy cores are slow."""
 
@@ -48,7 +49,7 @@ def stalled_send(node: Node, tensors: dict[str, torch.Tensor], *, after: int) ->
 
 
 def fail_update(
-    node: Node, tensors: dict[str, torch.Tensor], *, after: int, deadline_s: float = 25.0, abort: bool = True
+    node: Node, tensors: dict[str, torch.Tensor], *, after: int, deadline_s: float = 25.0, abort: m.AnyMessage | None = ABORT
 ) -> tuple[m.Failed, float]:
     """An update whose sender stalls; ended by an abort or the deadline. Returns the failure and how long it took to end."""
     version = (node.version or 0) + 1
@@ -61,8 +62,8 @@ def fail_update(
         assert sent.wait(10.0)
         time.sleep(0.3)
         began = time.monotonic()
-        if abort:
-            node.router.send(m.AbortUpdate(reason="the test says so"))
+        if abort is not None:
+            node.router.send(abort)
         failed = node.router.outcome(request.request_id, 20.0).message
         took_s = time.monotonic() - began
     assert isinstance(failed, m.Failed), failed
@@ -118,7 +119,7 @@ def test_aborted_half_way_poisons_and_a_full_update_heals_exactly(dense: Node) -
 
 def test_the_workers_own_deadline_ends_a_stalled_transfer(dense: Node) -> None:
     version = ensure_published(dense)
-    failed, took_s = fail_update(dense, moved(dense.base, 8), after=15, deadline_s=6.0, abort=False)
+    failed, took_s = fail_update(dense, moved(dense.base, 8), after=15, deadline_s=6.0, abort=None)
     assert failed.code in ("transfer_timeout", "transfer_aborted") and took_s < 6.0 + SOON_S
     dense.join()
     dense.publish(version + 1, moved(dense.base, 9))
@@ -138,6 +139,29 @@ def test_an_abort_between_receive_and_commit_is_never_served(dense: Node) -> Non
     assert dense.commit(version + 1).kind == "Failed"
     dense.join()
     dense.publish(version + 2, dense.base)
+
+
+def test_what_was_received_for_an_orchestrator_that_forgot_us_does_not_stand_still(dense: Node) -> None:
+    """It may be long before a restarted one publishes; until then requests are refused, not kept waiting."""
+    version = ensure_published(dense)
+    dense.join()
+    assert dense.prepare(version + 1).kind == "Completed"
+    assert dense.receive(version + 1, moved(dense.base, 21))[0].message.kind == "Completed"
+    waiting = Request(dense, "tiny", stream=False, max_tokens=4)
+    dense.router.send(m.Hello(role="client", node_id="orchestrator", incarnation="", run_token=""))
+    waiting.join(20.0)
+    assert waiting.status == 503, waiting.json
+    assert dense.commit(version + 1).kind == "Failed"
+    dense.join()
+    dense.publish(version + 2, dense.base)
+
+
+def test_a_transfer_for_an_orchestrator_that_forgot_us_ends_at_once(dense: Node) -> None:
+    version = ensure_published(dense)
+    hello = m.Hello(role="client", node_id="orchestrator", incarnation="", run_token="")
+    failed, took_s = fail_update(dense, moved(dense.base, 22), after=0, abort=hello)
+    assert failed.code == "transfer_aborted" and took_s < SOON_S
+    assert dense.prompt_logprobs(f"tiny@{version}").numel()
 
 
 def test_an_abort_while_it_pauses_leaves_the_version_served(dense: Node) -> None:

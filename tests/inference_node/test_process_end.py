@@ -12,14 +12,27 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
-from tests.inference_node.harness import TOKEN, Node
+from tests.inference_node.harness import TOKEN, Node, moved
 
 
-def test_a_killed_supervisor_takes_vllm_with_it(tmp_path: Path) -> None:
-    node = Node(tmp_path, "dense")
+def test_a_vllm_that_cannot_be_told_what_to_serve_is_ended_and_a_killed_supervisor_takes_the_next_with_it(
+    tmp_path: Path,
+) -> None:
+    node = Node(tmp_path, "dense", module="tests.inference_node.impatient")
     try:
         node.wait_ready()
+        node.publish(0, node.base)
+        assert node.prepare(1).kind == "Completed"
+        assert node.receive(1, moved(node.base, 1))[0].message.kind == "Completed"
+        stuck = next(p for p in node.family if "inference_node.serve" in " ".join(p.cmdline()))
+        stuck.suspend()
+        node.router.send(m.AbortUpdate(reason="the digests differ"))
+        node.wait_ready(2)  # it holds version 1, which nobody wants, and may wake up
+        assert not stuck.is_running() and node.router.unready
+        assert node.post("/tokenize", {"model": "tiny", "prompt": "w3"}).status_code == 503
+        node.leave()
         family = node.family
         assert len(family) >= 2
         node.process.kill()

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from orchestrator.errors import NodeLost
 from orchestrator.protocol.messages import (
     ErrorCode,
     Hello,
@@ -88,7 +89,10 @@ class FakeNode:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            envelope = self.link.recv(timeout_s=0.05)
+            try:
+                envelope = self.link.recv(timeout_s=0.05)
+            except NodeLost:  # closed by a test
+                return
             if envelope is None:
                 continue
             kind = envelope.message.kind

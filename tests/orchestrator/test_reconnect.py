@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -79,3 +83,32 @@ def test_a_job_or_its_outcome_is_sent_again(run, lost):
         run.line.cut = lost.encode()
         assert client.optim_step(timeout_s=15)["metrics"] == {"loss": 1.0}
     assert run.line.cut is None and trainer.log.count("OptimStep") == 1
+
+
+WAITS = """
+import sys
+from orchestrator.protocol import node_link
+from orchestrator.protocol.messages import Hello
+node_link.SUSPENDED_S = 1.5
+hello = Hello(role="launcher", node_id="waits", incarnation="1", run_token=sys.argv[2])
+with node_link.NodeLink(endpoint=sys.argv[1], hello=hello, lost_after_s=2.5) as link:
+    print("here", flush=True)
+    while True:
+        link.recv(timeout_s=0.01)
+"""
+
+
+def test_a_node_that_was_suspended_has_not_missed_the_orchestrator(run):
+    node = subprocess.Popen([sys.executable, "-c", WAITS, run.endpoint, TOKEN], stdout=subprocess.PIPE)
+    try:
+        assert node.stdout.readline() == b"here\n"
+        node.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        node.send_signal(signal.SIGCONT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            node.wait(2)
+        run.client.stop_run()
+        assert node.wait(30) == 1, "nobody is there any more"
+    finally:
+        node.kill()
+        node.wait(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -79,6 +80,16 @@ def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
     run.b.link.send(Ready(node_id="inference-1", detail={**run.b.detail, "restarted": True}))
     assert soon(lambda: run.b.served == [V0, V1])
     assert run.a.log.count("ReceiveWeights") == 3  # @0, the broken and the repeated @1
+
+
+def test_one_that_was_silent_while_its_vllm_starts_is_not_taken_for_ready(run):
+    run.b.link.send(Unready(node_id="inference-1", reason="vLLM has ended"))
+    assert soon(lambda: run.states()["inference-1"] == "connected")
+    lost = run.orchestrator._router._lose("inference-1", "silent")
+    asyncio.run_coroutine_threadsafe(lost, run.loop).result(10)
+    assert soon(lambda: run.states()["inference-1"] != "lost") and run.states()["inference-1"] == "connected"
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
 
 
 def test_the_last_one_is_waited_for(run):

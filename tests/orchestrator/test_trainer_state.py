@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
+import threading
 
 import pytest
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, ResyncJob
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, ResyncJob, SaveCheckpointJob
 from orchestrator.trainer_requests import MESSAGE_CHARS, TrainerMemory
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.test_operations import SmallBatch
-from tests.orchestrator.test_orchestrator import TOKEN
+from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN
 
 
 def two_steps_ahead(run):
@@ -52,6 +53,28 @@ def test_steps_are_there_again_after_a_resync_that_failed(run):
     folders = [m.checkpoint_dir for m in trainer.messages if "resync" in getattr(m, "checkpoint_dir", "")]
     assert folders[0] != folders[1] != folders[2] and len(set(folders)) == 2, "the one that is needed is not written over"
     assert run.client.publish()["version"] == 1 and replica.served[-1] == (1, [14, 24, 34])
+
+
+def test_after_a_publication_that_failed_for_good_a_resync_is_the_way_back(run):
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+
+    def fail(message) -> None:
+        replica.script["ReceiveWeights"] = fail
+        for phase in ("pausing", "paused", "applying"):
+            replica.link.progress(message.request_id, phase)
+        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    replica.script["ReceiveWeights"] = fail
+    with pytest.raises(JobFailed, match="nothing is served"):
+        run.client.run(JOB, buffers=BUFFERS)
+    status = run.client.status()
+    assert (status.version, status.publication) == (None, "poisoned")
+    replica.script.clear()
+    assert run.client.run(ResyncJob())["version"] == 0 and run.client.status().version == 0
+    assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [11, 21, 31], "the step stands"
+    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 2 and replica.served[-1] == (2, [12, 22, 32])
 
 
 def test_the_next_try_of_a_resync_puts_them_back(run):
@@ -116,6 +139,29 @@ def test_a_loss_that_is_found_out_between_jobs_is_said_by_the_next(run):
     assert step(run)["metrics"] == {"loss": 1.0}
 
 
+def test_a_save_that_may_have_come_to_its_end_is_not_called_lost(run, tmp_path):
+    trainer, folder = run.trainer(), str(tmp_path / "saved")
+    run.client.save_checkpoint(folder)
+    step(run)
+
+    def die_saved(message) -> None:
+        trainer._write(message)
+        threading.Thread(target=trainer.die).start()
+
+    trainer.script["SaveCheckpoint"] = die_saved
+    saving = run.client.submit(SaveCheckpointJob(checkpoint_dir=folder))
+    assert soon(lambda: not trainer._thread.is_alive())
+    second = run.trainer()
+    with pytest.raises(JobFailed, match=r"1 optimizer steps .* unless the last save to that folder had come to its end"):
+        run.client.wait(saving, timeout_s=30)
+    assert second.weights == [11, 21, 31]
+    step(run)
+    second.die()
+    run.trainer()
+    with pytest.raises(JobFailed, match="are lost with it; it stands there again"):
+        run.client.optim_step()
+
+
 def test_what_is_lost_fits_into_a_failure():
     memory = TrainerMemory(adapter="/x" * 5000, durable_dir="/y" * 5000, steps=1)
     said = memory.take_loss()
@@ -140,6 +186,30 @@ def test_a_trainer_that_was_silent_for_too_long_has_lost_nothing(run, tmp_path):
     assert run.client.optim_step()["metrics"] == {"loss": 1.0}
     assert trainer.weights == [12, 22, 32] and trainer.log.count("OptimStep") == 2
     assert run.orchestrator._trainer.memory.steps == 2
+
+
+def test_a_trainer_that_is_replaced_as_it_is_asked_to_join_publishes_nothing_of_its_own(run, monkeypatch):
+    """Another process, at its base weights, then has a transfer group of the version's replicas."""
+    trainer = run.trainer()
+    trainers = [trainer]
+    replica = run.replica(lambda: trainers[-1])
+    run.client.run(InitialSyncJob())
+    router, request = run.orchestrator._router, run.orchestrator._router.request
+
+    async def replaced_first(peer_id, message, *args, **kwargs):
+        if message.kind == "OpenTransferGroup" and len(trainers) == 1:
+            trainers.append(None)
+            await asyncio.to_thread(trainer.die)
+            trainers[1] = await asyncio.to_thread(run.trainer)
+            await router.wait_ready(["trainer"], timeout_s=10)
+            while router.peers["trainer"].hello.incarnation == trainer.link._hello.incarnation:
+                await asyncio.sleep(0.01)
+        return await request(peer_id, message, *args, **kwargs)
+
+    monkeypatch.setattr(router, "request", replaced_first)
+    run.orchestrator._publisher._joined = {}
+    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
+    assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
 
 
 def test_another_checkpoint_is_loaded_though_the_last_durable_state_is_gone(run, tmp_path):

@@ -539,6 +539,18 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
         assert process.wait(90) != 0
 
 
+def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:
+    """Else they hold their GPUs beside the next ones, until they miss the orchestrator."""
+    import psutil
+
+    with node(models["dense_untied"], tmp_path) as (_, process):
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert any("trainer_node" in " ".join(p.cmdline()) for p in ranks)
+        process.kill()
+        process.wait(10)
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
 def test_bad_topology_is_said_before_anything_is_built(models, tmp_path: Path) -> None:
     config = TrainerConfig(model=models["dense_tied"], parallel=ParallelConfig(tensor=1, expert=1, world_size=3))
     (tmp_path / "c.json").write_text(config.model_dump_json())

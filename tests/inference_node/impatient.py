@@ -1,0 +1,9 @@
+"""An inference node that waits seconds for a stuck vLLM, not a minute."""
+
+import sys
+
+from inference_node import __main__, supervisor
+
+if __name__ == "__main__":
+    supervisor.QUICK_S = 6.0
+    sys.exit(__main__.main())

@@ -81,7 +81,7 @@ def cluster_config(
     )  # fmt: skip
     inference = InferenceConfig(
         model=model, name=NAME, device="cuda" if cuda else "cpu", dtype=dtype, load_format="dummy", gpus=(inference_gpu,) if cuda else (),
-        transport=transport, max_model_len=max_model_len or (8192 if cuda else 512), max_num_seqs=max_num_seqs, enforce_eager=is_eager(device),
+        transport=transport, max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512), max_num_seqs=max_num_seqs, enforce_eager=is_eager(device),
     )  # fmt: skip
     return ClusterConfig(
         run_dir=folder / run, name=NAME, trainer_python=Path(sys.executable), inference_python=inference_python(), trainer=trainer,

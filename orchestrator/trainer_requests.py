@@ -9,6 +9,7 @@ repeated on a state that the client does not know of. Found out between jobs, it
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -174,15 +175,15 @@ class TrainerRequests:
             self._on_working()
 
         for attempt in range(1, self._attempts + 1):
-            if replaces_state:
-                await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
-            else:
-                await self.ready(report)
-            self._remember()
-            request, incarnation = make_request(), self._incarnation()
-            if key is not None:
-                request = request.model_copy(update={"request_id": f"{key}-{incarnation[:12]}"})
+            await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
+            incarnation = self._incarnation()
             try:
+                if not replaces_state:
+                    await self._settle(report)
+                self._remember()
+                request, incarnation = make_request(), self._incarnation()
+                if key is not None:
+                    request = request.model_copy(update={"request_id": f"{key}-{incarnation[:12]}"})
                 id_there = None if staged is None else staged(incarnation)
                 answer = await self._request(request, buffers, staged=id_there, phase=phase, on_progress=on_progress)
             except JobFailed as error:
@@ -191,10 +192,12 @@ class TrainerRequests:
                 raise
             except NodeLost as error:
                 # What it held is lost only if another process comes back: this one may have been silent, and be at work.
-                if attempt == self._attempts:
+                if attempt == self._attempts or (self.memory.unsaid and not replaces_state):
                     raise
                 log.warning("the trainer was lost while %s, waiting for it: %s", phase, error)
                 report("trainer lost", {"error": str(error)})
+                # Its connection may be known to be gone before the process is: asked again at once it would be lost as often as there are attempts.
+                await self._router.wait_heard(["trainer"], since_s=time.monotonic())
             else:
                 if replaces_state:
                     self.memory.incarnation, self.memory.unsaid = incarnation, ""

@@ -188,6 +188,30 @@ def test_a_trainer_that_was_silent_for_too_long_has_lost_nothing(run, tmp_path):
     assert run.orchestrator._trainer.memory.steps == 2
 
 
+@pytest.mark.parametrize("then", ["the job", "its restore"])
+def test_a_trainer_whose_end_nobody_has_noticed_yet_is_waited_for(run, tmp_path, then):
+    """Its connection is gone at once, and every request to it fails at once; a launcher says so later, and fifteen seconds later at the latest it is known."""
+    trainer = run.trainer()
+    run.client.save_checkpoint(str(tmp_path / "saved"))
+    trainers = [trainer]
+
+    def dies_too(_message) -> None:
+        trainers[-1].link.close()
+        threading.Timer(1.0, lambda: trainers.append(run.trainer())).start()
+
+    def next_one() -> None:
+        node = FakeTrainer(endpoint=run.endpoint, node_id="trainer", token=TOKEN)
+        if then == "its restore":
+            node.script["LoadCheckpoint"] = dies_too
+        run.nodes.append(node.start())
+        trainers.append(node)
+
+    trainer.die()
+    threading.Timer(1.0, next_one).start()
+    run.client.forward_backward(SmallBatch(), timeout_s=30)
+    assert len(trainers) == (2 if then == "the job" else 3) and trainers[-1].log == ["LoadCheckpoint", "ForwardBackward"]
+
+
 def test_a_trainer_that_is_replaced_as_it_is_asked_to_join_publishes_nothing_of_its_own(run, monkeypatch):
     """Another process, at its base weights, then has a transfer group of the version's replicas."""
     trainer = run.trainer()

@@ -1,7 +1,8 @@
 """Hundreds of training jobs on one cluster while requests run, the trainer killed now and then: what grows, what is lost.
 
     job_s                 the last tenth of the jobs; peer: the first tenth. Jobs in which the trainer was killed are left out
-    recovery_s            jobs in which it was killed (SIGKILL, at a random moment, which may be the job's last), until they ended in `Completed`
+    recovery_s            the job in which it was killed (SIGKILL, at a random moment) and the next, which has the recovery where that was the job's last moment;
+                          together, until `Completed`
     NODE_bytes            resident memory of orchestrator, trainer and inference node with all their processes, after each tenth; peer: after the second
                           tenth, when everything has run once. Medians of both: a leak shows in `samples`, which are in order
     NODE_descriptors      open descriptors, likewise
@@ -84,7 +85,12 @@ def _soak(folder: Path, *, device: str, jobs: int, crash_every: int) -> Seen:
                 is_crash = number % crash_every == 0
                 after_s = dice.uniform(0.0, min(seen.job_s[-5:])) if is_crash else None
                 job_s = _run_job(cluster, dice, vocab_size=vocab_size, kill_after_s=after_s)
-                (seen.recovery_s if is_crash else seen.job_s).append(job_s)
+                if is_crash:
+                    seen.recovery_s.append(job_s)
+                elif number > 1 and (number - 1) % crash_every == 0:
+                    seen.recovery_s[-1] += job_s
+                else:
+                    seen.job_s.append(job_s)
                 if number % (jobs // TENTHS) == 0:
                     seen.tenths.append(_held(cluster))
                     seen.vllm |= {(p.pid, p.create_time()) for p in _processes(cluster, "inference") if _is_server(p)}

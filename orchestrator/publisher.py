@@ -648,7 +648,12 @@ class Publisher:
                 for replica in replicas
             )
 
-        await _all_or_first_error([opened, join_all()])
+        async def stop_listening(why: str) -> None:
+            """Else the trainer would wait for the others until the deadline, and be deaf to everything else."""
+            listening.cancel()
+            await self._tell(self._trainer, AbortSend(reason=why))
+
+        await _all_or_first_error([opened, join_all()], on_error=stop_listening)
         if self._lives(replicas) != wanted:
             raise NodeLost("the trainer or a replica was restarted while the transfer group was opened")
         self._joined = wanted

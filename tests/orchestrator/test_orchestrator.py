@@ -12,7 +12,7 @@ from orchestrator import server
 from orchestrator.client import SpliceClient
 from orchestrator.errors import ConfigError, JobFailed, JournalError
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, TrainMergedJob, Unready, batch_specs
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Rendezvous, TrainMergedJob, Unready, batch_specs
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
@@ -299,6 +299,26 @@ def test_the_only_replica_is_waited_for_though_it_goes_while_the_trainer_recover
     replica.restarted()
     assert soon(lambda: len(replica.served) == 3, 20) and run.thread.is_alive()
     assert "LeaveAlias" not in replica.log and replica.served[-1] == (1, [11, 21, 31])
+
+
+def test_a_replica_that_cannot_join_leaves_nobody_waiting(run):
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+
+    def listen(message):
+        trainer.aborted.clear()
+        where = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
+        trainer.link.progress(message.request_id, "listening", rendezvous={"inference-0": where})
+        trainer.aborted.wait(30)
+        trainer.refuse(message, code=ErrorCode.TRANSFER_ABORTED)
+
+    run.orchestrator._publisher._joined = {}  # as after a change of processes: the groups are opened anew
+    trainer.script["OpenTransferGroup"] = listen
+    replica.script["JoinTransferGroup"] = lambda m: replica.refuse(m, code=ErrorCode.NOT_READY)
+    began = time.monotonic()
+    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
+    assert time.monotonic() - began < 15 and replica.served[-1] == (1, [11, 21, 31])
 
 
 def test_a_resync_job_sends_the_served_version_again(run):

@@ -117,7 +117,7 @@ class InferenceNode:
         self._unconfirmed: int | None = None
         """Committed here with its swap; the orchestrator has not said that it knows."""
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._restarts = RestartBudget(MAX_RESTARTS)
+        self._restarts, self._times_restarted = RestartBudget(MAX_RESTARTS), 0
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self._listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
@@ -179,7 +179,8 @@ class InferenceNode:
             "model_dtype": workers[0]["model_dtype"], "device": workers[0]["device"], "packages": workers[0]["packages"],
         }  # fmt: skip
         if restarted:
-            detail["restarted"] = True
+            self._times_restarted += 1
+            detail["restarted"] = self._times_restarted
         self._link.send(Ready(node_id=self._node_id, detail=detail))
 
     def _refuse_requests(self) -> None:
@@ -517,7 +518,8 @@ class InferenceNode:
 
     def _on_forgotten(self, _: AnyMessage) -> None:
         """On the link's thread: an orchestrator that asks who we are has given up what was under way here, and may not come to publish for long."""
-        self._abort("the orchestrator was restarted, or had not heard of this node")
+        if self._update is not None or (self._received, self._shadowed, self._unconfirmed) != (None, None, None):
+            self._abort("the orchestrator was restarted, or had not heard of this node")
 
     def _abort(self, reason: str) -> None:
         self._aborts.put(reason)

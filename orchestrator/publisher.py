@@ -27,6 +27,7 @@ from orchestrator.protocol.messages import (
     CheckCanary,
     CommitUpdate,
     Completed,
+    ErrorCode,
     Forward,
     JoinTransferGroup,
     LeaveAlias,
@@ -584,7 +585,8 @@ class Publisher:
         return self._config.canary and wire.base is None
 
     async def _commit(self, version: int, *, report: Report, result: PublicationReport) -> None:
-        """All replicas; one that is lost here has verified, and may or may not serve the version.
+        """All replicas; one that is lost here has verified, and may or may not serve the version; one that was lost before, and has given up what it
+        received, says that it is not ready.
 
         Raises:
             JobFailed: a replica refused. NodeLost: all of them are gone.
@@ -598,10 +600,12 @@ class Publisher:
 
         outcomes = await asyncio.gather(*(commit(r) for r in result.replicas), return_exceptions=True)
         failed = {r: outcome for r, outcome in zip(result.replicas, outcomes, strict=True) if outcome is not None}
-        for error in failed.values():
-            if not isinstance(error, NodeLost):
+        left_out: dict[str, SpliceError] = {}
+        for replica, error in failed.items():
+            if not isinstance(error, NodeLost) and not (isinstance(error, JobFailed) and error.code == ErrorCode.NOT_READY):
                 raise error
-        await self._leave_out({r: e for r, e in failed.items() if isinstance(e, NodeLost)}, report=report, result=result)
+            left_out[replica] = error
+        await self._leave_out(left_out, report=report, result=result)
         report("resumed", {"pause_s": (self._resumed_s or max(resumed_s)) - self._pause_started_s})
 
     # ------------------------------------------------------------ groups

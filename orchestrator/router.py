@@ -118,7 +118,9 @@ class ControlRouter:
         # Not zmq.asyncio's, whose own work is an eighth of what an empty job costs this process.
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self._arrived: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[list[bytes] | Exception] = asyncio.Queue()
+        self._will_take = False
+        self._incarnation = uuid.uuid4().hex
         self._authenticator: AsyncioAuthenticator | None = None
         self._open: dict[str, _Open] = {}
         self._changed = asyncio.Condition()
@@ -144,8 +146,7 @@ class ControlRouter:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
-            self._context.destroy(linger=0)
+            self._end_sockets(socket, linger_ms=0)
             raise ConfigError(f"cannot bind the control socket to {address}: {error}; choose another port, or 0") from error
         self._socket = socket
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -163,12 +164,16 @@ class ControlRouter:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._authenticator is not None:
-            self._authenticator.stop()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.FD)
-            self._socket.close(linger=1000)
-        self._context.destroy(linger=1000)
+        self._end_sockets(self._socket, linger_ms=1000)
+
+    def _end_sockets(self, socket: zmq.Socket[bytes] | None, *, linger_ms: int) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()  # has a socket that the context does not know and would wait for
+        if socket is not None:
+            socket.close(linger=linger_ms)
+        self._context.destroy(linger=linger_ms)
 
     async def send(self, peer_id: str, message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> None:
         """Send to a peer.
@@ -195,7 +200,7 @@ class ControlRouter:
         finally:
             # Sending takes in what the descriptor had to say of arrivals, which is then silent about them.
             if _has_arrivals(self._socket):
-                asyncio.get_running_loop().call_soon(self._take_arrived)
+                self._take_soon()
 
     async def request(
         self,
@@ -296,7 +301,10 @@ class ControlRouter:
 
     async def _read(self) -> None:
         while True:
-            identity, *frames = await self._arrived.get()
+            arrived = await self._arrived.get()
+            if isinstance(arrived, Exception):
+                raise arrived
+            identity, *frames = arrived
             peer_id = identity.decode(errors="surrogateescape")  # a stranger's identity is any bytes
             try:
                 await self._handle(peer_id, decode(frames))
@@ -308,14 +316,24 @@ class ControlRouter:
             except NodeLost as error:
                 log.warning("%r went away while being answered: %s", peer_id, error)
 
+    def _take_soon(self) -> None:
+        if not self._will_take:
+            self._will_take = True
+            asyncio.get_running_loop().call_soon(self._take_arrived)
+
     def _take_arrived(self) -> None:
+        self._will_take = False
         if self._socket is None or self._socket.closed:
             return
-        for _ in range(READ_AT_ONCE):
-            if not _has_arrivals(self._socket):
-                return
-            self._arrived.put_nowait(self._socket.recv_multipart())
-        asyncio.get_running_loop().call_soon(self._take_arrived)
+        try:
+            for _ in range(READ_AT_ONCE):
+                if not _has_arrivals(self._socket):
+                    return
+                self._arrived.put_nowait(self._socket.recv_multipart())
+        except Exception as error:  # noqa: BLE001  - ends the reading, and with it the orchestrator
+            self._arrived.put_nowait(error)
+        else:
+            self._take_soon()
 
     def _drop(self, peer_id: str, why: str) -> None:
         self.dropped[peer_id] += 1
@@ -342,7 +360,7 @@ class ControlRouter:
         if isinstance(message, Heartbeat):
             await self.send(peer_id, Heartbeat(node_id="orchestrator"))
         elif isinstance(message, Ready):
-            if peer.state != "ready" or message.detail.get("restarted"):
+            if peer.state != "ready" or message.detail.get("restarted") != peer.detail.get("restarted"):
                 peer.times_ready += 1
             peer.said_ready = True
             await self._set_state(peer_id, "ready", message.detail)
@@ -376,7 +394,7 @@ class ControlRouter:
             known.last_seen_s = time.monotonic()
             if known.state == "lost":
                 await self._set_state(peer_id, "ready" if known.said_ready else "connected")
-        await self.send(peer_id, Welcome(heartbeat_s=HEARTBEAT_S))
+        await self.send(peer_id, Welcome(heartbeat_s=HEARTBEAT_S, incarnation=self._incarnation))
         # A reconnect may have lost a request or its answer. The node runs an id once and repeats the outcome of one that has ended.
         for entry in [e for e in self._open.values() if e.peer_id == peer_id and not e.done.done()]:
             await self.send(peer_id, entry.message, entry.buffers)

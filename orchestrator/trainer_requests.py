@@ -64,7 +64,7 @@ class TrainerMemory:
 
     def loaded(self, folder: str) -> None:
         """The state came from `folder`."""
-        self.durable_dir, self.steps, self.pending, self.adapter = folder, 0, 0, ""
+        self.durable_dir, self.steps, self.pending, self.adapter, self.saving = folder, 0, 0, "", ""
 
     def took_adapter(self, folder: str) -> None:
         """Its adapters came from `folder`; what was pending is gone."""
@@ -77,12 +77,11 @@ class TrainerMemory:
 
     def stepped(self, count: int = 1) -> None:
         """Optimizer steps used up what was pending."""
-        self.steps, self.pending = self.steps + count, 0
+        self.steps, self.pending, self.saving = self.steps + count, 0, ""
 
     def failed(self, code: str, *, steps_taken: int) -> None:
         """A request failed: a refused one changed nothing, a later failure dropped what was pending; steps that were taken before, or could
         not be saved, stand all the same."""
-        self.saving = ""
         if steps_taken:
             self.stepped(steps_taken)
         elif code == ErrorCode.CHECKPOINT_FAILED:
@@ -187,6 +186,8 @@ class TrainerRequests:
                 id_there = None if staged is None else staged(incarnation)
                 answer = await self._request(request, buffers, staged=id_there, phase=phase, on_progress=on_progress)
             except JobFailed as error:
+                if error.is_answer:
+                    self.memory.saving = ""
                 if self.memory.incarnation == incarnation:
                     self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise

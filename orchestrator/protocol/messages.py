@@ -854,6 +854,8 @@ class Welcome(Message):
 
     kind: Literal["Welcome"] = "Welcome"
     heartbeat_s: float
+    incarnation: str = ""
+    """The orchestrator's process. Another one than before has given up what was under way; empty: not said."""
 
 
 class Rejected(Message):

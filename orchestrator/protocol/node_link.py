@@ -80,7 +80,8 @@ class NodeLink:
     Args:
         endpoint: the orchestrator's ROUTER, e.g. "tcp://127.0.0.1:40001".
         hello: who we are.
-        urgent: kind -> callback, called on the link's thread; must not block. "Hello": the orchestrator does not know us, or no longer.
+        urgent: kind -> callback, called on the link's thread; must not block. "Hello": the orchestrator does not know us, or no longer;
+            called for another orchestrator's `Welcome` too.
         aside: the same for messages that are taken whole, with their buffers.
         curve: CURVE keys; None: those of `curve_from_env`.
         lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
@@ -113,7 +114,10 @@ class NodeLink:
         self._outcomes: OrderedDict[str, tuple[AnyMessage, tuple[bytes, ...]]] = OrderedDict()
         self._running: set[str] = set()
         self._progress_counts: dict[str, int] = {}
-        self._resend_ready: AnyMessage | None = None
+        self._last_word: AnyMessage | None = None
+        """Ready or Unready."""
+        self._orchestrator = ""
+        self._waited_s, self._looked_before = 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="splice-control", daemon=True)
 
     @property
@@ -148,7 +152,10 @@ class NodeLink:
             return self._inbox.get(timeout=timeout_s)
         if not self._thread.is_alive():
             raise NodeLost(f"the connection to the orchestrator at {self._endpoint} is closed")
-        silent_s = self._last_looked - self._last_heard
+        if self._last_looked != self._looked_before:
+            self._looked_before, self._waited_s = self._last_looked, 0.0
+        self._waited_s += timeout_s  # a thread that no longer looks counts as silence, the time in which nobody ran does not
+        silent_s = self._last_looked - self._last_heard + self._waited_s
         if silent_s > self._lost_after_s:
             raise NodeLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
         return None
@@ -161,10 +168,8 @@ class NodeLink:
             self._progress_counts.pop(message.request_id, None)  # type: ignore[union-attr]
             while len(self._outcomes) > OUTCOMES_KEPT:
                 self._outcomes.popitem(last=False)
-        elif message.kind == "Ready":
-            self._resend_ready = message
-        elif message.kind == "Unready":
-            self._resend_ready = None
+        elif message.kind in ("Ready", "Unready"):
+            self._last_word = message
         self._outbox.put((message, buffers))
         self._wake()
 
@@ -301,14 +306,17 @@ class NodeLink:
         message = envelope.message
         if isinstance(message, Welcome):
             self._heartbeat_s = message.heartbeat_s
+            if message.incarnation != self._orchestrator:
+                if self._orchestrator:
+                    self._be_forgotten(message)
+                self._orchestrator = message.incarnation
             self._welcomed.set()
         elif isinstance(message, Rejected):
             self._rejected = message.reason
             self._welcomed.set()
         elif isinstance(message, Hello):
             # The orchestrator forgot us: it restarted, or had not heard of us for too long.
-            if "Hello" in self._urgent:
-                self._urgent["Hello"](message)
+            self._be_forgotten(message)
             self._introduce(socket)
         elif isinstance(message, Heartbeat):
             pass
@@ -321,12 +329,16 @@ class NodeLink:
         else:
             self._on_request(socket, envelope)
 
+    def _be_forgotten(self, message: AnyMessage) -> None:
+        if "Hello" in self._urgent:
+            self._urgent["Hello"](message)
+
     def _introduce(self, socket: zmq.Socket[bytes]) -> None:
-        """Say again who we are and, if so, that we are ready. After it the orchestrator sends again what it waits for, and a client, which finds a
+        """Say again who we are and whether we are ready. After it the orchestrator sends again what it waits for, and a client, which finds a
         Hello, its jobs; what arrives twice does no harm."""
         self._send_now(socket, self._hello, ())
-        if self._resend_ready is not None:
-            self._send_now(socket, self._resend_ready, ())
+        if self._last_word is not None:
+            self._send_now(socket, self._last_word, ())
         if self._hello.role == "client":
             self._inbox.put(Envelope(message=self._hello))
 

@@ -164,6 +164,16 @@ def test_a_transfer_for_an_orchestrator_that_forgot_us_ends_at_once(dense: Node)
     assert dense.prompt_logprobs(f"tiny@{version}").numel()
 
 
+def test_a_transfer_right_after_an_idle_node_was_forgotten_is_not_ended(dense: Node) -> None:
+    version = ensure_published(dense)
+    dense.join()
+    assert dense.prepare(version + 1).kind == "Completed"
+    dense.router.send(m.Hello(role="client", node_id="orchestrator", incarnation="", run_token=""))
+    envelope, _ = dense.receive(version + 1, dense.base)
+    assert envelope.message.kind == "Completed", envelope.message
+    assert dense.commit(version + 1).kind == "Completed"
+
+
 def test_an_abort_while_it_pauses_leaves_the_version_served(dense: Node) -> None:
     """The orchestrator does not hear "applying", after which it would take the replica for poisoned."""
     version = ensure_published(dense)
@@ -247,7 +257,7 @@ def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node
     assert not alive, "an engine outlived its killed API server"
     killed_while_it_starts(dense, api)
     dense.wait_ready(count + 1)
-    assert dense.router.ready[-1].detail["restarted"] is True and dense.router.unready
+    assert dense.router.ready[-1].detail["restarted"] >= 1 and dense.router.unready
     refused = dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3], "max_tokens": 1})
     assert refused.status_code == 503 and refused.headers["x-splice-version"] == "none"
     dense.join()

@@ -51,7 +51,8 @@ class FakeNode:
         self.script: dict[str, Callable[[object], None]] = {}
         self.aborted = threading.Event()
         hello = Hello(role=self.role, node_id=node_id, incarnation=uuid.uuid4().hex, run_token=token)  # type: ignore[arg-type]
-        urgent = {"AbortSend": self._on_abort, "AbortUpdate": self._on_abort}
+        urgent = {"AbortSend": self._on_abort, "AbortUpdate": self._on_abort, "Hello": self._on_forgotten}
+        self.times_forgotten = 0
         aside = {"StageBatch": self._on_aside, "DropBatch": self._on_aside}
         self.staged: dict[str, tuple[bytes, ...]] = {}
         self.link = NodeLink(endpoint=endpoint, hello=hello, urgent=urgent, aside=aside, lost_after_s=60)
@@ -75,6 +76,9 @@ class FakeNode:
     def _on_abort(self, message: object) -> None:
         self.log.append(type(message).__name__)
         self.aborted.set()
+
+    def _on_forgotten(self, _: object) -> None:
+        self.times_forgotten += 1
 
     def _on_aside(self, envelope) -> None:
         self.log.append(envelope.message.kind)
@@ -241,7 +245,7 @@ class FakeReplica(FakeNode):
     def __init__(self, *, source: Callable[[], list[int]], **kwargs: str) -> None:
         super().__init__(**kwargs)
         self.source, self.served, self.live = source, [], [0, 0, 0]
-        self.flip = False
+        self.flip, self.restarts = False, 0
         self.left_alias = False
         self.part: tuple[int, ...] | None = None
         """What it completes the changed tensors to; None: it does not take a part."""
@@ -261,7 +265,8 @@ class FakeReplica(FakeNode):
 
     def restarted(self) -> None:
         """Say that the server behind it was started anew."""
-        self.link.send(Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": True}))
+        self.restarts += 1
+        self.link.send(Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": self.restarts}))
 
     def on_PrepareUpdate(self, message) -> None:
         result = {} if self.layout is None else {"layout": self.layout}

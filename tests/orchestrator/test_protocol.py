@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 
 import msgpack
@@ -17,6 +18,7 @@ from orchestrator.protocol.frames import OtherProtocolVersion, decode, encode
 from orchestrator.protocol.messages import (
     ANY_MESSAGE,
     PROTOCOL_VERSION,
+    AbortSend,
     Completed,
     GetStatus,
     Heartbeat,
@@ -145,6 +147,36 @@ def test_a_wrong_token_is_told_why():
     with_router(test)
 
 
+def test_a_node_whose_link_is_stuck_gives_up():
+    """It beats no more, so it is lost to the orchestrator; its launcher is to start another."""
+    go_on = threading.Event()
+
+    async def test(router, _):
+        urgent = {"AbortSend": lambda _: go_on.wait(25)}
+        node = NodeLink(endpoint=router.endpoint, hello=hello(role="trainer", node_id="stuck"), urgent=urgent, lost_after_s=2.0)
+        link = await asyncio.to_thread(node.start)
+        await router.send("stuck", AbortSend(reason="the test says so"))
+
+        def wait() -> None:
+            while True:
+                link.recv(timeout_s=0.1)
+
+        with pytest.raises(NodeLost, match="silent"):
+            await asyncio.wait_for(asyncio.to_thread(wait), 10)
+        go_on.set()
+        await asyncio.to_thread(link.close)
+
+    with_router(test)
+
+
+def make_keys(folder) -> int:
+    from typer.testing import CliRunner
+
+    from orchestrator.cli import app
+
+    return CliRunner().invoke(app, ["keys", str(folder)]).exit_code
+
+
 def test_a_peer_that_reads_nothing_is_not_waited_for():
     """Ctrl-Z at a client that watches a run must not stop the run."""
 
@@ -166,11 +198,16 @@ def test_a_peer_that_reads_nothing_is_not_waited_for():
     with_router(test)
 
 
-def test_a_port_in_use_is_said_plainly():
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_port_in_use_is_said_plainly(has_keys, tmp_path):
+    if has_keys:
+        assert make_keys(tmp_path / "keys") == 0
+
     async def test(router, _):
         async def nobody(peer, envelope): ...
 
-        second = ControlRouter(endpoint=router.endpoint, run_token=TOKEN, on_client=nobody)
+        keys = tmp_path / "keys" if has_keys else None
+        second = ControlRouter(endpoint=router.endpoint, run_token=TOKEN, on_client=nobody, curve_dir=keys)
         with pytest.raises(ConfigError, match="another port"):
             await second.start()
 
@@ -178,13 +215,9 @@ def test_a_port_in_use_is_said_plainly():
 
 
 def test_curve_lets_in_only_those_with_a_key(tmp_path, monkeypatch):
-    from typer.testing import CliRunner
-
-    from orchestrator.cli import app
-
     keys = tmp_path / "keys"
-    assert CliRunner().invoke(app, ["keys", str(keys)]).exit_code == 0
-    assert CliRunner().invoke(app, ["keys", str(keys)]).exit_code == 2  # never overwritten
+    assert make_keys(keys) == 0
+    assert make_keys(keys) == 2  # never overwritten
 
     async def test(router, received):
         plain = NodeLink(endpoint=router.endpoint, hello=hello(node_id="plain"))

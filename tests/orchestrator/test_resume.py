@@ -122,7 +122,7 @@ def test_killed_while_idle_and_in_the_step(killed):
     killed.client.run(InitialSyncJob())
     killed.client.run(JOB, buffers=BUFFERS)
     killed.restart()
-    assert soon(lambda: len(killed.replica.served) >= 3, 60)
+    assert soon(lambda: len(killed.replica.served) >= 3, 60) and killed.replica.times_forgotten > 0
     assert killed.replica.served[1:] == [(1, [11, 21, 31])] * 2, "the served version is sent again"
     assert killed.client.status().version == 1
     killed.kill_in(killed.trainer, "TrainMerged")

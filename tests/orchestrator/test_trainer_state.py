@@ -162,6 +162,13 @@ def test_a_save_that_may_have_come_to_its_end_is_not_called_lost(run, tmp_path):
         run.client.optim_step()
 
 
+def test_what_was_done_after_a_save_is_called_lost():
+    memory = TrainerMemory(saving="/a")
+    memory.loaded("/a")
+    memory.stepped()
+    assert memory.take_loss().endswith("since /a are lost with it")
+
+
 def test_what_is_lost_fits_into_a_failure():
     memory = TrainerMemory(adapter="/x" * 5000, durable_dir="/y" * 5000, steps=1)
     said = memory.take_loss()

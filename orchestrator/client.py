@@ -165,12 +165,20 @@ class SpliceClient:
         Args:
             buffers: kept, and not to be changed, until `wait` returns: a restarted orchestrator is sent them again.
             on_progress: called by `wait`.
+
+        Raises:
+            ProtocolError: the buffers are not those that the job's `tensors` say.
         """
         job_id = job_id or new_id("job")
         message = SubmitJob(job_id=job_id, job=job, progress=on_progress is not None)
         with self._changed:
             self._jobs[job_id] = _Submitted(message=message, buffers=buffers, on_progress=on_progress)
-        self._link.send(message, buffers)
+        try:
+            self._link.send(message, buffers)
+        except ProtocolError:
+            with self._changed:
+                del self._jobs[job_id]
+            raise
         return job_id
 
     def wait(self, job_id: str, *, timeout_s: float = 7200.0) -> dict[str, Any]:

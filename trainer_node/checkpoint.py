@@ -115,27 +115,36 @@ def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: M
     Raises:
         CheckpointError: on every rank, if one could not write; a whole checkpoint that stood there before is still there then.
     """
+    folder = _real(folder)
     rank, temp = dist.get_rank(), generations.new_folder(folder)
     stacks = [] if runtime.trains_all else peft_io.gather_stacks(runtime)
     meta = {**_meta(runtime, version), "client_state": dict(client_state or {})}
-    with bulk_writer(runtime.device) as writer:
-        adapter: Writing | None = None
-        with _together(runtime, f"making {temp}"):
-            if rank == 0:
-                for one in (folder, temp, generations.old_folder(folder)):
-                    generations.refuse_foreign(one, names=_names())
-                generations.begin(folder)
-                write_file(temp / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=1)))
-                if stacks:
-                    # Written while the state's plan is made. Nobody looks for it here before the marker is there, so it needs no rename.
-                    (temp / ADAPTER).mkdir()
-                    adapter = writer.start(temp / ADAPTER / peft_io.WEIGHTS, peft_io.layout(stacks))
-        sharded_state.save(_boxes(runtime), temp / STATE, group=runtime.control_group, writer=writer)
-        with _together(runtime, f"writing rank {rank}'s state to {temp}"):
-            write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(rng_state(runtime), path))
-            if adapter is not None:
-                adapter.wait()
-                peft_io.write_config(temp / ADAPTER, lora=runtime.config.lora, model=runtime.config.model)
+    began = False
+    try:
+        with bulk_writer(runtime.device) as writer:
+            adapter: Writing | None = None
+            with _together(runtime, f"making {temp}"):
+                if rank == 0:
+                    for one in (folder, temp, generations.old_folder(folder)):
+                        generations.refuse_foreign(one, names=_names())
+                    generations.begin(folder)
+                    began = True
+                    write_file(temp / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=1)))
+                    if stacks:
+                        # Written while the state's plan is made. Nobody looks for it here before the marker is there, so it needs no rename.
+                        (temp / ADAPTER).mkdir()
+                        adapter = writer.start(temp / ADAPTER / peft_io.WEIGHTS, peft_io.layout(stacks))
+            sharded_state.save(_boxes(runtime), temp / STATE, group=runtime.control_group, writer=writer)
+            with _together(runtime, f"writing rank {rank}'s state to {temp}"):
+                write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(rng_state(runtime), path))
+                if adapter is not None:
+                    adapter.wait()
+                    peft_io.write_config(temp / ADAPTER, lora=runtime.config.lora, model=runtime.config.model)
+    except Exception:
+        if began:  # on a full disk it would keep what room there was
+            with contextlib.suppress(OSError):
+                generations.discard(temp)
+        raise
     with _together(runtime, f"moving {temp} to {folder}"):
         if rank == 0:
             generations.finish(folder, facts={"version": version})
@@ -150,6 +159,7 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
     Raises:
         CheckpointError: on every rank: no such checkpoint, a partial one, or one of another model or LoRA setting.
     """
+    folder = _real(folder)
     with _together(runtime, f"mending {folder}"):
         if dist.get_rank() == 0:
             generations.recover(folder)
@@ -197,11 +207,19 @@ def delete(folders: Iterable[Path]) -> dict[str, str]:
     kept = {}
     for folder in folders:
         try:
-            generations.refuse_foreign(folder, names=_names())
-            generations.discard(folder)
+            real = _real(folder)
+            # What a crash left beside it first: without it, a load of this name would find an older state.
+            for one in (generations.new_folder(real), generations.old_folder(real), real):
+                generations.refuse_foreign(one, names=_names())
+                generations.discard(one)
         except OSError as error:
             kept[str(folder)] = str(error)
     return kept
+
+
+def _real(folder: Path) -> Path:
+    """A checkpoint that a link stands for is replaced and deleted where it lies; the link stays."""
+    return folder.resolve() if folder.is_symlink() else folder
 
 
 def _names() -> set[str]:
@@ -320,7 +338,7 @@ def _together(runtime: TrainerRuntime, what: str) -> Iterator[None]:
     error: str | None = None
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as caught:
+    except Exception as caught:  # noqa: BLE001  - whatever it is, the others must hear of it here, or the ranks are out of step
         error = f"{type(caught).__name__}: {caught}"
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error, group=runtime.control_group)

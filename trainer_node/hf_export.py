@@ -54,11 +54,11 @@ def export_hf(runtime: TrainerRuntime, exporter: Exporter, folder: Path, *, shar
     manifest = exporter.manifest()
     plan = plan_files(manifest, shard_bytes=shard_bytes)
     stream = exporter.merged_tensors()
-    error: OSError | None = None
+    error: Exception | None = None
     if dist.get_rank() == 0:
         try:
             _write(runtime.config.model, folder, manifest, plan, stream)
-        except OSError as caught:
+        except Exception as caught:  # noqa: BLE001  - safetensors has a type of its own for a full disk; the other ranks wait below
             error = caught
     for _ in stream:  # every rank finishes the export, so that they stay in step
         pass

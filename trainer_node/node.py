@@ -654,7 +654,7 @@ class Node:
             return Outcome()
         try:
             report = self._transfer.send(manifest, stream, deadline_s=deadline - time.monotonic())
-        except (TransferError, PublicationError):
+        except Exception:
             # The other ranks are in the export's collectives: finish it without sending.
             _exhaust(stream)
             raise
@@ -742,6 +742,7 @@ class Transfer:
         self.close()
         deadline = time.monotonic() + message.deadline_s
         joined: dict[str, Any] = {}
+        listeners: dict[str, Any] = {}  # an abort empties the other
         try:
             for replica, workers in message.replicas.items():
                 listener = open_listener(
@@ -751,11 +752,12 @@ class Transfer:
                     bucket_bytes=message.bucket_bytes,
                     device=self._device,
                 )
+                listeners[replica] = listener
                 with self._lock:
                     self._listeners[replica] = listener
-            on_listening({r: x.rendezvous.model_dump(mode="python") for r, x in self._listeners.items()})
-            for replica in message.replicas:
-                joined[replica] = self._listeners[replica].join(max(0.001, deadline - time.monotonic()))
+            on_listening({r: x.rendezvous.model_dump(mode="python") for r, x in listeners.items()})
+            for replica, listener in listeners.items():
+                joined[replica] = listener.join(max(0.001, deadline - time.monotonic()))
         except BaseException as error:
             for group in joined.values():
                 group.close()

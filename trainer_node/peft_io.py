@@ -280,6 +280,8 @@ def read_together(runtime: TrainerRuntime, folder: Path) -> dict[Key, torch.Tens
         found = read_adapter(folder, lora=runtime.config.lora, expected=expected)
     except AdapterError as caught:
         error = str(caught)
+    except Exception as caught:  # noqa: BLE001  - the other ranks must hear of it here
+        error = f"the adapter in {folder} cannot be read: {type(caught).__name__}: {caught}"
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error, group=runtime.control_group)
     first = next((e for e in errors if e is not None), None)

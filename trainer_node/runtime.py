@@ -710,8 +710,12 @@ class TrainerRuntime:
             del self.references[next(iter(self.references))]
         pieces = [torch.empty_like(p.param.data) for p in self.params]
         self.references[folder] = pieces
-        with self.reference_in_place(str(folder)):
-            self.adapters.load(whole)  # type: ignore[arg-type]
+        try:
+            with self.reference_in_place(str(folder)):
+                self.adapters.load(whole)  # type: ignore[arg-type]
+        except BaseException:
+            del self.references[folder]  # its memory was never written whole
+            raise
 
     @contextlib.contextmanager
     def reference_in_place(self, folder: str | None) -> Iterator[None]:

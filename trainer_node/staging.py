@@ -10,6 +10,7 @@ what the check raised. What goes wrong with the staging itself costs the head st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -60,6 +61,8 @@ class Staging:
 
     def receive(self, envelope: Envelope) -> None:
         """A `StageBatch` or `DropBatch` has come; never blocks. Rank 0."""
+        if not self._is_open:  # nobody would take it from the inbox
+            return
         self._inbox.put((envelope, self._note(envelope)))
 
     def holds(self, job_id: str) -> bool:
@@ -88,12 +91,16 @@ class Staging:
                     self._decode(taken[0].message, taken[0].buffers, taken[1])
         except StopIteration:
             pass
-        except RuntimeError as error:  # torch's, of a process group whose other ends are gone
+        except Exception as error:  # noqa: BLE001  - of a process group whose other ends are gone, or of memory: jobs come with their batches then
             log.warning("batches are no longer staged ahead: %s", error)
         finally:
             with self._changed:
                 self._is_open = False
+                self._held.clear()
                 self._changed.notify_all()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._inbox.get_nowait()
 
     def _next(self) -> tuple[Envelope, Future[Batch]] | None:
         """What came, shared with the other ranks; None: nothing within a few seconds."""

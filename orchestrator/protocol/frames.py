@@ -33,10 +33,13 @@ def encode(message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> l
     """Message and raw buffers to frames; the buffers must be what `message.tensors` says.
 
     Raises:
-        ProtocolError: a buffer's size is not its spec's.
+        ProtocolError: a buffer's size is not its spec's, or the body holds what msgpack cannot (an integer of more than 64 bits, say).
     """
     _check_buffers(message, buffers)
-    body = msgpack.packb(message.model_dump(mode="python"), use_bin_type=True)
+    try:
+        body = msgpack.packb(message.model_dump(mode="python"), use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"{message.kind} cannot be sent: {error}") from error
     return [_VERSION_FRAME, message.kind.encode(), body, *buffers]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 PROTOCOL_VERSION = 2
 """Peers of another version are answered `Rejected`."""
@@ -78,6 +78,28 @@ class TensorSpec(Message):
     def nbytes(self) -> int:
         """Bytes on the wire."""
         return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def _plain_json(value: Any, where: str = "client_state") -> Any:
+    """The same, tuples as lists.
+
+    Raises:
+        ValueError: JSON would not give it back; names the place.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain_json(one, f"{where}[{n}]") for n, one in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {key!r}; keys must be text, or they would come back as text")
+        return {key: _plain_json(one, f"{where}.{key}") for key, one in value.items()}
+    raise ValueError(f"{where} is {type(value).__name__}, which JSON does not hold; give it as text or numbers")
+
+
+ClientState = Annotated[dict[str, Any], AfterValidator(_plain_json)]
+"""What JSON holds, because it is written as JSON with the trainer's state."""
 
 
 class Manifest(Message):
@@ -426,7 +448,7 @@ class SaveCheckpointJob(Message):
 
     kind: Literal["SaveCheckpointJob"] = "SaveCheckpointJob"
     checkpoint_dir: str = Field(min_length=1)
-    client_state: dict[str, Any] = {}
+    client_state: ClientState = {}
     """The client's own (data position, say); `LoadCheckpointJob` gives it back."""
 
 
@@ -585,7 +607,7 @@ class SaveCheckpoint(_Request):
     kind: Literal["SaveCheckpoint"] = "SaveCheckpoint"
     version: int = Field(ge=0)
     checkpoint_dir: str
-    client_state: dict[str, Any] = {}
+    client_state: ClientState = {}
     delete_after: tuple[str, ...] = ()
     """Checkpoints that are deleted once this one is whole."""
 

@@ -101,8 +101,8 @@ class NodeLink:
         self._urgent, self._aside = dict(urgent or {}), dict(aside or {})
         self._curve, self._lost_after_s = curve or curve_from_env(), lost_after_s
         self._context = zmq.Context()
-        self._outbox: queue.SimpleQueue[tuple[AnyMessage, Sequence[bytes | memoryview]]] = queue.SimpleQueue()
-        self._unsent: deque[tuple[AnyMessage, Sequence[bytes | memoryview]]] = deque()
+        self._outbox: queue.SimpleQueue[list[bytes | memoryview]] = queue.SimpleQueue()
+        self._unsent: deque[list[bytes | memoryview]] = deque()
         self._inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self._wake_fd: int | None = None
         self._wake_lock = threading.Lock()
@@ -161,7 +161,12 @@ class NodeLink:
         return None
 
     def send(self, message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a message; never blocks. A terminal message is kept to answer a repeated request."""
+        """Queue a message; never blocks. A terminal message is kept to answer a repeated request.
+
+        Raises:
+            ProtocolError: it cannot be sent: a buffer's size is not what the message says, or a number does not fit.
+        """
+        frames = encode(message, buffers)
         if message.kind in ("Completed", "Failed", "Cancelled"):
             self._outcomes[message.request_id] = (message, tuple(bytes(b) for b in buffers))  # type: ignore[union-attr]
             self._running.discard(message.request_id)  # type: ignore[union-attr]
@@ -170,7 +175,7 @@ class NodeLink:
                 self._outcomes.popitem(last=False)
         elif message.kind in ("Ready", "Unready"):
             self._last_word = message
-        self._outbox.put((message, buffers))
+        self._outbox.put(frames)
         self._wake()
 
     def progress(self, request_id: str, phase: str, **detail: object) -> None:
@@ -286,13 +291,16 @@ class NodeLink:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._unsent.append(self._outbox.get_nowait())
-        while self._unsent and self._send_now(socket, *self._unsent[0]):
+        while self._unsent and self._send_frames(socket, self._unsent[0]):
             self._unsent.popleft()
 
+    def _send_now(self, socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> None:
+        self._send_frames(socket, encode(message, buffers))
+
     @staticmethod
-    def _send_now(socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> bool:
+    def _send_frames(socket: zmq.Socket[bytes], frames: list[bytes | memoryview]) -> bool:
         try:
-            socket.send_multipart(encode(message, buffers), zmq.NOBLOCK)
+            socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:  # not connected and the high-water mark reached: what must arrive is kept and tried again
             return False
         return True

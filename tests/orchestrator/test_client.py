@@ -6,10 +6,11 @@ import asyncio
 import threading
 
 import pytest
+from pydantic import ValidationError
 
 from orchestrator.client import AsyncSpliceClient, SpliceClient
-from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import InitialSyncJob, OptimStepJob
+from orchestrator.errors import JobFailed, ProtocolError
+from orchestrator.protocol.messages import InitialSyncJob, OptimStepJob, SaveCheckpointJob
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
 
@@ -55,6 +56,18 @@ def test_a_failed_job_does_not_disturb_its_neighbours(run):
     with pytest.raises(JobFailed, match="InitialSync comes once"):
         run.client.wait(ids[2])
     assert run.client.wait(ids[1])["version"] == 1 and "metrics" in run.client.wait(ids[0])
+
+
+def test_what_cannot_be_sent_is_said_at_once_and_harms_nothing(run):
+    with pytest.raises(ProtocolError, match="but its tensors say"):
+        run.client.run(JOB, buffers=BUFFERS[:-1])
+    with pytest.raises(ProtocolError, match="cannot be sent"):
+        run.client.save_checkpoint("/c", client_state={"row": 2**70})
+    for state, where in (({"rng": b"x"}, "client_state.rng is bytes"), ({"at": {3: 1}}, r"client_state.at has the key 3")):
+        with pytest.raises(ValidationError, match=where):
+            run.client.save_checkpoint("/c", client_state=state)
+    assert SaveCheckpointJob(checkpoint_dir="/c", client_state={"at": (1, 2.5)}).client_state == {"at": [1, 2.5]}
+    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
 
 
 def test_awaited_at_once(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import zmq
@@ -416,6 +418,24 @@ def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parall
         assert process.wait(60) == 0
 
 
+def check_that_one_rank_fails_for_all(control: Orchestrator, process: subprocess.Popen, folder: Path) -> None:
+    """By exceptions of other libraries' own types; the ranks stay in step, nothing changes, and nothing is left on the disk."""
+    shutil.copytree(folder / "saved", folder / "damaged")
+    rng = folder / "damaged" / "rank_1.pt"
+    rng.write_bytes(b"?" * rng.stat().st_size)
+    refused = control.refused(LoadCheckpoint, checkpoint_dir=str(folder / "damaged"))
+    assert (refused.code, "rank 1 UnpicklingError" in refused.message) == ("checkpoint_failed", True), refused
+    ranks = [p for p in psutil.Process(process.pid).children() if "trainer_node" in " ".join(p.cmdline())]
+    rank_0 = next(p for p in ranks if p.environ().get("RANK") == "0")
+    was = rank_0.rlimit(psutil.RLIMIT_FSIZE)
+    rank_0.rlimit(psutil.RLIMIT_FSIZE, (2000, was[1]))  # as on a full disk
+    full = control.refused(ExportHf, output_dir=str(folder / "full"), shard_bytes=100_000)
+    unsaved = control.refused(SaveCheckpoint, version=1, checkpoint_dir=str(folder / "unsaved"))
+    rank_0.rlimit(psutil.RLIMIT_FSIZE, was)
+    assert (full.code, unsaved.code) == ("checkpoint_failed", "checkpoint_failed"), (full, unsaved)
+    assert not [p.name for p in folder.iterdir() if "full" in p.name or "unsaved" in p.name]
+
+
 def test_operations(models, tmp_path: Path) -> None:
     """Forward, two forward_backward, a step, an export that transformers loads; bad input, a skipped step and a dropped gradient."""
     from transformers import AutoModelForCausalLM
@@ -492,18 +512,27 @@ def test_operations(models, tmp_path: Path) -> None:
         _, found = control.ok(Forward, scoring, **asked)
         assert np.array_equal(np.frombuffer(found[0], np.float32), first)
         control.ok(ForwardBackward, buffers, **batch)
+        check_that_one_rank_fails_for_all(control, process, tmp_path)
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "saved"))
         assert (loaded["version"], loaded["client_state"], loaded["dropped_batches"]) == (3, {"row": 9}, 1)
         assert control.refused(OptimStep).code == "not_ready"
         _, found = control.ok(Forward, scoring, **asked)
         assert np.array_equal(np.frombuffer(found[0], np.float32), first)
 
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path / "linked")
+        for version in (5, 6):
+            control.ok(SaveCheckpoint, version=version, checkpoint_dir=str(link))
+        assert control.ok(LoadCheckpoint, checkpoint_dir=str(link))[0]["version"] == 6
+
+        shutil.copytree(tmp_path / "saved", tmp_path / ".saved.old")  # as a crash may have left it
         saved, _ = control.ok(
             SaveCheckpoint,
             version=4,
             checkpoint_dir=str(tmp_path / "next"),
-            delete_after=(str(tmp_path / "saved"), str(tmp_path / "hf")),
+            delete_after=(str(tmp_path / "saved"), str(tmp_path / "hf"), str(link)),
         )
+        assert link.is_symlink() and not [p.name for p in tmp_path.iterdir() if "saved" in p.name or p.name == "linked"]
         assert not (tmp_path / "saved").exists()
         assert list(saved["not_deleted"]) == [str(tmp_path / "hf")]
         control.urgent(Shutdown())
@@ -530,8 +559,6 @@ def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
 
 def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
     """Rank 1 is killed: torchrun ends the rest, with an exit code that says so, long before any collective's deadline."""
-    import psutil
-
     with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):
         ranks = [p for p in psutil.Process(process.pid).children() if "trainer_node" in " ".join(p.cmdline())]
         victim = next(p for p in ranks if p.environ().get("RANK") == "1")
@@ -541,8 +568,6 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
 
 def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:
     """Else they hold their GPUs beside the next ones, until they miss the orchestrator."""
-    import psutil
-
     with node(models["dense_untied"], tmp_path) as (_, process):
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert any("trainer_node" in " ".join(p.cmdline()) for p in ranks)

@@ -90,6 +90,23 @@ def check_routing(ahead: Ahead, batch: dict, buffers: list[bytes], *, start: str
     same_end(*ends)
 
 
+def test_what_comes_when_staging_has_ended_is_not_kept():
+    def share(envelope, *, stop=False):
+        if envelope is not None:
+            raise MemoryError("no room for the batch")
+
+    staging = Staging(lambda *_: None, share=share, is_root=True)
+    for n in range(4):
+        staging.receive(
+            Envelope(
+                message=StageBatch(job_id=f"j{n}", tensors=batch_specs(num_sequences=1, num_tokens=1), loss=None), buffers=()
+            )
+        )
+        staging._thread.join(10) if n == 0 else None
+    assert not staging.holds("j0") and staging._inbox.empty() and not staging._held
+    assert staging.claim("j3", timeout_s=5) is None
+
+
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})])
 def test_the_same_bits_and_the_same_refusals(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
     with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):

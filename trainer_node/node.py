@@ -88,6 +88,8 @@ EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "splice")
 _KEEPALIVE, _STOP = 0, -1
 OUT_OF_STEP_S = 20.0
+STREAM_SHARE = 0.8
+"""Of the collectives' timeout: the longest that a stream of several ranks may take."""
 """How long past an update's deadline the ranks still wait for each other, to reach the end of a failed send together; less than
 `DEADLINE_GRACE_S`."""
 T = TypeVar("T")
@@ -652,8 +654,12 @@ class Node:
             if problem is not None:
                 raise NotReady(problem)
             return Outcome()
+        wire_s = deadline - time.monotonic()
+        if self.config.parallel.splits_the_model:
+            # As long as this rank waits for the wire, the others wait in the export's collectives: they must not give up first.
+            wire_s = min(wire_s, STREAM_SHARE * self.config.collective_timeout_s)
         try:
-            report = self._transfer.send(manifest, stream, deadline_s=deadline - time.monotonic())
+            report = self._transfer.send(manifest, stream, deadline_s=wire_s)
         except Exception:
             # The other ranks are in the export's collectives: finish it without sending.
             _exhaust(stream)

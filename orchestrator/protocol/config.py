@@ -52,6 +52,11 @@ class ParallelConfig(Message):
     """Ranks that share each expert, whatever `tensor` is: its rows of gate and up, its columns of down."""
     world_size: int = Field(default=1, ge=1)
 
+    @property
+    def splits_the_model(self) -> bool:
+        """Whether no rank has all of it."""
+        return self.tensor * self.pipeline * self.expert * self.expert_tensor > 1
+
     @model_validator(mode="after")
     def _divides(self) -> ParallelConfig:
         if self.world_size % (self.tensor * self.pipeline * self.context):
@@ -104,6 +109,7 @@ class TrainerConfig(Message):
     GPU memory is free; `splice trainer` starts them again for the next one, from the last durable state. `ForwardBackward` is refused then."""
     seed: int = 1234
     collective_timeout_s: float = Field(default=120.0, gt=0)
+    """How long ranks wait for each other. Where the model is split over ranks and goes out in manifest order, a publication may take four fifths of it."""
 
 
 class InferenceConfig(Message):

@@ -557,6 +557,19 @@ def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
         receiver.close()
 
 
+def test_a_replica_that_takes_nothing_fails_the_transfer_not_the_ranks(models, tmp_path: Path) -> None:
+    """Those that wait in the export's collectives must not give up before rank 0, which waits for the wire."""
+    with node(models["dense_untied"], tmp_path, ranks=2, tensor=2) as (control, _):
+        manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
+        receiver = open_group(control)
+        request_id = control.start(SendWeights, version=1, deadline_s=58.0)
+        assert control.finish(request_id).message.code == "transfer_timeout"
+        receiver.close()
+        receiver = open_group(control)
+        check_publication(control, receiver, manifest, version=1)
+        receiver.close()
+
+
 def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
     """Rank 1 is killed: torchrun ends the rest, with an exit code that says so, long before any collective's deadline."""
     with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):

@@ -5,5 +5,5 @@ import sys
 from inference_node import __main__, supervisor
 
 if __name__ == "__main__":
-    supervisor.QUICK_S = 6.0
+    supervisor.QUICK_S = 15.0
     sys.exit(__main__.main())

@@ -28,8 +28,8 @@ CREATE TABLE IF NOT EXISTS publications (
   id INTEGER PRIMARY KEY, version INTEGER NOT NULL, state TEXT NOT NULL, checkpoint_dir TEXT, detail TEXT, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 """
-_SCHEMA_VERSION = 2
-"""In the file's header; counts up with the tables."""
+_SCHEMA_VERSION = 3
+"""In the file's header; counts up with the tables and with `PROTOCOL_VERSION`, because jobs are kept as wire frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Peers of another version are answered `Rejected`."""
 
 Transport = Literal["gloo", "nccl"]

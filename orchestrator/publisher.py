@@ -265,7 +265,7 @@ class Publisher:
         if self._has_canary(wire):
             await self._check_canary(version, wire.manifest, report=report, result=result)
         # A server that is started anew from here on holds nothing.
-        lives = {r: self._router.peers[r].life for r in result.replicas}
+        lives = self._lives(result.replicas)
         self._step(State.COMMITTED, version, report, result)
         await self._commit(version, report=report, result=result)
         result.seconds["publish"] = time.monotonic() - started_s
@@ -612,7 +612,8 @@ class Publisher:
 
     async def _join(self, replicas: Sequence[str], *, report: Report) -> None:
         """Make sure that trainer and replicas share transfer groups: once per set of processes."""
-        wanted = self._lives(replicas)
+        members = [self._trainer, *replicas]
+        wanted = self._lives(members)
         if self._holder is not None and self._router.peers[self._trainer].hello.incarnation != self._holder:
             raise NodeLost("the trainer was restarted and no longer holds the version to be published")
         if wanted == self._joined:
@@ -658,12 +659,12 @@ class Publisher:
             await self._tell(self._trainer, AbortSend(reason=why))
 
         await _all_or_first_error([opened, join_all()], on_error=stop_listening)
-        if self._lives(replicas) != wanted:
+        if self._lives(members) != wanted:
             raise NodeLost("the trainer or a replica was restarted while the transfer group was opened")
         self._joined = wanted
 
-    def _lives(self, replicas: Sequence[str]) -> dict[str, str]:
-        return {i: self._router.peers[i].life for i in [self._trainer, *replicas] if i in self._router.peers}
+    def _lives(self, node_ids: Sequence[str]) -> dict[str, str]:
+        return {i: self._router.peers[i].life for i in node_ids if i in self._router.peers}
 
     async def leave(self, replicas: Sequence[str]) -> None:
         """Both sides leave the groups; failures are logged, because the processes may be gone."""

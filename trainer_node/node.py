@@ -88,10 +88,10 @@ EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "splice")
 _KEEPALIVE, _STOP = 0, -1
 OUT_OF_STEP_S = 20.0
-STREAM_SHARE = 0.8
-"""Of the collectives' timeout: the longest that a stream of several ranks may take."""
 """How long past an update's deadline the ranks still wait for each other, to reach the end of a failed send together; less than
 `DEADLINE_GRACE_S`."""
+STREAM_SHARE = 0.8
+"""Of the collectives' timeout: the longest that a stream of several ranks may take."""
 T = TypeVar("T")
 
 

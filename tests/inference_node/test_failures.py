@@ -17,6 +17,8 @@ from tests.inference_node.test_swap_in_flight import Request
 
 TAU = 1e-4
 ABORT = m.AbortUpdate(reason="the test says so")
+FORGOT = m.Hello(role="client", node_id="orchestrator", incarnation="", run_token="")
+"""What an orchestrator sends to a node that it does not know, or no longer."""
 SOON_S = 10.0
 """What "at once" means beside deadlines of 20 s and more; two busy cores are slow."""
 
@@ -148,7 +150,7 @@ def test_what_was_received_for_an_orchestrator_that_forgot_us_does_not_stand_sti
     assert dense.prepare(version + 1).kind == "Completed"
     assert dense.receive(version + 1, moved(dense.base, 21))[0].message.kind == "Completed"
     waiting = Request(dense, "tiny", stream=False, max_tokens=4)
-    dense.router.send(m.Hello(role="client", node_id="orchestrator", incarnation="", run_token=""))
+    dense.router.send(FORGOT)
     waiting.join(20.0)
     assert waiting.status == 503, waiting.json
     assert dense.commit(version + 1).kind == "Failed"
@@ -158,8 +160,7 @@ def test_what_was_received_for_an_orchestrator_that_forgot_us_does_not_stand_sti
 
 def test_a_transfer_for_an_orchestrator_that_forgot_us_ends_at_once(dense: Node) -> None:
     version = ensure_published(dense)
-    hello = m.Hello(role="client", node_id="orchestrator", incarnation="", run_token="")
-    failed, took_s = fail_update(dense, moved(dense.base, 22), after=0, abort=hello)
+    failed, took_s = fail_update(dense, moved(dense.base, 22), after=0, abort=FORGOT)
     assert failed.code == "transfer_aborted" and took_s < SOON_S
     assert dense.prompt_logprobs(f"tiny@{version}").numel()
 
@@ -168,7 +169,7 @@ def test_a_transfer_right_after_an_idle_node_was_forgotten_is_not_ended(dense: N
     version = ensure_published(dense)
     dense.join()
     assert dense.prepare(version + 1).kind == "Completed"
-    dense.router.send(m.Hello(role="client", node_id="orchestrator", incarnation="", run_token=""))
+    dense.router.send(FORGOT)
     envelope, _ = dense.receive(version + 1, dense.base)
     assert envelope.message.kind == "Completed", envelope.message
     assert dense.commit(version + 1).kind == "Completed"

@@ -268,6 +268,11 @@ class FakeReplica(FakeNode):
         self.restarts += 1
         self.link.send(Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": self.restarts}))
 
+    def stand_still(self, message) -> None:
+        """Say all that is said before the first tensor is written."""
+        for phase in ("pausing", "paused", "applying"):
+            self.link.progress(message.request_id, phase)
+
     def on_PrepareUpdate(self, message) -> None:
         result = {} if self.layout is None else {"layout": self.layout}
         if self.part is not None:
@@ -279,8 +284,7 @@ class FakeReplica(FakeNode):
         self.link.complete(message.request_id, result={"why_not": why})
 
     def on_SwapWeights(self, message) -> None:
-        for phase in ("pausing", "paused", "applying"):
-            self.link.progress(message.request_id, phase)
+        self.stand_still(message)
         for i, value in self.shadow.items():
             self.live[i] = value ^ self.flip_swap
         self.flip_swap = False
@@ -296,8 +300,7 @@ class FakeReplica(FakeNode):
         if message.mode == "shadow":
             self._receive_beside(message)
             return
-        for phase in ("pausing", "paused", "applying"):
-            self.link.progress(message.request_id, phase)
+        self.stand_still(message)
         self.bases.append(message.base_version)
         self.direct.append(message.direct)
         came = range(3) if message.base_version is None else self.part or ()

@@ -79,6 +79,11 @@ class Run:
         """State of every node that the orchestrator knows, by its id."""
         return {n.node_id: n.state for n in self.client.status().nodes}
 
+    def lose(self, node_id):
+        """As after fifteen seconds without a word of it."""
+        lost = self.orchestrator._router._lose(node_id, "silent")
+        asyncio.run_coroutine_threadsafe(lost, self.loop).result(10)
+
     def __exit__(self, *_):
         if self.thread.is_alive():
             self.client.stop_run()
@@ -157,8 +162,7 @@ def test_a_replica_that_fails_while_applying_is_resynced(run):
     run.client.run(InitialSyncJob())
 
     def fail_late(message):
-        for phase in ("pausing", "paused", "applying"):
-            replica.link.progress(message.request_id, phase)
+        replica.stand_still(message)
         from orchestrator.protocol.messages import ErrorCode
 
         replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
@@ -178,8 +182,7 @@ def test_a_trainer_killed_in_the_transfer_is_replaced_and_finishes_the_version(r
     first.script["SendWeights"] = lambda _: None  # silence: it will be dead
 
     def peer_gone(message):
-        for phase in ("pausing", "paused", "applying"):
-            replica.link.progress(message.request_id, phase)
+        replica.stand_still(message)
         threading.Thread(target=replace).start()
         from orchestrator.protocol.messages import ErrorCode
 

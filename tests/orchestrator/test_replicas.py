@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
@@ -82,15 +81,10 @@ def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
     assert run.a.log.count("ReceiveWeights") == 3  # @0, the broken and the repeated @1
 
 
-def lose(run) -> None:
-    lost = run.orchestrator._router._lose("inference-1", "silent")
-    asyncio.run_coroutine_threadsafe(lost, run.loop).result(10)
-
-
 def test_one_that_was_silent_while_its_vllm_starts_is_not_taken_for_ready(run):
     run.b.link.send(Unready(node_id="inference-1", reason="vLLM has ended"))
     assert soon(lambda: run.states()["inference-1"] == "connected")
-    lose(run)
+    run.lose("inference-1")
     assert soon(lambda: run.states()["inference-1"] != "lost") and run.states()["inference-1"] == "connected"
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
@@ -98,7 +92,7 @@ def test_one_that_was_silent_while_its_vllm_starts_is_not_taken_for_ready(run):
 
 def test_that_its_vllm_has_ended_is_heard_of_one_that_was_silent(run):
     """What it said first, unknown as it was, was dropped."""
-    lose(run)
+    run.lose("inference-1")
     run.b.link.send(Unready(node_id="inference-1", reason="vLLM has ended"))
     assert soon(lambda: run.b.times_forgotten > 0 and run.states()["inference-1"] == "connected")
     time.sleep(0.2)
@@ -108,7 +102,7 @@ def test_that_its_vllm_has_ended_is_heard_of_one_that_was_silent(run):
 def test_one_that_was_silent_is_not_taken_for_restarted_again(run):
     run.b.restarted()
     assert soon(lambda: run.b.served == [V0, V0])
-    lose(run)
+    run.lose("inference-1")
     assert soon(lambda: run.states()["inference-1"] == "ready" and run.b.times_forgotten > 0)
     time.sleep(1.5)
     assert run.b.served == [V0, V0]

@@ -149,8 +149,7 @@ def test_killed_in_a_publication(moment, killed):
     elif moment == "applying":
 
         def receive(message) -> None:
-            for phase in ("pausing", "paused", "applying"):
-                killed.replica.link.progress(message.request_id, phase)
+            killed.replica.stand_still(message)
             time.sleep(0.3)
             killed.restart()
 

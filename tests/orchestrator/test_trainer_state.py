@@ -62,8 +62,7 @@ def test_after_a_publication_that_failed_for_good_a_resync_is_the_way_back(run):
 
     def fail(message) -> None:
         replica.script["ReceiveWeights"] = fail
-        for phase in ("pausing", "paused", "applying"):
-            replica.link.progress(message.request_id, phase)
+        replica.stand_still(message)
         replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
 
     replica.script["ReceiveWeights"] = fail
@@ -183,8 +182,7 @@ def test_a_trainer_that_was_silent_for_too_long_has_lost_nothing(run, tmp_path):
     step(run)
 
     def is_taken_for_lost(message):
-        lose = run.orchestrator._router._lose("trainer", "silent")
-        asyncio.run_coroutine_threadsafe(lose, run.loop).result(10)
+        run.lose("trainer")
         assert soon(lambda: run.states()["trainer"] == "ready")
         trainer.on_OptimStep(message)
 

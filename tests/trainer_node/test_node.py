@@ -204,6 +204,11 @@ def node(model: Path, folder: Path, *, ranks: int = 1, **parallel) -> Iterator[t
         control.close()
 
 
+def rank_process(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
+    ranks = [p for p in psutil.Process(torchrun.pid).children() if "trainer_node" in " ".join(p.cmdline())]
+    return next(p for p in ranks if p.environ().get("RANK") == str(rank))
+
+
 def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict, list[bytes]]:
     values = values or arrays()
     specs = batch_specs(num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"]))
@@ -425,8 +430,7 @@ def check_that_one_rank_fails_for_all(control: Orchestrator, process: subprocess
     rng.write_bytes(b"?" * rng.stat().st_size)
     refused = control.refused(LoadCheckpoint, checkpoint_dir=str(folder / "damaged"))
     assert (refused.code, "rank 1 UnpicklingError" in refused.message) == ("checkpoint_failed", True), refused
-    ranks = [p for p in psutil.Process(process.pid).children() if "trainer_node" in " ".join(p.cmdline())]
-    rank_0 = next(p for p in ranks if p.environ().get("RANK") == "0")
+    rank_0 = rank_process(process, 0)
     was = rank_0.rlimit(psutil.RLIMIT_FSIZE)
     rank_0.rlimit(psutil.RLIMIT_FSIZE, (2000, was[1]))  # as on a full disk
     full = control.refused(ExportHf, output_dir=str(folder / "full"), shard_bytes=100_000)
@@ -573,9 +577,7 @@ def test_a_replica_that_takes_nothing_fails_the_transfer_not_the_ranks(models, t
 def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
     """Rank 1 is killed: torchrun ends the rest, with an exit code that says so, long before any collective's deadline."""
     with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):
-        ranks = [p for p in psutil.Process(process.pid).children() if "trainer_node" in " ".join(p.cmdline())]
-        victim = next(p for p in ranks if p.environ().get("RANK") == "1")
-        victim.kill()
+        rank_process(process, 1).kill()
         assert process.wait(90) != 0
 
 

@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.harness import Case
 from benchmarks.timing import seconds
-from orchestrator.protocol.frames import decode, encode
+from orchestrator.protocol.curve import server_keys
+from orchestrator.protocol.frames import decode, encode, to_wire
 from orchestrator.protocol.messages import (
     AnyMessage,
     Hello,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 VOCAB, LONGEST, PACK, MICRO_BATCH = 151_936, 3_072, 16_384, 8
 DEADLINE_S = 60.0
+TOKEN = "the-benchmark's-token"
 
 
 def run(*, device: str, small: bool) -> list[Case]:
@@ -108,17 +110,18 @@ class _TrainersEnd:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
+        server_keys(TOKEN).secure(self._router)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self._is_checked = threading.Event()
         self._staging = Staging(self._check_staged, share=lambda envelope, stop=False: envelope, is_root=True)
-        hello = Hello(role="trainer", node_id="trainer", incarnation="1", run_token="benchmark")
+        hello = Hello(role="trainer", node_id="trainer", incarnation="1", run_token=TOKEN)
         endpoint = f"tcp://127.0.0.1:{port}"
         self._link = NodeLink(endpoint=endpoint, hello=hello, aside={"StageBatch": self._staging.receive})
 
     def __enter__(self) -> _TrainersEnd:
         starting = threading.Thread(target=self._link.start)
         starting.start()
-        self._router.recv_multipart()
+        self._peer = self._router.recv_multipart()[0]
         self._send(Welcome(heartbeat_s=1.0))
         starting.join()
         return self
@@ -152,7 +155,7 @@ class _TrainersEnd:
         return batch
 
     def _send(self, message: AnyMessage, buffers: Sequence[bytes] = ()) -> None:
-        self._router.send_multipart([b"trainer", *encode(message, buffers)])
+        self._router.send_multipart([self._peer, *to_wire(encode(message, buffers))])
 
 
 def _check(message: TrainMerged | StageBatch, buffers: Sequence[bytes]) -> Batch:

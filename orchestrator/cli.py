@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-import zmq.auth
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +22,7 @@ from orchestrator import doctor as doctoring
 from orchestrator import trainer_host
 from orchestrator.errors import ConfigError, JournalError, SpliceError
 from orchestrator.protocol.config import LORA_TARGETS, LoraConfig, ParallelConfig
+from orchestrator.protocol.curve import make_keys
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
 from orchestrator.smoke.config import SmokeConfig
@@ -266,17 +266,22 @@ def doctor(trainer_python: TrainerPython = _HERE, inference_python: InferencePyt
 @app.command()
 def keys(
     directory: Annotated[
-        Path, typer.Argument(help="A new folder; keep it private, copy client keys to the hosts that need them.")
+        Path, typer.Argument(help="A new folder. Keep it private, and copy each node's own folder in it to that node's host.")
     ],
+    trainer_hosts: Annotated[int, typer.Option(min=1, help="Hosts that the trainer runs on.")] = 1,
+    inference: Annotated[list[str], typer.Option(help="Node id of an inference node; repeat it.")] = ["inference-0"],  # noqa: B006
+    client: Annotated[list[str], typer.Option(help="A client; repeat it to give each its own key.")] = ["client"],  # noqa: B006
 ) -> None:
-    """Make CURVE keys for runs that reach beyond loopback: one server key, one client key."""
-    if directory.exists():
-        _die(Console(stderr=True), ConfigError(f"{directory} exists; keys are never overwritten, choose a new folder"))
-    clients = directory / "clients"
-    clients.mkdir(parents=True, mode=0o700)
-    zmq.auth.create_certificates(directory, "server")
-    zmq.auth.create_certificates(directory, "client")
-    (directory / "client.key").replace(clients / "client.key")
+    """Make CURVE keys for a run that reaches beyond loopback: one for the orchestrator, each node and each client."""
+    trainer = [("trainer", "trainer"), *(("launcher", f"trainer-launcher-{rank}") for rank in range(trainer_hosts))]
+    hosts = {"trainer": trainer, **{i: [("inference", i)] for i in inference}, **{c: [("client", c)] for c in client}}
+    try:
+        make_keys(directory, hosts=hosts)
+    except (ConfigError, OSError) as error:
+        _die(Console(stderr=True), error)
+    typer.echo(f"Start the orchestrator with --curve-dir {directory / 'orchestrator'}.")
+    for host in hosts:
+        typer.echo(f"Copy {directory / host} to the host of {host}, and set SPLICE_CURVE_DIR to it there.")
 
 
 def _console() -> Console:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orchestrator.errors import JobFailed, NodeLost, ProtocolError
+from orchestrator.protocol.curve import PeerKeys
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
@@ -58,7 +59,7 @@ from orchestrator.protocol.messages import (
     TrainLoraJob,
     TrainMergedJob,
 )
-from orchestrator.protocol.node_link import CurveKeys, NodeLink
+from orchestrator.protocol.node_link import NodeLink
 from orchestrator.router import new_id
 
 OnProgress = Callable[[Progress], None]
@@ -108,7 +109,7 @@ class SpliceClient:
         ConfigError: the orchestrator rejected us (another run's token, another protocol version).
     """
 
-    def __init__(self, *, endpoint: str, run_token: str, client_id: str | None = None, curve: CurveKeys | None = None) -> None:
+    def __init__(self, *, endpoint: str, run_token: str, client_id: str | None = None, curve: PeerKeys | None = None) -> None:
         hello = Hello(
             role="client",
             node_id=client_id or new_id("client"),

@@ -1,8 +1,12 @@
-"""Frames on the wire: protocol version, kind, msgpack body, then raw tensor buffers. No pickle, no base64."""
+"""Frames: protocol version, kind, msgpack body, then raw tensor buffers. No pickle, no base64.
+
+On the socket (`to_wire`, `from_wire`) body and buffers travel in pieces of at most `PIECE_BYTES`, behind a frame with their lengths. ZeroMQ closes a
+connection that sends a larger frame, also before its handshake is done, so a stranger can make this process hold one piece and no more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import msgpack
@@ -11,9 +15,30 @@ from pydantic import ValidationError
 from orchestrator.errors import ProtocolError
 from orchestrator.protocol.messages import ANY_MESSAGE, PROTOCOL_VERSION, AnyMessage
 
-MAX_BODY_BYTES = 64 * 2**20
-MAX_BUFFER_BYTES = 256 * 2**20
+Frames = Sequence[bytes | memoryview]
+PIECE_BYTES = 256 * 1024
+"""Largest frame on the socket."""
+MAX_FRAME_BYTES = PIECE_BYTES + 1024
+"""ZMQ_MAXMSGSIZE: a piece and what CURVE adds to it."""
+MAX_BUFFERS = 16
+MAX_BUFFERS_BYTES = 450_000_000
+"""Of all buffers of a message; an outcome may have twice that, two float32 for each token. SQLite keeps up to 1 GB in a row."""
+_KIB, _MIB = 2**10, 2**20
+MAX_BODY_BYTES = 64 * _KIB
+"""Of a body, if `_LARGER_BODIES` does not name its kind."""
+_LARGER_BODIES = {
+    "Hello": 16 * _KIB,
+    # allowed_token_ids may hold a whole vocabulary; client_state is the user's.
+    **dict.fromkeys(
+        ("SubmitJob", "StageBatch", "Forward", "ForwardBackward", "TrainMerged", "TrainLora", "SaveCheckpoint"), 4 * _MIB
+    ),
+    # Manifests and layouts: a model of 100,000 tensors takes 12 MiB.
+    **dict.fromkeys(("Completed", "PrepareUpdate", "UseLayout"), 32 * _MIB),
+    "Status": _MIB,
+    "SwapWeights": 2 * _MIB,
+}
 _VERSION_FRAME = b"splice/%d" % PROTOCOL_VERSION
+_HEAD_FRAMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +54,23 @@ class OtherProtocolVersion(ProtocolError):
     """The peer speaks another version of the protocol; it is answered `Rejected`."""
 
 
-def encode(message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
+class KindNotAllowed(ProtocolError):
+    """The peer may not send this kind of message."""
+
+
+def encode(message: AnyMessage, buffers: Frames = ()) -> list[bytes | memoryview]:
     """Message and raw buffers to frames; the buffers must be what `message.tensors` says.
 
     Raises:
-        ProtocolError: a buffer's size is not its spec's, or the body holds what msgpack cannot (an integer of more than 64 bits, say).
+        ProtocolError: a buffer's size is not its spec's, the message is larger than its kind may be, or the body holds what msgpack cannot
+            (an integer of more than 64 bits, say).
     """
     _check_buffers(message, buffers)
     try:
         body = msgpack.packb(message.model_dump(mode="python"), use_bin_type=True)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"{message.kind} cannot be sent: {error}") from error
+    _check_sizes(message.kind, [len(body), *(memoryview(b).nbytes for b in buffers)])
     return [_VERSION_FRAME, message.kind.encode(), body, *buffers]
 
 
@@ -50,33 +81,112 @@ def decode(frames: Sequence[bytes]) -> Envelope:
         OtherProtocolVersion: the version frame is another one's.
         ProtocolError: anything else that is not a message of this protocol.
     """
-    if len(frames) < 3:
-        raise ProtocolError(f"expected at least 3 frames (version, kind, body), got {len(frames)}")
+    if len(frames) < _HEAD_FRAMES:
+        raise ProtocolError(f"expected at least {_HEAD_FRAMES} frames (version, kind, body), got {len(frames)}")
     version, kind, body, *buffers = frames
-    if not version.startswith(b"splice/"):
-        raise ProtocolError(f"the first frame is {version[:32]!r}, not a protocol version")
-    if version != _VERSION_FRAME:
-        theirs = version[:32].decode(errors="replace")
-        raise OtherProtocolVersion(
-            f"peer speaks {theirs!r}, this side {_VERSION_FRAME.decode()!r}; install the same splice on both"
-        )
-    if len(body) > MAX_BODY_BYTES or any(len(b) > MAX_BUFFER_BYTES for b in buffers):
-        raise ProtocolError(f"oversized frame: body {len(body)} bytes, buffers {[len(b) for b in buffers][:4]}")
+    _check_version(version)
+    name = bytes(kind[:40]).decode(errors="replace")
+    _check_sizes(name, [len(body), *map(len, buffers)])
     try:
-        fields = msgpack.unpackb(body, raw=False, strict_map_key=False)
-        message = ANY_MESSAGE.validate_python(fields)
-    except (ValueError, TypeError, ValidationError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not a message of this protocol (kind {kind[:40]!r}): {str(error)[:500]}") from error
+        message = ANY_MESSAGE.validate_python(msgpack.unpackb(body, raw=False, strict_map_key=False))
+        _check_buffers(message, buffers)
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"not a message of this protocol (kind {name!r}): {_briefly(error)}") from error
     if message.kind.encode() != kind:
-        raise ProtocolError(f"kind frame {kind[:40]!r} does not match the body's kind {message.kind!r}")
-    _check_buffers(message, buffers)
+        raise ProtocolError(f"kind frame {name!r} does not match the body's kind {message.kind!r}")
     return Envelope(message=message, buffers=tuple(buffers), frames=tuple(frames))
 
 
-def _check_buffers(message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> None:
+def to_wire(frames: Frames) -> list[bytes | memoryview]:
+    """The frames of `encode` as they travel: version, kind, lengths, pieces."""
+    version, kind, *parts = frames
+    views = [memoryview(part).cast("B") for part in parts]
+    lengths = msgpack.packb([len(view) for view in views])
+    pieces = [view[at : at + PIECE_BYTES] for view in views for at in range(0, len(view), PIECE_BYTES)]
+    return [version, kind, lengths, *pieces]
+
+
+def from_wire(parts: Sequence[bytes], *, kinds: Container[str] | None = None) -> list[bytes]:
+    """The opposite of `to_wire`.
+
+    Args:
+        kinds: those that the peer may send; None: all.
+
+    Raises:
+        OtherProtocolVersion: the version frame is another one's.
+        KindNotAllowed: the peer may not send this kind; its pieces were not looked at.
+        ProtocolError: the message is larger than its kind may be, or the lengths are not the pieces'.
+    """
+    if len(parts) < _HEAD_FRAMES:
+        raise ProtocolError(f"expected at least {_HEAD_FRAMES} frames (version, kind, lengths), got {len(parts)}")
+    version, kind, packed, *pieces = parts
+    _check_version(version)
+    name = kind[:40].decode(errors="replace")
+    if kinds is not None and name not in kinds:
+        raise KindNotAllowed(f"this peer may not send {name!r}")
+    lengths = _lengths(name, packed)
+    frames, at = [version, kind], 0
+    for length in lengths:
+        count = -(-length // PIECE_BYTES)
+        joined = pieces[at] if count == 1 and at < len(pieces) else b"".join(pieces[at : at + count])
+        if len(joined) != length:
+            raise ProtocolError(f"{name}: {length} bytes were announced, {len(joined)} came")
+        frames.append(joined)
+        at += count
+    if at != len(pieces):
+        raise ProtocolError(f"{name}: {len(pieces)} pieces came, {at} were announced")
+    return frames
+
+
+def _lengths(kind: str, packed: bytes) -> list[int]:
+    try:
+        lengths = msgpack.unpackb(packed, max_array_len=1 + MAX_BUFFERS)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"{kind}: the lengths are not readable: {_briefly(error)}") from None
+    if not isinstance(lengths, list) or not lengths or not all(isinstance(n, int) and n >= 0 for n in lengths):
+        raise ProtocolError(f"{kind}: the lengths are not a list of numbers")
+    _check_sizes(kind, lengths)
+    return lengths
+
+
+def _check_version(version: bytes) -> None:
+    if not version.startswith(b"splice/"):
+        raise ProtocolError(f"the first frame is {bytes(version[:32])!r}, not a protocol version")
+    if version != _VERSION_FRAME:
+        theirs = bytes(version[:32]).decode(errors="replace")
+        raise OtherProtocolVersion(
+            f"peer speaks {theirs!r}, this side {_VERSION_FRAME.decode()!r}; install the same splice on both"
+        )
+
+
+def _check_sizes(kind: str, sizes: Sequence[int]) -> None:
+    """Sizes of the body and of each buffer."""
+    most = _LARGER_BODIES.get(kind, MAX_BODY_BYTES)
+    if sizes[0] > most:
+        raise ProtocolError(f"the body of {kind} has {sizes[0]:,} bytes; at most {most:,} are allowed")
+    most = 2 * MAX_BUFFERS_BYTES if kind == "Completed" else MAX_BUFFERS_BYTES
+    if len(sizes) - 1 > MAX_BUFFERS or sum(sizes[1:]) > most:
+        raise ProtocolError(
+            f"{kind} has {len(sizes) - 1} buffers of {sum(sizes[1:]):,} bytes together; at most {MAX_BUFFERS} of "
+            f"{most:,} are allowed. Send a batch in parts: forward_backward for each, then optim_step"
+        )
+
+
+def _check_buffers(message: AnyMessage, buffers: Frames) -> None:
     holder = message.job if message.kind == "SubmitJob" else message
     specs = () if getattr(holder, "staged", None) is not None else getattr(holder, "tensors", ())
     sizes = [memoryview(b).nbytes for b in buffers]
     wanted = [s.nbytes for s in specs]
     if sizes != wanted:
-        raise ProtocolError(f"{message.kind}: buffers of {sizes} bytes, but its tensors say {wanted}")
+        raise ProtocolError(f"{message.kind}: buffers of {sizes[:8]} bytes, but its tensors say {wanted[:8]}")
+
+
+def _briefly(error: Exception) -> str:
+    """What is wrong, without what the peer sent: that may be long."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part)[:40] for part in first["loc"][:8])
+        return f"{where}: {first['msg'][:300]} ({error.error_count()} errors)"
+    return f"{type(error).__name__}: {str(error)[:200]}"

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Peers of another version are answered `Rejected`."""
 
 Transport = Literal["gloo", "nccl"]
@@ -62,9 +62,9 @@ class Message(BaseModel):
 class TensorSpec(Message):
     """One tensor of a manifest, or one raw buffer behind a body. `shape` in elements, row-major."""
 
-    name: str
+    name: str = Field(max_length=1024)
     dtype: Dtype
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**48)], ...], Field(max_length=8, fail_fast=True)]
 
     @property
     def numel(self) -> int:
@@ -80,6 +80,31 @@ class TensorSpec(Message):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
+MAX_DEPTH = 32
+"""How deep dicts and lists may be nested in a field that takes any JSON."""
+NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""Letters, digits, '.', '_' and '-', at most 64."""
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    """The same.
+
+    Raises:
+        ValueError: nested deeper than MAX_DEPTH, which functions that call themselves would not survive.
+    """
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [one for held in level for one in (held.values() if isinstance(held, dict) else held)]
+        level = [one for one in level if isinstance(one, dict | list | tuple)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+
+
+Json = Annotated[dict[str, Any], AfterValidator(_shallow)]
+"""Any JSON object, nested at most MAX_DEPTH levels deep."""
+
+
 def _plain_json(value: Any, where: str = "client_state") -> Any:
     """The same, tuples as lists.
 
@@ -93,20 +118,20 @@ def _plain_json(value: Any, where: str = "client_state") -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(f"{where} has the key {key!r}; keys must be text, or they would come back as text")
+                raise ValueError(f"{where} has the key {key!r:.40}; keys must be text, or they would come back as text")
         return {key: _plain_json(one, f"{where}.{key}") for key, one in value.items()}
     raise ValueError(f"{where} is {type(value).__name__}, which JSON does not hold; give it as text or numbers")
 
 
-ClientState = Annotated[dict[str, Any], AfterValidator(_plain_json)]
+ClientState = Annotated[dict[str, Any], AfterValidator(_shallow), AfterValidator(_plain_json)]
 """What JSON holds, because it is written as JSON with the trainer's state."""
 
 
 class Manifest(Message):
     """What one publication sends: HF-named tensors in wire order. Computed once per model structure."""
 
-    tensors: tuple[TensorSpec, ...] = Field(min_length=1)
-    changed: tuple[int, ...] | None = None
+    tensors: Annotated[tuple[TensorSpec, ...], Field(fail_fast=True)] = Field(min_length=1)
+    changed: Annotated[tuple[int, ...], Field(fail_fast=True)] | None = None
     """Indices, ascending, of the tensors that training can change: those with an adapter. None: all of them."""
 
     @model_validator(mode="after")
@@ -191,6 +216,8 @@ class Rendezvous(Message):
 # ---------------------------------------------------------------- batches and losses
 
 ParamValue = bool | int | float | str
+TokenIds = Annotated[tuple[int, ...], Field(max_length=2**20, fail_fast=True)]
+BatchSpecs = Annotated[tuple[TensorSpec, ...], Field(max_length=16, fail_fast=True)]
 NormalizeBy = Literal["tokens", "sequences"] | Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 LOSS_PARAMETERS: dict[str, dict[str, float | None]] = {
@@ -244,14 +271,14 @@ class LossSpec(Message):
     """ppo: the surrogate of a token with a negative advantage is at least dual_clip * advantage. None: off."""
     ratio_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """truncated_importance_sampling: largest weight of trainer against sampler."""
-    params: dict[str, ParamValue] = {}
+    params: dict[str, ParamValue] = Field(default={}, max_length=64)
     """Parameters of a registered loss."""
     kl: KlSpec | None = None
     entropy_bonus: float = Field(default=0.0, allow_inf_nan=False)
     """The loss gets `- entropy_bonus * sum_t entropy_t`."""
     normalize_by: NormalizeBy = "tokens"
     """What the sums are divided by: the number of loss tokens, of sequences with loss tokens (gspo's default), or this constant."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: TokenIds | None = None
     """The sampler drew only from these ids; log-probs are normalised over them. None: the whole vocabulary."""
 
     @model_validator(mode="before")
@@ -356,9 +383,9 @@ def _specs(wanted: dict[str, str], *, num_sequences: int, num_tokens: int) -> tu
 class _Forward(Message):
     """Fields of a forward pass, for job and request alike."""
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: BatchSpecs
     """Specs of the buffers: `forward_specs(...)`."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: TokenIds | None = None
     """Log-probs and entropy over these ids only; a token outside them has log-prob -inf."""
     adapters: bool = True
     """False: the base model, that is the reference policy."""
@@ -368,7 +395,7 @@ class _Batch(Message):
     """Fields of everything that takes a batch and a loss."""
 
     loss: LossSpec = LossSpec()
-    tensors: tuple[TensorSpec, ...]
+    tensors: BatchSpecs
     """Specs of the batch's buffers: `batch_specs(...)`."""
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
     """The batch is padded with sequences of weight zero to a multiple of this many, and every data-parallel rank takes the same share
@@ -515,7 +542,7 @@ class CancelJob(Message):
     """Cancel a job that has not started; one that runs is let finish (after the first byte there is no way back)."""
 
     kind: Literal["CancelJob"] = "CancelJob"
-    job_id: str
+    job_id: str = Field(min_length=1, max_length=128)
 
 
 class GetStatus(Message):
@@ -692,11 +719,11 @@ class StageBatch(Message):
 
     kind: Literal["StageBatch"] = "StageBatch"
     job_id: str
-    tensors: tuple[TensorSpec, ...]
+    tensors: BatchSpecs
     """Specs of the buffers, as in the job."""
     loss: LossSpec | None
     """The job's, which decides what is refused. None: a forward pass."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: TokenIds | None = None
     """The forward pass's."""
 
 
@@ -712,6 +739,8 @@ class AbortSend(Message):
 
     kind: Literal["AbortSend"] = "AbortSend"
     reason: str
+    request_id: str | None = None
+    """The request that it ends: an `OpenTransferGroup` or a `SendWeights`. Another one goes on. None: whichever is under way."""
 
 
 # ---------------------------------------------------------------- requests (orchestrator -> inference)
@@ -822,6 +851,8 @@ class AbortUpdate(Message):
 
     kind: Literal["AbortUpdate"] = "AbortUpdate"
     reason: str
+    request_id: str | None = None
+    """The request that it ends. Another one goes on. None: whichever is under way."""
 
 
 class LeaveAlias(_Request):
@@ -856,18 +887,18 @@ class Shutdown(Message):
 
 
 class Hello(Message):
-    """First message of every peer."""
+    """First message of every peer, and of every new connection of its."""
 
     kind: Literal["Hello"] = "Hello"
     role: Role
-    node_id: str
-    incarnation: str
-    """New for every process; tells a reconnect from a restart."""
-    run_token: str
+    node_id: NodeId
+    incarnation: str = Field(max_length=64)
+    """Random, new for every process, and told to nobody else: it proves that a new connection is the same process's."""
+    run_token: str = Field(max_length=1024)
     """The run's token; a peer of another run is rejected."""
-    packages: dict[str, str] = {}
+    packages: dict[str, str] = Field(default={}, max_length=64)
     """Versions: torch, nccl, vllm and its dialect, megatron-core, ..."""
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = Field(default=(), max_length=64)
     pid: int = 0
 
 
@@ -885,6 +916,8 @@ class Rejected(Message):
 
     kind: Literal["Rejected"] = "Rejected"
     reason: str
+    retry: bool = False
+    """The reason may pass by itself: say Hello again."""
 
 
 class Ready(Message):
@@ -892,8 +925,36 @@ class Ready(Message):
 
     kind: Literal["Ready"] = "Ready"
     node_id: str
-    detail: dict[str, Any] = {}
+    detail: Json = {}
     """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}; launcher: {"memory", "node_rank", "num_nodes"}; inference: {"base_url", "workers", "model", "model_dtype"}"""
+
+
+class InferenceDetail(BaseModel):
+    """What the orchestrator uses of an inference node's `Ready.detail`."""
+
+    base_url: str = Field(max_length=1024)
+    workers: int = Field(default=1, ge=1, le=4096)
+    name: str | None = None
+    """The alias that it serves."""
+    restarted: int = Field(default=0, ge=0)
+
+
+class TrainerDetail(BaseModel):
+    """What the orchestrator uses of a trainer's `Ready.detail`."""
+
+    memory: Literal["resident", "offload", "exit"] = "resident"
+
+
+class LauncherDetail(TrainerDetail):
+    """What the orchestrator uses of a launcher's `Ready.detail`."""
+
+    num_nodes: int = Field(default=1, ge=1, le=65536)
+
+
+READY_DETAILS: dict[str, type[BaseModel]] = {
+    "inference": InferenceDetail, "trainer": TrainerDetail, "launcher": LauncherDetail,
+}  # fmt: skip
+"""Role -> what its `Ready.detail` must hold."""
 
 
 class Unready(Message):
@@ -928,7 +989,7 @@ class Progress(Message):
     request_id: str
     sequence: int = Field(ge=0)
     phase: str
-    detail: dict[str, Any] = {}
+    detail: Json = {}
 
 
 class Completed(Message):
@@ -936,8 +997,8 @@ class Completed(Message):
 
     kind: Literal["Completed"] = "Completed"
     request_id: str
-    result: dict[str, Any] = {}
-    tensors: tuple[TensorSpec, ...] = ()
+    result: Json = {}
+    tensors: BatchSpecs = ()
 
 
 class Failed(Message):
@@ -970,7 +1031,7 @@ class NodeStatus(Message):
     state: Literal["connected", "ready", "lost", "poisoned"]
     packages: dict[str, str] = {}
     gpus: tuple[str, ...] = ()
-    detail: dict[str, Any] = {}
+    detail: Json = {}
 
 
 class Status(Message):
@@ -983,6 +1044,8 @@ class Status(Message):
     """State of the publication machine."""
     nodes: tuple[NodeStatus, ...]
     queued_jobs: int
+    dropped: dict[str, int] = {}
+    """Peer -> how many of its messages were dropped as malformed or not allowed; "strangers": of connections that have not said Hello."""
 
 
 AnyMessage = (

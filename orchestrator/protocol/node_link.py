@@ -9,20 +9,20 @@ belongs to the thread alone, so that no signal's exception leaves half a message
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import zmq
-import zmq.auth
 import zmq.utils.monitor
 
 from orchestrator.errors import ConfigError, NodeLost, ProtocolError
-from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.curve import PeerKeys, peer_keys
+from orchestrator.protocol.frames import MAX_FRAME_BYTES, Envelope, Frames, decode, encode, from_wire, to_wire
 from orchestrator.protocol.messages import (
     AnyMessage,
     Completed,
@@ -37,41 +37,16 @@ from orchestrator.protocol.messages import (
     Welcome,
 )
 
+log = logging.getLogger("splice.link")
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 Urgent = Mapping[str, Callable[[AnyMessage], None]]
 Aside = Mapping[str, Callable[[Envelope], None]]
-OUTCOMES_KEPT = 64
+OUTCOMES_KEPT, OUTCOME_BYTES_KEPT = 64, 64 * 2**20
+"""Outcomes that are repeated when their request comes again. The newest one is kept whatever its size."""
+REDIAL_AFTER_S = 10.0
+"""Without a word from the orchestrator for this long the link opens a new connection: the old one may be cut without either end knowing."""
 SUSPENDED_S = 10.0
 """Between two looks at the socket, which are a heartbeat apart: this process, not the orchestrator, stood still."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveKeys:
-    """CURVE keys (Z85 text) of a peer and the orchestrator's public key."""
-
-    server_public: bytes
-    public: bytes
-    secret: bytes
-
-
-def curve_from_env() -> CurveKeys | None:
-    """The keys in the folder that SPLICE_CURVE_DIR names (`splice keys`: server.key, client.key_secret), or None without the variable.
-
-    Raises:
-        ConfigError: the folder does not hold them.
-    """
-    folder = os.environ.get("SPLICE_CURVE_DIR")
-    if not folder:
-        return None
-    try:
-        server_public, _ = zmq.auth.load_certificate(os.path.join(folder, "server.key"))
-        public, secret = zmq.auth.load_certificate(os.path.join(folder, "client.key_secret"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"SPLICE_CURVE_DIR={folder} needs server.key and client.key_secret from `splice keys`: {error}"
-        ) from error
-    if secret is None:
-        raise ConfigError(f"{folder}/client.key_secret holds no secret key")
-    return CurveKeys(server_public=server_public, public=public, secret=secret)
 
 
 class NodeLink:
@@ -83,7 +58,7 @@ class NodeLink:
         urgent: kind -> callback, called on the link's thread; must not block. "Hello": the orchestrator does not know us, or no longer;
             called for another orchestrator's `Welcome` too.
         aside: the same for messages that are taken whole, with their buffers.
-        curve: CURVE keys; None: those of `curve_from_env`.
+        curve: CURVE keys; None: those of `peer_keys`.
         lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
     """
 
@@ -94,12 +69,13 @@ class NodeLink:
         hello: Hello,
         urgent: Urgent | None = None,
         aside: Aside | None = None,
-        curve: CurveKeys | None = None,
+        curve: PeerKeys | None = None,
         lost_after_s: float = 60.0,
     ) -> None:
         self._endpoint, self._hello = endpoint, hello
         self._urgent, self._aside = dict(urgent or {}), dict(aside or {})
-        self._curve, self._lost_after_s = curve or curve_from_env(), lost_after_s
+        self._curve = curve or peer_keys(hello.run_token, role=hello.role, node_id=hello.node_id)
+        self._lost_after_s = lost_after_s
         self._context = zmq.Context()
         self._outbox: queue.SimpleQueue[list[bytes | memoryview]] = queue.SimpleQueue()
         self._unsent: deque[list[bytes | memoryview]] = deque()
@@ -108,7 +84,9 @@ class NodeLink:
         self._wake_lock = threading.Lock()
         self._closing = threading.Event()
         self._welcomed = threading.Event()
-        self._rejected: str | None = None
+        self._rejected: Rejected | None = None
+        self._was_refused = False
+        """The last connection ended in its handshake."""
         self._last_heard = self._last_looked = time.monotonic()
         self._heartbeat_s = 1.0
         self._outcomes: OrderedDict[str, tuple[AnyMessage, tuple[bytes, ...]]] = OrderedDict()
@@ -116,6 +94,7 @@ class NodeLink:
         self._progress_counts: dict[str, int] = {}
         self._last_word: AnyMessage | None = None
         """Ready or Unready."""
+        self._dialled_s = 0.0
         self._orchestrator = ""
         self._waited_s, self._looked_before = 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="splice-control", daemon=True)
@@ -130,26 +109,35 @@ class NodeLink:
 
         Raises:
             ConfigError: the orchestrator rejected us; says why.
-            NodeLost: no answer within `timeout_s`.
+            NodeLost: no answer within `timeout_s`, or it ends our connections unread: another token or key.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
-        if not self._welcomed.wait(timeout_s):
-            self.close()
-            raise NodeLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
-        if self._rejected is not None:
-            self.close()
-            raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {self._rejected}")
-        return self
+        is_answered, rejected = self._welcomed.wait(timeout_s), self._rejected
+        if is_answered and rejected is None:
+            return self
+        was_refused = self._was_refused
+        self.close()
+        if rejected is not None:
+            raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {rejected.reason}")
+        if was_refused:
+            raise NodeLost(
+                f"{self._endpoint} ends every connection of {self.node_id} in its handshake: start both sides with the same "
+                "SPLICE_RUN_TOKEN (with `splice keys`: with keys of one set), and look whether another program has the port"
+            )
+        raise NodeLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
 
     def recv(self, *, timeout_s: float) -> Envelope | None:
         """The next request (or `Shutdown`), or None after `timeout_s`.
 
         Raises:
-            NodeLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted.
+            NodeLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted, or it
+                has rejected us since.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=timeout_s)
+        if self._rejected is not None and self._is_rejected_for_good():
+            raise NodeLost(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {self._rejected.reason}")
         if not self._thread.is_alive():
             raise NodeLost(f"the connection to the orchestrator at {self._endpoint} is closed")
         if self._last_looked != self._looked_before:
@@ -160,7 +148,7 @@ class NodeLink:
             raise NodeLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
         return None
 
-    def send(self, message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> None:
+    def send(self, message: AnyMessage, buffers: Frames = ()) -> None:
         """Queue a message; never blocks. A terminal message is kept to answer a repeated request.
 
         Raises:
@@ -171,12 +159,17 @@ class NodeLink:
             self._outcomes[message.request_id] = (message, tuple(bytes(b) for b in buffers))  # type: ignore[union-attr]
             self._running.discard(message.request_id)  # type: ignore[union-attr]
             self._progress_counts.pop(message.request_id, None)  # type: ignore[union-attr]
-            while len(self._outcomes) > OUTCOMES_KEPT:
-                self._outcomes.popitem(last=False)
+            self._forget_outcomes()
         elif message.kind in ("Ready", "Unready"):
             self._last_word = message
         self._outbox.put(frames)
         self._wake()
+
+    def _forget_outcomes(self) -> None:
+        kept_bytes = sum(len(buffer) for _, buffers in self._outcomes.values() for buffer in buffers)
+        while len(self._outcomes) > OUTCOMES_KEPT or (len(self._outcomes) > 1 and kept_bytes > OUTCOME_BYTES_KEPT):
+            _, (_, buffers) = self._outcomes.popitem(last=False)
+            kept_bytes -= sum(map(len, buffers))
 
     def progress(self, request_id: str, phase: str, **detail: object) -> None:
         """Send the request's next `Progress`; numbers it."""
@@ -231,55 +224,73 @@ class NodeLink:
                 os.eventfd_write(self._wake_fd, 1)
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """The control socket, and one that says when it is connected."""
+        """The control socket, and one that says how its connections fare."""
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, self.node_id.encode())
         socket.setsockopt(zmq.LINGER, 2000)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        if self._curve is not None:
-            socket.curve_serverkey = self._curve.server_public
-            socket.curve_publickey, socket.curve_secretkey = self._curve.public, self._curve.secret
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._curve.secure(socket)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED)
         socket.connect(self._endpoint)
+        self._dialled_s = time.monotonic()
         return socket, monitor
+
+    def _disconnect(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], *, linger_ms: int) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            socket.disable_monitor()
+        monitor.close(linger=0)
+        socket.close(linger=linger_ms)
 
     def _run(self) -> None:
         socket, monitor = self._connect()
-        connections = 0
-        assert self._wake_fd is not None
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_fd, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        next_beat = time.monotonic() + self._heartbeat_s
         try:
-            socket.send_multipart(encode(self._hello))
+            socket.send_multipart(to_wire(encode(self._hello)))
             while not (self._closing.is_set() and self._outbox.empty()):
-                events = dict(poller.poll(max(0, int((next_beat - time.monotonic()) * 1000))))
-                if self._wake_fd in events:
-                    os.eventfd_read(self._wake_fd)
-                if monitor in events:
-                    zmq.utils.monitor.recv_monitor_message(monitor)
-                    connections += 1
-                    if connections > 1:
-                        # What was on its way over the connection before may be lost, on either side, without a word.
-                        self._introduce(socket)
-                if socket in events:
-                    self._on_frames(socket, socket.recv_multipart())
-                self._flush(socket)
-                self._note_look()
-                if time.monotonic() >= next_beat:
-                    beat = Heartbeat(node_id=self.node_id) if self._welcomed.is_set() else self._hello
-                    self._send_now(socket, beat, ())
-                    next_beat = time.monotonic() + self._heartbeat_s
-        except (zmq.ContextTerminated, zmq.ZMQError):
-            pass
+                self._serve(socket, monitor)
+                if self._is_cut_off() and not self._closing.is_set():
+                    self._disconnect(socket, monitor, linger_ms=0)
+                    socket, monitor = self._connect()
+                    self._introduce(socket)
+        except zmq.ZMQError as error:
+            if not self._closing.is_set():
+                log.warning("the connection to %s ended: %s", self._endpoint, error)
         finally:
-            with contextlib.suppress(zmq.ZMQError):
-                socket.disable_monitor()
-            monitor.close(linger=0)
-            socket.close(linger=2000)
+            self._disconnect(socket, monitor, linger_ms=2000)
+
+    def _is_rejected_for_good(self) -> bool:
+        return self._rejected is not None and not self._rejected.retry
+
+    def _is_cut_off(self) -> bool:
+        return not self._is_rejected_for_good() and time.monotonic() - max(self._last_heard, self._dialled_s) > REDIAL_AFTER_S
+
+    def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        """Until this connection is cut off or the link closes."""
+        connections, wake_fd = 0, self._wake_fd
+        assert wake_fd is not None
+        poller = zmq.Poller()
+        for source in (socket, wake_fd, monitor):
+            poller.register(source, zmq.POLLIN)
+        next_beat = time.monotonic() + self._heartbeat_s
+        while not self._is_cut_off() and not (self._closing.is_set() and self._outbox.empty()):
+            events = dict(poller.poll(max(10, int((next_beat - time.monotonic()) * 1000))))
+            if wake_fd in events:
+                os.eventfd_read(wake_fd)
+            if monitor in events:
+                event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
+                self._was_refused = bool(event & _REFUSED)
+                connections += not self._was_refused
+                if connections > 1 and not self._was_refused:
+                    # What was on its way over the connection before may be lost, on either side, without a word.
+                    self._introduce(socket)
+            if socket in events:
+                self._on_frames(socket, socket.recv_multipart())
+            self._flush(socket)
+            self._note_look()
+            if time.monotonic() >= next_beat and not self._is_rejected_for_good():
+                is_taken_in = self._welcomed.is_set() and self._rejected is None
+                self._send_now(socket, Heartbeat(node_id=self.node_id) if is_taken_in else self._hello, ())
+                next_beat = time.monotonic() + self._heartbeat_s
 
     def _note_look(self) -> None:
         now_s = time.monotonic()
@@ -300,7 +311,7 @@ class NodeLink:
     @staticmethod
     def _send_frames(socket: zmq.Socket[bytes], frames: list[bytes | memoryview]) -> bool:
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK)
+            socket.send_multipart(to_wire(frames), zmq.NOBLOCK)
         except zmq.Again:  # not connected and the high-water mark reached: what must arrive is kept and tried again
             return False
         return True
@@ -308,11 +319,15 @@ class NodeLink:
     def _on_frames(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         self._last_heard = time.monotonic()
         try:
-            envelope = decode(frames)
-        except ProtocolError:
+            envelope = decode(from_wire(frames))
+        except ProtocolError as error:
+            log.warning("dropped a message of the orchestrator: %s", error)
             return
         message = envelope.message
+        if self._is_rejected_for_good():
+            return
         if isinstance(message, Welcome):
+            self._rejected = None
             self._heartbeat_s = message.heartbeat_s
             if message.incarnation != self._orchestrator:
                 if self._orchestrator:
@@ -320,8 +335,9 @@ class NodeLink:
                 self._orchestrator = message.incarnation
             self._welcomed.set()
         elif isinstance(message, Rejected):
-            self._rejected = message.reason
-            self._welcomed.set()
+            self._rejected = message
+            if not message.retry:
+                self._welcomed.set()
         elif isinstance(message, Hello):
             # The orchestrator forgot us: it restarted, or had not heard of us for too long.
             self._be_forgotten(message)

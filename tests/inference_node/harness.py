@@ -19,7 +19,8 @@ import torch
 import zmq
 
 from orchestrator.protocol import messages as m
-from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.curve import server_keys
+from orchestrator.protocol.frames import Envelope, decode, encode, from_wire, to_wire
 from tests.inference_node import tiny
 
 BUCKET_BYTES = 40_000
@@ -34,7 +35,7 @@ class Router:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        server_keys(TOKEN).secure(self._socket)
         self._socket.bind("tcp://127.0.0.1:*")
         self.endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
         self.hello: m.Hello | None = None
@@ -49,7 +50,7 @@ class Router:
         if not self._socket.poll(timeout_s * 1000):
             return
         peer, *frames = self._socket.recv_multipart()
-        envelope = decode(frames)
+        envelope = decode(from_wire(frames))
         message = envelope.message
         if isinstance(message, m.Hello):
             self.hello, self._peer = message, peer
@@ -66,7 +67,7 @@ class Router:
             self.terminal[message.request_id] = envelope
 
     def send(self, message: m.AnyMessage) -> None:
-        self._socket.send_multipart([self._peer, *encode(message)])
+        self._socket.send_multipart([self._peer, *to_wire(encode(message))])
 
     def wait(self, condition: Any, timeout_s: float = 60.0, alive: Any = lambda: True) -> None:
         deadline = time.monotonic() + timeout_s

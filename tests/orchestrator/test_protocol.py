@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 import uuid
 
 import msgpack
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError, NodeLost, ProtocolError
-from orchestrator.protocol.frames import OtherProtocolVersion, decode, encode
+from orchestrator.protocol import node_link
+from orchestrator.protocol.curve import peer_keys
+from orchestrator.protocol.frames import PIECE_BYTES, OtherProtocolVersion, decode, encode
 from orchestrator.protocol.messages import (
     ANY_MESSAGE,
     PROTOCOL_VERSION,
@@ -24,7 +28,10 @@ from orchestrator.protocol.messages import (
     Heartbeat,
     Hello,
     Manifest,
+    NodeEnded,
+    OptimStep,
     Progress,
+    Ready,
     SubmitJob,
     TensorSpec,
     TrainMergedJob,
@@ -32,6 +39,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.router import ControlRouter, check_bind_address
+from tests.orchestrator.raw import VERSION, raw_peer
 
 TOKEN = "t" * 32
 
@@ -113,36 +121,56 @@ def with_router(test, **kwargs):
     asyncio.run(go())
 
 
-def test_a_stranger_and_garbage_do_no_harm():
+def test_garbage_of_a_key_holder_does_no_harm():
     async def test(router, received):
-        context = zmq.Context()
-        raw = context.socket(zmq.DEALER)
-        raw.setsockopt(zmq.RCVTIMEO, 20_000)  # a thread that waits for ever would hold up the end of the loop
-        raw.connect(router.endpoint)
-        for frames in ([b"x"], [b"splice/%d" % PROTOCOL_VERSION, b"a", b"b"], [b""] * 9, encode(hello(run_token="other"))):
-            raw.send_multipart(frames)
-        raw.send_multipart([b"splice/999", b"Hello", b""])
-        kinds = []
-        for _ in range(2):
-            frames = await asyncio.to_thread(raw.recv_multipart)
-            kinds.append(decode(frames).message)
-        assert [m.kind for m in kinds] == ["Rejected", "Rejected"]
-        assert "token" in kinds[0].reason and "splice/3" in kinds[1].reason
-        link = await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello()).start)
-        link.send(GetStatus())
-        while not received:
-            await asyncio.sleep(0.01)
-        assert sum(router.dropped.values()) == 4 and len(router.dropped) == 1
-        await asyncio.to_thread(link.close)
-        context.destroy(linger=0)
+        with raw_peer(router.endpoint, token=TOKEN) as raw:
+            for frames in ([b"x"], [VERSION, b"Hello", b"b"], [VERSION, b"Hello", b"\x91\x05", b"short"], [b""] * 9):
+                raw.send_frames(*frames)
+            raw.send(hello(run_token="other"))
+            raw.send_frames(b"splice/999", b"Hello", b"")
+            answers = [(await asyncio.to_thread(raw.recv)).message for _ in range(2)]
+            assert [m.kind for m in answers] == ["Rejected", "Rejected"]
+            assert "token" in answers[0].reason and VERSION.decode() in answers[1].reason
+            raw.send(GetStatus())
+            assert (await asyncio.to_thread(raw.recv)).message.kind == "Hello", "a stranger is asked who it is"
+            link = await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello()).start)
+            link.send(GetStatus())
+            while not received:
+                await asyncio.sleep(0.01)
+            assert router.dropped == {"strangers": 6}
+            await asyncio.to_thread(link.close)
 
     with_router(test)
 
 
-def test_a_wrong_token_is_told_why():
+def test_without_the_token_nothing_reaches_the_orchestrator():
     async def test(router, _):
-        with pytest.raises(ConfigError, match="token"):
-            await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello(run_token="no")).start)
+        arrived = []
+        router._on_stranger = arrived.append
+        with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+            plain.linger = 0
+            plain.connect(router.endpoint)
+            plain.send_multipart([VERSION, b"Hello", b"b"])
+            with pytest.raises(NodeLost, match="SPLICE_RUN_TOKEN"):
+                await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello(run_token="no")).start, timeout_s=1.0)
+        assert not arrived and not router.dropped
+
+    with_router(test)
+
+
+def test_a_stranger_cannot_make_the_orchestrator_hold_more_than_one_piece():
+    """A frame that is announced as large is refused by its first bytes, before the handshake is done."""
+
+    async def test(router, _):
+        host, port = router.endpoint.removeprefix("tcp://").split(":")
+        greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            stranger.sendall(greeting)
+            while len(came := await asyncio.to_thread(stranger.recv, 64, socket.MSG_PEEK)) < 64:
+                assert came
+            stranger.recv(64)
+            stranger.sendall(b"\x06" + (PIECE_BYTES + 4096).to_bytes(8, "big"))
+            assert await asyncio.to_thread(stranger.recv, 64) == b"", "the connection was not closed"
 
     with_router(test)
 
@@ -181,16 +209,13 @@ def test_a_peer_that_reads_nothing_is_not_waited_for():
     """Ctrl-Z at a client that watches a run must not stop the run."""
 
     async def test(router, _):
-        with zmq.Context() as context, context.socket(zmq.DEALER) as suspended:
-            suspended.identity, suspended.linger, suspended.rcvhwm = b"suspended", 0, 1
-            suspended.connect(router.endpoint)
-            suspended.send_multipart(encode(hello(node_id="suspended")))
-            while not router.is_connected("suspended"):
+        with raw_peer(router.endpoint, token=TOKEN, hello=hello(node_id="suspended")):
+            while not router.is_connected("client:suspended"):
                 await asyncio.sleep(0.01)
 
             async def fill() -> None:
                 while True:
-                    await router.send("suspended", Progress(request_id="j", sequence=0, phase="x" * 60_000))
+                    await router.send("client:suspended", Progress(request_id="j", sequence=0, phase="x" * 60_000))
 
             with pytest.raises(NodeLost, match="reads nothing"):
                 await fill()
@@ -206,7 +231,7 @@ def test_a_port_in_use_is_said_plainly(has_keys, tmp_path):
     async def test(router, _):
         async def nobody(peer, envelope): ...
 
-        keys = tmp_path / "keys" if has_keys else None
+        keys = tmp_path / "keys" / "orchestrator" if has_keys else None
         second = ControlRouter(endpoint=router.endpoint, run_token=TOKEN, on_client=nobody, curve_dir=keys)
         with pytest.raises(ConfigError, match="another port"):
             await second.start()
@@ -214,18 +239,135 @@ def test_a_port_in_use_is_said_plainly(has_keys, tmp_path):
     with_router(test)
 
 
-def test_curve_lets_in_only_those_with_a_key(tmp_path, monkeypatch):
+def test_keys_are_for_one_node_each(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
     assert make_keys(keys) == 0
     assert make_keys(keys) == 2  # never overwritten
+    assert {oct(p.stat().st_mode & 0o777) for p in [keys, *keys.rglob("*")]} == {"0o600", "0o700"}
 
-    async def test(router, received):
-        plain = NodeLink(endpoint=router.endpoint, hello=hello(node_id="plain"))
-        with pytest.raises(NodeLost):
-            await asyncio.to_thread(plain.start, timeout_s=1.5)
-        monkeypatch.setenv("SPLICE_CURVE_DIR", str(keys))
-        link = await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello(node_id="keyed")).start)
+    async def test(router, _):
+        async def start(folder, *, key_of=None, timeout_s=10.0, **who):
+            if folder is None:
+                monkeypatch.delenv("SPLICE_CURVE_DIR", raising=False)
+            else:
+                monkeypatch.setenv("SPLICE_CURVE_DIR", str(keys / folder))
+            curve = None if key_of is None else peer_keys(TOKEN, **key_of)
+            link = NodeLink(endpoint=router.endpoint, hello=hello(**who), curve=curve)
+            await asyncio.to_thread(link.start, timeout_s=timeout_s)
+            await asyncio.to_thread(link.close)
+
+        trainer = {"role": "trainer", "node_id": "trainer"}
+        with pytest.raises(NodeLost, match="keys of one set"):
+            await start(None, timeout_s=1.0, **trainer)
+        await start("trainer", **trainer)
+        await start("client", node_id="anything")
+        with pytest.raises(ConfigError, match=r"has no trainer\.trainer"):
+            await start("client", **trainer)
+        with pytest.raises(ConfigError, match="this key is for client"):
+            await start("client", key_of={"role": "client", "node_id": ""}, **trainer)
+        with pytest.raises(ConfigError, match="this key is for trainer trainer, not for inference"):
+            await start("trainer", key_of=trainer, role="inference", node_id="inference-0")
+        assert set(router.peers) == {"trainer", "client:anything"}
+
+    with_router(test, curve_dir=keys / "orchestrator")
+
+
+def joined(router, **who):
+    """A link that has said Hello, on a thread of its own."""
+    return asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello(**who)).start, timeout_s=5.0)
+
+
+TRAINER = {"role": "trainer", "node_id": "trainer"}
+
+
+def test_a_second_living_process_never_displaces_the_first():
+    async def test(router, _):
+        first = await joined(router, **TRAINER)
+        second = NodeLink(endpoint=router.endpoint, hello=hello(**TRAINER))
+        with pytest.raises(ConfigError, match="is trainer and is alive"):
+            await asyncio.to_thread(second.start, timeout_s=2.5)
+        assert router.peers["trainer"].hello == first._hello
+        await router.send("trainer", OptimStep(request_id="reaches the first", deadline_s=5))
+        assert (await asyncio.to_thread(first.recv, timeout_s=5)).message.kind == "OptimStep"
+        await asyncio.to_thread(first.close)
+        third = await joined(router, **TRAINER)  # at once: the first one's connection is gone
+        assert router.peers["trainer"].hello == third._hello
+        await asyncio.to_thread(third.close)
+
+    with_router(test)
+
+
+def test_an_answer_counts_only_from_whom_it_was_asked_of():
+    async def test(router, _):
+        trainer, other = await joined(router, **TRAINER), await joined(router, role="inference", node_id="other")
+        with raw_peer(router.endpoint, token=TOKEN, hello=hello(node_id="client")) as client:
+            asked = asyncio.ensure_future(router.request("trainer", OptimStep(request_id="r", deadline_s=20), phase="testing"))
+            assert (await asyncio.to_thread(trainer.recv, timeout_s=5)).message.request_id == "r"
+            client.send(Completed(request_id="r", result={"by": "a client"}))
+            client.send(NodeEnded(node_id="trainer", code=1))
+            client.send(Ready(node_id="trainer"))
+            other.complete("r", result={"by": "another node"})
+            other.send(NodeEnded(node_id="trainer", code=1))
+            while sum(router.dropped.values()) < 5:
+                await asyncio.sleep(0.01)
+            assert not asked.done() and router.is_connected("trainer")
+            trainer.complete("r", result={"by": "the trainer"})
+            assert (await asked)[0].result == {"by": "the trainer"}
+        for link in (trainer, other):
+            await asyncio.to_thread(link.close)
+
+    with_router(test)
+
+
+def test_a_cut_connection_is_dialled_anew(monkeypatch):
+    """Nothing comes over it any more, in either direction, and neither end is told."""
+    monkeypatch.setattr(node_link, "REDIAL_AFTER_S", 2.0)
+
+    async def test(router, _):
+        link = await joined(router, **TRAINER)
+        before = router.peers["trainer"].address
+        del router._peer_ids[before]
+        router.peers["trainer"].state = "lost"
+        router._on_stranger_before, deaf_until = router._on_stranger, time.monotonic() + 4
+
+        async def deaf(arrival):
+            if time.monotonic() > deaf_until:
+                await router._on_stranger_before(arrival)
+
+        router._on_stranger = deaf
+        while router.peers["trainer"].state == "lost":
+            await asyncio.sleep(0.05)
+        assert router.peers["trainer"].address != before
         await asyncio.to_thread(link.close)
-        assert set(router.peers) == {"keyed"}
 
-    with_router(test, curve_dir=keys)
+    with_router(test)
+
+
+def test_a_replica_of_another_name_is_refused():
+    async def test(router, _):
+        link = await joined(router, role="inference", node_id="inference-0")
+        link.send(Ready(node_id="inference-0", detail={"base_url": "http://h", "name": "tiny"}))
+        while link._rejected is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(NodeLost, match="serves 'tiny', this run publishes 'other'"):
+            await asyncio.to_thread(link.recv, timeout_s=0.1)
+        await asyncio.sleep(2.0)
+        assert "inference-0" not in router.peers, "it was taken in again"
+        await asyncio.to_thread(link.close)
+
+    with_router(test, name="other")
+
+
+def test_a_ready_that_is_none_is_dropped():
+    async def test(router, _):
+        link = await joined(router, role="inference", node_id="inference-0")
+        for detail in ({"base_url": "http://h", "workers": "many"}, {"base_url": "http://h", "workers": 0}, {}):
+            link.send(Ready(node_id="inference-0", detail=detail))
+        while router.dropped["inference-0"] < 3:
+            await asyncio.sleep(0.01)
+        assert router.peers["inference-0"].state == "connected"
+        link.send(Ready(node_id="inference-0", detail={"base_url": "http://h"}))
+        await router.wait_ready(["inference-0"], timeout_s=5)
+        await asyncio.to_thread(link.close)
+
+    with_router(test)

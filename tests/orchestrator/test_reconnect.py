@@ -13,19 +13,23 @@ import time
 
 import pytest
 
+from orchestrator import router
 from orchestrator.client import SpliceClient
+from orchestrator.protocol import node_link
+from orchestrator.protocol.frames import to_wire
 from orchestrator.protocol.messages import InitialSyncJob
 from tests.orchestrator.fake_nodes import FakeTrainer
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
 
 
 class Breaking:
-    """Passes bytes on to a port; `cut` what has this in it, once, with the connection that it came by."""
+    """Passes bytes on to a port. Whoever sends a message of the kind `cut` says so by `note`; what comes next is lost, once, with its connection."""
 
     def __init__(self, port: int) -> None:
         self._port, self._listener = port, socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.cut: bytes | None = None
+        self._is_sent = False
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -33,13 +37,18 @@ class Breaking:
             while True:
                 threading.Thread(target=self._pass_on, args=(self._listener.accept()[0],), daemon=True).start()
 
+    def note(self, frames) -> list[bytes | memoryview]:
+        if self.cut is not None and frames[1] == self.cut:
+            self._is_sent = True
+        return to_wire(frames)
+
     def _pass_on(self, near: socket.socket) -> None:
         with near, socket.create_connection(("127.0.0.1", self._port)) as far, contextlib.suppress(OSError):
             while True:
                 for side in select.select([near, far], [], [])[0]:
                     came = side.recv(2**20)
-                    if self.cut is not None and self.cut in came:
-                        self.cut = None
+                    if self._is_sent:
+                        self.cut, self._is_sent = None, False
                         return
                     if not came:
                         return
@@ -50,9 +59,11 @@ class Breaking:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
     with Run(tmp_path) as run:
         run.line = Breaking(int(run.endpoint.rsplit(":", 1)[1]))
+        for module in (router, node_link):
+            monkeypatch.setattr(module, "to_wire", run.line.note)
         yield run
         run.line.close()
 

@@ -12,12 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-import zmq
 
 from orchestrator.client import SpliceClient
 from orchestrator.errors import JobFailed
 from orchestrator.journal import Journal
-from orchestrator.protocol.frames import decode, encode
 from orchestrator.protocol.messages import (
     ForwardBackwardJob,
     ForwardJob,
@@ -31,6 +29,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.publication import State, after_restart
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
+from tests.orchestrator.raw import raw_peer
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
 
 REPO = Path(__file__).resolve().parents[2]
@@ -319,15 +318,14 @@ def test_a_job_that_was_taken_is_run_and_told_though_nobody_asks_again(killed):
     killed.kill()
     killed.start(die_at="1 after")
     submit = SubmitJob(job_id="job", job=TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), progress=False)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.identity, link.linger, link.reconnect_ivl, link.rcvtimeo = b"listener \xff", 0, 20, 40_000
-        link.connect(killed.endpoint)
-        link.send_multipart(encode(Hello(role="client", node_id="listener", incarnation="1", run_token=TOKEN)))
-        link.send_multipart(encode(submit, BUFFERS))
-        assert decode(link.recv_multipart()).message.kind == "Welcome"
+    hello = Hello(role="client", node_id="listener", incarnation="1", run_token=TOKEN)
+    with raw_peer(killed.endpoint, token=TOKEN, hello=hello, timeout_s=40) as client:
+        client.send(submit, BUFFERS)
+        assert client.recv().message.kind == "Welcome"
         assert killed.process.wait(40) == -signal.SIGKILL
         killed.start()
-        assert decode(link.recv_multipart()).message.kind == "Completed"
+        client.send(hello)
+        assert [client.recv().message.kind for _ in range(2)] == ["Welcome", "Completed"]
 
 
 def test_killed_in_the_release_of_a_job_that_is_done(killed):

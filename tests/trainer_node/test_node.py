@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 
 from orchestrator.errors import SpliceError
 from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
-from orchestrator.protocol.frames import decode, encode
+from orchestrator.protocol.curve import server_keys
+from orchestrator.protocol.frames import decode, encode, from_wire, to_wire
 from orchestrator.protocol.messages import (
     AbortSend,
     ExportHf,
@@ -70,6 +71,8 @@ class Orchestrator:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        server_keys(TOKEN).secure(self._socket)
+        self._peer = b""
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.progress: list[tuple[int, str, dict]] = []
         self.hello = self.ready = None
@@ -81,8 +84,8 @@ class Orchestrator:
             self._send(Heartbeat(node_id="orchestrator")) if self.hello else None
             if not self._socket.poll(200):
                 continue
-            _, *frames = self._socket.recv_multipart()
-            envelope = decode(frames)
+            self._peer, *frames = self._socket.recv_multipart()
+            envelope = decode(from_wire(frames))
             message = envelope.message
             if message.kind == "Hello":
                 self.hello = message
@@ -95,7 +98,7 @@ class Orchestrator:
         raise AssertionError(f"no {until} within {deadline_s} s")
 
     def _send(self, message, buffers=()) -> None:
-        self._socket.send_multipart([b"trainer", *encode(message, buffers)])
+        self._socket.send_multipart([self._peer, *to_wire(encode(message, buffers))])
 
     def start(self, kind, buffers=(), *, deadline_s: float = 60.0, **fields) -> str:
         request_id = uuid.uuid4().hex

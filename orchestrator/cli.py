@@ -179,6 +179,10 @@ def serve(
     stage_bytes: Annotated[
         int, typer.Option(min=0, help="Largest batch that is sent to the trainer while the job before it runs; 0: none.")
     ] = STAGE_BYTES,
+    stop_on_term: Annotated[
+        bool,
+        typer.Option("--stop-on-term", help="SIGTERM ends the whole run; by default the orchestrator alone, to be resumed."),
+    ] = False,
 ) -> None:
     """Run the orchestrator until a client stops it. The run's token is read from SPLICE_RUN_TOKEN."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -201,6 +205,7 @@ def serve(
         config = OrchestratorConfig(
             run_dir=run_dir, run_token=token, name=name, endpoint=_old_endpoint(run_dir, endpoint, resume=resume), publication=publication, replicas=replicas,
             curve_dir=curve_dir, keep_versions=keep_versions or None, resume=resume, stage_bytes=stage_bytes,
+            stop_on_term=stop_on_term,
         )  # fmt: skip
         asyncio.run(_serve(config))
     except (SpliceError, JournalError, OSError) as error:
@@ -216,8 +221,8 @@ def _old_endpoint(run_dir: Path, endpoint: str, *, resume: bool) -> str:
 async def _serve(config: OrchestratorConfig) -> None:
     orchestrator = Orchestrator(config)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, orchestrator.stop)
+    loop.add_signal_handler(signal.SIGINT, orchestrator.stop)
+    loop.add_signal_handler(signal.SIGTERM, orchestrator.stop if config.stop_on_term else orchestrator.leave)
     await orchestrator.serve()
 
 

@@ -7,6 +7,7 @@ SpliceError
 │   ├── MergePlanError                an adapter or weight has no target, two targets, or another shape
 │   ├── ManifestError                 names, dtypes or shapes that the receiver does not know
 │   └── VerificationError             what is served is not what was sent
+│       └── ContentChanged            a version's content is not what it was when it was committed
 ├── TransferError (RuntimeError)      bytes did not arrive
 │   ├── TransferAborted               told to stop (watchdog, operator, or the peer's failure)
 │   └── TransferTimeout (TimeoutError) the deadline passed
@@ -45,6 +46,10 @@ class ManifestError(PublicationError):
 
 class VerificationError(PublicationError):
     """The live tensors are not what the trainer sent; names the tensors."""
+
+
+class ContentChanged(VerificationError):
+    """What a version would be made of is not what it was when it was committed."""
 
 
 class TransferError(SpliceError, RuntimeError):

@@ -8,6 +8,7 @@ per run; a file of another run is refused.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +27,13 @@ CREATE TABLE IF NOT EXISTS jobs (
   state TEXT NOT NULL, outcome BLOB, ended REAL);
 CREATE TABLE IF NOT EXISTS publications (
   id INTEGER PRIMARY KEY, version INTEGER NOT NULL, state TEXT NOT NULL, checkpoint_dir TEXT, detail TEXT, at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS digests (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 """
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 """In the file's header; counts up with the tables and with `PROTOCOL_VERSION`, because jobs are kept as wire frames."""
+VERSIONS_KEPT = 10_000
+"""Versions whose publication steps are kept. Digests of all versions are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,9 @@ class Journal:
 
     def _open(self, *, run_token: str, name: str) -> None:
         path = self._path
+        # It holds the run's token. SQLite gives its other files the same mode.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        path.chmod(0o600)
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
@@ -148,10 +155,22 @@ class Journal:
 
     def record_publication(self, *, version: int, state: str, checkpoint_dir: str | None = None, detail: str = "") -> None:
         """Journal one step of a publication."""
-        self._execute(
-            "INSERT INTO publications (version, state, checkpoint_dir, detail, at) VALUES (?, ?, ?, ?, ?)",
-            (version, state, checkpoint_dir, detail, time.time()),
-        )
+        with self.together():
+            self._execute(
+                "INSERT INTO publications (version, state, checkpoint_dir, detail, at) VALUES (?, ?, ?, ?, ?)",
+                (version, state, checkpoint_dir, detail, time.time()),
+            )
+            if state == "committed":
+                self._execute("DELETE FROM publications WHERE version < ?", (version - VERSIONS_KEPT,))
+
+    def set_digest(self, version: int, digest: str) -> None:
+        """Journal what a version is: the digest of its content."""
+        self._execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (version, digest))
+
+    def digest(self, version: int) -> str | None:
+        """The digest of the version's content when it was first committed, or None."""
+        row = self._execute("SELECT digest FROM digests WHERE version = ?", (version,)).fetchone()
+        return None if row is None else row[0]
 
     def committed_version(self) -> int | None:
         """The newest version that was committed, or None."""

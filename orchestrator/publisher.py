@@ -15,11 +15,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from orchestrator.errors import ConfigError, JobFailed, NodeLost, PublicationError, SpliceError, VerificationError
+from orchestrator.content import Content
+from orchestrator.errors import (
+    ConfigError,
+    ContentChanged,
+    JobFailed,
+    JournalError,
+    NodeLost,
+    PublicationError,
+    SpliceError,
+    VerificationError,
+)
 from orchestrator.journal import Journal
 from orchestrator.protocol.messages import (
     AbortSend,
@@ -29,6 +39,7 @@ from orchestrator.protocol.messages import (
     Completed,
     ErrorCode,
     Forward,
+    InferenceDetail,
     JoinTransferGroup,
     LeaveAlias,
     LeaveTransferGroup,
@@ -125,6 +136,8 @@ class _Wire:
     manifest: Manifest
     is_direct: bool
     base: int | None = None
+    indices: tuple[int, ...] | None = None
+    """Of its tensors in the whole manifest; None: it is the whole manifest."""
 
 
 BLAMED_OUT = 2
@@ -143,8 +156,10 @@ def canary_prompt(manifest: Manifest) -> tuple[int, ...]:
 
 def canary_difference(ours: bytes, theirs: bytes) -> float:
     """Median difference of two float32 log-prob buffers, the first token's left out; infinite where one is not finite."""
+    if len(ours) != len(theirs) or len(ours) % 4:
+        return math.inf
     a, b = array.array("f", ours), array.array("f", theirs)
-    if len(a) != len(b) or not all(map(math.isfinite, (*a, *b))):
+    if not all(map(math.isfinite, (*a, *b))):
         return math.inf
     return statistics.median(abs(x - y) for x, y in zip(a[1:], b[1:], strict=True))
 
@@ -182,6 +197,8 @@ class Publisher:
         self.holding: dict[str, str] = {}
         """Replica -> its life when it took the version that is served."""
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
+        self._content: Content | None = None  # of what was sent last
+        self._asked: dict[str, str] = {}  # node -> the request that an abort would end
         self._planned: dict[str, str] = {}  # what `_joined` was when the replicas had checked the manifest
         self._is_direct = False
         self._part: _Wire | None = None  # what an update of the changed tensors alone brings; None: there is no such update
@@ -223,21 +240,26 @@ class Publisher:
             self._abort_first = False
         left_out: dict[str, str] = {}
         blamed: Counter[str] = Counter()
+        failure: Exception | None = None
         for attempt in range(1, self._config.attempts + 1):
             was_poisoned = self.state is State.POISONED
             try:
+                if failure is not None:
+                    there = await self._recover(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
+                    there = [r for r in there if blamed[r] < BLAMED_OUT] or there
+                    why = f"it was not ready, or was the one that failed, after: {failure}"
+                    gone = dict.fromkeys(set(replicas) - set(there), why)
+                    left_out |= await self._go_on_without(gone, version=version, report=report)
+                    replicas = there
                 done = await self._attempt(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
-            except (SpliceError, OSError) as error:
-                await self._after_failure(error, version=version, replicas=replicas, was_poisoned=was_poisoned, report=report)
-                if attempt == self._config.attempts or not _worth_retrying(error):
-                    raise
-                there = await self._recover(version, checkpoint_dir=checkpoint_dir, replicas=replicas, report=report)
-                blamed.update([error.node] if isinstance(error, JobFailed) else [])
-                there = [r for r in there if blamed[r] < BLAMED_OUT] or there
-                why = f"it was not ready, or was the one that failed, after: {error}"
-                gone = dict.fromkeys(set(replicas) - set(there), why)
-                left_out |= await self._go_on_without(gone, version=version, report=report)
-                replicas = there
+            except JournalError:
+                raise
+            except Exception as error:
+                failure = _as_ours(error)
+                await self._after_failure(failure, version=version, replicas=replicas, was_poisoned=was_poisoned, report=report)
+                if attempt == self._config.attempts or not _worth_retrying(failure):
+                    raise failure from error
+                blamed.update([failure.node] if isinstance(failure, JobFailed) else [])
             else:
                 done.attempts, done.left_out = attempt, left_out | done.left_out
                 return done
@@ -266,7 +288,10 @@ class Publisher:
             await self._check_canary(version, wire.manifest, report=report, result=result)
         # A server that is started anew from here on holds nothing.
         lives = self._lives(result.replicas)
-        self._step(State.COMMITTED, version, report, result)
+        with self._journal.together():
+            self._step(State.COMMITTED, version, report, result)
+            assert self._content is not None
+            self._journal.set_digest(version, self._content.digest())
         await self._commit(version, report=report, result=result)
         result.seconds["publish"] = time.monotonic() - started_s
         self.version, self.state = version, advance(self.state, State.IDLE)
@@ -292,6 +317,22 @@ class Publisher:
         if self._part is None or not is_known or not is_held or not is_same_trainer or is_due:
             return everything
         return replace(self._part, base=self.version)
+
+    def _take_digests(self, version: int, wire: _Wire, sent: _Answer) -> None:
+        """Note what the trainer sent, and hold it against what the version was when it was committed.
+
+        Raises:
+            ContentChanged: it is another content.
+        """
+        assert self._content is not None
+        self._content.take(_digests(self._trainer, sent, count=len(wire.manifest.tensors)), wire.indices)
+        was, is_now = self._journal.digest(version), self._content.digest()
+        if was is not None and was != is_now:
+            raise ContentChanged(
+                f"version {version} is not what it was when it was committed: the digest of its tensors was "
+                f"{was[:16]} and is {is_now[:16]} now. Its checkpoint has changed on the disk, or the trainer computes otherwise (another device or topology). "
+                "It is not served again. Publish the trainer's state as a new version (PublishJob), or load another checkpoint first"
+            )
 
     def resume(self, *, version: int | None, state: State) -> None:
         """Stand where the orchestrator stood that was restarted; a transfer that may be in flight is aborted before the next one."""
@@ -329,16 +370,16 @@ class Publisher:
             )
             for replica in replicas
         )
-        wanted = [answer.result.get("layout") for answer, _ in checked]
-        layout = WireLayout.model_validate(wanted[0]) if wanted[0] and all(w == wanted[0] for w in wanted) else None
+        plans = [_valid(r, _Planned, answer.result) for r, (answer, _) in zip(replicas, checked, strict=True)]
+        layout = plans[0].layout if all(plan.layout == plans[0].layout for plan in plans) else None
         self._is_direct = await self._use_layout(layout)
-        parts = [ManifestPart.model_validate(p) for answer, _ in checked if (p := answer.result.get("changed"))]
+        parts = [plan.changed for plan in plans if plan.changed is not None]
         tensors = parts[0].tensors if parts else ()
         self._part = None
         if tensors and len(parts) == len(checked) and all(p.tensors == tensors for p in parts):
             part_layout = parts[0].layout if all(p == parts[0] for p in parts) else None
             is_direct = await self._use_layout(part_layout, tensors)
-            self._part = _Wire(manifest=manifest.part(tensors), is_direct=is_direct)
+            self._part = _Wire(manifest=manifest.part(tensors), is_direct=is_direct, indices=tensors)
 
     async def _use_layout(self, layout: WireLayout | None, tensors: tuple[int, ...] | None = None) -> bool:
         """Whether the trainer will send the manifest, or the part of these tensors, in the layout."""
@@ -355,11 +396,8 @@ class Publisher:
             return self._manifest[1]
         request = PlanPublication(request_id=new_id("plan"), deadline_s=self._config.plan_timeout_s)
         completed, _ = await self._router.request(self._trainer, request, phase="planning")
-        try:
-            manifest = Manifest.model_validate(completed.result)
-        except ValidationError as error:
-            raise PublicationError(f"the trainer's manifest is not one: {error}") from error
-        self._manifest = (incarnation, manifest)
+        manifest = _valid(self._trainer, Manifest, completed.result)
+        self._manifest, self._content = (incarnation, manifest), Content(manifest)
         return manifest
 
     async def _move(
@@ -372,6 +410,7 @@ class Publisher:
         )  # fmt: skip
         if self.state is State.APPLYING:
             self._step(State.FINISHED, version, report, result)
+        self._take_digests(version, wire, sent)
         await self._verify_live(wire.manifest, sent=sent, received=received, report=report, result=result)
         self._step(State.VERIFIED, version, report, result)
         result.seconds |= _renamed(_seconds(sent[0]), {"total": "send"})
@@ -389,6 +428,7 @@ class Publisher:
         self._is_beside = True
         began = time.monotonic()
         sent, received = await self._transfer(version, wire, mode="shadow", replicas=replicas, on_progress=lambda _i, _p: None)
+        self._take_digests(version, wire, sent)
         wrong = self._compare(wire.manifest, sent=sent, received=received, result=result, what="received")
         if wrong:
             raise VerificationError("; ".join(wrong.values()) + "; none of it is used")
@@ -405,7 +445,7 @@ class Publisher:
         self._pause_started_s = time.monotonic()
         swapped = await _all_or_first_error(
             [
-                self._router.request(
+                self._request(
                     replica,
                     SwapWeights(
                         request_id=new_id("swap"), deadline_s=self._config.transfer_timeout_s, version=version,
@@ -465,7 +505,7 @@ class Publisher:
         """Send and receive at once; what the trainer and each replica answered."""
         timeout_s = self._config.transfer_timeout_s
         receives = [
-            self._router.request(
+            self._request(
                 replica,
                 ReceiveWeights(
                     request_id=new_id("receive"),
@@ -481,7 +521,7 @@ class Publisher:
             )
             for replica in replicas
         ]
-        send = self._router.request(
+        send = self._request(
             self._trainer,
             SendWeights(request_id=new_id("send"), deadline_s=timeout_s, version=version, changed_only=wire.base is not None),
             phase="sending",
@@ -515,10 +555,15 @@ class Publisher:
     ) -> dict[str, str]:
         """Replica -> what is wrong with its tensors."""
         problems: dict[str, str] = {}
-        for replica, (completed, buffers) in zip(result.replicas, received, strict=True):
-            unverified = completed.result.get("unverified", {})
+        for replica, answer in zip(result.replicas, received, strict=True):
+            try:
+                unverified = _valid(replica, _Received, answer[0].result).unverified
+                live = _digests(replica, answer, count=len(manifest.tensors))
+            except JobFailed as error:
+                problems[replica] = str(error)
+                continue
             result.unverified |= unverified
-            wrong = digest_mismatches(manifest=manifest, sent=sent[1][0], live=buffers[0], unverified=list(unverified))
+            wrong = digest_mismatches(manifest=manifest, sent=sent[1][0], live=live, unverified=list(unverified))
             if wrong:
                 problems[replica] = (
                     f"{replica}: {len(wrong)} of {len(manifest.tensors)} {what} tensors are not what the trainer sent, "
@@ -625,11 +670,11 @@ class Publisher:
 
         def on_open(_: str, progress: Progress) -> None:
             if progress.phase == "listening" and not listening.done():
-                rendezvous: dict[str, dict[str, object]] = progress.detail["rendezvous"]
-                listening.set_result({k: Rendezvous.model_validate(v) for k, v in rendezvous.items()})
+                said = progress.detail.get("rendezvous")
+                listening.set_result({r: _valid(self._trainer, Rendezvous, (said or {}).get(r)) for r in replicas})
 
-        workers = {r: int(self._router.peers[r].detail.get("workers", 1)) for r in replicas}  # type: ignore[call-overload]
-        opened = self._router.request(
+        workers = {r: InferenceDetail.model_validate(self._router.peers[r].detail).workers for r in replicas}
+        opened = self._request(
             self._trainer,
             OpenTransferGroup(
                 request_id=new_id("open"),
@@ -656,7 +701,7 @@ class Publisher:
         async def stop_listening(why: str) -> None:
             """Else the trainer would wait for the others until the deadline, and be deaf to everything else."""
             listening.cancel()
-            await self._tell(self._trainer, AbortSend(reason=why))
+            await self._tell(self._trainer, AbortSend(reason=why, request_id=self._asked.get(self._trainer)))
 
         await _all_or_first_error([opened, join_all()], on_error=stop_listening)
         if self._lives(members) != wanted:
@@ -685,10 +730,23 @@ class Publisher:
 
     # ------------------------------------------------------------ failure and recovery
 
+    async def _request(
+        self,
+        node_id: str,
+        request: OpenTransferGroup | SendWeights | ReceiveWeights | SwapWeights,
+        *,
+        phase: str,
+        on_progress: Callable[[str, Progress], None] | None = None,
+    ) -> _Answer:
+        """A request that an abort can end."""
+        self._asked[node_id] = request.request_id
+        return await self._router.request(node_id, request, phase=phase, on_progress=on_progress)
+
     async def _abort(self, replicas: Sequence[str], why: str) -> None:
-        await self._tell(self._trainer, AbortSend(reason=why))
+        """End what is under way. After a restart of ours nobody knows its ids: then whatever is under way."""
+        await self._tell(self._trainer, AbortSend(reason=why, request_id=self._asked.get(self._trainer)))
         for replica in replicas:
-            await self._tell(replica, AbortUpdate(reason=why))
+            await self._tell(replica, AbortUpdate(reason=why, request_id=self._asked.get(replica)))
 
     async def _tell(self, node_id: str, message: AbortSend | AbortUpdate | LeaveAlias) -> None:
         try:
@@ -746,7 +804,7 @@ class Publisher:
         for replica, why in whys.items():
             log.warning("version %d goes on without %s: %s", version, replica, why)
             report("left_out", {"replica": replica, "error": why})
-            await self._tell(replica, AbortUpdate(reason=why))
+            await self._tell(replica, AbortUpdate(reason=why, request_id=self._asked.get(replica)))
             leave = LeaveAlias(request_id=new_id("out"), deadline_s=self._config.commit_timeout_s, reason=why)
             await self._tell(replica, leave)  # its answer is not waited for: who is left out must not hold the others up
         return whys
@@ -768,12 +826,72 @@ def _summary(layout: WireLayout | None) -> str:
     return f"{len(layout.chunks)} chunks, tensors {counts}, not live: {layout.why_not_live}"
 
 
+class _Planned(BaseModel):
+    """A replica's answer to `PrepareUpdate`."""
+
+    layout: WireLayout | None = None
+    changed: ManifestPart | None = None
+
+
+class _Received(BaseModel):
+    """A replica's answer to `ReceiveWeights` and `SwapWeights`."""
+
+    unverified: dict[str, str] = {}
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _valid(node_id: str, model: type[_Model], value: object) -> _Model:
+    """A node's answer as what it should be.
+
+    Raises:
+        JobFailed: it is something else; blames the node.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _nonsense(
+            node_id, f"is no {model.__name__.strip('_')}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
+        ) from None
+
+
+def _digests(node_id: str, answer: _Answer, *, count: int) -> bytes:
+    """The int64 digests in a node's answer, one for each tensor.
+
+    Raises:
+        JobFailed: there are others, or none; blames the node.
+    """
+    sizes = [len(buffer) for buffer in answer[1]]
+    if sizes != [8 * count]:
+        raise _nonsense(node_id, f"has buffers of {sizes} bytes where {count} digests of 8 bytes should be")
+    return answer[1][0]
+
+
+def _nonsense(node_id: str, what: str) -> JobFailed:
+    return JobFailed(
+        code=ErrorCode.PROTOCOL, node=node_id, phase="publishing", message=f"the answer of {node_id} {what}",
+        remedy="install the same splice on all nodes, and restart this one",
+    )  # fmt: skip
+
+
+def _as_ours(error: Exception) -> SpliceError | OSError:
+    if isinstance(error, SpliceError | OSError):
+        return error
+    log.error("a publication failed by a defect of the orchestrator", exc_info=error)
+    return PublicationError(f"a defect of the orchestrator: {type(error).__name__}: {error}")
+
+
 def _worth_retrying(error: Exception) -> bool:
-    return not (isinstance(error, JobFailed) and error.code in ("plan_refused", "bad_input"))
+    return not isinstance(error, ContentChanged) and not (
+        isinstance(error, JobFailed) and error.code in ("plan_refused", "bad_input")
+    )
 
 
 def _seconds(completed: Completed) -> dict[str, float]:
-    return {str(k): float(v) for k, v in completed.result.get("seconds", {}).items()}
+    """What a node says that it took; what is no number is left out."""
+    said = completed.result.get("seconds")
+    return {str(k): float(v) for k, v in said.items() if isinstance(v, int | float)} if isinstance(said, dict) else {}
 
 
 def _slowest(all_seconds: Sequence[dict[str, float]]) -> dict[str, float]:

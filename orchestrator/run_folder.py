@@ -1,9 +1,9 @@
 """The run's folder: private, and locked by the one orchestrator that lives in it.
 
-    journal.sqlite    jobs, publications, facts (0600)
-    endpoint          where the control socket is bound
-    lock              held by the living orchestrator; holds its pid
-    versions/N        what version N is made of
+journal.sqlite    jobs, publications, facts (0600)
+endpoint          where the control socket is bound
+lock              held by the living orchestrator; holds its pid
+versions/N        what version N is made of
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 from orchestrator.between_jobs import BetweenJobs
 from orchestrator.errors import ConfigError, JobFailed, JournalError, NodeLost, PublicationError, SpliceError, VerificationError
 from orchestrator.journal import Journal
+from orchestrator.protocol.config import check_alias_name
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
     AnyMessage,
@@ -64,14 +65,13 @@ from orchestrator.publication import after_restart
 from orchestrator.publisher import PublicationConfig, Publisher
 from orchestrator.retention import expired
 from orchestrator.router import ControlRouter, new_id
+from orchestrator.run_folder import RunFolder
 from orchestrator.staging import STAGE_BYTES, BatchAhead
 from orchestrator.trainer_requests import TrainerRequests
 
 log = logging.getLogger("splice.orchestrator")
 RESYNC_POLL_S, RESYNC_LONGEST_S = 1.0, 600.0
 SENDING_S = 10.0
-LARGEST_JOB_BYTES = 450_000_000
-"""SQLite keeps up to 1 GB in a row, and a job's outcome may have twice its bytes (two float32 for each token)."""
 _TRAINER, _SET_ASIDE = "trainer", "set aside"
 """Facts in the journal: what the trainer holds; the folder with its state while it holds the served version for a resync."""
 BUFFERS_KEPT = 16
@@ -99,7 +99,18 @@ class OrchestratorConfig:
     stage_bytes: int = STAGE_BYTES
     """Largest batch that is sent to the trainer while the job before it runs. 0: none is."""
 
+    max_jobs: int = 1024
+    """Jobs that may be open, the running one included."""
+    max_job_bytes: int = 4 * 2**30
+    """Bytes of all open jobs' batches, which the orchestrator keeps in memory and in its journal."""
+    stop_on_term: bool = False
+    """SIGTERM ends the run, as StopRun does. False: it ends the orchestrator alone, and another one may resume."""
+
     def __post_init__(self) -> None:
+        try:
+            check_alias_name(self.name)
+        except ValueError as error:
+            raise ConfigError(f"--name: {error}") from None
         if self.stage_bytes < 0:
             raise ConfigError(f"stage_bytes is {self.stage_bytes}; it must be at least 0: no batch is then sent ahead")
         if self.keep_versions is not None and self.keep_versions < 2:
@@ -134,16 +145,22 @@ class Orchestrator:
 
     def __init__(self, config: OrchestratorConfig) -> None:
         self._config = config
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(config.run_dir / "journal.sqlite", run_token=config.run_token, name=config.name)
         self._router = ControlRouter(
-            endpoint=config.endpoint, run_token=config.run_token, on_client=self._on_client, curve_dir=config.curve_dir
-        )
+            endpoint=config.endpoint, run_token=config.run_token, name=config.name, on_client=self._on_client,
+            curve_dir=config.curve_dir,
+        )  # fmt: skip
+        self._folder = RunFolder(config.run_dir)
+        try:
+            self._journal = Journal(self._folder.path / "journal.sqlite", run_token=config.run_token, name=config.name)
+        except BaseException:
+            self._folder.close()
+            raise
         self._publisher = Publisher(router=self._router, journal=self._journal, config=config.publication)
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._jobs: dict[str, _Job] = {}
         self._subscribers: set[str] = set()
         self._stopping = asyncio.Event()
+        self._is_leaving = False
         self._trained_version = 0
         self._versions: list[int] = []  # whose checkpoints are on disk
         self._with_buffers: deque[str] = deque()
@@ -169,16 +186,23 @@ class Orchestrator:
     async def serve(self) -> None:
         """Bind, write `endpoint` into the run folder, run jobs until `StopRun`, then shut the nodes down.
 
-        What raises here leaves the nodes as they are and `endpoint` where it is, as a crash does: another orchestrator may resume.
+        What raises here leaves the nodes as they are and `endpoint` where it is, as a crash and `leave` do: another orchestrator may resume.
         """
-        if self._config.resume:
-            self._resume()
-        elif self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
+        try:
+            if self._config.resume:
+                self._resume()
+            elif self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
+                raise ConfigError(
+                    f"{self._config.run_dir} holds an earlier run; choose a new run folder, or go on with it: --resume"
+                )
+            await self._router.start()
+            await self._serve_until_stopped()
+        finally:
+            await self._router.close()
             self._journal.close()
-            raise ConfigError(
-                f"{self._config.run_dir} holds an earlier run; choose a new run folder, or go on with it: --resume"
-            )
-        await self._router.start()
+            self._folder.close()
+
+    async def _serve_until_stopped(self) -> None:
         endpoint_file = self._config.run_dir / "endpoint"
         part = endpoint_file.with_suffix(".part")
         part.write_text(self._router.endpoint)
@@ -191,14 +215,31 @@ class Orchestrator:
                 task.result()
             tasks[0].cancel()
             await asyncio.wait(tasks[:1], timeout=SENDING_S)
+            if self._is_leaving:
+                log.warning(
+                    "ended by SIGTERM; nodes and served version stay as they are. Start again with --resume within a minute, or the "
+                    "trainer ends too; to end the whole run by SIGTERM use --stop-on-term"
+                )
+                return
+            await self._end_open_jobs()
             await self._shut_nodes_down()
             endpoint_file.unlink(missing_ok=True)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._router.close()
-            self._journal.close()
+
+    async def _end_open_jobs(self) -> None:
+        """The run is over: whoever waits for a job is told so."""
+        for job_id, job in list(self._jobs.items()):
+            if not job.running:
+                await self._end(job_id, Cancelled(request_id=job_id, reason="the run was stopped before it started"))
+                continue
+            stopped = Failed(
+                request_id=job_id, code=ErrorCode.STOPPED, node="orchestrator", phase="job",
+                message="the run was stopped while the job ran", remedy=f"start a new run; versions are in {self._folder.path}/versions",
+            )  # fmt: skip
+            await self._end(job_id, stopped)
 
     def _resume(self) -> None:
         """Version counter, what the trainer holds, the publication's state and the open jobs, as the journal has them."""
@@ -234,7 +275,12 @@ class Orchestrator:
         self._remember({_job_key(job_id): self._journal.fact(_job_key(job_id)) | facts})
 
     def stop(self) -> None:
-        """End `serve`; callable from a signal handler of the loop."""
+        """End the run; callable from a signal handler of the loop."""
+        self._stopping.set()
+
+    def leave(self) -> None:
+        """End `serve`, but not the run: nodes, jobs and the served version stay, and another orchestrator may resume."""
+        self._is_leaving = not self._stopping.is_set()
         self._stopping.set()
 
     # ------------------------------------------------------------ clients
@@ -262,12 +308,11 @@ class Orchestrator:
             elif submit.job_id in self._jobs:
                 self._jobs[submit.job_id].clients[client] = submit.progress
             return
-        nbytes = sum(len(frame) for frame in envelope.frames)
-        if nbytes > LARGEST_JOB_BYTES:
+        why = self._no_room(sum(map(len, envelope.buffers)))
+        if why is not None:
             refused = Failed(
-                request_id=submit.job_id, code=ErrorCode.BAD_INPUT, node="orchestrator", phase="submitting",
-                message=f"the job has {nbytes:,} bytes, more than the {LARGEST_JOB_BYTES:,} that one may have",
-                remedy="send its batch in parts: forward_backward for each of them, then optim_step",
+                request_id=submit.job_id, code=ErrorCode.TOO_MANY_JOBS, node="orchestrator", phase="submitting", message=why,
+                remedy="wait for some of them, then submit it again under the same id",
             )  # fmt: skip
             await self._tell(client, encode(refused))
             return
@@ -276,6 +321,17 @@ class Orchestrator:
         self._queue.put_nowait(submit.job_id)
         self._progress(submit.job_id, "queued", {})
         await self._stage_next()
+
+    def _no_room(self, nbytes: int) -> str | None:
+        """Why one more job with a batch of this size is refused."""
+        if len(self._jobs) >= self._config.max_jobs:
+            return f"{len(self._jobs)} jobs are open, which is the most"
+        held = sum(len(buffer) for job in self._jobs.values() for buffer in job.buffers)
+        if self._jobs and held + nbytes > self._config.max_job_bytes:
+            return (
+                f"the open jobs' batches have {held:,} bytes; with {nbytes:,} more they exceed {self._config.max_job_bytes:,}"
+            )
+        return None
 
     async def _on_cancel(self, message: CancelJob) -> None:
         job = self._jobs.get(message.job_id)
@@ -313,7 +369,8 @@ class Orchestrator:
             version=self._publisher.version,
             publication=str(self._publisher.state),
             nodes=nodes,
-            queued_jobs=self._queue.qsize(),
+            queued_jobs=sum(not job.running for job in self._jobs.values()),
+            dropped=dict(self._router.dropped.most_common(100)),
         )
 
     def _progress(self, job_id: str, phase: str, detail: dict[str, object]) -> None:
@@ -682,9 +739,11 @@ class Orchestrator:
         """A job that is one request to the trainer."""
         kind, phase = _REQUESTS[type(spec)]
         fields = _fields(spec)
+        for field in ("checkpoint_dir", "output_dir"):
+            if field in fields and not isinstance(spec, LoadCheckpointJob):
+                self._folder.refuse_own(fields[field], field=field)
         if isinstance(spec, SaveCheckpointJob):
             fields["version"] = self._trained_version
-            self._refuse_version_dir(spec.checkpoint_dir)
             self._trainer.memory.saving = spec.checkpoint_dir
         completed, _ = await self._ask(
             job_id,
@@ -706,11 +765,6 @@ class Orchestrator:
             memory.loaded(spec.checkpoint_dir)
             self._remember({_SET_ASIDE: None})
         return result
-
-    def _refuse_version_dir(self, checkpoint_dir: str) -> None:
-        """The versions' own folders belong to publications."""
-        if Path(checkpoint_dir).absolute().is_relative_to(self._version_dir(0).parent):
-            raise ConfigError(f"checkpoint_dir {checkpoint_dir} is among the run's versions; choose a folder outside")
 
     async def _ask(
         self,
@@ -779,7 +833,7 @@ class Orchestrator:
         }
 
     def _version_dir(self, version: int) -> Path:
-        return (self._config.run_dir / "versions" / str(version)).absolute()
+        return self._folder.version_dir(version)
 
     async def _shut_nodes_down(self) -> None:
         for node_id, peer in list(self._router.peers.items()):

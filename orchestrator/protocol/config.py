@@ -18,6 +18,17 @@ MemoryMode = Literal["resident", "offload", "exit"]
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def check_alias_name(name: str) -> str:
+    """The name, if it can be an alias: versions of it are served as name@N.
+
+    Raises:
+        ValueError: it cannot; says why.
+    """
+    if not name or any(char in "@/" or char.isspace() for char in name):
+        raise ValueError(f"{name!r} cannot be the served name: it must not be empty, nor contain '@', '/' or white space")
+    return name
+
+
 class LoraConfig(Message):
     """PEFT's semantics: one A and one B for each HF linear layer, experts included; delta = (alpha / rank) * B @ A."""
 

@@ -50,6 +50,8 @@ class ErrorCode(StrEnum):
     NODE_LOST = "node_lost"
     BASE_MISSING = "base_missing"
     PROTOCOL = "protocol"
+    TOO_MANY_JOBS = "too_many_jobs"
+    STOPPED = "stopped"
     INTERNAL = "internal"
 
 

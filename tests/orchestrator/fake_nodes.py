@@ -194,17 +194,21 @@ class FakeTrainer(FakeNode):
 
     def on_OptimStep(self, message) -> None:
         self.messages.append(message)
-        self.weights = [w + self.pending for w in self.weights]
-        self.pending = 0
+        self._step(self.pending)
         self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}})
+
+    def _step(self, count: int) -> None:
+        """Only what has an adapter is ever written."""
+        changed = range(3) if self.manifest.changed is None else self.manifest.changed
+        self.weights = [w + count * (i in changed) for i, w in enumerate(self.weights)]
+        self.pending = 0
 
     def on_ExportHf(self, message) -> None:
         self.messages.append(message)
         self.link.complete(message.request_id, result={"output_dir": message.output_dir, "files": ["model.safetensors"]})
 
     def on_TrainMerged(self, message) -> None:
-        self.weights = [w + 1 + self.pending for w in self.weights]
-        self.pending = 0
+        self._step(1 + self.pending)
         self._write(message)
         self.link.progress(message.request_id, "training")
         self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.5}})

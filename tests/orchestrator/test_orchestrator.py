@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 
 import pytest
 
-from orchestrator import server
 from orchestrator.client import SpliceClient
-from orchestrator.errors import ConfigError, JobFailed, JournalError
+from orchestrator.errors import ConfigError, JobFailed, JournalError, ProtocolError
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Rendezvous, TrainMergedJob, Unready, batch_specs
+from orchestrator.protocol import frames
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    InitialSyncJob,
+    OptimStepJob,
+    Rendezvous,
+    TrainLoraJob,
+    TrainMergedJob,
+    Unready,
+    batch_specs,
+)
 from orchestrator.publisher import PublicationConfig
 from orchestrator.server import Orchestrator, OrchestratorConfig
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
@@ -255,13 +265,47 @@ def test_a_full_disk_is_not_taken_for_a_resync_that_can_be_tried_again(run):
 
 
 def test_a_job_that_the_journal_could_not_hold_is_refused(run, monkeypatch):
-    monkeypatch.setattr(server, "LARGEST_JOB_BYTES", 10_000)
+    monkeypatch.setattr(frames, "MAX_BUFFERS_BYTES", 10_000)
     trainer = run.trainer()
     large = batch_specs(num_sequences=1, num_tokens=1000)
-    with pytest.raises(JobFailed, match=r"bytes, more than the 10,000 .* in parts") as refused:
+    with pytest.raises(ProtocolError, match=r"buffers of 16,004 bytes together; .* 10,000 .* in parts"):
         run.client.run(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
-    assert refused.value.code == "bad_input" and trainer.log == []
+    assert trainer.log == []
     assert run.client.optim_step()["metrics"] == {"loss": 1.0}
+
+
+def test_no_more_jobs_are_kept_than_there_is_room_for(run):
+    trainer, go = run.trainer(), threading.Event()
+    run.orchestrator._config = dataclasses.replace(run.config, max_jobs=3, max_job_bytes=100)
+    trainer.script["TrainLora"] = lambda message: (go.wait(20), trainer._done(message))
+    job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
+    kept = [run.client.submit(job, buffers=BUFFERS) for _ in range(2)]
+    with pytest.raises(JobFailed, match="they exceed 100") as refused:
+        run.client.run(job, buffers=BUFFERS, job_id="again")
+    assert refused.value.code == "too_many_jobs"
+    kept.append(run.client.submit(OptimStepJob()))
+    with pytest.raises(JobFailed, match="3 jobs are open"):
+        run.client.run(OptimStepJob())
+    go.set()
+    for job_id in kept:
+        run.client.wait(job_id, timeout_s=20)
+    run.client.run(job, buffers=BUFFERS, job_id="again")
+
+
+def test_whoever_waits_is_told_that_the_run_was_stopped(run):
+    trainer, at_work, go = run.trainer(), threading.Event(), threading.Event()
+    trainer.script["OptimStep"] = lambda message: (at_work.set(), go.wait(20), trainer._done(message))
+    running, waiting = run.client.submit(OptimStepJob()), run.client.submit(OptimStepJob())
+    assert at_work.wait(20)
+    with SpliceClient(endpoint=run.endpoint, run_token=TOKEN) as other:
+        other.stop_run(timeout_s=20)
+    with pytest.raises(JobFailed, match="was stopped while the job ran") as stopped:
+        run.client.wait(running, timeout_s=5)
+    assert stopped.value.code == "stopped"
+    with pytest.raises(JobFailed, match="stopped before it started"):
+        run.client.wait(waiting, timeout_s=5)
+    go.set()
+    run.thread.join(20)
 
 
 def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run):

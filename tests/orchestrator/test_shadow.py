@@ -38,10 +38,10 @@ def test_received_beside_by_all_then_swapped_by_all(run):
     assert (result["mode"], result["why_in_place"], result["sent"], result["states"]) == ("shadow", None, "changed", WAY)
     assert {"shadow", "apply", "pause", "receive_wire", "wire"} <= set(result["seconds"])
     for node in nodes:
-        assert node.served == [(0, [10, 20, 30]), (1, [10, 21, 31])]
+        assert node.served == [(0, [10, 20, 30]), (1, [10, 21, 30])]
         assert node.log[-4:] == ["PrepareShadow", "ReceiveWeights", "SwapWeights", "CommitUpdate"]
     whole = run.client.run(ResyncJob())  # everything fits as well
-    assert (whole["mode"], whole["sent"]) == ("shadow", "full") and nodes[0].served[-1] == (1, [11, 21, 31])
+    assert (whole["mode"], whole["sent"]) == ("shadow", "full") and nodes[0].served[-1] == (1, [10, 21, 30])
     journal = Journal(run.dir / "journal.sqlite", run_token=TOKEN, name="m")
     assert journal.publication_steps(1)[:8] == ["planned", *WAY]
     journal.close()
@@ -52,11 +52,11 @@ def test_a_single_replica_commits_with_its_swap_and_only_what_verifies(tmp_path)
         _, (node,) = start(run)
         result = train(run)
         assert (result["mode"], result["states"]) == ("shadow", WAY) and run.client.status().version == 1
-        assert node.committed_by_itself == [1] and node.served == [(0, [10, 20, 30]), (1, [10, 21, 31])]
+        assert node.committed_by_itself == [1] and node.served == [(0, [10, 20, 30]), (1, [10, 21, 30])]
         node.flip_swap = True
         result, failed = failures(run)
         assert [f["left"] for f in failed] == ["poisoned"] and (result["attempts"], result["sent"]) == (2, "full")
-        assert node.committed_by_itself == [1] and node.served[-1] == (2, [12, 22, 32])
+        assert node.committed_by_itself == [1] and node.served[-1] == (2, [10, 22, 30])
 
 
 @pytest.mark.parametrize(("answers", "left"), [(True, "idle"), (False, "poisoned")])
@@ -105,7 +105,7 @@ def test_a_digest_that_differs_beside_swaps_nobody_and_poisons_nobody(run):
     assert bad.aborted.is_set() and good.aborted.is_set()  # what lies beside is dropped
     assert result["attempts"] == 2 and (result["mode"], result["sent"]) == ("shadow", "changed")  # they hold @0 as before
     assert good.log.count("SwapWeights") == bad.log.count("SwapWeights") == 1
-    assert good.served == bad.served == [(0, [10, 20, 30]), (1, [10, 21, 31])]
+    assert good.served == bad.served == [(0, [10, 20, 30]), (1, [10, 21, 30])]
 
 
 def breaking(node):
@@ -136,20 +136,20 @@ def test_a_replica_whose_transfers_break_does_not_keep_the_alias_back(run):
     breaking(bad)
     result, failed = failures(run)
     assert [f["left"] for f in failed] == ["idle", "idle"] and set(result["left_out"]) == {"inference-1"}
-    assert good.served[-1] == (1, [10, 21, 31]) and bad.left_alias and bad.log.count("SwapWeights") == 0
+    assert good.served[-1] == (1, [10, 21, 30]) and bad.left_alias and bad.log.count("SwapWeights") == 0
 
 
 def test_a_swap_that_fails_on_one_is_left_out_and_on_all_heals_whole(run):
     _, (good, bad) = start(run, replicas=2)
     bad.flip_swap = True
     result, failed = failures(run)
-    assert not failed and "live tensors" in result["left_out"]["inference-1"] and good.served[-1] == (1, [10, 21, 31])
-    assert soon(lambda: bad.served[-1] == (1, [11, 21, 31]))
+    assert not failed and "live tensors" in result["left_out"]["inference-1"] and good.served[-1] == (1, [10, 21, 30])
+    assert soon(lambda: bad.served[-1] == (1, [10, 21, 30]))
     good.flip_swap = bad.flip_swap = True
     result, failed = failures(run)
     assert [f["left"] for f in failed] == ["poisoned"] and result["left_out"] == {}
     assert (result["attempts"], result["sent"]) == (2, "full")
-    assert good.served[-1] == bad.served[-1] == (2, [12, 22, 32])
+    assert good.served[-1] == bad.served[-1] == (2, [10, 22, 30])
 
 
 def test_an_orchestrator_that_dies_while_it_lies_beside_still_serves_the_version():

@@ -1,0 +1,200 @@
+"""What a node, a disk or another process does wrong is its own problem: nothing wrong is served, nobody is left paused, and it is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.journal import Journal
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, OptimStepJob, ResyncJob
+from orchestrator.publisher import PublicationConfig
+from orchestrator.run_folder import RunFolder
+from orchestrator.server import OrchestratorConfig
+from tests.orchestrator.fake_nodes import FakeTrainer, digests, soon
+from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN
+
+
+def synced(run, replicas=1):
+    trainer = run.trainer()
+    nodes = [run.replica(trainer, i) for i in range(replicas)]
+    run.client.run(InitialSyncJob())
+    return trainer, nodes
+
+
+# ---------------------------------------------------------------- nodes that answer nonsense
+
+
+@pytest.mark.parametrize("detail", [{}, {"rendezvous": 5}, {"rendezvous": {"inference-0": {"transport": "gloo"}}}])
+def test_a_progress_without_its_rendezvous_fails_the_publication_alone(run, detail):
+    trainer, replica = run.trainer(), run.replica(lambda: trainer)
+
+    def nonsense(message) -> None:
+        trainer.link.progress(message.request_id, "listening", **detail)
+        trainer._done(message)
+
+    trainer.script["OpenTransferGroup"] = nonsense
+    assert run.client.run(InitialSyncJob(), timeout_s=30)["attempts"] == 2
+    assert replica.served == [(0, [10, 20, 30])]
+
+
+@pytest.mark.parametrize("answer", [{}, digests([1]), {"result": {"seconds": "many"}}])
+def test_a_trainer_that_sends_no_digests_leaves_no_replica_paused(run, answer):
+    trainer, (replica,) = synced(run)
+    trainer.script["SendWeights"] = lambda m: trainer.link.complete(m.request_id, **answer)
+    result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+    assert result["attempts"] == 2 and "AbortUpdate" in replica.log
+    assert replica.served[-1] == (1, [11, 21, 31])
+
+
+@pytest.mark.parametrize("answer", [{}, digests([1]), {"result": {"unverified": 5}, **digests([11, 21, 31])}])
+def test_a_replica_that_answers_nonsense_is_left_out_and_the_others_go_on(run, answer):
+    _, (bad, good) = synced(run, replicas=2)
+    bad.script["ReceiveWeights"] = lambda m: (bad.stand_still(m), bad.link.complete(m.request_id, **answer))
+    result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+    assert list(result["left_out"]) == ["inference-0"] and result["attempts"] == 1
+    assert good.served[-1] == (1, [11, 21, 31]) and soon(lambda: bad.served[-1] == (1, [11, 21, 31]))
+
+
+def test_a_plan_that_is_none_is_that_replicas_problem(run):
+    _, (bad, good) = synced(run, replicas=2)
+    bad.restarted()
+
+    def nonsense(message) -> None:
+        bad.script["PrepareUpdate"] = nonsense
+        bad.link.complete(message.request_id, result={"layout": {"chunks": "none"}})
+
+    bad.script["PrepareUpdate"] = nonsense
+    result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+    assert list(result["left_out"]) == ["inference-0"] and good.served[-1] == (1, [11, 21, 31])
+
+
+def test_a_defect_in_a_publication_leaves_no_replica_paused(run, monkeypatch):
+    _, (replica,) = synced(run)
+    publisher, calls = run.orchestrator._publisher, []
+    verify = publisher._verify_live
+
+    async def broken_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("digests")
+        await verify(*args, **kwargs)
+
+    monkeypatch.setattr(publisher, "_verify_live", broken_once)
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["attempts"] == 2
+    assert "AbortUpdate" in replica.log and replica.served[-1] == (1, [11, 21, 31])
+
+
+def test_a_second_fault_during_the_recovery_is_another_attempt(run):
+    trainer, (replica,) = synced(run)
+    trainer.script["SendWeights"] = lambda m: trainer.refuse(m, code=ErrorCode.TRANSFER_FAILED)
+    trainer.script["LoadCheckpoint"] = lambda m: trainer.refuse(m, code=ErrorCode.CHECKPOINT_FAILED)
+    result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+    assert result["attempts"] == 3 and replica.served[-1] == (1, [11, 21, 31])
+
+
+# ---------------------------------------------------------------- a name is one content for ever
+
+
+def rotten(run) -> str:
+    """What a resync would make of @1 is no longer what it was."""
+    run.client.run(JOB, buffers=BUFFERS)
+    folder = run.client.run(ResyncJob(), timeout_s=30)["checkpoint_dir"]
+    with open(f"{folder}/weights", "w") as file:
+        file.write("11 21 99")
+    return folder
+
+
+def test_a_version_that_rotted_is_not_served_again(run):
+    _, (replica,) = synced(run)
+    rotten(run)
+    run.client.run(OptimStepJob())  # the resync has to load the served version
+    served = list(replica.served)
+    with pytest.raises(JobFailed, match="version 1 is not what it was when it was committed") as changed:
+        run.client.run(ResyncJob(), timeout_s=30)
+    assert changed.value.code == "verification_failed" and replica.served == served
+    # What the trainer held before the resync is put back, and a new name is free for it.
+    assert run.client.publish()["version"] == 2 and replica.served[-1] == (2, [11, 21, 31])
+
+
+def test_a_replica_that_joins_late_gets_no_other_content(run):
+    trainer, (replica, late) = synced(run, replicas=2)
+    rotten(run)
+    run.client.run(OptimStepJob())
+    late.live = [0, 0, 0]
+    late.restarted()
+    assert soon(lambda: "failed:verified" in steps(run, 1) or "failed:finished" in steps(run, 1))
+    assert late.served[-1] == (1, [11, 21, 31]) and "AbortUpdate" in late.log and "AbortUpdate" not in replica.log
+    assert run.client.status().version == 1
+    trainer.weights = [11, 21, 31]
+
+
+def steps(run, version):
+    """States of the version's publications so far."""
+    journal = Journal(run.dir / "journal.sqlite", run_token=TOKEN, name="m")
+    try:
+        return journal.publication_steps(version)
+    finally:
+        journal.close()
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_the_run_folder_is_private_and_locked(run):
+    assert run.dir.stat().st_mode & 0o777 == 0o700
+    modes = {f.name: f.stat().st_mode & 0o777 for f in run.dir.iterdir() if f.name.startswith(("journal", "lock"))}
+    assert {"journal.sqlite", "journal.sqlite-wal", "lock"} <= modes.keys() and set(modes.values()) == {0o600}
+    with pytest.raises(ConfigError, match=rf"pid {os.getpid()} lives in the run folder"):
+        RunFolder(run.dir)
+
+
+def test_no_path_of_a_job_leads_into_the_runs_own_folders(run, tmp_path):
+    synced(run)
+    (run.dir / "x").mkdir()
+    (tmp_path / "link").symlink_to(run.dir / "versions")
+    for folder in (run.dir / "versions" / "0", run.dir / "x" / ".." / "versions" / "0", tmp_path / "link" / "7", run.dir):
+        for job in (run.client.save_checkpoint, run.client.export_hf):
+            with pytest.raises(JobFailed, match="belongs to the run itself") as refused:
+                job(str(folder), timeout_s=20)
+            assert refused.value.code == "bad_input"
+    run.client.save_checkpoint(str(tmp_path / "mine"), timeout_s=20)
+
+
+@pytest.mark.parametrize("name", ["q@1", "", "a/b", "a b"])
+def test_a_name_that_cannot_be_served_is_refused(name, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be the served name"):
+        OrchestratorConfig(run_dir=tmp_path, run_token=TOKEN, name=name, publication=PublicationConfig(transport="gloo"))
+
+
+# ---------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("ends_the_run", [False, True])
+def test_sigterm_ends_the_run_only_if_asked(ends_the_run, tmp_path):
+    argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(tmp_path / "run"), "--name", "m", "--resume"]
+    env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN}
+
+    def start(*more: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([*argv, *more], env=env)
+        assert soon(lambda: (tmp_path / "run" / "endpoint").exists())
+        return process
+
+    process = start(*(["--stop-on-term"] if ends_the_run else []))
+    endpoint = (tmp_path / "run" / "endpoint").read_text()
+    trainer = FakeTrainer(endpoint=endpoint, node_id="trainer", token=TOKEN).start()
+    try:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert soon(lambda: "Shutdown" in trainer.log, timeout_s=5 if ends_the_run else 1) is ends_the_run
+        if not ends_the_run:
+            process = start()
+            assert soon(lambda: trainer.times_forgotten > 0), "the trainer was not taken back"
+    finally:
+        trainer.die()
+        process.kill()
+        process.wait(10)

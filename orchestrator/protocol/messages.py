@@ -712,6 +712,8 @@ class AbortSend(Message):
 
     kind: Literal["AbortSend"] = "AbortSend"
     reason: str
+    request_id: str | None = None
+    """The `SendWeights` that is meant; any other goes on. None: whichever is in flight."""
 
 
 # ---------------------------------------------------------------- requests (orchestrator -> inference)
@@ -822,6 +824,9 @@ class AbortUpdate(Message):
 
     kind: Literal["AbortUpdate"] = "AbortUpdate"
     reason: str
+    request_id: str | None = None
+    """The replica's latest `ReceiveWeights` or `SwapWeights`, which is meant; any other update goes on. If it has not come yet, it fails when it
+    does. None: whichever update is in flight."""
 
 
 class LeaveAlias(_Request):
@@ -893,7 +898,7 @@ class Ready(Message):
     kind: Literal["Ready"] = "Ready"
     node_id: str
     detail: dict[str, Any] = {}
-    """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}; launcher: {"memory", "node_rank", "num_nodes"}; inference: {"base_url", "workers", "model", "model_dtype"}"""
+    """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}; launcher: {"memory", "node_rank", "num_nodes"}; inference: {"base_url", "name", "workers", "model", "model_dtype"}"""
 
 
 class Unready(Message):

@@ -301,7 +301,9 @@ def has_output(engine_client: Any, request_id: str) -> bool | None:
 
 def forget_request(engine_client: Any, request_id: str) -> None:
     """Drop what vLLM's API process keeps of a request that never reached the engine: 0.26 to 0.32 do so only once it has."""
-    engine_client.output_processor.abort_requests((request_id,), internal=True)
+    abort = engine_client.output_processor.abort_requests
+    own_id = {"internal": True} if "internal" in inspect.signature(abort).parameters else {}
+    abort((request_id,), **own_id)
 
 
 async def prompt_logprobs(engine_client: Any, tokens: list[int], *, request_id: str) -> list[float]:

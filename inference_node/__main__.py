@@ -1,4 +1,12 @@
-"""`python -m inference_node --endpoint tcp://... --node-id inference-0 --config FILE`; the run's token is in SPLICE_RUN_TOKEN."""
+"""`python -m inference_node --endpoint tcp://... --node-id inference-0 --config FILE`; the run's token is in SPLICE_RUN_TOKEN.
+
+Exit codes:
+
+    0           told to end by the orchestrator
+    2           bad configuration, or rejected by the orchestrator: starting it again changes nothing
+    75          the orchestrator is gone, or vLLM does not start or stay up: start it again (EX_TEMPFAIL)
+    128 + n     ended by signal n
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,7 @@ from inference_node.names import RUN_TOKEN
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.protocol.config import InferenceConfig
 
-EXIT_CONFIG, EXIT_LOST = 2, 3
+EXIT_CONFIG, EXIT_LOST = 2, os.EX_TEMPFAIL
 
 
 def main() -> int:

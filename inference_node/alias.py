@@ -57,10 +57,7 @@ class Alias:
         if model is not None and model != self.name and not self.is_pinned(model):
             return self._unknown(model)
         if self.poisoned is not None:
-            return Refusal(
-                status=503, kind="ServiceUnavailableError", retry_after_s=RETRY_AFTER_S,
-                message=f"{self.name} is not served here until a full resync: {self.poisoned}",
-            )  # fmt: skip
+            return self.not_served()
         if self.version is None:
             return Refusal(
                 status=503, kind="ServiceUnavailableError", retry_after_s=RETRY_AFTER_S,
@@ -71,6 +68,13 @@ class Alias:
         if self.is_pinned(model) and self.moving_to is not None:
             return self.moving()
         return None
+
+    def not_served(self) -> Refusal:
+        """What everybody is told while the replica is poisoned."""
+        return Refusal(
+            status=503, kind="ServiceUnavailableError", retry_after_s=RETRY_AFTER_S,
+            message=f"{self.name} is not served here until a full resync: {self.poisoned}",
+        )  # fmt: skip
 
     def moving(self) -> Refusal:
         """What a pinned request is told when its version is about to go."""

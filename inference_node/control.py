@@ -21,6 +21,7 @@ from typing import Any
 from inference_node import dialect, placement, verify
 from inference_node import direct as direct_path
 from inference_node.alias import Alias, Refusal
+from inference_node.entrance import Entrance, free_pass
 from inference_node.flights import Flight
 from inference_node.output_gate import OutputGate
 from orchestrator.errors import ManifestError, SpliceError, VerificationError
@@ -85,6 +86,9 @@ class Control:
         """The engine stands still for an update."""
         self._gate: OutputGate | None = None
         """Of an engine whose outputs can be held back."""
+        self._entrance: Entrance
+        self._keeps_kv = False
+        """The engine stands still with its KV cache as it was."""
 
     async def run(self, action: str, arguments: Answer, app: Any, say: Say) -> tuple[int, Answer]:
         """Run an action; (HTTP status, JSON). `say`: what the supervisor is to know before the end, {"progress": ..., ...}."""
@@ -100,7 +104,7 @@ class Control:
         began = time.monotonic()
         async with self._lock:
             self._say = say
-            self._put_up_gate(app.state.engine_client)
+            self._put_up_gates(app.state.engine_client)
             try:
                 answer = await method(app.state.engine_client, app, **arguments)
             except ControlFailed as error:
@@ -114,7 +118,10 @@ class Control:
                 return 500, {"error": {"code": ErrorCode.INTERNAL, "message": f"{type(error).__name__}: {error}"}}
         return 200, {**answer, "seconds": time.monotonic() - began}
 
-    def _put_up_gate(self, engine: Any) -> None:
+    def _put_up_gates(self, engine: Any) -> None:
+        """With the first action, which comes before anything is served."""
+        if not hasattr(self, "_entrance"):
+            self._entrance = Entrance(engine, self._alias)
         if self._gate is None:
             with contextlib.suppress(AttributeError):
                 self._gate = OutputGate(engine.engine_core)
@@ -318,6 +325,7 @@ class Control:
             return await self._bring(update, self._workers(engine, "splice_shadow_swap", update_id))
         began = time.monotonic()
         await self._make_way(pause["version"], pause["drain_s"])
+        self._shut(clear_cache)
         await self._say({"progress": "paused", "seconds": time.monotonic() - began})
         return await self._bring(update, self._pause_and_swap(engine, update_id, clear_cache, pause["deadline_s"]))
 
@@ -346,6 +354,7 @@ class Control:
         engine_mode, clear_cache = ENGINE_PAUSE[mode]
         try:
             await self._make_way(version, drain_s)
+            self._shut(clear_cache)
             await asyncio.wait_for(dialect.pause(engine, mode=engine_mode, clear_cache=clear_cache), deadline_s)
         except TimeoutError as error:
             await self._do_resume(engine, app)
@@ -357,6 +366,11 @@ class Control:
 
     def _stand(self) -> None:
         self.is_standing = True
+
+    def _shut(self, clear_cache: bool) -> None:
+        """What comes from now on enters the engine under the next version."""
+        self._keeps_kv = not clear_cache
+        self._entrance.shut()
 
     async def _make_way(self, version: int, drain_s: float) -> None:
         """Nothing pinned is admitted any more, and nothing pinned is left."""
@@ -391,7 +405,8 @@ class Control:
         await engine.resume_generation()
         try:
             asked = dialect.prompt_logprobs(engine, tokens, request_id=f"splice-canary-{time.monotonic_ns()}")
-            logprobs = await asyncio.wait_for(asked, deadline_s)
+            with free_pass():
+                logprobs = await asyncio.wait_for(asked, deadline_s)
         finally:
             await asyncio.wait_for(dialect.pause(engine, mode="abort", clear_cache=True), deadline_s)
         return {"logprobs": logprobs}
@@ -421,22 +436,22 @@ class Control:
             finally:
                 gate.open()
         self.is_standing = False
+        self._entrance.open_as(version)
         return {"model": self._alias.current}
 
     def _move(self, app: Any, version: int) -> None:
         """From here on tokens leave under the new name."""
         self._alias.commit(version)
         for flight in self._flights:
-            flight.moved(version)
+            self._entrance.moved(flight, version, keeps_kv=self._keeps_kv)
         _rename(app, self._alias.current, self._alias.name)
 
     async def _do_resume(self, engine: Any, app: Any) -> Answer:
         """Go on with the version that was."""
         self._alias.moving_to = None
-        for flight in self._flights:
-            flight.paused = False
         await engine.resume_generation()
         self.is_standing = False
+        self._entrance.open()
         return {}
 
     async def _do_poison(self, engine: Any, app: Any, *, reason: str) -> Answer:

@@ -290,6 +290,22 @@ def _outputs_under_way(engine_client: Any, gate: OutputGate | None) -> tuple[int
     return (waiting.qsize() if gate is None else gate.left), full
 
 
+def has_output(engine_client: Any, request_id: str) -> bool | None:
+    """Whether the engine has answered a request that it runs; None: it runs no such request (any more). Where this cannot be seen: True."""
+    states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
+    if states is None:
+        return True
+    state = states.get(request_id)
+    return None if state is None else not getattr(state, "is_prefilling", False)
+
+
+def forget_request(engine_client: Any, request_id: str) -> None:
+    """Drop what vLLM's API process keeps of a request that never reached the engine: 0.26 to 0.32 do so only once it has."""
+    abort = engine_client.output_processor.abort_requests
+    own_id = {"internal": True} if "internal" in inspect.signature(abort).parameters else {}
+    abort((request_id,), **own_id)
+
+
 async def prompt_logprobs(engine_client: Any, tokens: list[int], *, request_id: str) -> list[float]:
     """Log-prob of each token given those before it, 0.0 for the first; asked of the engine itself, past every alias."""
     from vllm import SamplingParams

@@ -1,12 +1,15 @@
 """Requests in flight: which versions each one ran on, and how one is ended or its answer corrected.
 
-An answer's `model` and versions are vLLM's until a swap happens under it; from then on JSON bodies and SSE events are rewritten to say
-`model: name@N+1` and `versions: [N, N+1]`.
+An answer's `model` is vLLM's until a swap happens under it; from then on JSON bodies and SSE events are rewritten to say
+`model: name@N+1` and `versions: [N, N+1]`. Where vLLM's answers name no model (`VERSIONED_ROUTES`), each of them says its versions.
+
+A stream begins with its first token: headers, and events that come before it, wait for that, because a swap may come first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -20,6 +23,10 @@ Receive = Callable[[], Awaitable[Message]]
 VERSION_HEADER = b"x-splice-version"
 VERSIONS_HEADER = b"x-splice-versions"
 MAX_EVENT_BYTES = 16 * 2**20
+VERSIONED_ROUTES = frozenset({"/v1/responses", "/v1/messages", "/inference/v1/generate"})
+"""Routes whose events do not all name the model."""
+BEFORE_FIRST_TOKEN = (b"event: response.created\n", b"event: response.in_progress\n", b":")
+"""How events begin that vLLM sends before there is a token; ":" is a comment that keeps a connection alive."""
 END_GRACE_S = 2.0
 """How long vLLM may take to end a request whose client we have told that it is over."""
 
@@ -28,21 +35,31 @@ class Flight:
     """One request between admission and its last byte.
 
     Args:
-        paused: it was admitted while the engine stood still for an update, so it runs on the version to come.
+        says_versions: each JSON object of its answer says its versions, also if that is one.
     """
 
-    def __init__(self, alias: Alias, *, pinned: bool, paused: bool) -> None:
-        self.alias, self.pinned, self.paused = alias, pinned, paused
+    def __init__(self, alias: Alias, *, pinned: bool, says_versions: bool = False) -> None:
+        self.alias, self.pinned, self.says_versions = alias, pinned, says_versions
         self.admitted_version = alias.version
-        self.versions: list[int] = [] if alias.version is None else [alias.version]
+        self.requests: list[str] = []
+        """vLLM's ids of what entered the engine."""
+        self.versions: list[int] = []
+        """What ran it, in order; empty until it enters the engine."""
         self.ended_with: Refusal | None = None
         self._end = asyncio.Event()
         self.landed = asyncio.Event()
 
-    def moved(self, version: int) -> None:
-        """The replica went to `version` under this request."""
-        self.versions = [version] if self.paused else [*self.versions, version]
-        self.paused = False
+    def entered(self, request_id: str) -> None:
+        """A request of it enters the engine, under the version that is served now."""
+        version = self.alias.version
+        assert version is not None
+        self.requests.append(request_id)
+        if self.versions[-1:] != [version]:
+            self.versions.append(version)
+
+    def moved(self, version: int, *, is_new: bool) -> None:
+        """The replica went to `version` under it; `is_new`: all of it is made by that one, nothing by those before."""
+        self.versions = [version] if is_new else [*self.versions, version]
 
     def end(self, refusal: Refusal) -> None:
         """Answer it with an error, now."""
@@ -56,18 +73,18 @@ class Flight:
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether what vLLM says about the model is no longer true."""
-        return bool(self.versions) and self.versions != [self.admitted_version]
+        """Whether what vLLM says about the model is no longer true, or not enough."""
+        return bool(self.versions) and (self.says_versions or self.versions != [self.admitted_version])
 
     def correct(self, body: Any) -> Any:
         """The body with the model and versions that are true now."""
-        if not isinstance(body, dict):
+        if not isinstance(body, dict) or not self.versions:
             return body
         model = self.alias.versioned(self.versions[-1])
-        for holder in (body, body.get("response")):
+        for holder in (body, body.get("response"), body.get("message")):
             if isinstance(holder, dict) and "model" in holder:
                 holder["model"] = model
-        if len(self.versions) > 1 and "error" not in body:
+        if (self.says_versions or len(self.versions) > 1) and "error" not in body:
             body["versions"] = list(self.versions)
         return body
 
@@ -80,13 +97,18 @@ class Flight:
         return headers
 
 
+FLIGHT: contextvars.ContextVar[Flight | None] = contextvars.ContextVar("splice_flight", default=None)
+"""The flight that vLLM's handler, and all that it starts, runs for."""
+
+
 def version_header(version: int | None) -> tuple[bytes, bytes]:
     """`x-splice-version: N`, "none" before @0."""
     return VERSION_HEADER, b"none" if version is None else str(version).encode()
 
 
 class Answer:
-    """What vLLM sends for one flight, corrected and passed on. JSON is held until complete; streams go through event by event."""
+    """What vLLM sends for one flight, corrected and passed on. JSON is held until complete; streams until their first token, then they go through
+    event by event."""
 
     def __init__(self, flight: Flight, send: Send) -> None:
         self._flight, self._send = flight, send
@@ -110,8 +132,6 @@ class Answer:
         content_type = dict(message.get("headers", ())).get(b"content-type", b"")
         self._kind = "json" if b"application/json" in content_type else "sse" if b"text/event-stream" in content_type else "raw"
         self._start = dict(message)
-        if self._kind != "json":
-            await self._send_start()
 
     async def _send_start(self, length: int | None = None) -> None:
         assert self._start is not None
@@ -128,6 +148,11 @@ class Answer:
             if not more:
                 await self._send_json()
             return
+        if self._kind == "sse" and more and not self.started and (not chunk or chunk.startswith(BEFORE_FIRST_TOKEN)):
+            self._pending += chunk
+            return
+        if not self.started:
+            await self._send_start()
         if self._kind == "sse" and (self._flight.is_rewritten or self._pending):
             chunk = self._rewrite_events(chunk, more)
         self.finished = not more

@@ -7,7 +7,7 @@ In this order:
 3. Requests that name a model are judged by the alias (`inference_node.alias`), then watched until their last byte
    (`inference_node.flights`), because a swap may happen under them.
 
-Every response carries `x-splice-version`.
+Every response carries `x-splice-version`: of a stream the version of its first token, of anything else that of its last.
 """
 
 from __future__ import annotations
@@ -21,15 +21,33 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.requests import Request
+
 from inference_node.alias import Alias, Refusal
+from inference_node.bodies import Bodies, BodyRefused, model_of
 from inference_node.control import Control
-from inference_node.flights import END_GRACE_S, Answer, Flight, Message, Receive, Send, send_json, send_refusal, version_header
-from inference_node.names import CONTROL_PREFIX, MODEL_NAME, SECRET, SECRET_HEADER
+from inference_node.flights import (
+    END_GRACE_S,
+    FLIGHT,
+    VERSION_HEADER,
+    VERSIONED_ROUTES,
+    Answer,
+    Flight,
+    Message,
+    Receive,
+    Send,
+    send_json,
+    send_refusal,
+    version_header,
+)
+from inference_node.names import CONTROL_PREFIX, MAX_BODY_BYTES, MODEL_NAME, SECRET, SECRET_HEADER
 
 Scope = dict[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-MAX_BODY_BYTES = 256 * 2**20
+DEFAULT_BODY_BYTES = 16 * 2**20
+CONTROL_BODY_BYTES = 256 * 2**20
+"""The supervisor's: a manifest names every tensor."""
 
 GENERATION_ROUTES = frozenset({
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
@@ -41,6 +59,8 @@ OPEN_ROUTES = frozenset({
     "/v1/models", "/health", "/ping", "/version", "/metrics", "/metrics/", "/load", "/docs", "/docs/oauth2-redirect", "/openapi.json",
 })  # fmt: skip
 """Routes that any method may reach without a model."""
+HEALTH_ROUTES = frozenset({"/health", "/ping"})
+"""Those of them that say 503 while the replica is poisoned."""
 
 
 class SpliceMiddleware:
@@ -52,6 +72,8 @@ class SpliceMiddleware:
         self.alias = Alias(name=name or os.environ.get(MODEL_NAME, "model"))
         self.flights: set[Flight] = set()
         self.control = Control(self.alias, self.flights)
+        self._bodies = Bodies(max_bytes=int(os.environ.get(MAX_BODY_BYTES, DEFAULT_BODY_BYTES)))
+        self._control_bodies = Bodies(max_bytes=CONTROL_BODY_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -60,7 +82,32 @@ class SpliceMiddleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "not served"})
         else:
-            await self._http(scope, receive, send)
+            await self._with_header(scope, receive, send)
+
+    async def _with_header(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, and say the version also where neither we nor vLLM's handler have."""
+        is_started = False
+
+        async def sender(message: Message) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                headers = list(message.get("headers", ()))
+                if all(name.lower() != VERSION_HEADER for name, _ in headers):
+                    message = {**message, "headers": [*headers, version_header(self.alias.version)]}
+            await send(message)
+
+        try:
+            await self._http(scope, receive, sender)
+        except BodyRefused as error:
+            await self._refuse(sender, error.refusal)
+        except Exception as error:
+            # Starlette answers what no handler has caught outside of every middleware, so we let it do so in here; then it may log it there.
+            answer = scope["app"].exception_handlers.get(Exception)
+            if answer is not None and not is_started:
+                response = await answer(Request(scope), error)
+                await response(scope, receive, sender)
+            raise
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -68,8 +115,10 @@ class SpliceMiddleware:
             await self._on_control(scope, receive, send)
         elif path in GENERATION_ROUTES and scope["method"] == "POST":
             await self._on_generation(scope, receive, send)
+        elif path in HEALTH_ROUTES and self.alias.poisoned is not None:
+            await self._refuse(send, self.alias.not_served())
         elif path in OPEN_ROUTES or (scope["method"] == "OPTIONS" and path in GENERATION_ROUTES):
-            await self._app(scope, receive, self._with_header(send))
+            await self._app(scope, receive, send)
         else:
             await self._refuse(send, Refusal(
                 status=403, kind="PermissionDeniedError", message=f"{scope['method']} {path} is not open to API users of this server",
@@ -77,14 +126,6 @@ class SpliceMiddleware:
 
     async def _refuse(self, send: Send, refusal: Refusal) -> None:
         await send_refusal(send, refusal, version=self.alias.version)
-
-    def _with_header(self, send: Send) -> Send:
-        async def sender(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), version_header(self.alias.version)]}
-            await send(message)
-
-        return sender
 
     # ------------------------------------------------------------ the supervisor
 
@@ -94,7 +135,7 @@ class SpliceMiddleware:
                 send, Refusal(status=403, kind="PermissionDeniedError", message="control routes are for the supervisor")
             )
             return
-        body = await _read_body(receive)
+        body = await self._control_bodies.read(scope["headers"], receive)
         try:
             arguments = json.loads(body) if body else {}
         except ValueError:
@@ -125,21 +166,17 @@ class SpliceMiddleware:
     # ------------------------------------------------------------ generation
 
     async def _on_generation(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _read_body(receive)
+        body = await self._bodies.read(scope["headers"], receive)
         if body is None:
             return
-        if len(body) > MAX_BODY_BYTES:
-            await self._refuse(
-                send, Refusal(status=413, kind="BadRequestError", message=f"the body exceeds {MAX_BODY_BYTES} bytes")
-            )
-            return
-        model = _model_of(body)
+        model = model_of(body)
         refusal = self.alias.refuse(model)
         if refusal is not None:
             await self._refuse(send, refusal)
             return
-        flight = Flight(self.alias, pinned=self.alias.is_pinned(model), paused=self.control.is_standing)
+        flight = Flight(self.alias, pinned=self.alias.is_pinned(model), says_versions=scope["path"] in VERSIONED_ROUTES)
         self.flights.add(flight)
+        FLIGHT.set(flight)
         try:
             await self._fly(flight, scope, body, receive, send)
         finally:
@@ -180,38 +217,13 @@ def _is_loopback(scope: Scope) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body, up to a little over the limit; None when the client left."""
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if not message.get("more_body", False) or size > MAX_BODY_BYTES:
-            return b"".join(parts)
-
-
-def _model_of(body: bytes) -> str | None:
-    """The request's model; None where it names none, or is nothing we can read (vLLM will say so)."""
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        return None
-    model = fields.get("model") if isinstance(fields, dict) else None
-    return model if isinstance(model, str) and model else None
-
-
 def _replay(body: bytes, receive: Receive, flight: Flight) -> Receive:
     """The body again, then what the client does; an ended flight looks like a client that left, which frees vLLM's request."""
-    given = False
+    given = [body]
 
     async def replay() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+        if given:
+            return {"type": "http.request", "body": given.pop(), "more_body": False}
         client = asyncio.ensure_future(receive())
         ended = asyncio.ensure_future(flight.wait_end())
         try:

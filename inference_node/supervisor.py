@@ -18,6 +18,9 @@ or, in shadow mode, with nothing paused and nothing changed until the swap:
 A failure before any tensor was loaded puts everything back and @N goes on; after it the replica is poisoned: it answers 503 until
 an update is received whole, verified and committed. A vLLM that dies is started again, with no version, and says `Ready` anew.
 
+Without a word from the orchestrator for `SILENT_S`, an update that keeps requests waiting is given up: they are answered 503, or by @N where
+nothing was loaded. What is committed goes on being served, for `ORPHAN_S`.
+
 Requests run on the main thread, one at a time; `AbortUpdate` runs on the link's thread, because the main one is then inside a call.
 """
 
@@ -31,8 +34,10 @@ import json
 import logging
 import os
 import queue
+import threading
 import time
 import uuid
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +47,7 @@ from inference_node.vllm_process import CallFailed, VllmProcess, bind
 from inference_node.watchdog import AbortSender
 from orchestrator.errors import NodeLost, TransferAborted
 from orchestrator.protocol.config import InferenceConfig
+from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     AbortUpdate,
     AnyMessage,
@@ -73,6 +79,9 @@ CALL_GRACE_S = 10.0
 DRAIN_S = 2.0
 """How long requests pinned to the old version may take to finish before they are ended."""
 QUICK_S = 60.0
+SILENT_S = 4.0
+"""Without a word from an orchestrator, which beats every second, for this long, it is taken for gone."""
+ABORTS_KEPT = 32
 ORPHAN_S = 600.0
 """Without a word from an orchestrator for this long, the node ends; until then vLLM goes on serving."""
 MAX_RESTARTS = 5
@@ -117,6 +126,13 @@ class InferenceNode:
         self._unconfirmed: int | None = None
         """Committed here with its swap; the orchestrator has not said that it knows."""
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._abort_lock = threading.Lock()
+        self._abortable: str | None = None
+        """Request that the uncommitted update came with."""
+        self._aborted: OrderedDict[str, str] = OrderedDict()
+        """Why requests are aborted that have not come yet."""
+        self._early: deque[Envelope] = deque()
+        """What came while an update was under way."""
         self._restarts, self._times_restarted = RestartBudget(MAX_RESTARTS), 0
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -126,8 +142,9 @@ class InferenceNode:
             stack.callback(self._vllm.close)
             hello = self._hello(run_token)
             self._link = NodeLink(
-                endpoint=endpoint, hello=hello, urgent={"AbortUpdate": self._on_abort, "Hello": self._on_forgotten}
-            )
+                endpoint=endpoint, hello=hello, urgent={"AbortUpdate": self._on_abort, "Hello": self._on_forgotten},
+                lost_after_s=SILENT_S,
+            )  # fmt: skip
             stack.callback(self._link.close)
             self._stack = stack.pop_all()
 
@@ -157,11 +174,13 @@ class InferenceNode:
             self._take_idle_aborts()
             self._keep_alive()
             try:
-                envelope = self._link.recv(timeout_s=IDLE_POLL_S)
+                envelope = self._early.popleft() if self._early else self._link.recv(timeout_s=IDLE_POLL_S)
                 last_word = time.monotonic()  # a heartbeat is one
-            except NodeLost:
+            except NodeLost as error:
                 if time.monotonic() - last_word > ORPHAN_S:
                     raise
+                if self._received is not None:
+                    self._abort(str(error))
                 time.sleep(IDLE_POLL_S)
                 continue
             if envelope is not None:
@@ -206,7 +225,7 @@ class InferenceNode:
         if not self._restarts.take(time.monotonic()):
             raise NodeLost(f"vLLM ended again after {MAX_RESTARTS} starts within an hour; giving up. {self._vllm.log_tail()}")
         self._manifest = self._update = self._received = self._shadowed = self._served = self._poisoned = None
-        self._unconfirmed = None
+        self._unconfirmed = self._abortable = None
         self._has_part = False
         try:
             self._start_vllm(restarted=True)
@@ -305,7 +324,7 @@ class InferenceNode:
                 self._poison(f"whether version {message.version} was committed is not known: {error}")
                 raise
             self._served, self._received, self._poisoned = message.version, None, None
-        self._unconfirmed = None
+        self._unconfirmed = self._abortable = None
         self._link.complete(message.request_id, result={"model": f"{self._config.name}@{message.version}"})
 
     def _canary(self, message: CheckCanary) -> None:
@@ -332,8 +351,7 @@ class InferenceNode:
         if missing is not None:
             self._fail(message, ErrorCode.BASE_MISSING, "receiving", missing, "Publish the version whole.")
             return
-        update = self._update = _Update(request_id=message.request_id, version=message.version)
-        self._received = self._shadowed = None
+        update = self._begin(message)
         is_shadow = message.mode == "shadow"
         try:
             digests, unverified = (self._receive_beside if is_shadow else self._run_update)(message, update)
@@ -347,6 +365,17 @@ class InferenceNode:
         else:
             self._received = message.version
         self._complete_with(digests, unverified, message, update)
+
+    def _begin(self, message: ReceiveWeights | SwapWeights) -> _Update:
+        """The update that a request is for takes the place of the one before; it may be aborted already."""
+        update = _Update(request_id=message.request_id, version=message.version)
+        self._received = self._shadowed = None
+        with self._abort_lock:
+            self._update, self._abortable = update, message.request_id
+            why = self._aborted.pop(message.request_id, None)
+        if why is not None:
+            self._aborts.put(why)
+        return update
 
     def _complete_with(
         self, digests: bytes, unverified: dict[str, str], message: ReceiveWeights | SwapWeights, update: _Update, **more: bool
@@ -388,7 +417,8 @@ class InferenceNode:
         }  # fmt: skip
         arguments |= {"update_id": message.request_id, "pause": pause}
         try:
-            done = self._vllm.call(action, timeout_s=message.deadline_s + CALL_GRACE_S, on_progress=on_progress, **arguments)
+            timeout_s = message.deadline_s + CALL_GRACE_S
+            done = self._vllm.call(action, timeout_s=timeout_s, on_progress=on_progress, on_poll=self._listen, **arguments)
         except CallFailed as error:
             update.phase = str(error.answer.get("phase", update.phase))
             raise
@@ -399,6 +429,16 @@ class InferenceNode:
         waited_s = phases.pop("pause", 0.0)  # within the update's call
         update.seconds |= phases | {"pause": update.seconds["pause"] + waited_s, "update": update.seconds["update"] - waited_s}
         return done
+
+    def _listen(self) -> None:
+        """While the engine stands still: what comes waits for its turn, and a silent orchestrator ends the update."""
+        try:
+            envelope = self._link.recv(timeout_s=0.0)
+            if envelope is not None:
+                self._early.append(envelope)
+        except NodeLost as error:
+            if self._aborts.empty():
+                self._abort(str(error))
 
     def _announce(self, message: ReceiveWeights | SwapWeights, update: _Update) -> None:
         if not update.is_announced:
@@ -442,7 +482,7 @@ class InferenceNode:
         self._fail(message, code, "receiving beside the live tensors", str(error), remedy)
 
     def _drop_shadow(self) -> None:
-        self._shadowed = None
+        self._shadowed = self._abortable = None
         with contextlib.suppress(CallFailed):
             self._vllm.call("shadow_drop", timeout_s=QUICK_S)
 
@@ -451,8 +491,7 @@ class InferenceNode:
             text = f"version {message.version} does not lie beside the live tensors (there is: {self._shadowed})"
             self._fail(message, ErrorCode.NOT_READY, "swapping", text, "Send PrepareShadow and ReceiveWeights first.")
             return
-        update = self._update = _Update(request_id=message.request_id, version=message.version)
-        self._shadowed = self._received = None
+        update = self._begin(message)
         commit_if = None if message.commit_if is None else base64.b64encode(message.commit_if).decode()
         try:
             swapped = self._stand_still_and("shadow_swap", message, update, commit_if=commit_if)
@@ -483,6 +522,7 @@ class InferenceNode:
             remedy = "This replica holds a mixture of versions and serves nothing: publish a version again, whole."
         else:
             self._insist("resume")
+            self._abortable = None
             serving = "nothing, as before" if self._served is None or self._poisoned else f"{self._config.name}@{self._served}"
             remedy = f"Nothing was loaded; this replica goes on serving {serving}. Publish the version again."
         phase = update.phase if loaded or update.phase != "apply" else "waiting for the first byte"
@@ -495,7 +535,7 @@ class InferenceNode:
         self._link.complete(message.request_id)
 
     def _poison(self, reason: str) -> None:
-        self._poisoned, self._received, self._unconfirmed = reason, None, None
+        self._poisoned, self._received, self._unconfirmed, self._abortable = reason, None, None, None
         self._insist("poison", reason=reason[:500])
 
     def _insist(self, action: str, **arguments: Any) -> None:
@@ -514,6 +554,12 @@ class InferenceNode:
     def _on_abort(self, message: AnyMessage) -> None:
         """On the link's thread: end the transfer now; the main thread finds the reason when its call returns."""
         assert isinstance(message, AbortUpdate)
+        with self._abort_lock:
+            if message.request_id not in (None, self._abortable):
+                self._aborted[message.request_id] = message.reason
+                while len(self._aborted) > ABORTS_KEPT:
+                    self._aborted.popitem(last=False)
+                return
         self._abort(message.reason)
 
     def _on_forgotten(self, _: AnyMessage) -> None:

@@ -85,6 +85,7 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
         names.SUPERVISED: str(os.getpid()),
         names.SECRET: secret,
         names.MODEL_NAME: config.name,
+        names.MAX_BODY_BYTES: str(config.max_body_bytes),
         names.WATCHDOG: watchdog_endpoint,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -214,12 +215,14 @@ class VllmProcess:
     # ------------------------------------------------------------ calls
 
     def call(
-        self, action: str, *, timeout_s: float, on_progress: Callable[[dict[str, Any]], None] = lambda _: None, **arguments: Any
-    ) -> dict[str, Any]:
+        self, action: str, *, timeout_s: float, on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
+        on_poll: Callable[[], None] = lambda: None, **arguments: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         """Run a control action inside the server.
 
         Args:
             on_progress: called on another thread with what the action says before its end, each time one object.
+            on_poll: called on this thread every `DEATH_POLL_S` meanwhile.
 
         Raises:
             CallFailed: it answered with an error.
@@ -239,7 +242,7 @@ class VllmProcess:
             raise ValueError("it ended without an answer")
 
         try:
-            status, answer = self._while_running(post, action, until_s=time.monotonic() + timeout_s + 1.0)
+            status, answer = self._while_running(post, action, on_poll, until_s=time.monotonic() + timeout_s + 1.0)
         except (httpx.HTTPError, ValueError) as error:
             state = "runs but did not answer" if self.is_running else "has ended"
             raise NodeLost(f"vLLM {state} ({action}: {type(error).__name__}: {error})") from error
@@ -256,7 +259,7 @@ class VllmProcess:
         return answer
 
     def _while_running(
-        self, post: Callable[[], tuple[int, dict[str, Any]]], action: str, *, until_s: float
+        self, post: Callable[[], tuple[int, dict[str, Any]]], action: str, on_poll: Callable[[], None], *, until_s: float
     ) -> tuple[int, dict[str, Any]]:
         """The answer. A dead server's connections do not always break: one that it had not accepted waits in our listener's queue."""
 
@@ -265,6 +268,7 @@ class VllmProcess:
                 raise NodeLost(f"vLLM has ended ({action})")
             if time.monotonic() > until_s:  # the client's own timeout begins anew with each line
                 raise NodeLost(f"vLLM runs but did not answer ({action})")
+            on_poll()
 
         return call_aside(post, check=check, poll_s=DEATH_POLL_S, name="splice-call")
 

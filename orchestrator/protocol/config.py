@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from orchestrator.protocol.messages import Message, Transport
 
@@ -127,7 +127,7 @@ class InferenceConfig(Message):
     """One inference node: a vLLM server and its supervisor."""
 
     model: Path
-    name: str = Field(min_length=1, pattern=r"^[^@\s/]+$")
+    name: Annotated[str, AfterValidator(check_alias_name)]
     """The alias; versions are served as name@N."""
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -139,6 +139,8 @@ class InferenceConfig(Message):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the OpenAI API; 0 lets the kernel choose (the socket is bound and handed on, never released)."""
+    max_body_bytes: int = Field(default=16 * 2**20, ge=2**16)
+    """Largest body of a request to the OpenAI API; a larger one is answered 413. The default takes two million tokens as a list."""
     max_model_len: int = Field(default=512, ge=16)
     max_num_seqs: int = Field(default=64, ge=1)
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)

@@ -854,7 +854,8 @@ class AbortUpdate(Message):
     kind: Literal["AbortUpdate"] = "AbortUpdate"
     reason: str
     request_id: str | None = None
-    """The request that it ends. Another one goes on. None: whichever is under way."""
+    """The replica's latest `ReceiveWeights` or `SwapWeights`, which is meant; any other update goes on. If it has not come yet, it fails when it
+    does. None: whichever update is in flight."""
 
 
 class LeaveAlias(_Request):
@@ -928,7 +929,7 @@ class Ready(Message):
     kind: Literal["Ready"] = "Ready"
     node_id: str
     detail: Json = {}
-    """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}; launcher: {"memory", "node_rank", "num_nodes"}; inference: {"base_url", "workers", "model", "model_dtype"}"""
+    """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}; launcher: {"memory", "node_rank", "num_nodes"}; inference: {"base_url", "name", "workers", "model", "model_dtype"}"""
 
 
 class InferenceDetail(BaseModel):

@@ -18,6 +18,7 @@ import psutil
 import torch
 import zmq
 
+from inference_node import dialect
 from orchestrator.protocol import messages as m
 from orchestrator.protocol.curve import server_keys
 from orchestrator.protocol.frames import Envelope, decode, encode, from_wire, to_wire
@@ -25,6 +26,8 @@ from tests.inference_node import tiny
 
 BUCKET_BYTES = 40_000
 TOKEN = "a-run-token-for-tests"
+TOKEN_ROUTES = ["--enable-scale-out"] if dialect.name() == "0.28" else []
+"""Opens /inference/v1/generate, which 0.26 serves anyway."""
 PROMPT = [5, 17, 33, 101, 250, 7, 9, 300, 44, 12]
 
 
@@ -110,7 +113,7 @@ class Node:
         config = {
             "model": str(folder / "model"), "name": "tiny", "max_model_len": 1024, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
             "max_num_seqs": 8, "startup_timeout_s": self.startup_s, "tensor_parallel": tensor_parallel,
-            "extra_args": [] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)],
+            "extra_args": [*TOKEN_ROUTES, *([] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)])],
         }  # fmt: skip
         (folder / "inference.json").write_text(json.dumps(config))
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -232,7 +235,7 @@ class Node:
             )
             self.router.send(m.Shutdown())
             try:
-                self.process.wait(45.0)
+                assert self.process.wait(45.0) == 0
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
         finally:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from orchestrator.protocol import messages as m
@@ -21,6 +22,9 @@ FORGOT = m.Hello(role="client", node_id="orchestrator", incarnation="", run_toke
 """What an orchestrator sends to a node that it does not know, or no longer."""
 SOON_S = 10.0
 """What "at once" means beside deadlines of 20 s and more; two busy cores are slow."""
+
+SILENCE_ENDS_S = 8.0
+"""By then a silent orchestrator is taken for gone (after four seconds), and requests are answered."""
 
 
 @contextlib.contextmanager
@@ -203,6 +207,82 @@ def test_a_replica_that_is_left_out_serves_nothing_until_it_is_published_to(dens
         assert refused.status_code == 503 and "its transfers fail" in refused.text
     dense.publish(version + 1, dense.base)
     assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+
+
+def test_an_abort_ends_the_update_that_it_names_and_no_other(dense: Node) -> None:
+    version = ensure_published(dense)
+    other = m.AbortUpdate(reason="the test says so", request_id="of-another-update")
+    dense.join()
+    assert dense.prepare(version + 1).kind == "Completed"
+    assert dense.receive(version + 1, moved(dense.base, 23))[0].message.kind == "Completed"
+    dense.router.send(other)
+    time.sleep(1.0)
+    assert dense.commit(version + 1).kind == "Completed"
+    with stalled_send(dense, dense.base, after=0) as sent:
+        request = new(m.ReceiveWeights, 25.0, version=version + 2)
+        dense.router.send(request)
+        assert sent.wait(20.0)
+        dense.router.send(other)
+        with pytest.raises(AssertionError, match="timed out"):
+            dense.router.outcome(request.request_id, 2.0)
+        dense.router.send(m.AbortUpdate(reason="the test says so", request_id=request.request_id))
+        assert dense.router.outcome(request.request_id, SOON_S).message.code == "transfer_aborted"
+    assert dense.prompt_logprobs(f"tiny@{version + 1}").numel()
+
+
+def test_an_abort_that_overtakes_its_update_ends_it(dense: Node) -> None:
+    version = ensure_published(dense)
+    dense.join()
+    assert dense.prepare(version + 1).kind == "Completed"
+    request = new(m.ReceiveWeights, 25.0, version=version + 1)
+    dense.router.send(m.AbortUpdate(reason="the test says so", request_id=request.request_id))
+    time.sleep(1.0)  # a node that is idle takes it now
+    failed = dense.router.request(request).message
+    assert failed.kind == "Failed" and failed.code == "transfer_aborted", failed
+    assert dense.prompt_logprobs(f"tiny@{version}").numel()
+    dense.leave()
+
+
+def silent(node: Node) -> tuple[int, float]:
+    """What a request is told while the orchestrator says nothing, and how long it waits for that."""
+    began = time.monotonic()
+    answer = node.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1})
+    return answer.status_code, time.monotonic() - began
+
+
+def test_an_update_whose_orchestrator_is_gone_before_the_commit_is_given_up(dense: Node) -> None:
+    version = ensure_published(dense)
+    dense.join()
+    assert dense.prepare(version + 1).kind == "Completed"
+    assert dense.receive(version + 1, moved(dense.base, 24))[0].message.kind == "Completed"
+    status, waited_s = silent(dense)
+    assert status == 503 and waited_s < SILENCE_ENDS_S
+    assert dense.get("/health").status_code == 503
+    assert dense.commit(version + 1).kind == "Failed"  # it is back
+    dense.publish(version + 1, dense.base)
+    assert dense.get("/health").status_code == 200
+    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+
+
+def test_a_transfer_whose_orchestrator_is_gone_is_given_up(dense: Node) -> None:
+    version = ensure_published(dense)
+    dense.join()
+    assert dense.prepare(version + 1).kind == "Completed"
+    with stalled_send(dense, dense.base, after=0) as sent:
+        request = new(m.ReceiveWeights, 25.0, version=version + 1)
+        dense.router.send(request)
+        assert sent.wait(20.0)
+        status, waited_s = silent(dense)
+        assert status == 200 and waited_s < SILENCE_ENDS_S
+        assert dense.router.outcome(request.request_id).message.code == "transfer_aborted"
+    assert dense.prompt_logprobs(f"tiny@{version}").numel()
+
+
+def test_what_is_committed_goes_on_being_served_without_an_orchestrator(dense: Node) -> None:
+    version = ensure_published(dense)
+    time.sleep(SILENCE_ENDS_S)
+    assert dense.prompt_logprobs(f"tiny@{version}").numel() and dense.get("/health").status_code == 200
+    dense.publish(version + 1, dense.base)
 
 
 def test_a_vllm_that_dies_before_it_takes_a_call_is_noticed_at_once(dense: Node) -> None:

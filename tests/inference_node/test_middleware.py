@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,15 @@ class Engine:
         self.weight_version = ""
         self.broken: dict[str, Exception] = {}
         self.renderer = self.engine_core = self
+        self.entered: list[Any] = []
+        self.output_processor = SimpleNamespace(request_states={}, abort_requests=self._forget)
+
+    async def add_request_async(self, request: Any) -> None:
+        self.entered.append(request)
+
+    def _forget(self, request_ids: tuple[str, ...], *, internal: bool) -> None:
+        for request_id in request_ids:
+            del self.output_processor.request_states[request_id]
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         self.calls.append(method)
@@ -62,18 +72,29 @@ class Backend:
             await _json(send, {"data": [{"id": p.name} for p in self.paths]})
             return
         body = json.loads((await receive())["body"])
+        if body.get("breaks"):
+            raise OSError("a handler that breaks")
         model = self.paths[0].name
+        states, request = scope["app"].state.engine_client.output_processor.request_states, _request(len(self.asked), body)
+        states[request.request_id] = SimpleNamespace(is_prefilling=True)
+        if body.get("prelude"):
+            await _start_stream(send)
+            await _event(send, {"response": {"model": model}}, kind="response.created")
+        await scope["app"].state.engine_client.engine_core.add_request_async(request)
+        states[request.request_id].is_prefilling = body.get("queued", False)
+        if body.get("done"):
+            del states[request.request_id]
+        await self._answer(body, model, receive, send)
+        states.pop(request.request_id, None)
+
+    async def _answer(self, body: Any, model: str, receive: Any, send: Any) -> None:
         watching = asyncio.ensure_future(receive())
         released = asyncio.ensure_future(self.release.wait())
         if body.get("stream"):
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
-                }
-            )
+            await _start_stream(send)
             await _event(send, {"model": model, "n": 0})
+        if body.get("prelude"):
+            await _event(send, {"delta": "w3"}, kind="response.output_text.delta")
         if body.get("hold"):
             await asyncio.wait({watching, released}, return_when=asyncio.FIRST_COMPLETED)
             self.disconnected = watching.done()
@@ -81,7 +102,10 @@ class Backend:
         released.cancel()
         if self.disconnected:
             return
-        if body.get("stream"):
+        if body.get("prelude"):
+            await _event(send, {"response": {"model": model}}, kind="response.completed")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        elif body.get("stream"):
             await _event(send, {"model": model, "n": 1})
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
         else:
@@ -95,8 +119,25 @@ async def _json(send: Any, body: Any) -> None:
     await send({"type": "http.response.body", "body": raw})
 
 
-async def _event(send: Any, body: Any) -> None:
-    await send({"type": "http.response.body", "body": f"data: {json.dumps(body)}\n\n".encode(), "more_body": True})
+def _request(number: int, body: Any) -> Any:
+    """What vLLM sends to its engine."""
+    return SimpleNamespace(request_id=f"request-{number}", cache_salt=body.get("cache_salt"))
+
+
+async def _start_stream(send: Any) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _event(send: Any, body: Any, *, kind: str | None = None) -> None:
+    named = "" if kind is None else f"event: {kind}\n"
+    await send({"type": "http.response.body", "body": f"{named}data: {json.dumps(body)}\n\n".encode(), "more_body": True})
+
+
+async def _say_500(_: Any, error: Exception) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"error": str(error)}, status_code=500)
 
 
 class Server:
@@ -108,7 +149,8 @@ class Server:
         self.backend = Backend(self.paths)
         self.middleware = SpliceMiddleware(self.backend, name="tiny", secret=SECRET)
         models = SimpleNamespace(base_model_paths=self.paths)
-        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine, openai_serving_models=models))
+        state = SimpleNamespace(engine_client=self.engine, openai_serving_models=models)
+        self.app = SimpleNamespace(state=state, exception_handlers={Exception: _say_500})
         if version is not None:
             self.middleware.alias.commit(version)
             self.paths[:] = [SimpleNamespace(name=n, model_path="/m") for n in (f"tiny@{version}", "tiny")]
@@ -121,15 +163,20 @@ class Server:
         method: str = "POST",
         client: str = "127.0.0.1",
         headers: dict[str, str] | None = None,
+        pieces: Iterable[bytes] | None = None,
+        ends: bool = False,
+        leaves: asyncio.Event | None = None,
     ) -> SimpleNamespace:
+        """`pieces`: of a body, which `ends` or does not. `leaves`: the client does when it is set."""
+        self.middleware.control._put_up_gates(self.app.state.engine_client)  # as with the supervisor's first word
         sent: list[Any] = []
         raw = b"" if body is None else json.dumps(body).encode()
-        given = [{"type": "http.request", "body": raw, "more_body": False}]
+        given = iter([raw] if pieces is None else pieces)
 
         async def receive() -> Any:
-            if given:
-                return given.pop()
-            await asyncio.sleep(3600)
+            for piece in given:
+                return {"type": "http.request", "body": piece, "more_body": pieces is not None and not ends}
+            await (leaves or asyncio.Event()).wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
@@ -139,7 +186,10 @@ class Server:
             "type": "http", "path": path, "method": method, "client": (client, 1), "app": self.app,
             "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
         }  # fmt: skip
-        await asyncio.wait_for(self.middleware(scope, receive, send), 10)
+        with contextlib.suppress(OSError):  # what breaks in a handler goes on to the server, which logs it
+            await asyncio.wait_for(self.middleware(scope, receive, send), 10)
+        if leaves is not None and leaves.is_set():
+            return SimpleNamespace()
         answer = b"".join(m.get("body", b"") for m in sent[1:])
         headers_out = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
         return SimpleNamespace(status=sent[0]["status"], headers=headers_out, raw=answer, more=sent[-1].get("more_body", False))
@@ -160,10 +210,10 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def events(raw: bytes) -> list[Any]:
-    return [json.loads(e.removeprefix("data: ")) for e in raw.decode().split("\n\n") if e.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in raw.decode().splitlines() if line.startswith("data: {")]
 
 
-async def _soon(condition: Callable[[], bool]) -> None:
+async def soon(condition: Callable[[], bool]) -> None:
     for _ in range(500):
         if condition():
             return
@@ -231,7 +281,7 @@ def test_an_unpinned_answer_that_spans_a_swap_says_so() -> None:
         server = Server()
         plain = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
         stream = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True, "stream": True}))
-        await _soon(lambda: len(server.backend.asked) == 2)
+        await soon(lambda: len(server.backend.asked) == 2)
         await server.swap(1)
         server.backend.release.set()
         answer, streamed = await plain, await stream
@@ -249,7 +299,7 @@ def test_a_request_admitted_while_paused_runs_on_the_next_version_only() -> None
         server = Server()
         await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
         waiting = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
-        await _soon(lambda: bool(server.backend.asked))
+        await soon(lambda: bool(server.backend.asked))
         refused = await server.ask("/v1/completions", {"model": "tiny@0"})
         assert refused.status == 409 and "retry-after" in refused.headers
         await server.control("commit", version=1)
@@ -264,7 +314,7 @@ def test_a_pinned_request_lands_before_the_swap_or_is_ended() -> None:
         server = Server()
         late = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True}))
         stream = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True, "stream": True}))
-        await _soon(lambda: len(server.backend.asked) == 2)
+        await soon(lambda: len(server.backend.asked) == 2)
         await server.swap(1)
         ended, cut = await late, await stream
         assert ended.status == 409 and b"tiny@1" in ended.raw and server.backend.disconnected
@@ -272,7 +322,7 @@ def test_a_pinned_request_lands_before_the_swap_or_is_ended() -> None:
 
         server = Server()
         quick = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True}))
-        await _soon(lambda: bool(server.backend.asked))
+        await soon(lambda: bool(server.backend.asked))
         swap = asyncio.ensure_future(server.swap(1, drain_s=5.0))
         await asyncio.sleep(0.05)
         server.backend.release.set()
@@ -290,7 +340,7 @@ def test_poison_ends_what_is_in_flight_and_commit_heals() -> None:
     async def test() -> None:
         server = Server()
         flying = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
-        await _soon(lambda: bool(server.backend.asked))
+        await soon(lambda: bool(server.backend.asked))
         await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
         await server.control("poison", reason="the trainer died half way")
         assert (await flying).status == 503
@@ -349,14 +399,14 @@ def test_the_engine_goes_on_while_the_last_tokens_leave_and_none_goes_under_the_
         task = asyncio.ensure_future(engine.hand_out())
         await server.control("reset")  # the first word: the gate is put up
         engine.outputs_queue.put_nowait("older")
-        await _soon(lambda: bool(engine.handed_out))
+        await soon(lambda: bool(engine.handed_out))
         await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
         for _ in range(3):
             engine.outputs_queue.put_nowait("old")
         if breaks:
             engine.broken["update_weight_version"] = RuntimeError("no")
         status = (await server.control("commit", version=1)).status
-        await _soon(lambda: len(engine.handed_out) == 5)
+        await soon(lambda: len(engine.handed_out) == 5)
         olds = [("older", 0)] + 3 * [("old", 0)]
         assert engine.handed_out[:4] == olds
         if breaks:

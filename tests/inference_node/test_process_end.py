@@ -62,17 +62,27 @@ def _run(tmp_path: Path, router: str = "tcp://127.0.0.1:9", **changes: object) -
         str(tmp_path / "c.json"),
     ]
     env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN}
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60.0, check=False)
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120.0, check=False)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"model": "/no/such/model"}, "config.json"), ({"name": "a@b"}, "name"), ({"tensor_parallel": 0}, "tensor_parallel")],
+    [
+        ({"model": "/no/such/model"}, "config.json"),
+        ({"name": "a@1"}, "'a@1' cannot be the served name"),
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+    ],
 )
 def test_bad_configuration_is_refused_at_once(tmp_path: Path, changes: dict[str, object], says: str) -> None:
     tiny.write_checkpoint(tmp_path / "model", "dense")
     done = _run(tmp_path, **changes)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_orchestrator_that_does_not_answer_is_worth_another_start(tmp_path: Path) -> None:
+    tiny.write_checkpoint(tmp_path / "model", "dense")
+    done = _run(tmp_path)
+    assert done.returncode == os.EX_TEMPFAIL and "is it running" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:

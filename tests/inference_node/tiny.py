@@ -82,7 +82,9 @@ def _write_tokenizer(folder: Path) -> None:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, 320)}
     raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
 
 
 def manifest_of(tensors: dict[str, torch.Tensor]) -> Any:

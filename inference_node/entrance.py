@@ -1,0 +1,102 @@
+"""Where requests enter vLLM's engine: held while it stands still, told apart by version, and noted on their flights.
+
+Every generation route of every vLLM ends in `add_request_async` of the engine client; `Entrance` stands in its place on that object.
+
+    entrance.shut()      from here on nothing enters: called before the pause is sent
+    entrance.open_as(n)  version n is served: what waited enters, under a new salt
+    entrance.open()      the update was given up: what waited enters as before
+
+So whatever enters before `shut` is in the engine before the pause, and whatever enters later runs on the version that is served then.
+
+vLLM hashes a request's salt into the first block of its prefix, so requests with different salts share no cached keys and values. Each commit
+draws a new salt at random. A request therefore never starts from a prefix that other weights have computed, also where the cache
+survives the swap (pause mode `keep_kv`). A client's own `cache_salt` is kept behind ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from inference_node import dialect
+from inference_node.alias import Alias
+from inference_node.flights import FLIGHT, Flight
+
+_PASSES: contextvars.ContextVar[bool] = contextvars.ContextVar("splice_passes", default=False)
+
+
+class Entrance:
+    """One per engine client, for the life of the process.
+
+    Args:
+        engine: vLLM's engine client.
+
+    Raises:
+        AttributeError: this vLLM sends requests to its engine in another way, so their versions could not be told apart.
+    """
+
+    def __init__(self, engine: Any, alias: Alias) -> None:
+        self._engine, self._alias = engine, alias
+        self._enter = engine.engine_core.add_request_async
+        self._salt = uuid.uuid4().hex
+        self._opened = asyncio.Event()
+        self._opened.set()
+        engine.engine_core.add_request_async = self._add
+
+    def shut(self) -> None:
+        """Hold every request that comes from now on."""
+        self._opened.clear()
+
+    def open(self) -> None:
+        """Let requests in, those that waited first."""
+        self._opened.set()
+
+    def open_as(self, version: int) -> None:
+        """Let requests in; they share no cached prefix with those before. `version` is the one that the alias names now."""
+        assert self._alias.version == version
+        self._salt = uuid.uuid4().hex
+        self.open()
+
+    async def _add(self, request: Any) -> None:
+        if not _PASSES.get():
+            await self._wait(request)
+            # No await between this and the send, or a pause could be sent in between.
+            request.cache_salt = self._salt if not request.cache_salt else f"{self._salt}:{request.cache_salt}"
+            flight = FLIGHT.get()
+            if flight is not None:
+                flight.entered(request.request_id)
+        await self._enter(request)
+
+    async def _wait(self, request: Any) -> None:
+        """Until the entrance is open. A request whose client leaves meanwhile is forgotten: vLLM has noted it already."""
+        try:
+            while not self._opened.is_set():
+                await self._opened.wait()
+        except (asyncio.CancelledError, GeneratorExit):
+            dialect.forget_request(self._engine, request.request_id)
+            raise
+
+    def moved(self, flight: Flight, version: int, *, keeps_kv: bool) -> None:
+        """Note on a flight that the replica went to `version`, if tokens of it are still to come.
+
+        Args:
+            keeps_kv: what the engine had computed of the prompt by then stays.
+        """
+        inside = [dialect.has_output(self._engine, request_id) for request_id in flight.requests]
+        running = [has_output for has_output in inside if has_output is not None]
+        if running:
+            flight.moved(version, is_new=not keeps_kv and len(running) == len(inside) and not any(running))
+
+
+@contextmanager
+def free_pass() -> Iterator[None]:
+    """Requests made inside enter at once and unsalted: ours, of which nothing stays in the cache."""
+    token = _PASSES.set(True)
+    try:
+        yield
+    finally:
+        _PASSES.reset(token)

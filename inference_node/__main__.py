@@ -12,10 +12,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from inference_node.names import RUN_TOKEN
-from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.errors import ConfigError, LinkLost, SpliceError
 from orchestrator.protocol.config import InferenceConfig
+from orchestrator.protocol.restarts import EXIT_LINK_LOST
 
-EXIT_CONFIG, EXIT_LOST = 2, 3
+EXIT_CONFIG, EXIT_FAILED = 2, 3
 
 
 def main() -> int:
@@ -34,9 +35,9 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"inference_node: {error}\n")
         return EXIT_CONFIG
-    except (NodeLost, SpliceError) as error:
+    except SpliceError as error:
         sys.stderr.write(f"inference_node: {error}\n")
-        return EXIT_LOST
+        return EXIT_LINK_LOST if isinstance(error, LinkLost) else EXIT_FAILED
     return 0
 
 

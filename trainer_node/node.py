@@ -72,6 +72,7 @@ from orchestrator.protocol.messages import (
     UseLayout,
 )
 from orchestrator.protocol.node_link import NodeLink
+from orchestrator.protocol.restarts import EXIT_LINK_LOST
 from trainer_node.staging import KEEPALIVE_S, Staging
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ STAGED_ARRIVES_S = 30.0
 EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "splice")
 _KEEPALIVE, _STOP = 0, -1
+"""In the place of a request's size. `_STOP` and less: stop with exit code 0 and more."""
 OUT_OF_STEP_S = 20.0
 """How long past an update's deadline the ranks still wait for each other, to reach the end of a failed send together; less than
 `DEADLINE_GRACE_S`."""
@@ -148,15 +150,15 @@ class Control:
     def __init__(self, group: Any) -> None:
         self._group, self._is_root = group, dist.get_rank() == 0
 
-    def share(self, envelope: Envelope | None, *, stop: bool = False) -> Envelope | None:
-        """Rank 0 gives a request, None (keepalive) or stop; the others get it. None: keepalive.
+    def share(self, envelope: Envelope | None, *, stop: int | None = None) -> Envelope | None:
+        """Rank 0 gives a request, None (keepalive) or an exit code to stop with; the others get it. None: keepalive.
 
         Raises:
-            StopIteration: rank 0 said stop.
+            StopIteration: rank 0 said stop; its value is the exit code.
         """
         if dist.get_world_size() == 1:
-            if stop:
-                raise StopIteration
+            if stop is not None:
+                raise StopIteration(stop)
             return envelope
         payload = np.empty(0, np.uint8)
         if self._is_root and envelope is not None:
@@ -164,10 +166,10 @@ class Control:
             head = msgpack.packb([memoryview(f).nbytes for f in frames])
             parts = [len(head).to_bytes(8, "little"), head, *frames]
             payload = np.concatenate([np.frombuffer(p, np.uint8) for p in parts])  # other threads run meanwhile
-        size = torch.tensor([_STOP if stop else len(payload)], dtype=torch.int64)
+        size = torch.tensor([len(payload) if stop is None else _STOP - stop], dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._group)
-        if int(size) == _STOP:
-            raise StopIteration
+        if int(size) <= _STOP:
+            raise StopIteration(_STOP - int(size))
         if int(size) == _KEEPALIVE:
             return None
         data = torch.from_numpy(payload) if self._is_root else torch.empty(int(size), dtype=torch.uint8)
@@ -264,7 +266,7 @@ class Node:
     # ------------------------------------------------------------ the loop
 
     def serve(self) -> int:
-        """Handle requests until told to stop; returns the exit code."""
+        """Handle requests until told to stop, or until the link is lost; returns the exit code, the same on every rank."""
         if self.link is not None:
             detail = {
                 "model": str(self.config.model),
@@ -279,8 +281,8 @@ class Node:
         while True:
             try:
                 envelope, received_s = self._next()
-            except StopIteration:
-                return 0
+            except StopIteration as stop:
+                return int(stop.value)
             if envelope is not None and not self._handle(envelope, received_s):
                 return EXIT_DIVERGED
 
@@ -292,12 +294,13 @@ class Node:
             envelope = self.link.recv(timeout_s=KEEPALIVE_S)
         except NodeLost as error:
             log.warning("%s; the trainer ends", error)
-            return self.control.share(None, stop=True), time.monotonic()
+            return self.control.share(None, stop=EXIT_LINK_LOST), time.monotonic()
         received_s = time.monotonic()
-        stop = envelope is not None and envelope.message.kind == "Shutdown"
+        if envelope is not None and envelope.message.kind == "Shutdown":
+            return self.control.share(None, stop=0), received_s
         if envelope is not None and not self._can_run(envelope.message):
             envelope = None
-        return self.control.share(None if stop else envelope, stop=stop), received_s
+        return self.control.share(envelope), received_s
 
     def _can_run(self, message: Any) -> bool:
         """Whether the batch that a request names is here; if not, the request is answered and the other ranks never hear of it."""
@@ -965,7 +968,7 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
     try:
         code = node.serve()
     finally:
-        if code == 0:
+        if code in (0, EXIT_LINK_LOST):
             node.close()
         else:
             # Process groups that are out of step block when they are destroyed.
@@ -976,19 +979,24 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the run's token comes from SPLICE_RUN_TOKEN."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer_node", description="splice's trainer node; one process per rank, under torchrun."
+        prog="python -m trainer_node", description="splice's trainer node; one process per rank, started by trainer_node.ranks."
     )
     parser.add_argument("--endpoint", required=True, help="the orchestrator's address, tcp://host:port")
     parser.add_argument("--node-id", default="trainer")
     parser.add_argument("--config", type=Path, required=True, help="TrainerConfig as JSON")
     arguments = parser.parse_args(argv)
     rank = os.environ.get("RANK", "0")
+    with contextlib.suppress(OSError):  # what ps and top show: a rank that was forked has its template's command line
+        Path("/proc/self/comm").write_text(f"splice-rank-{rank}"[:15])
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
     try:
         config = TrainerConfig.model_validate_json(arguments.config.read_text())
         code = run(
             endpoint=arguments.endpoint, node_id=arguments.node_id, config=config, token=os.environ.get("SPLICE_RUN_TOKEN", "")
         )
+    except NodeLost as error:
+        log.error("%s; this trainer can be started again", error)
+        code = EXIT_LINK_LOST
     except (ConfigError, ValidationError, OSError) as error:
         log.error("%s", error)
         code = EXIT_CONFIG

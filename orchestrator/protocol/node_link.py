@@ -21,7 +21,7 @@ import zmq
 import zmq.auth
 import zmq.utils.monitor
 
-from orchestrator.errors import ConfigError, NodeLost, ProtocolError
+from orchestrator.errors import ConfigError, LinkLost, ProtocolError
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
     AnyMessage,
@@ -84,7 +84,7 @@ class NodeLink:
             called for another orchestrator's `Welcome` too.
         aside: the same for messages that are taken whole, with their buffers.
         curve: CURVE keys; None: those of `curve_from_env`.
-        lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
+        lost_after_s: without a word from the orchestrator for this long, `recv` raises `LinkLost`.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class NodeLink:
 
         Raises:
             ConfigError: the orchestrator rejected us; says why.
-            NodeLost: no answer within `timeout_s`.
+            LinkLost: no answer within `timeout_s`.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
         if not self._welcomed.wait(timeout_s):
             self.close()
-            raise NodeLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
+            raise LinkLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
         if self._rejected is not None:
             self.close()
             raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {self._rejected}")
@@ -146,18 +146,18 @@ class NodeLink:
         """The next request (or `Shutdown`), or None after `timeout_s`.
 
         Raises:
-            NodeLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted.
+            LinkLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=timeout_s)
         if not self._thread.is_alive():
-            raise NodeLost(f"the connection to the orchestrator at {self._endpoint} is closed")
+            raise LinkLost(f"the connection to the orchestrator at {self._endpoint} is closed")
         if self._last_looked != self._looked_before:
             self._looked_before, self._waited_s = self._last_looked, 0.0
         self._waited_s += timeout_s  # a thread that no longer looks counts as silence, the time in which nobody ran does not
         silent_s = self._last_looked - self._last_heard + self._waited_s
         if silent_s > self._lost_after_s:
-            raise NodeLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
+            raise LinkLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
         return None
 
     def send(self, message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> None:

@@ -55,6 +55,7 @@ from orchestrator.protocol.messages import (
 )
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
+from tests.trainer_node.test_generations import spoil
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_gloo
 from weight_transfer.receiver import receive_weights
@@ -256,6 +257,22 @@ def check_part(control: Orchestrator, receiver: Receiver, manifest: Manifest, at
     assert control.refused(SendWeights, version=1, changed_only=True).code == "not_ready"
 
 
+def check_that_rot_is_refused(control: Orchestrator, whole: Path, *, ranks: int) -> None:
+    """One bit of any file, whichever rank wrote it; a load that fails names the file and what can be loaded."""
+    rotten = whole.with_name("rotten")
+    shutil.copytree(whole, rotten)
+    files = [path for path in rotten.rglob("*") if path.is_file() and path.name != "COMPLETE"]
+    assert {f"rank_{r}.pt" for r in range(ranks)} | {"meta.json", ".metadata"} < {path.name for path in files}
+    assert len([path for path in files if path.suffix == ".distcp"]) == ranks
+    for path in files:
+        spoil(path)
+        refused = control.refused(LoadCheckpoint, checkpoint_dir=str(rotten))
+        assert refused.code == "checkpoint_failed" and f"{path} has changed since it was written" in refused.message
+        assert f"load another checkpoint of {whole.parent}" in refused.message and whole.name in refused.message
+        spoil(path)
+    shutil.rmtree(rotten)
+
+
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})])
 def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
     """Every request, failures in between, and a clean end."""
@@ -308,6 +325,9 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         fields, buffers = training()
         control.ok(TrainLora, buffers, output_dir=str(tmp_path / "lora"), **fields)
         assert {p.name for p in (tmp_path / "lora").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        check_that_rot_is_refused(control, tmp_path / "v1", ranks=ranks)
+        unchanged = check_publication(control, receiver, manifest, version=1)
+        assert not all(torch.equal(unchanged[n], at_1[n]) for n in at_1), "a load that failed changed the trainer"
         assert control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "v1"))[0]["version"] == 1
         restored = check_publication(control, receiver, manifest, version=1)
         assert all(torch.equal(restored[n], at_1[n]) for n in at_1)

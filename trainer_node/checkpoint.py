@@ -169,8 +169,9 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
         if dist.get_rank() == 0:
             generations.recover(folder)
     whole: dict[tuple[str, Matrix], torch.Tensor] = {}
-    with _together(runtime, f"reading {folder}"):
+    with _together(runtime, f"checking {folder}"):  # all of it, before any rank reads what another one checks
         generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
+    with _together(runtime, f"reading {folder}"):
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, _identity(runtime))
         if not runtime.trains_all:

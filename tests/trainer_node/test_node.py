@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -446,6 +447,8 @@ def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parall
 def check_that_one_rank_fails_for_all(control: Orchestrator, process: subprocess.Popen, folder: Path) -> None:
     """By exceptions of other libraries' own types; the ranks stay in step, nothing changes, and nothing is left on the disk."""
     shutil.copytree(folder / "saved", folder / "damaged")
+    marker = folder / "damaged" / "COMPLETE"
+    marker.write_text(json.dumps({"files": json.loads(marker.read_text())["files"]}))  # as before checkpoints had hashes
     rng = folder / "damaged" / "rank_1.pt"
     rng.write_bytes(b"?" * rng.stat().st_size)
     refused = control.refused(LoadCheckpoint, checkpoint_dir=str(folder / "damaged"))
@@ -501,7 +504,13 @@ def test_operations(models, tmp_path: Path) -> None:
         _, found = control.ok(Forward, scoring, **asked, adapters=False)
         assert np.array_equal(np.frombuffer(found[0], np.float32), first)
 
+        theirs = tmp_path / ".hf.new" / "theirs"
+        theirs.parent.mkdir()
+        theirs.touch()
+        assert "no checkpoint of ours" in control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).message
+        theirs.rename(theirs.with_name("BEGUN"))  # as if an export of ours had died
         result, _ = control.ok(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
+        assert not theirs.parent.exists() and not (tmp_path / "hf" / "BEGUN").exists()
         assert len(result["files"]) > 2
         assert control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).code == "checkpoint_failed"
         assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()

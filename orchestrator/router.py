@@ -220,7 +220,7 @@ class ControlRouter:
         peer = self.peers.get(peer_id)
         if peer is None or peer.state == "lost":
             raise NodeLost(f"{peer_id} is not connected")
-        request_id: str = message.request_id  # type: ignore[union-attr]
+        request_id: str = message.request_id  # type: ignore[union-attr,assignment]
         started_s = time.monotonic()
         entry = _Open(
             peer_id=peer_id,

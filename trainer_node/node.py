@@ -47,6 +47,7 @@ from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
+    AbortSend,
     AnyMessage,
     ErrorCode,
     ExportHf,
@@ -242,6 +243,8 @@ class Node:
         """The batch of the request under way, if it came ahead."""
         self.phase = "idle"
         self._request_id = ""
+        self._aborted: dict[str, str] = {}
+        """Request -> reason, of open requests that are to be aborted. Written on the link's thread, before it looks which request runs."""
         self._received_s = 0.0
         self._transfer = Transfer(config, self.runtime.device)
         self._part: tuple[Sequence[int], Manifest] | None = None
@@ -330,6 +333,7 @@ class Node:
         diverged = _diverged(errors)
         if self.link is not None:
             self._answer(outcome, error, errors, diverged=diverged)
+        self._aborted.pop(self._request_id, None)
         self._steps_taken = 0
         self.phase = "idle"
         return not diverged
@@ -598,8 +602,13 @@ class Node:
         return Outcome(result=manifest.model_dump(mode="python"))
 
     def _open_transfer_group(self, message: OpenTransferGroup) -> Outcome:
+        def listening(where: dict[str, Any]) -> None:
+            if self._request_id in self._aborted:  # before there was anything to abort
+                raise TransferAborted(self._aborted[self._request_id])
+            self._progress("listening", rendezvous=where)
+
         if self.link is not None:
-            self._transfer.open(message, on_listening=lambda where: self._progress("listening", rendezvous=where))
+            self._transfer.open(message, on_listening=listening)
         return Outcome()
 
     def _use_layout(self, message: UseLayout) -> Outcome:
@@ -649,13 +658,13 @@ class Node:
         if self._transfer.has_chunks:
             return self._send_chunks(message, manifest, deadline=deadline)
         # If nothing can be sent, every rank still runs the export, and they stay in step.
-        problem = self._transfer.problem() if self.link is not None else None
+        problem = self._problem()
         self._progress("sending", version=message.version)
         stream = self.exporter.merged_tensors(indices)
         if self.link is None or problem is not None:
             _exhaust(stream)
             if problem is not None:
-                raise NotReady(problem)
+                raise problem
             return Outcome()
         wire_s = deadline - time.monotonic()
         if self.config.parallel.splits_the_model:
@@ -676,9 +685,9 @@ class Node:
         transfer, export, is_root = self._transfer, self._transfer.chunks.export, self.link is not None
 
         def ready() -> None:
-            problem = transfer.problem() if is_root else None
+            problem = self._problem()
             if problem is not None:
-                raise NotReady(problem)
+                raise problem
             export.start(limit=deadline + OUT_OF_STEP_S)
 
         self.control.together(ready)
@@ -706,9 +715,26 @@ class Node:
             buffers=(digests.contiguous().numpy().tobytes(),),
         )
 
-    def abort_send(self, reason: str) -> None:
-        """Abort a join or send under way; called on the link's thread."""
-        self._transfer.abort(reason)
+    def abort_send(self, message: AbortSend) -> None:
+        """Abort a join or send under way, or the one that the message names when its turn comes; called on the link's thread."""
+        assert self.link is not None
+        if message.request_id is not None:
+            if not self.link.is_open(message.request_id):
+                log.info("%s is to be aborted (%s), but has ended or never came", message.request_id, message.reason)
+                return
+            self._aborted[message.request_id] = message.reason
+            if message.request_id != self._request_id:
+                return
+        self._transfer.abort(message.reason)
+
+    def _problem(self) -> SpliceError | None:
+        """Why rank 0 can send nothing; None if it can, and on other ranks."""
+        if self.link is None:
+            return None
+        if self._request_id in self._aborted:
+            return TransferAborted(self._aborted[self._request_id])
+        why = self._transfer.problem()
+        return None if why is None else NotReady(why)
 
     def close(self) -> None:
         """End communicators and process groups."""
@@ -943,8 +969,8 @@ def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> in
     nodes: dict[str, Node] = {}
 
     def on_abort(message: AnyMessage) -> None:
-        if "node" in nodes:
-            nodes["node"].abort_send(message.reason)  # type: ignore[union-attr]
+        if "node" in nodes and isinstance(message, AbortSend):
+            nodes["node"].abort_send(message)
 
     def on_staged(envelope: Envelope) -> None:
         if "node" in nodes:

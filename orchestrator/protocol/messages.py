@@ -712,6 +712,8 @@ class AbortSend(Message):
 
     kind: Literal["AbortSend"] = "AbortSend"
     reason: str
+    request_id: str | None = None
+    """Request to abort; the trainer ignores one that is neither running nor queued. None: whatever is running."""
 
 
 # ---------------------------------------------------------------- requests (orchestrator -> inference)

@@ -160,6 +160,10 @@ class NodeLink:
             raise LinkLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
         return None
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request has come and has no outcome yet."""
+        return request_id in self._running
+
     def send(self, message: AnyMessage, buffers: Sequence[bytes | memoryview] = ()) -> None:
         """Queue a message; never blocks. A terminal message is kept to answer a repeated request.
 

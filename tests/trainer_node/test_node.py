@@ -336,10 +336,12 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         # Nobody receives: the watchdog's message ends the send, the next one says what to do, and a new group works.
         request_id = control.start(SendWeights, version=1)
         time.sleep(0.5)
-        control.urgent(AbortSend(reason="a test said so"))
-        failed = control.finish(request_id).message
-        assert failed.kind == "Failed"
-        assert failed.code == "transfer_aborted"
+        waiting = control.start(SendWeights, version=1)
+        control.urgent(AbortSend(reason="not mine", request_id="of-another-transfer"))
+        control.urgent(AbortSend(reason="before its turn", request_id=waiting))
+        time.sleep(0.5)
+        control.urgent(AbortSend(reason="a test said so", request_id=request_id))
+        check_that_both_were_aborted(control, request_id, waiting)
         receiver.close()
         assert control.refused(SendWeights, version=1).code == "not_ready"
         receiver = open_group(control)
@@ -348,6 +350,14 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         receiver.close()
         control.urgent(Shutdown())
         assert process.wait(60) == 0
+
+
+def check_that_both_were_aborted(control: Orchestrator, running: str, waiting: str) -> None:
+    """Each for the reason that was given for it, and neither for another's."""
+    for request_id, reason in ((running, "a test said so"), (waiting, "before its turn")):
+        failed = control.finish(request_id).message
+        assert (failed.kind, failed.code) == ("Failed", "transfer_aborted") and reason in failed.message, failed
+        control.progress = []
 
 
 class ChunkReceiver(Receiver):
@@ -428,9 +438,12 @@ def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parall
 
         request_id = control.start(SendWeights, version=1, changed_only=True)
         time.sleep(0.5)
-        control.urgent(AbortSend(reason="a test said so"))
-        failed = control.finish(request_id).message
-        assert (failed.kind, failed.code) == ("Failed", "transfer_aborted"), failed
+        waiting = control.start(SendWeights, version=1)
+        control.urgent(AbortSend(reason="not mine", request_id="of-another-transfer"))
+        control.urgent(AbortSend(reason="before its turn", request_id=waiting))
+        time.sleep(0.5)
+        control.urgent(AbortSend(reason="a test said so", request_id=request_id))
+        check_that_both_were_aborted(control, request_id, waiting)
         receiver.close()
         receiver = open_group(control, ChunkReceiver)
         request_id = control.start(SendWeights, version=1, deadline_s=3.0)  # nobody receives
@@ -507,7 +520,9 @@ def test_operations(models, tmp_path: Path) -> None:
         theirs = tmp_path / ".hf.new" / "theirs"
         theirs.parent.mkdir()
         theirs.touch()
-        assert "no checkpoint of ours" in control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).message
+        assert (
+            "no checkpoint of ours" in control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).message
+        )
         theirs.rename(theirs.with_name("BEGUN"))  # as if an export of ours had died
         result, _ = control.ok(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
         assert not theirs.parent.exists() and not (tmp_path / "hf" / "BEGUN").exists()

@@ -112,17 +112,20 @@ class Ranks:
     def serve(self) -> None:
         """Until stdin ends."""
         self._say("ready")
-        pending = b""
+        pending, has_heard = b"", False
         while True:
             if select.select([self._requests], [], [], POLL_S if self._pids else None)[0]:
                 read = os.read(self._requests, 1 << 12)
                 if not read:
                     break
+                has_heard = True
                 *lines, pending = (pending + read).split(b"\n")
                 for line in lines:
                     {b"start": self._start, b"end": self._kill, b"ping": lambda: self._say("pong")}[line]()
             self._look()
         self._kill()
+        if not has_heard:
+            sys.stderr.write("trainer_node.ranks: stdin is closed; a --prefix must pass it on (docker run -i)\n")
 
     def _say(self, line: str) -> None:
         os.write(self._answers, f"{line}\n".encode())

@@ -142,12 +142,9 @@ def _processes(cluster: Cluster, node: str) -> list[psutil.Process]:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """A trainer rank: `python -u -m trainer_node ...`; torchrun's own command has the module as well, behind its own."""
+    """A trainer rank: it names itself."""
     with contextlib.suppress(psutil.Error):
-        words = process.cmdline()
-        return (
-            "trainer_node" in words and words[words.index("trainer_node") - 1] == "-m" and "torch.distributed.run" not in words
-        )
+        return process.name().startswith("splice-rank")
     return False
 
 

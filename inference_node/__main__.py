@@ -4,7 +4,8 @@ Exit codes:
 
     0           told to end by the orchestrator
     2           bad configuration, or rejected by the orchestrator: starting it again changes nothing
-    75          the orchestrator is gone, or vLLM does not start or stay up: start it again (EX_TEMPFAIL)
+    3           vLLM does not start or stay up: start it again a few times
+    75          the orchestrator is gone: start it again until it gets an answer (EX_TEMPFAIL)
     128 + n     ended by signal n
 """
 
@@ -20,10 +21,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from inference_node.names import RUN_TOKEN
-from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.errors import ConfigError, LinkLost, SpliceError
 from orchestrator.protocol.config import InferenceConfig
+from orchestrator.protocol.restarts import EXIT_LINK_LOST
 
-EXIT_CONFIG, EXIT_LOST = 2, os.EX_TEMPFAIL
+EXIT_CONFIG, EXIT_FAILED = 2, 3
 
 
 def main() -> int:
@@ -42,9 +44,9 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"inference_node: {error}\n")
         return EXIT_CONFIG
-    except (NodeLost, SpliceError) as error:
+    except SpliceError as error:
         sys.stderr.write(f"inference_node: {error}\n")
-        return EXIT_LOST
+        return EXIT_LINK_LOST if isinstance(error, LinkLost) else EXIT_FAILED
     return 0
 
 

@@ -233,10 +233,15 @@ def trainer(
     nodes: Annotated[int, typer.Option(help="Hosts that the trainer runs on; run this command on each.")] = 1,
     node_rank: Annotated[int, typer.Option(help="Which of them this is; 0 is the one that --rendezvous names.")] = 0,
     rendezvous: Annotated[str, typer.Option(help="HOST:PORT on node rank 0, the same on every host.")] = "",
-    prefix: Annotated[str, typer.Option(help="Put before the command line, such as 'docker run --rm --init ... IMAGE'.")] = "",
+    prefix: Annotated[
+        str, typer.Option(help="Put before the command line, such as 'docker run --rm --init -i ... IMAGE'.")
+    ] = "",
     python: Annotated[str, typer.Option(help="Interpreter of the trainer environment, as the prefix's command sees it.")] = "",
     node_id: str = "trainer",
     max_restarts: Annotated[int, typer.Option(help="How often within an hour a crashed trainer is started again.")] = 2,
+    template: Annotated[
+        bool, typer.Option(help="Keep a process with everything imported, so that ranks are started again within seconds.")
+    ] = True,
     module: Annotated[str, typer.Option(hidden=True, help="For tests that inject failures.")] = "trainer_node",
 ) -> None:
     """Launch the trainer on this host and keep it: restarts, memory mode 'exit', several hosts. Token as for `serve`."""
@@ -245,6 +250,7 @@ def trainer(
         launch = trainer_host.TrainerLaunch(
             endpoint=endpoint, config=config, python=python or sys.executable, module=module, node_id=node_id, nodes=nodes,
             node_rank=node_rank, rendezvous=rendezvous, prefix=tuple(trainer_host.split_prefix(prefix)), max_restarts=max_restarts,
+            template=template,
         )  # fmt: skip
         code = trainer_host.run(launch, run_token=os.environ.get("SPLICE_RUN_TOKEN", ""))
     except (SpliceError, ValidationError, OSError) as error:

@@ -13,6 +13,7 @@ SpliceError
 │   └── TransferTimeout (TimeoutError) the deadline passed
 ├── JobFailed (RuntimeError)          a job ended in `Failed`; carries code, node, phase and what to do
 └── NodeLost (ConnectionError)        a node stopped answering or its process ended
+    └── LinkLost                      the orchestrator stopped answering: start the process again
 
 JournalError (RuntimeError)           the run's journal cannot be read or written; apart, because no job's failure: it ends the orchestrator
 """
@@ -90,3 +91,7 @@ class JobFailed(SpliceError, RuntimeError):
 
 class NodeLost(SpliceError, ConnectionError):
     """A node stopped answering or its process ended."""
+
+
+class LinkLost(NodeLost):
+    """The orchestrator stopped answering this process, or never answered; exit code `restarts.EXIT_LINK_LOST`."""

@@ -20,7 +20,7 @@ import psutil
 
 from orchestrator.errors import NodeLost
 from orchestrator.protocol.parent import die_with_parent
-from orchestrator.protocol.restarts import RestartBudget
+from orchestrator.protocol.restarts import EXIT_LINK_LOST, BackOff, RestartBudget
 
 TERM_GRACE_S = 15.0
 
@@ -33,20 +33,26 @@ class NodeProcess:
         argv: command line.
         env: added to ours.
         log_file: stdout and stderr, appended; None: where ours go.
-        restarts: how often the launcher starts it again after it died on its own.
+        piped: whether stdin and stdout are pipes to this process instead, and stderr goes where ours goes.
+        restarts: how often the launcher starts it again after a crash.
+        pauses: pauses before it is started again after a lost link.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
     log_file: Path | None
+    piped: bool = False
     restarts: RestartBudget = field(default_factory=lambda: RestartBudget(0))
+    pauses: BackOff = field(default_factory=BackOff)
+    starts_at_s: float | None = field(default=None, repr=False)
+    """When it is started again after a lost link, on the monotonic clock."""
     stopping: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
         """Start it."""
-        self.stopping = False
+        self.stopping, self.starts_at_s = False, None
         with contextlib.ExitStack() as stack:
             log = None
             if self.log_file is not None:
@@ -55,8 +61,8 @@ class NodeProcess:
             self.process = subprocess.Popen(
                 list(self.argv),
                 env={**os.environ, **self.env},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=subprocess.PIPE if self.piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self.piped else log,
                 stderr=None if log is None else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM),
@@ -70,6 +76,26 @@ class NodeProcess:
     def died(self) -> bool:
         """Whether it ended although nobody asked it to."""
         return self.process is not None and self.process.poll() is not None and not self.stopping
+
+    def is_lost(self, now_s: float) -> bool:
+        """Whether it died and will not be started again."""
+        if not self.died():
+            return False
+        assert self.process is not None
+        return self.process.returncode != EXIT_LINK_LOST and not self.restarts.has_left(now_s)
+
+    def keep_alive(self, now_s: float) -> None:
+        """Start it again if it died and may be: after a lost link always, after a pause; after a crash as often as `restarts` allows."""
+        if not self.died():
+            return
+        assert self.process is not None
+        if self.process.returncode != EXIT_LINK_LOST:
+            if self.restarts.take(now_s):
+                self.start()
+        elif self.starts_at_s is None:
+            self.starts_at_s = now_s + self.pauses.next_s(now_s)
+        elif now_s >= self.starts_at_s:
+            self.start()
 
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
@@ -131,7 +157,7 @@ class Launcher:
         """
         for node in self.nodes.values():
             with self._restarting:
-                is_lost = node.died() and not node.restarts.has_left(time.monotonic())
+                is_lost = node.is_lost(time.monotonic())
             if is_lost:
                 code = node.process.returncode if node.process is not None else None
                 raise NodeLost(f"{node.name} ended with code {code}; the end of {node.log_file}:\n{node.log_tail()}")
@@ -164,8 +190,7 @@ class Launcher:
         while not self._watching.wait(1.0):
             for node in list(self.nodes.values()):
                 with self._restarting:
-                    if node.died() and node.restarts.take(time.monotonic()):
-                        node.start()
+                    node.keep_alive(time.monotonic())
             self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
 
     def _memory_bytes(self) -> int:

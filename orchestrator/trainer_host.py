@@ -1,47 +1,62 @@
-"""The trainer's launcher on one host: starts torchrun, starts it again after a crash, ends it and starts it when the orchestrator says so.
+"""The trainer's launcher on one host: starts its ranks, starts them again, ends them and starts them when the orchestrator says so.
 
     splice trainer --endpoint tcp://host:40001 --config trainer.json                                           one host
     splice trainer --endpoint ... --config trainer.json --nodes 2 --node-rank K --rendezvous host0:29400       on each of two
 
-It holds a control socket of its own, so it can say truthfully that no process of the trainer is left (memory mode `exit`). The command
-that it runs may have a prefix, such as `docker run --rm --init --network host --ipc host --gpus all -e SPLICE_RUN_TOKEN image`.
+The ranks are children of one process, `trainer_node.ranks`, which the launcher speaks to over its stdin and stdout. By default that process is a
+template: it has everything imported, so ranks that are started again are there at once. It outlives the ranks, also in memory mode `exit`.
+
+The launcher holds a control socket of its own, so it can say truthfully that no rank of the trainer is left (memory mode `exit`). The command
+that it runs may have a prefix, such as `docker run --rm --init -i --network host --ipc host --gpus all -e SPLICE_RUN_TOKEN image`; without
+docker's `-i` the ranks end at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
 import psutil
 
-from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.errors import ConfigError, LinkLost
 from orchestrator.launch import NodeProcess, descendants
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.messages import ErrorCode, Hello, NodeEnded, Ready, Shutdown, StartTrainer, StopTrainer
+from orchestrator.protocol.messages import AnyMessage, ErrorCode, Hello, NodeEnded, Ready, Shutdown, StartTrainer, StopTrainer
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.protocol.restarts import RestartBudget
+from orchestrator.protocol.restarts import EXIT_LINK_LOST, BackOff, RestartBudget
 
 log = logging.getLogger("splice.launcher")
-POLL_S = 0.2
+POLL_S = 0.1
 ORDERLY_END_S = 20.0
+RECONNECT_S = 5.0
+ORPHAN_S = 600.0
+"""How long the launcher looks for an orchestrator that is gone, in seconds, before it ends."""
+IMPORT_S = 300.0
+"""Timeout for the template's imports, in seconds."""
+PING_S, SILENT_S = 5.0, 30.0
+"""How often the process that starts the ranks is asked for a sign of life, and the timeout for it, in seconds."""
+KILLED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLaunch:
-    """How torchrun is started on this host.
+    """How the ranks are started on this host.
 
     Attributes:
         python: interpreter of the trainer environment, as the prefix's command sees it.
-        prefix: put before the command line.
+        prefix: put before the command line; must pass stdin and stdout on.
         rendezvous: host:port of node rank 0, the same on every host; empty with one node.
-        max_restarts: after crashes, within an hour; being started for the next job does not count.
+        max_restarts: after crashes, within an hour; being started for the next job, or after a lost link, does not count.
+        template: whether ranks are forks of a process that has everything imported.
     """
 
     endpoint: str
@@ -54,6 +69,7 @@ class TrainerLaunch:
     rendezvous: str = ""
     prefix: tuple[str, ...] = ()
     max_restarts: int = 2
+    template: bool = True
 
     @property
     def launcher_id(self) -> str:
@@ -61,7 +77,7 @@ class TrainerLaunch:
         return f"{self.node_id}-launcher-{self.node_rank}"
 
 
-def torchrun_command(launch: TrainerLaunch, *, world_size: int) -> list[str]:
+def ranks_command(launch: TrainerLaunch, *, world_size: int, device: str, template: bool) -> list[str]:
     """The command line for this host.
 
     Raises:
@@ -71,85 +87,248 @@ def torchrun_command(launch: TrainerLaunch, *, world_size: int) -> list[str]:
         raise ConfigError(f"--node-rank {launch.node_rank} is not one of 0 to {launch.nodes - 1} (--nodes {launch.nodes})")
     if world_size % launch.nodes:
         raise ConfigError(f"parallel.world_size {world_size} ranks do not divide over --nodes {launch.nodes}")
-    where = ["--standalone", "--nnodes=1"]
+    here, master = world_size // launch.nodes, []
     if launch.nodes > 1:
         target = urlsplit(f"//{launch.rendezvous}")
         if not target.hostname or target.port is None:
             raise ConfigError(f"--nodes {launch.nodes} needs --rendezvous HOST:PORT of node rank 0, got {launch.rendezvous!r}")
-        # The static rendezvous gives ranks by node rank: rank 0, which answers the orchestrator, is on node 0.
-        where = [
-            f"--nnodes={launch.nodes}", f"--node-rank={launch.node_rank}", "--rdzv-backend=static",
-            f"--master-addr={target.hostname}", f"--master-port={target.port}",
-        ]  # fmt: skip
+        master = ["--master", f"{target.hostname}:{target.port}"]
     return [
-        *launch.prefix, launch.python, "-m", "torch.distributed.run", *where,
-        f"--nproc-per-node={world_size // launch.nodes}", "--max-restarts=0", "-m", launch.module,
+        *launch.prefix, launch.python, "-m", "trainer_node.ranks", "--ranks", str(here), "--world", str(world_size),
+        "--first", str(here * launch.node_rank), *master, *(["--template", device] if template else []), launch.module,
         "--endpoint", launch.endpoint, "--node-id", launch.node_id, "--config", str(launch.config),
     ]  # fmt: skip
 
 
+class RanksProcess:
+    """The launcher's end of `trainer_node.ranks`: started when it is first needed, and again whenever it has ended.
+
+    A template that does not come up, or does not fork, is replaced for one life of the ranks by a process that starts new interpreters.
+    """
+
+    def __init__(self, launch: TrainerLaunch, *, config: TrainerConfig) -> None:
+        self._launch, self._config = launch, config
+        self._is_template = launch.template
+        self._node = self._make()
+        self._pending = b""
+        self._deadline_s: float | None = None
+        """By when it must say something, on the monotonic clock; None: it need not."""
+        self._next_ping_s = 0.0
+        self._is_ready = self._is_starting = False
+        self.are_running = False
+        """Whether the ranks have been started, or told to, and not ended."""
+
+    def _make(self) -> NodeProcess:
+        world_size, device = self._config.parallel.world_size, self._config.device
+        argv = ranks_command(self._launch, world_size=world_size, device=device, template=self._is_template)
+        return NodeProcess(name="trainer", argv=argv, env={}, log_file=None, piped=True)
+
+    def start(self) -> None:
+        """Start the ranks, unless they run."""
+        if self.are_running:
+            return
+        if not self._is_alive() or self._is_template != self._launch.template:
+            self._spawn(template=self._launch.template)
+        self._ask_to_start()
+
+    def _spawn(self, *, template: bool) -> None:
+        self.stop()
+        self._is_template, self._is_ready, self._pending = template, False, b""
+        self._node = self._make()
+        self._node.start()
+        self._deadline_s = time.monotonic() + IMPORT_S
+        os.set_blocking(self._pipes()[1].fileno(), False)
+
+    def _ask_to_start(self) -> None:
+        self.are_running = self._is_starting = True
+        self._say("start")
+
+    def look(self) -> int | None:
+        """The exit code, once, of ranks that have ended since the last look; negative: a signal's number."""
+        ended = self._read()
+        if ended is not None or self._node.process is None:
+            return ended
+        if not self._is_alive() or (self._deadline_s is not None and time.monotonic() > self._deadline_s):
+            return self._replace()
+        if self._is_ready and time.monotonic() >= self._next_ping_s:
+            self._next_ping_s = time.monotonic() + PING_S
+            self._say("ping")
+        return None
+
+    def _read(self) -> int | None:
+        """Take in what it has said. Returns the exit code of ranks that have ended."""
+        ended = None
+        for line in self._lines():
+            self._deadline_s = None
+            word, _, code = line.partition(" ")
+            if word == "ready":
+                self._is_ready = True
+            elif word == "started":
+                self._is_starting = False
+            elif word == "ended":
+                ended, self.are_running = int(code), False
+        return ended
+
+    def _replace(self) -> int | None:
+        """It has ended, or is stuck. Returns the exit code of ranks that ended with it."""
+        were_running, was_starting, was_ready = self.are_running, self._is_starting, self._is_ready
+        code = None if self._node.process is None else self._node.process.poll()
+        what = f"has said nothing for {SILENT_S:.0f} s" if code is None else f"has ended with code {code}"
+        log.warning("the process that starts the ranks %s", what)
+        self.stop()
+        if was_starting and self._is_template:
+            log.warning("this once the ranks are started without a template")
+            self._spawn(template=False)
+            self._ask_to_start()
+        elif were_running:
+            return code or 1
+        elif was_ready and self._is_template:
+            self._spawn(template=True)
+        return None
+
+    def end(self, *, grace_s: float, is_hurried: Callable[[], bool]) -> list[int]:
+        """Let the ranks end by themselves, then kill them; a template stays. Returns the processes that do not end."""
+        family = [] if self._node.pid is None else descendants(self._node.pid)
+        self._wait(grace_s, is_hurried)
+        if self.are_running:
+            self._say("end")
+            self._wait(KILLED_S, lambda: False)
+        if self.are_running or not self._is_template:
+            self.stop()
+        _, alive = psutil.wait_procs(family, timeout=5.0)
+        return [p.pid for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+    def _wait(self, timeout_s: float, is_hurried: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self.are_running and self._is_alive() and time.monotonic() < deadline_s and not is_hurried():
+            self._read()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End the ranks and the process."""
+        self._node.stop()
+        self.are_running = self._is_starting = False
+        self._deadline_s = None
+        for pipe in () if self._node.process is None else self._pipes():
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._node.process = None
+
+    def _is_alive(self) -> bool:
+        return self._node.process is not None and self._node.process.poll() is None
+
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        process = self._node.process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process.stdin, process.stdout
+
+    def _say(self, line: str) -> None:
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + SILENT_S
+        with contextlib.suppress(OSError):  # it has ended, which `look` finds
+            self._pipes()[0].write(f"{line}\n".encode())
+            self._pipes()[0].flush()
+
+    def _lines(self) -> list[str]:
+        """What it has said since the last time."""
+        if self._node.process is None:
+            return []
+        with contextlib.suppress(BlockingIOError):
+            while read := os.read(self._pipes()[1].fileno(), 1 << 12):
+                self._pending += read
+        *lines, self._pending = self._pending.split(b"\n")
+        return [line.decode() for line in lines]
+
+
 class TrainerHost:
-    """Runs until told to shut down, or until the trainer has crashed too often.
+    """Runs until told to shut down, until the trainer has crashed too often, or until the orchestrator has been gone for `ORPHAN_S`.
 
     Raises:
-        ConfigError, NodeLost: from `serve`: as `NodeLink.start` does.
+        ConfigError, LinkLost: from `serve`: as `NodeLink.start` does.
     """
 
     def __init__(self, launch: TrainerLaunch, *, config: TrainerConfig, run_token: str) -> None:
         self._launch = launch
         self._detail = {"memory": config.memory, "node_rank": launch.node_rank, "num_nodes": launch.nodes}
-        argv = torchrun_command(launch, world_size=config.parallel.world_size)
-        self._trainer = NodeProcess(name="trainer", argv=argv, env={}, log_file=None)
+        self._ranks = RanksProcess(launch, config=config)
         self._wanted = True
-        self._restarts = RestartBudget(launch.max_restarts)
+        self._restarts, self._pauses = RestartBudget(launch.max_restarts), BackOff()
+        self._starts_at_s: float | None = None
+        """When the ranks are started again after a lost link, on the monotonic clock."""
         self._stop = False
-        hello = Hello(
+        self._hello = Hello(
             role="launcher", node_id=launch.launcher_id, incarnation=uuid.uuid4().hex, run_token=run_token, pid=os.getpid()
         )
-        self._link = NodeLink(endpoint=launch.endpoint, hello=hello)
+        self._link = NodeLink(endpoint=launch.endpoint, hello=self._hello)
+        self._lost_s: float | None = None
+        """Since when there has been no link, on the monotonic clock."""
 
     def stop(self) -> None:
         """End `serve`; callable from a signal handler."""
         self._stop = True
 
     def serve(self) -> int:
-        """Returns the exit code: 0, or that of a trainer that crashed too often."""
-        with self._link.start():
-            try:
-                self._trainer.start()
-                self._link.send(Ready(node_id=self._launch.launcher_id, detail=self._detail))
-                return self._loop()
-            finally:
-                self._trainer.stop()
+        """Returns the exit code: 0, that of a trainer that crashed too often, or `EXIT_LINK_LOST`."""
+        self._link.start()
+        try:
+            self._ranks.start()
+            self._link.send(Ready(node_id=self._launch.launcher_id, detail=self._detail))
+            return self._loop()
+        finally:
+            self._ranks.stop()
+            self._link.close()
 
     def _loop(self) -> int:
         while not self._stop:
-            try:
-                envelope = self._link.recv(timeout_s=POLL_S)
-            except NodeLost as error:
-                log.warning("%s; the launcher ends", error)
-                return 0
-            message = None if envelope is None else envelope.message
+            message = self._next()
             if isinstance(message, Shutdown):
-                self._wait_for_end(ORDERLY_END_S)  # the trainer was told as well
+                self._ranks.end(grace_s=ORDERLY_END_S, is_hurried=self._is_stopped)  # the trainer was told as well
                 return 0
             if isinstance(message, StartTrainer | StopTrainer):
                 self._answer(message)
             code = self._watch()
+            if code is None and self._lost_s is not None and time.monotonic() - self._lost_s > ORPHAN_S:
+                log.error("no orchestrator at %s for %.0f s; the launcher ends", self._launch.endpoint, ORPHAN_S)
+                code = EXIT_LINK_LOST
             if code is not None:
                 return code
         return 0
 
+    def _is_stopped(self) -> bool:
+        return self._stop
+
+    def _next(self) -> AnyMessage | None:
+        """What the orchestrator asks, or None for now. A lost link is replaced: the old connection may be what is broken."""
+        if self._lost_s is not None:
+            self._reconnect()
+            return None
+        try:
+            envelope = self._link.recv(timeout_s=POLL_S)
+        except LinkLost as error:
+            log.warning("%s; the launcher goes on and looks for it for %.0f s", error, ORPHAN_S)
+            self._lost_s = time.monotonic()
+            return None
+        return None if envelope is None else envelope.message
+
+    def _reconnect(self) -> None:
+        self._link.close()
+        self._link = NodeLink(endpoint=self._launch.endpoint, hello=self._hello)
+        with contextlib.suppress(LinkLost):
+            self._link.start(timeout_s=RECONNECT_S)
+            self._link.send(Ready(node_id=self._launch.launcher_id, detail=self._detail))
+            self._lost_s = None
+            log.info("the orchestrator at %s is there again", self._launch.endpoint)
+
     def _answer(self, message: StartTrainer | StopTrainer) -> None:
+        self._starts_at_s = None
+        self._wanted = isinstance(message, StartTrainer)
         if isinstance(message, StartTrainer):
-            if not self._is_running():
-                log.info("starting the trainer")
-                self._trainer.start()
-            self._wanted = True
+            self._ranks.start()
             self._link.complete(message.request_id)
             return
-        self._wanted = False
-        left = self._end(message.grace_s)
+        left = self._ranks.end(grace_s=message.grace_s, is_hurried=self._is_stopped)
         if left:
             self._link.fail(
                 message.request_id, code=ErrorCode.INTERNAL, phase="ending the trainer", message=f"processes {left} do not end",
@@ -158,43 +337,36 @@ class TrainerHost:
         else:
             self._link.complete(message.request_id)
 
-    def _end(self, grace_s: float) -> list[int]:
-        """Let the trainer end by itself, then end it. Returns what is left of it."""
-        pid = self._trainer.pid
-        family = [] if pid is None else descendants(pid, and_self=True)
-        self._wait_for_end(grace_s)
-        self._trainer.stop()
-        _, alive = psutil.wait_procs([p for p in family if p.pid != pid], timeout=5.0)
-        return [p.pid for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-
-    def _wait_for_end(self, grace_s: float) -> None:
-        deadline = time.monotonic() + grace_s
-        while self._is_running() and time.monotonic() < deadline and not self._stop:
-            time.sleep(0.05)
-
-    def _is_running(self) -> bool:
-        return self._trainer.process is not None and self._trainer.process.poll() is None
-
     def _watch(self) -> int | None:
-        """Start a crashed trainer again; the exit code once it has crashed too often."""
-        process = self._trainer.process
-        if not self._wanted or process is None or process.poll() is None:
+        """Start ended ranks again; the exit code once they have crashed too often."""
+        if self._starts_at_s is not None and time.monotonic() >= self._starts_at_s:
+            self._starts_at_s = None
+            self._ranks.start()
+        code = self._ranks.look()
+        if code is None or not self._wanted:
             return None
-        if process.returncode == 0:  # told to end, in order
+        if code == 0:
             self._wanted = False
             return None
         if self._launch.node_rank == 0:  # where rank 0 was, which answered the orchestrator
-            self._link.send(NodeEnded(node_id=self._launch.node_id, code=process.returncode))
+            self._link.send(NodeEnded(node_id=self._launch.node_id, code=code))
         now_s = time.monotonic()
+        if code != EXIT_LINK_LOST:
+            return self._after_crash(code, now_s)
+        pause_s = self._pauses.next_s(now_s)
+        log.warning("the trainer lost the orchestrator, or its other ranks; it is started again in %.0f s", pause_s)
+        self._starts_at_s = now_s + pause_s
+        return None
+
+    def _after_crash(self, code: int, now_s: float) -> int | None:
         used = self._restarts.used(now_s)
         if not self._restarts.take(now_s):
-            log.error("the trainer ended with code %d, %d starts after a crash; the launcher ends", process.returncode, used)
-            return process.returncode if process.returncode > 0 else 1
+            log.error("the trainer ended with code %d, %d starts after a crash; the launcher ends", code, used)
+            return code if code > 0 else 1
         log.warning(
-            "the trainer ended with code %d; start %d of at most %d within an hour",
-            process.returncode, used + 1, self._launch.max_restarts,
-        )  # fmt: skip
-        self._trainer.start()
+            "the trainer ended with code %d; start %d of at most %d within an hour", code, used + 1, self._restarts.most
+        )
+        self._ranks.start()
         return None
 
 
@@ -203,7 +375,11 @@ def run(launch: TrainerLaunch, *, run_token: str) -> int:
     host = TrainerHost(launch, config=TrainerConfig.model_validate_json(launch.config.read_text()), run_token=run_token)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: host.stop())
-    return host.serve()
+    try:
+        return host.serve()
+    except LinkLost as error:
+        log.error("%s", error)
+        return EXIT_LINK_LOST
 
 
 def split_prefix(text: str) -> Sequence[str]:

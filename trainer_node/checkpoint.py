@@ -4,14 +4,14 @@
     <dir>/state/                                                    moments (and with finetuning_type "full" the fp32 weights), sharded
     <dir>/rank_<r>.pt                                               RNG of each rank
     <dir>/meta.json                                                 version, topology, LoRA settings, counters, the client's state
-    <dir>/COMPLETE                                                  written last: every file's size
+    <dir>/COMPLETE                                                  written last: every file's size and hash
 
 `state/` is what is known as torch_dist: torch.distributed.checkpoint's files, every tensor whole under its HF name (`sharded_state`), so
 any topology can load what any other wrote. RNG states are of a rank: at another topology generators are seeded anew, and `Loaded` says so.
 
 Written beside the target, flushed, marked, and then put in its place (`generations`): at every instant one whole generation can be
-found, and `load` finds it. A folder without its marker, or with a file missing or of another size, is refused, never read as far as
-it goes. `save` and `load` are collectives; a failure on one rank is every rank's.
+found, and `load` finds it. A folder without its marker, or with a file that is missing, too many or not the one that was written, is refused,
+never read as far as it goes. `save` and `load` are collectives; a failure on one rank is every rank's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from trainer_node import generations, pack_size, peft_io, sharded_state
+from trainer_node import generations, hashing, pack_size, peft_io, sharded_state
 from trainer_node.bulk_files import Writing, bulk_writer
 from trainer_node.generations import MARKER, CheckpointError, write_file
 from trainer_node.lora import Matrix
@@ -123,6 +123,7 @@ def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: M
     try:
         with bulk_writer(runtime.device) as writer:
             adapter: Writing | None = None
+            hashes: dict[str, str] = {}
             with _together(runtime, f"making {temp}"):
                 if rank == 0:
                     for one in (folder, temp, generations.old_folder(folder)):
@@ -134,20 +135,24 @@ def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: M
                         # Written while the state's plan is made. Nobody looks for it here before the marker is there, so it needs no rename.
                         (temp / ADAPTER).mkdir()
                         adapter = writer.start(temp / ADAPTER / peft_io.WEIGHTS, peft_io.layout(stacks))
-            sharded_state.save(_boxes(runtime), temp / STATE, group=runtime.control_group, writer=writer)
+            state = sharded_state.save(_boxes(runtime), temp / STATE, group=runtime.control_group, writer=writer)
             with _together(runtime, f"writing rank {rank}'s state to {temp}"):
-                write_file(temp / f"rank_{rank}.pt", lambda path: torch.save(rng_state(runtime), path))
+                rng = temp / f"rank_{rank}.pt"
+                write_file(rng, lambda path: torch.save(rng_state(runtime), path))
+                hashes = {f"{STATE}/{name}": found for name, found in state.items()} | hashing.hashes({rng.name: rng})
                 if adapter is not None:
-                    adapter.wait()
+                    hashes[f"{ADAPTER}/{peft_io.WEIGHTS}"] = adapter.wait()
                     peft_io.write_config(temp / ADAPTER, lora=runtime.config.lora, model=runtime.config.model)
     except Exception:
         if began:  # on a full disk it would keep what room there was
             with contextlib.suppress(OSError):
                 generations.discard(temp)
         raise
+    everyones: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, hashes, group=runtime.control_group)
     with _together(runtime, f"moving {temp} to {folder}"):
         if rank == 0:
-            generations.finish(folder, facts={"version": version})
+            generations.finish(folder, facts={"version": version}, hashes={k: v for one in everyones for k, v in one.items()})
 
 
 def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
@@ -164,8 +169,9 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
         if dist.get_rank() == 0:
             generations.recover(folder)
     whole: dict[tuple[str, Matrix], torch.Tensor] = {}
+    with _together(runtime, f"checking {folder}"):  # all of it, before any rank reads what another one checks
+        generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
     with _together(runtime, f"reading {folder}"):
-        generations.check_whole(folder)
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, _identity(runtime))
         if not runtime.trains_all:
@@ -174,7 +180,7 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
         rng = None
         if same_place:
             rng = torch.load(folder / f"rank_{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
-        num_steps = int(meta["optimizer_steps"])
+        num_steps, version, counters = int(meta["optimizer_steps"]), int(meta["version"]), meta["counters"]
         boxes = _room(runtime, with_moments=num_steps > 0)
         plan = sharded_state.plan(boxes, folder / STATE)
     sharded_state.load(plan, folder / STATE, group=runtime.control_group)
@@ -186,13 +192,12 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
     if rng is not None:
         set_rng_state(runtime, rng)
     else:
-        runtime.seed(meta["counters"]["steps"])
+        runtime.seed(counters["steps"])
     if same_place:
         pack_size.remember(runtime, meta.get("micro_batch_tokens"))
-    counters = meta["counters"]
     runtime.num_steps, runtime.num_skipped_steps = counters["steps"], counters["skipped_steps"]
     return Loaded(
-        version=int(meta["version"]),
+        version=version,
         client_state=meta.get("client_state", {}),
         dropped_batches=dropped,
         rng_restored=same_place,

@@ -6,6 +6,9 @@
 
     begin -> files -> marker (last) -> <name> to .old -> .new to <name> -> .old removed
 
+The marker, `COMPLETE`, holds every file's size and hash. A folder without it that is ours holds `BEGUN` instead: first while it is written, later
+while it is removed. A folder with neither is somebody else's and is never deleted.
+
 At most one of these steps is under way at a crash, so of the three folders at least one is whole, if ever one was; `recover` puts the
 newest whole one in its place. Every file, and every folder whose entries changed, is flushed to the disk before the next step relies
 on it. All operations that change the disk go through `Disk`, so that a test can stop the world before, in and after each of them.
@@ -13,16 +16,20 @@ on it. All operations that change the disk go through `Disk`, so that a test can
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import SpliceError
+from trainer_node import hashing
 
-MARKER = "COMPLETE"
+log = logging.getLogger("splice.trainer")
+MARKER, BEGUN = "COMPLETE", "BEGUN"
 
 
 class CheckpointError(SpliceError, OSError):
@@ -87,21 +94,48 @@ def old_folder(folder: Path) -> Path:
 def begin(folder: Path, *, disk: Disk = DISK) -> Path:
     """Mend what a crash left, and make an empty folder for the next generation; returns it."""
     recover(folder, disk=disk)
-    temp = new_folder(folder)
-    discard(temp, disk=disk)
-    disk.make(temp)
-    return temp
+    return make_empty(new_folder(folder), disk=disk)
 
 
-def finish(folder: Path, *, facts: dict[str, Any] | None = None, disk: Disk = DISK) -> None:
-    """Mark the generation that was written whole, and put it in its place."""
-    temp = new_folder(folder)
-    files = {str(p.relative_to(temp)): p.stat().st_size for p in sorted(temp.rglob("*")) if p.is_file()}
-    for part in sorted({(temp / f).parent for f in files} | {temp}, reverse=True):
+def make_empty(folder: Path, *, disk: Disk = DISK) -> Path:
+    """An empty folder marked as ours, in the place of one of ours; returns it.
+
+    Raises:
+        CheckpointError: what stands there is not ours.
+    """
+    discard(folder, disk=disk)
+    disk.make(folder)
+    disk.write(folder / BEGUN, Path.touch)
+    disk.flush(folder)
+    return folder
+
+
+def finish(
+    folder: Path, *, facts: dict[str, Any] | None = None, hashes: Mapping[str, str] | None = None, disk: Disk = DISK
+) -> None:
+    """Mark the generation that was written whole, and put it in its place.
+
+    Args:
+        hashes: name -> hash (`hashing`) of files that were hashed as they were written; the others are read once more.
+    """
+    temp, known = new_folder(folder), dict(hashes or {})
+    paths = _files(temp)
+    for part in sorted({path.parent for path in paths.values()} | {temp}, reverse=True):
         disk.flush(part)
-    marker = json.dumps({**(facts or {}), "files": files})
-    write_file(temp / MARKER, lambda path: path.write_text(marker), disk=disk)
+    known |= hashing.hashes({name: path for name, path in paths.items() if name not in known})
+    marker = {
+        **(facts or {}), "files": {name: path.stat().st_size for name, path in paths.items()},
+        "span_bytes": hashing.SPAN_BYTES, "sha256": {name: known[name] for name in paths},
+    }  # fmt: skip
+    write_file(temp / MARKER, lambda path: path.write_text(json.dumps(marker)), disk=disk)
+    disk.unlink(temp / BEGUN)
     _replace(folder, temp, disk=disk)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Every file by its path within the folder, markers aside."""
+    found = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if not p.is_dir()}
+    return {name: path for name, path in found.items() if name not in (MARKER, BEGUN)}
 
 
 def _replace(folder: Path, temp: Path, *, disk: Disk) -> None:
@@ -123,16 +157,33 @@ def recover(folder: Path, *, disk: Disk = DISK) -> None:
     elif not folder.exists() and is_whole(old):
         disk.rename(old, folder)
         disk.flush(folder.parent)
-    elif is_whole(folder):
+    elif is_whole(folder) and is_ours(old):
         discard(old, disk=disk)
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether the folder holds one of our markers, or nothing."""
+    return folder.is_dir() and (not any(folder.iterdir()) or any((folder / m).is_file() for m in (MARKER, BEGUN)))
+
+
 def discard(folder: Path, *, disk: Disk = DISK) -> None:
-    """Remove a generation, its marker first: half removed it is not whole."""
+    """Remove a generation: half removed it is not whole, but still ours.
+
+    Raises:
+        CheckpointError: it is not ours.
+    """
     if not folder.exists():
         return
-    disk.unlink(folder / MARKER)
+    if not is_ours(folder):
+        raise CheckpointError(f"{folder} is in the way, and is no checkpoint of ours; move it, or choose another folder")
+    if (folder / MARKER).is_file():
+        disk.rename(folder / MARKER, folder / BEGUN)
+        disk.flush(folder)
+    for path in sorted(folder.iterdir()):
+        if path.name != BEGUN:
+            disk.remove(path) if path.is_dir() and not path.is_symlink() else disk.unlink(path)
     disk.flush(folder)
+    disk.unlink(folder / BEGUN)
     disk.remove(folder)
     disk.flush(folder.parent)
 
@@ -150,13 +201,54 @@ def check_whole(folder: Path) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(marker.read_text())
         files = said["files"].items()
     except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{marker} cannot be read: {error}. The checkpoint is not whole") from error
+        raise CheckpointError(f"{marker} cannot be read ({error}): the checkpoint is not whole") from error
     for name, size in files:
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             found = path.stat().st_size if path.is_file() else "no"
-            raise CheckpointError(f"{path} should have {size} bytes; found {found}. The checkpoint is not whole")
+            raise CheckpointError(f"{path} should have {size} bytes; found {found}: the checkpoint is not whole")
     return said
+
+
+def check_contents(folder: Path, *, part: int = 0, parts: int = 1) -> None:
+    """Every file is the one that was written, and there is no other.
+
+    Args:
+        part, parts: which share of the files to read, where several ranks read one each.
+
+    Raises:
+        CheckpointError: a file is missing, too many, or has changed; names it and says what else can be loaded.
+    """
+    try:
+        _check_contents(folder, check_whole(folder), part=part, parts=parts)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_others(folder)}") from error
+
+
+def _check_contents(folder: Path, marker: Mapping[str, Any], *, part: int, parts: int) -> None:
+    paths = _files(folder)
+    extra = sorted(set(paths) - set(marker["files"]))
+    if extra:
+        raise CheckpointError(f"{folder / extra[0]} was not written with this checkpoint; move it away")
+    if "sha256" not in marker:
+        log.warning("%s was written before checkpoints had hashes: only the sizes of its files are checked", folder)
+        return
+    wanted = marker["sha256"]
+    mine = {name: path for number, (name, path) in enumerate(sorted(paths.items())) if number % parts == part}
+    for name, found in hashing.hashes(mine, span_bytes=marker["span_bytes"]).items():
+        if found != wanted.get(name):
+            raise CheckpointError(
+                f"{folder / name} has changed since it was written (SHA-256 {found[:12]}..., written {str(wanted.get(name))[:12]}...)"
+            )
+
+
+def _others(folder: Path) -> str:
+    """What can be loaded instead."""
+    with contextlib.suppress(OSError):
+        others = sorted(p.name for p in folder.parent.iterdir() if p != folder and not p.name.startswith(".") and is_whole(p))
+        if others:
+            return f"Restore the file from a copy, or load another checkpoint of {folder.parent}: {', '.join(others[:8])}"
+    return f"Restore the file from a copy; there is no other checkpoint in {folder.parent}"
 
 
 def is_whole(folder: Path) -> bool:
@@ -172,9 +264,9 @@ def refuse_foreign(folder: Path, *, names: Collection[str]) -> None:
     """Only a folder of ours, finished or not, is ever replaced or deleted.
 
     Raises:
-        CheckpointError: it is a file, or holds something that is not among `names`.
+        CheckpointError: it is a file, holds something that is not among `names`, or has no marker of ours.
     """
     if not folder.exists():
         return
-    if not folder.is_dir() or {p.name for p in folder.iterdir()} - {MARKER, f".{MARKER}.tmp", *names}:
+    if not is_ours(folder) or {p.name for p in folder.iterdir()} - {MARKER, BEGUN, f".{MARKER}.tmp", *names}:
         raise CheckpointError(f"{folder} exists and is no checkpoint of ours; choose another folder")

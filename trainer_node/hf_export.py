@@ -48,7 +48,7 @@ def export_hf(runtime: TrainerRuntime, exporter: Exporter, folder: Path, *, shar
     """Write the checkpoint; returns its files. A collective.
 
     Raises:
-        CheckpointError: on every rank: the folder exists, or rank 0 could not write.
+        CheckpointError: on every rank: the folder exists, something that is not ours stands in the way, or rank 0 could not write.
         ManifestError, MergePlanError: as the exporter does.
     """
     manifest = exporter.manifest()
@@ -74,9 +74,7 @@ def _write(
 ) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
-    temp = generations.new_folder(folder)
-    shutil.rmtree(temp, ignore_errors=True)
-    temp.mkdir(parents=True)
+    temp = generations.make_empty(generations.new_folder(folder))
     try:
         for name, tensors in plan.items():
             _write_shard(temp / name, tensors, stream)
@@ -87,6 +85,7 @@ def _write(
             if source.name != INDEX:
                 write_file(temp / source.name, lambda path, source=source: shutil.copyfile(source, path))  # type: ignore[misc]
         temp.replace(folder)  # an empty folder may stand there
+        (folder / generations.BEGUN).unlink()
         generations.DISK.flush(folder.parent)
     finally:
         shutil.rmtree(temp, ignore_errors=True)

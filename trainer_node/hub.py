@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
+from trainer_node import rendezvous
 
 log = logging.getLogger("splice.trainer")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -81,9 +82,7 @@ def with_local_model(config: TrainerConfig) -> TrainerConfig:
         return config.model_copy(update={"model": fetch(config.model)})
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():
-        timeout = datetime.timedelta(seconds=config.collective_timeout_s)
-        dist.init_process_group("gloo" if config.device == "cpu" else "nccl", timeout=timeout)
+    rendezvous.join(config)
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=config.model_fetch_timeout_s))
     found: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
     try:

@@ -47,6 +47,7 @@ from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
+    AbortSend,
     AnyMessage,
     ErrorCode,
     ExportHf,
@@ -72,6 +73,7 @@ from orchestrator.protocol.messages import (
     UseLayout,
 )
 from orchestrator.protocol.node_link import NodeLink
+from orchestrator.protocol.restarts import EXIT_LINK_LOST
 from trainer_node.staging import KEEPALIVE_S, Staging
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ STAGED_ARRIVES_S = 30.0
 EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
 _PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "splice")
 _KEEPALIVE, _STOP = 0, -1
+"""In the place of a request's size. `_STOP` and less: stop with exit code 0 and more."""
 OUT_OF_STEP_S = 20.0
 """How long past an update's deadline the ranks still wait for each other, to reach the end of a failed send together; less than
 `DEADLINE_GRACE_S`."""
@@ -148,15 +151,15 @@ class Control:
     def __init__(self, group: Any) -> None:
         self._group, self._is_root = group, dist.get_rank() == 0
 
-    def share(self, envelope: Envelope | None, *, stop: bool = False) -> Envelope | None:
-        """Rank 0 gives a request, None (keepalive) or stop; the others get it. None: keepalive.
+    def share(self, envelope: Envelope | None, *, stop: int | None = None) -> Envelope | None:
+        """Rank 0 gives a request, None (keepalive) or an exit code to stop with; the others get it. None: keepalive.
 
         Raises:
-            StopIteration: rank 0 said stop.
+            StopIteration: rank 0 said stop; its value is the exit code.
         """
         if dist.get_world_size() == 1:
-            if stop:
-                raise StopIteration
+            if stop is not None:
+                raise StopIteration(stop)
             return envelope
         payload = np.empty(0, np.uint8)
         if self._is_root and envelope is not None:
@@ -164,10 +167,10 @@ class Control:
             head = msgpack.packb([memoryview(f).nbytes for f in frames])
             parts = [len(head).to_bytes(8, "little"), head, *frames]
             payload = np.concatenate([np.frombuffer(p, np.uint8) for p in parts])  # other threads run meanwhile
-        size = torch.tensor([_STOP if stop else len(payload)], dtype=torch.int64)
+        size = torch.tensor([len(payload) if stop is None else _STOP - stop], dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._group)
-        if int(size) == _STOP:
-            raise StopIteration
+        if int(size) <= _STOP:
+            raise StopIteration(_STOP - int(size))
         if int(size) == _KEEPALIVE:
             return None
         data = torch.from_numpy(payload) if self._is_root else torch.empty(int(size), dtype=torch.uint8)
@@ -240,6 +243,8 @@ class Node:
         """The batch of the request under way, if it came ahead."""
         self.phase = "idle"
         self._request_id = ""
+        self._aborted: dict[str, str] = {}
+        """Request -> reason, of open requests that are to be aborted. Written on the link's thread, before it looks which request runs."""
         self._received_s = 0.0
         self._transfer = Transfer(config, self.runtime.device)
         self._part: tuple[Sequence[int], Manifest] | None = None
@@ -264,7 +269,7 @@ class Node:
     # ------------------------------------------------------------ the loop
 
     def serve(self) -> int:
-        """Handle requests until told to stop; returns the exit code."""
+        """Handle requests until told to stop, or until the link is lost; returns the exit code, the same on every rank."""
         if self.link is not None:
             detail = {
                 "model": str(self.config.model),
@@ -279,8 +284,8 @@ class Node:
         while True:
             try:
                 envelope, received_s = self._next()
-            except StopIteration:
-                return 0
+            except StopIteration as stop:
+                return int(stop.value)
             if envelope is not None and not self._handle(envelope, received_s):
                 return EXIT_DIVERGED
 
@@ -292,12 +297,13 @@ class Node:
             envelope = self.link.recv(timeout_s=KEEPALIVE_S)
         except NodeLost as error:
             log.warning("%s; the trainer ends", error)
-            return self.control.share(None, stop=True), time.monotonic()
+            return self.control.share(None, stop=EXIT_LINK_LOST), time.monotonic()
         received_s = time.monotonic()
-        stop = envelope is not None and envelope.message.kind == "Shutdown"
+        if envelope is not None and envelope.message.kind == "Shutdown":
+            return self.control.share(None, stop=0), received_s
         if envelope is not None and not self._can_run(envelope.message):
             envelope = None
-        return self.control.share(None if stop else envelope, stop=stop), received_s
+        return self.control.share(envelope), received_s
 
     def _can_run(self, message: Any) -> bool:
         """Whether the batch that a request names is here; if not, the request is answered and the other ranks never hear of it."""
@@ -327,6 +333,7 @@ class Node:
         diverged = _diverged(errors)
         if self.link is not None:
             self._answer(outcome, error, errors, diverged=diverged)
+        self._aborted.pop(self._request_id, None)
         self._steps_taken = 0
         self.phase = "idle"
         return not diverged
@@ -595,8 +602,13 @@ class Node:
         return Outcome(result=manifest.model_dump(mode="python"))
 
     def _open_transfer_group(self, message: OpenTransferGroup) -> Outcome:
+        def listening(where: dict[str, Any]) -> None:
+            if self._request_id in self._aborted:  # before there was anything to abort
+                raise TransferAborted(self._aborted[self._request_id])
+            self._progress("listening", rendezvous=where)
+
         if self.link is not None:
-            self._transfer.open(message, on_listening=lambda where: self._progress("listening", rendezvous=where))
+            self._transfer.open(message, on_listening=listening)
         return Outcome()
 
     def _use_layout(self, message: UseLayout) -> Outcome:
@@ -646,13 +658,13 @@ class Node:
         if self._transfer.has_chunks:
             return self._send_chunks(message, manifest, deadline=deadline)
         # If nothing can be sent, every rank still runs the export, and they stay in step.
-        problem = self._transfer.problem() if self.link is not None else None
+        problem = self._problem()
         self._progress("sending", version=message.version)
         stream = self.exporter.merged_tensors(indices)
         if self.link is None or problem is not None:
             _exhaust(stream)
             if problem is not None:
-                raise NotReady(problem)
+                raise problem
             return Outcome()
         wire_s = deadline - time.monotonic()
         if self.config.parallel.splits_the_model:
@@ -673,9 +685,9 @@ class Node:
         transfer, export, is_root = self._transfer, self._transfer.chunks.export, self.link is not None
 
         def ready() -> None:
-            problem = transfer.problem() if is_root else None
+            problem = self._problem()
             if problem is not None:
-                raise NotReady(problem)
+                raise problem
             export.start(limit=deadline + OUT_OF_STEP_S)
 
         self.control.together(ready)
@@ -703,9 +715,26 @@ class Node:
             buffers=(digests.contiguous().numpy().tobytes(),),
         )
 
-    def abort_send(self, reason: str) -> None:
-        """Abort a join or send under way; called on the link's thread."""
-        self._transfer.abort(reason)
+    def abort_send(self, message: AbortSend) -> None:
+        """Abort a join or send under way, or the one that the message names when its turn comes; called on the link's thread."""
+        assert self.link is not None
+        if message.request_id is not None:
+            if not self.link.is_open(message.request_id):
+                log.info("%s is to be aborted (%s), but has ended or never came", message.request_id, message.reason)
+                return
+            self._aborted[message.request_id] = message.reason
+            if message.request_id != self._request_id:
+                return
+        self._transfer.abort(message.reason)
+
+    def _problem(self) -> SpliceError | None:
+        """Why rank 0 can send nothing; None if it can, and on other ranks."""
+        if self.link is None:
+            return None
+        if self._request_id in self._aborted:
+            return TransferAborted(self._aborted[self._request_id])
+        why = self._transfer.problem()
+        return None if why is None else NotReady(why)
 
     def close(self) -> None:
         """End communicators and process groups."""
@@ -940,8 +969,8 @@ def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> in
     nodes: dict[str, Node] = {}
 
     def on_abort(message: AnyMessage) -> None:
-        if "node" in nodes:
-            nodes["node"].abort_send(message.reason)  # type: ignore[union-attr]
+        if "node" in nodes and isinstance(message, AbortSend):
+            nodes["node"].abort_send(message)
 
     def on_staged(envelope: Envelope) -> None:
         if "node" in nodes:
@@ -965,7 +994,7 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
     try:
         code = node.serve()
     finally:
-        if code == 0:
+        if code in (0, EXIT_LINK_LOST):
             node.close()
         else:
             # Process groups that are out of step block when they are destroyed.
@@ -976,19 +1005,24 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the run's token comes from SPLICE_RUN_TOKEN."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer_node", description="splice's trainer node; one process per rank, under torchrun."
+        prog="python -m trainer_node", description="splice's trainer node; one process per rank, started by trainer_node.ranks."
     )
     parser.add_argument("--endpoint", required=True, help="the orchestrator's address, tcp://host:port")
     parser.add_argument("--node-id", default="trainer")
     parser.add_argument("--config", type=Path, required=True, help="TrainerConfig as JSON")
     arguments = parser.parse_args(argv)
     rank = os.environ.get("RANK", "0")
+    with contextlib.suppress(OSError):  # what ps and top show: a rank that was forked has its template's command line
+        Path("/proc/self/comm").write_text(f"splice-rank-{rank}"[:15])
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
     try:
         config = TrainerConfig.model_validate_json(arguments.config.read_text())
         code = run(
             endpoint=arguments.endpoint, node_id=arguments.node_id, config=config, token=os.environ.get("SPLICE_RUN_TOKEN", "")
         )
+    except NodeLost as error:
+        log.error("%s; this trainer can be started again", error)
+        code = EXIT_LINK_LOST
     except (ConfigError, ValidationError, OSError) as error:
         log.error("%s", error)
         code = EXIT_CONFIG

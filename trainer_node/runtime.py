@@ -28,7 +28,7 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node import pack_size
+from trainer_node import pack_size, rendezvous
 from trainer_node.batch import Batch, BatchError, MicroBatch, Packs, check_accumulation, check_routing, micro_batches
 from trainer_node.dropout import key_of
 from trainer_node.hf import HfCheckpoint, read_config
@@ -783,7 +783,7 @@ def _check_topology(config: TrainerConfig, hf_config: Any) -> None:
     """Sizes that do not divide and what does not go together, before anything is allocated or a process group made."""
     parallel, world = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
-        raise ConfigError(f"parallel.world_size is {parallel.world_size} but torchrun started {world} ranks")
+        raise ConfigError(f"parallel.world_size is {parallel.world_size} but {world} ranks were started")
     experts = getattr(hf_config, "num_experts", None) or 0
     for size, field, value, what in (
         (parallel.tensor, "tensor", hf_config.num_attention_heads, "attention heads"),
@@ -820,21 +820,14 @@ def _check_expert_dropout(parallel: ParallelConfig) -> None:
 
 
 def _init_distributed(config: TrainerConfig) -> torch.device:
-    """Process groups from torchrun's environment; a lone process makes its own."""
+    """Process groups, and the device of this rank."""
     from megatron.core import parallel_state, tensor_parallel
 
-    timeout = datetime.timedelta(seconds=config.collective_timeout_s)
     device = torch.device("cpu")
     if config.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        backend = "gloo" if config.device == "cpu" else "nccl"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    rendezvous.join(config)
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,

@@ -92,8 +92,10 @@ def _rows(tensor: Callable[[], torch.Tensor], first: int, count: int) -> torch.T
     return tensor().narrow(0, first, count)
 
 
-def save(boxes: Mapping[str, Box], folder: Path, *, group: Any, writer: BulkWriter | None = None) -> None:
+def save(boxes: Mapping[str, Box], folder: Path, *, group: Any, writer: BulkWriter | None = None) -> dict[str, str]:
     """Write each rank's boxes; they must make up whole tensors together. Flushed to the disk. A collective over a CPU group.
+
+    Returns name -> hash (`hashing`) of the files that this rank wrote, the index aside.
 
     Args:
         writer: shared with other files; None: one of its own, for boxes in CPU memory.
@@ -105,18 +107,20 @@ def save(boxes: Mapping[str, Box], folder: Path, *, group: Any, writer: BulkWrit
     if writer is None:
         with bulk_writer(torch.device("cpu")) as own:
             return save(boxes, folder, group=group, writer=own)
+    storage = _Writer(folder, writer)
     try:
         with warnings.catch_warnings():  # of `no_dist`, which is meant
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_saver.save(
                 {},
-                storage_writer=_Writer(folder, writer),
+                storage_writer=storage,
                 planner=_SavePlanner(boxes),
                 process_group=group,
                 no_dist=_alone(group),
             )
     except CheckpointException as error:
         raise CheckpointError(f"writing {folder} failed: {_first(error)}") from error
+    return storage.hashes
 
 
 def plan(boxes: Mapping[str, Box], folder: Path) -> LoadPlan:
@@ -211,6 +215,7 @@ class _Writer(filesystem.FileSystemWriter):
     def __init__(self, folder: Path, writer: BulkWriter) -> None:
         super().__init__(folder)
         self._writer = writer
+        self.hashes: dict[str, str] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Each tensor as `torch.save` would write it, end to end in one file."""
@@ -229,7 +234,7 @@ class _Writer(filesystem.FileSystemWriter):
                 end += part
             info = filesystem._StorageInfo(name, begin, end - begin)
             results.append(WriteResult(index=item.index, size_in_bytes=end - begin, storage_data=info))
-        self._writer.start(Path(self.path) / name, parts).wait()
+        self.hashes[name] = self._writer.start(Path(self.path) / name, parts).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

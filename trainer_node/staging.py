@@ -36,7 +36,7 @@ Check = Callable[[StageBatch, Sequence[bytes]], "Batch"]
 class Share(Protocol):
     """`Control.share`: what rank 0 gives, all get; None: nothing yet; StopIteration: rank 0 stops."""
 
-    def __call__(self, envelope: Envelope | None, *, stop: bool = False) -> Envelope | None:
+    def __call__(self, envelope: Envelope | None, *, stop: int | None = None) -> Envelope | None:
         """A collective."""
         ...
 
@@ -112,7 +112,7 @@ class Staging:
         except queue.Empty:
             self._share(None)
             return None
-        self._share(None if taken is None else taken[0], stop=taken is None)
+        self._share(None if taken is None else taken[0], stop=0 if taken is None else None)
         if taken is None:
             raise StopIteration
         return taken

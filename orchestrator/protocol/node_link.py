@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import zmq
 import zmq.utils.monitor
 
-from orchestrator.errors import ConfigError, NodeLost, ProtocolError
+from orchestrator.errors import ConfigError, LinkLost, ProtocolError
 from orchestrator.protocol.curve import PeerKeys, peer_keys
 from orchestrator.protocol.frames import MAX_FRAME_BYTES, Envelope, Frames, decode, encode, from_wire, to_wire
 from orchestrator.protocol.messages import (
@@ -59,7 +59,7 @@ class NodeLink:
             called for another orchestrator's `Welcome` too.
         aside: the same for messages that are taken whole, with their buffers.
         curve: CURVE keys; None: those of `peer_keys`.
-        lost_after_s: without a word from the orchestrator for this long, `recv` raises `NodeLost`.
+        lost_after_s: without a word from the orchestrator for this long, `recv` raises `LinkLost`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class NodeLink:
 
         Raises:
             ConfigError: the orchestrator rejected us; says why.
-            NodeLost: no answer within `timeout_s`, or it ends our connections unread: another token or key.
+            LinkLost: no answer within `timeout_s`, or it ends our connections unread: another token or key.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
@@ -121,32 +121,36 @@ class NodeLink:
         if rejected is not None:
             raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {rejected.reason}")
         if was_refused:
-            raise NodeLost(
+            raise LinkLost(
                 f"{self._endpoint} ends every connection of {self.node_id} in its handshake: start both sides with the same "
                 "SPLICE_RUN_TOKEN (with `splice keys`: with keys of one set), and look whether another program has the port"
             )
-        raise NodeLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
+        raise LinkLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
 
     def recv(self, *, timeout_s: float) -> Envelope | None:
         """The next request (or `Shutdown`), or None after `timeout_s`.
 
         Raises:
-            NodeLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted, or it
-                has rejected us since.
+            LinkLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted.
+            ConfigError: it has rejected us since.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=timeout_s)
         if self._rejected is not None and self._is_rejected_for_good():
-            raise NodeLost(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {self._rejected.reason}")
+            raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {self._rejected.reason}")
         if not self._thread.is_alive():
-            raise NodeLost(f"the connection to the orchestrator at {self._endpoint} is closed")
+            raise LinkLost(f"the connection to the orchestrator at {self._endpoint} is closed")
         if self._last_looked != self._looked_before:
             self._looked_before, self._waited_s = self._last_looked, 0.0
         self._waited_s += timeout_s  # a thread that no longer looks counts as silence, the time in which nobody ran does not
         silent_s = self._last_looked - self._last_heard + self._waited_s
         if silent_s > self._lost_after_s:
-            raise NodeLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
+            raise LinkLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
         return None
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request has come and has no outcome yet."""
+        return request_id in self._running
 
     def send(self, message: AnyMessage, buffers: Frames = ()) -> None:
         """Queue a message; never blocks. A terminal message is kept to answer a repeated request.

@@ -15,7 +15,7 @@ from orchestrator.protocol.messages import (
     TrainLoraJob,
     forward_specs,
 )
-from orchestrator.trainer_host import TrainerLaunch, torchrun_command
+from orchestrator.trainer_host import TrainerLaunch, ranks_command
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
 
@@ -109,17 +109,22 @@ def test_exit_needs_somebody_who_starts_it_again(run, monkeypatch):
         run.client.run(FORWARD, buffers=BUFFERS[:2])
 
 
-def test_torchrun_command(tmp_path):
+def test_ranks_command(tmp_path):
     launch = {"endpoint": "tcp://h:1", "config": tmp_path / "t.json", "python": "py"}
-    alone = torchrun_command(TrainerLaunch(**launch, prefix=("docker", "run", "img")), world_size=4)
-    assert alone[:6] == ["docker", "run", "img", "py", "-m", "torch.distributed.run"]
-    assert {"--standalone", "--nproc-per-node=4"} <= set(alone)
-    second = torchrun_command(TrainerLaunch(**launch, nodes=2, node_rank=1, rendezvous="[::1]:29400"), world_size=4)
-    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--master-addr=::1", "--master-port=29400"} <= set(second)
+    rest = {"world_size": 4, "device": "cpu", "template": True}
+    alone = ranks_command(TrainerLaunch(**launch, prefix=("docker", "run", "-i", "img")), **rest)
+    assert alone[:7] == ["docker", "run", "-i", "img", "py", "-m", "trainer_node.ranks"]
+    assert alone[7:] == [
+        *("--ranks", "4", "--world", "4", "--first", "0", "--template", "cpu", "trainer_node"),
+        *("--endpoint", "tcp://h:1", "--node-id", "trainer", "--config", str(tmp_path / "t.json")),
+    ]
+    several = TrainerLaunch(**launch, nodes=2, node_rank=1, rendezvous="[::1]:29400")
+    second = " ".join(ranks_command(several, **rest | {"template": False}))
+    assert "--ranks 2 --world 4 --first 2 --master ::1:29400 trainer_node" in second
     for bad, says in (
         ({"nodes": 3, "rendezvous": "h:1"}, "4 ranks do not divide over --nodes 3"),
         ({"nodes": 2}, "needs --rendezvous HOST:PORT"),
         ({"nodes": 2, "node_rank": 2, "rendezvous": "h:1"}, "--node-rank 2 is not one of 0 to 1"),
     ):
         with pytest.raises(ConfigError, match=says):
-            torchrun_command(TrainerLaunch(**launch, **bad), world_size=4)
+            ranks_command(TrainerLaunch(**launch, **bad), **rest)

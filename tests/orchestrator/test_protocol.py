@@ -349,7 +349,7 @@ def test_a_replica_of_another_name_is_refused():
         link.send(Ready(node_id="inference-0", detail={"base_url": "http://h", "name": "tiny"}))
         while link._rejected is None:
             await asyncio.sleep(0.01)
-        with pytest.raises(NodeLost, match="serves 'tiny', this run publishes 'other'"):
+        with pytest.raises(ConfigError, match="serves 'tiny', this run publishes 'other'"):
             await asyncio.to_thread(link.recv, timeout_s=0.1)
         await asyncio.sleep(2.0)
         assert "inference-0" not in router.peers, "it was taken in again"

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import NodeLost
+from orchestrator import trainer_host
+from orchestrator.errors import LinkLost, NodeLost
 from orchestrator.launch import Launcher, NodeProcess
 from orchestrator.liveness import LOST_AFTER_S
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import NodeEnded
-from orchestrator.protocol.restarts import RestartBudget
+from orchestrator.protocol.node_link import NodeLink
+from orchestrator.protocol.restarts import EXIT_LINK_LOST, LONGEST_PAUSE_S, BackOff, RestartBudget
 from orchestrator.trainer_host import TrainerHost, TrainerLaunch
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.test_orchestrator import TOKEN, Run
@@ -28,18 +34,148 @@ def test_starts_count_within_the_window_only():
     assert not RestartBudget(0).take(0.0)
 
 
-def crashing(starts: Path) -> tuple[str, ...]:
-    """A command that notes each start and ends with 3, whatever arguments follow."""
-    return (sys.executable, "-c", f"open({str(starts)!r}, 'a').write('x'); raise SystemExit(3)")
+def test_pauses_after_lost_links_grow_and_shrink():
+    pauses = BackOff()
+    assert [pauses.next_s(float(i)) for i in range(7)] == [1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert pauses.next_s(10_000.0) == 1.0
+
+
+def crashing(starts: Path, code: int = 3) -> tuple[str, ...]:
+    """A command that notes each start and ends, whatever arguments follow."""
+    return (sys.executable, "-c", f"open({str(starts)!r}, 'a').write('x'); raise SystemExit({code})")
+
+
+RANKS = """
+import os, sys
+from pathlib import Path
+starts, codes = Path(sys.argv[1]), sys.argv[2].split(",")
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "ping\\n":
+        print("pong", flush=True)
+    elif line == "start\\n":
+        with starts.open("a") as file:
+            file.write("t" if "--template" in sys.argv else "p")
+        number = len(starts.read_text())
+        code = codes[min(number, len(codes)) - 1]
+        if code == "hangs":
+            os.read(os.pipe()[0], 1)
+        print("started", flush=True)
+        if code != "runs":
+            print("ended", code, flush=True)
+"""
+
+
+def ending(starts: Path, *codes: object) -> tuple[str, ...]:
+    """A command that speaks as `trainer_node.ranks` does: the ranks' n-th life ends with the n-th code, the last one again and again.
+
+    "runs": it does not end. "hangs": nothing more is said.
+    """
+    return (sys.executable, "-c", RANKS, str(starts), ",".join(map(str, codes)))
+
+
+def host(run: Run, tmp_path: Path, prefix: tuple[str, ...], **options: object) -> TrainerHost:
+    launch = TrainerLaunch(
+        endpoint=run.endpoint, config=tmp_path / "trainer.json", python="python", prefix=prefix, **options
+    )  # fmt: skip
+    return TrainerHost(launch, config=TrainerConfig(model=tmp_path), run_token=TOKEN)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def serving(host: TrainerHost):
+    """The host on a thread; its exit codes."""
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(host.serve()), daemon=True)
+    thread.start()
+    yield codes
+    host.stop()
+    thread.join(40)
+    assert not thread.is_alive()
 
 
 def test_a_trainer_that_cannot_live_ends_its_launcher(tmp_path):
-    starts, config = tmp_path / "starts", tmp_path / "trainer.json"
     with Run(tmp_path / "run") as run:
-        launch = TrainerLaunch(endpoint=run.endpoint, config=config, python="python", prefix=crashing(starts), max_restarts=2)
-        host = TrainerHost(launch, config=TrainerConfig(model=tmp_path), run_token=TOKEN)
-        assert host.serve() == 3
-    assert starts.read_text() == "xxx"
+        assert host(run, tmp_path, crashing(tmp_path / "starts"), template=False).serve() == 3
+        assert host(run, tmp_path, ending(tmp_path / "lives", -9), max_restarts=1).serve() == 1
+    assert read(tmp_path / "starts") == "xxx"
+    assert read(tmp_path / "lives") == "tt", "the template outlives its ranks"
+
+
+def test_who_lost_the_link_is_started_again_for_ever_and_who_was_told_to_end_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(BackOff, "next_s", lambda *_: 0.01)
+    starts = tmp_path / "starts"
+    with Run(tmp_path / "run") as run, serving(host(run, tmp_path, ending(starts, *[EXIT_LINK_LOST] * 8, 0), max_restarts=0)):
+        assert soon(lambda: read(starts) == "t" * 9)
+        time.sleep(0.5)
+        assert read(starts) == "t" * 9
+
+
+def test_starts_after_a_lost_link_pause(tmp_path):
+    starts = tmp_path / "starts"
+    with Run(tmp_path / "run") as run, serving(host(run, tmp_path, ending(starts, EXIT_LINK_LOST))):
+        assert soon(lambda: read(starts) == "tt")
+        time.sleep(1.0)
+        assert read(starts) == "tt"
+
+
+@pytest.mark.parametrize("failure", ["dies", "hangs"])
+def test_a_template_that_does_not_fork_is_done_without_once(failure, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_host, "SILENT_S", 1.0)
+    starts = tmp_path / "starts"
+    if failure == "dies":
+        script = (sys.executable, "-c", "import sys\nif '--template' in sys.argv: sys.exit(4)\n" + RANKS, str(starts), "9,runs")
+    else:
+        script = ending(starts, "hangs", 9, "runs")
+    with Run(tmp_path / "run") as run, serving(host(run, tmp_path, script)):
+        # The crash of the plain one is followed by another try with a template.
+        assert soon(lambda: read(starts) == ("tpt" if failure == "hangs" else "pp"))
+        time.sleep(2.5)
+        assert read(starts) == ("tpt" if failure == "hangs" else "pp")
+
+
+def test_an_idle_template_that_ends_is_replaced(tmp_path):
+    starts = tmp_path / "starts"
+    with Run(tmp_path / "run") as run, serving(served := host(run, tmp_path, ending(starts, 0, "runs"))):
+        assert soon(lambda: read(starts) == "t" and not served._ranks.are_running)
+        first = served._ranks._node.pid
+        os.kill(first, signal.SIGKILL)
+        assert soon(lambda: served._ranks._is_ready and served._ranks._node.pid != first)
+        assert read(starts) == "t", "the trainer was told to end"
+
+
+def test_the_launcher_outlives_its_link(tmp_path, monkeypatch):
+    """A connection that is dead is replaced by a new one, and the trainer goes on meanwhile."""
+    starts, lost, real = tmp_path / "starts", threading.Event(), NodeLink.recv
+
+    def recv(link, *, timeout_s):
+        if not lost.is_set():
+            lost.set()
+            raise LinkLost("silent")
+        return real(link, timeout_s=timeout_s)
+
+    monkeypatch.setattr(NodeLink, "recv", recv)
+    with Run(tmp_path / "run") as run:
+        served = host(run, tmp_path, ending(starts, "runs"))
+        first = served._link
+        with serving(served) as codes:
+            assert soon(lambda: lost.is_set() and served._lost_s is None and served._link is not first)
+            assert soon(lambda: run.states().get("trainer-launcher-0") == "ready")
+            assert soon(lambda: read(starts) == "t") and codes == []
+
+
+def test_a_launcher_without_an_orchestrator_ends_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_host, "ORPHAN_S", 0.5)
+    monkeypatch.setattr(trainer_host, "RECONNECT_S", 0.2)
+    monkeypatch.setattr(TrainerHost, "_reconnect", lambda _: time.sleep(0.1))
+    with Run(tmp_path / "run") as run:
+        served = host(run, tmp_path, ending(tmp_path / "starts", "runs"))
+        monkeypatch.setattr(served._link, "_lost_after_s", 0.0)
+        assert served.serve() == EXIT_LINK_LOST
+        assert not served._ranks.are_running
 
 
 def test_a_trainer_that_has_ended_is_not_waited_for_until_its_silence_tells(tmp_path):
@@ -48,10 +184,7 @@ def test_a_trainer_that_has_ended_is_not_waited_for_until_its_silence_tells(tmp_
         assert soon(lambda: run.states().get("trainer") == "ready")
         trainer.die()
         silent_s = time.monotonic()
-        launch = TrainerLaunch(
-            endpoint=run.endpoint, config=tmp_path / "trainer.json", python="python", prefix=crashing(tmp_path / "starts"), max_restarts=0,
-        )  # fmt: skip
-        assert TrainerHost(launch, config=TrainerConfig(model=tmp_path), run_token=TOKEN).serve() == 3
+        assert host(run, tmp_path, ending(tmp_path / "starts", 3), max_restarts=0).serve() == 3
         assert soon(lambda: run.states()["trainer"] == "lost") and time.monotonic() - silent_s < LOST_AFTER_S
         run.trainer()
         assert soon(lambda: run.states()["trainer"] == "ready")
@@ -73,6 +206,16 @@ def test_the_launcher_gives_a_node_up_and_says_so(tmp_path):
         with pytest.raises(NodeLost, match="node ended with code 3"):
             check_until_lost(launcher)
     assert starts.read_text() == "xx"
+
+
+def test_a_node_that_lost_the_link_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(BackOff, "next_s", lambda *_: 0.01)
+    starts = tmp_path / "starts"
+    node = NodeProcess(name="node", argv=crashing(starts, EXIT_LINK_LOST), env={}, log_file=tmp_path / "log")
+    with Launcher() as launcher:
+        launcher.start(node)
+        assert soon(lambda: len(read(starts)) >= 3)
+        launcher.check()
 
 
 def test_a_node_that_is_being_started_for_the_last_time_is_not_lost(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from trainer_node import bulk_files, peft_io, sharded_state
+from trainer_node import hashing, peft_io, sharded_state
 from trainer_node.bulk_files import Part, bulk_writer, spans
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_spans_are_full_and_end_to_end() -> None:
 
 
 def test_a_file_of_views_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_files, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(hashing, "SPAN_BYTES", 1000)
     torch.manual_seed(0)
     stacked, strided = torch.randn(5, 7, 11), torch.randn(40, 30)[:, 3:20]
     parts = [
@@ -58,7 +58,7 @@ def test_a_file_of_views_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_thread_or_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_files, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(hashing, "SPAN_BYTES", 1000)
     real, before = os.pwrite, set(threading.enumerate())
 
     def full(handle: int, data: bytes, offset: int) -> int:

@@ -7,14 +7,17 @@ renames whose folder was not flushed may not have happened.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from trainer_node import generations
+from trainer_node import generations, hashing
+from trainer_node.bulk_files import Part, bulk_writer
 from trainer_node.generations import MARKER, CheckpointError, Disk, check_whole, is_whole, recover, write_file
 
 NAMES = ("a.bin", "part")
@@ -207,6 +210,81 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     (folder / MARKER).unlink()
     with pytest.raises(CheckpointError, match="never finished"):
         check_whole(folder)
+
+
+def spoil(path: Path) -> None:
+    """One bit, as a disk or a copy may change it."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_changed_an_extra_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "1"
+    for name in ("0", "1", "2"):
+        save(tmp_path / name, "1111", Disk())
+    generations.check_contents(folder)
+    spoil(folder / "part" / "b.bin")
+    check_whole(folder)  # its size is the same
+    with pytest.raises(
+        CheckpointError, match=r"part/b\.bin has changed since it was written.*load another checkpoint of .*: 0, 2"
+    ):
+        generations.check_contents(folder)
+    spoil(folder / "part" / "b.bin")
+    (folder / "part" / "c.bin").write_text("more")
+    with pytest.raises(CheckpointError, match=r"part/c\.bin was not written with this checkpoint"):
+        generations.check_contents(folder)
+    (folder / "part" / "c.bin").unlink()
+    (folder / "a.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"a\.bin should have 4 bytes; found no.*another checkpoint"):
+        generations.check_contents(folder)
+
+
+def test_ranks_share_the_reading(tmp_path: Path) -> None:
+    folder = tmp_path / "v"
+    save(folder, "1111", Disk())
+    spoil(folder / "a.bin")  # the first of two files
+    generations.check_contents(folder, part=1, parts=2)
+    with pytest.raises(CheckpointError, match=r"a\.bin has changed.*there is no other checkpoint"):
+        generations.check_contents(folder, part=0, parts=2)
+
+
+def test_a_checkpoint_without_hashes_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "v"
+    save(folder, "1111", Disk())
+    marker = json.loads((folder / MARKER).read_text())
+    del marker["sha256"], marker["span_bytes"]
+    (folder / MARKER).write_text(json.dumps(marker))
+    generations.check_contents(folder)
+    assert "before checkpoints had hashes" in caplog.text
+
+
+def test_a_hash_made_while_writing_is_the_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "SPAN_BYTES", 10)
+    parts = [Part(offset=0, nbytes=7, source=b"seven b"), Part(offset=7, nbytes=20, source=b"twenty bytes of file")]
+    with bulk_writer(torch.device("cpu")) as writer:
+        found = writer.start(tmp_path / "f", parts).wait()
+    spans = [b"seven btwe", b"nty bytes ", b"of file"]
+    assert found == hashlib.sha256(b"".join(hashlib.sha256(s).digest() for s in spans)).hexdigest()
+    (tmp_path / "empty").touch()
+    files = {name: tmp_path / name for name in ("f", "empty")}
+    assert hashing.hashes(files, span_bytes=10) == {"f": found, "empty": hashlib.sha256().hexdigest()}
+
+
+@pytest.mark.parametrize("sibling", [generations.new_folder, generations.old_folder])
+def test_siblings_without_a_marker_of_ours_are_never_deleted(sibling: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "v"
+    save(folder, "1111", Disk())
+    theirs = sibling(folder)
+    theirs.mkdir()
+    (theirs / "a.bin").write_text("theirs, under a name that we use")
+    with pytest.raises(CheckpointError, match="no checkpoint of ours"):
+        generations.refuse_foreign(theirs, names=NAMES)
+    with pytest.raises(CheckpointError, match="is in the way"):
+        save(folder, "2222", Disk())
+    with contextlib.suppress(CheckpointError):
+        recover(folder)
+    assert (theirs / "a.bin").read_text().startswith("theirs")
 
 
 def test_only_ours_is_replaced(tmp_path: Path) -> None:

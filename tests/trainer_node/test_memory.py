@@ -92,11 +92,11 @@ def trainer(run: Run, model: Path, folder: Path, *arguments: str, **options):
 
 
 def ranks(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The trainer's own processes, without torchrun."""
+    """The trainer's ranks, without the process that starts them."""
     found = []
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE and process.ppid() != launcher.pid:
                 found.append(process)
     return found
 

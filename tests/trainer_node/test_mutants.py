@@ -184,8 +184,30 @@ MUTANTS = [
     Mutant(
         name="marked before the files are flushed and moved",
         file="trainer_node/generations.py",
-        old="    write_file(temp / MARKER, lambda path: path.write_text(marker), disk=disk)\n    _replace(folder, temp, disk=disk)\n",
-        new="    _replace(folder, temp, disk=disk)\n    write_file(folder / MARKER, lambda path: path.write_text(marker), disk=disk)\n",
+        old="    write_file(temp / MARKER, lambda path: path.write_text(json.dumps(marker)), disk=disk)\n    disk.unlink(temp / BEGUN)\n"
+        "    _replace(folder, temp, disk=disk)\n",
+        new="    _replace(folder, temp, disk=disk)\n    write_file(folder / MARKER, lambda path: path.write_text(json.dumps(marker)), disk=disk)\n",
+        killer=f"{GENERATIONS}::test_a_crash_at_every_operation",
+    ),
+    Mutant(
+        name="a file that has changed is loaded",
+        file="trainer_node/generations.py",
+        old="        if found != wanted.get(name):\n",
+        new="        if not found:\n",
+        killer=f"{GENERATIONS}::test_a_changed_an_extra_and_a_missing_file_are_named",
+    ),
+    Mutant(
+        name="each rank checks the same files",
+        file="trainer_node/generations.py",
+        old="if number % parts == part}",
+        new="if number % parts == 0}",
+        killer=f"{GENERATIONS}::test_ranks_share_the_reading",
+    ),
+    Mutant(
+        name="half removed it is nobody's",
+        file="trainer_node/generations.py",
+        old="        disk.rename(folder / MARKER, folder / BEGUN)\n",
+        new="        disk.unlink(folder / MARKER)\n",
         killer=f"{GENERATIONS}::test_a_crash_at_every_operation",
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -56,6 +57,7 @@ from orchestrator.protocol.messages import (
 )
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
+from tests.trainer_node.test_generations import spoil
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_gloo
 from weight_transfer.receiver import receive_weights
@@ -259,6 +261,22 @@ def check_part(control: Orchestrator, receiver: Receiver, manifest: Manifest, at
     assert control.refused(SendWeights, version=1, changed_only=True).code == "not_ready"
 
 
+def check_that_rot_is_refused(control: Orchestrator, whole: Path, *, ranks: int) -> None:
+    """One bit of any file, whichever rank wrote it; a load that fails names the file and what can be loaded."""
+    rotten = whole.with_name("rotten")
+    shutil.copytree(whole, rotten)
+    files = [path for path in rotten.rglob("*") if path.is_file() and path.name != "COMPLETE"]
+    assert {f"rank_{r}.pt" for r in range(ranks)} | {"meta.json", ".metadata"} < {path.name for path in files}
+    assert len([path for path in files if path.suffix == ".distcp"]) == ranks
+    for path in files:
+        spoil(path)
+        refused = control.refused(LoadCheckpoint, checkpoint_dir=str(rotten))
+        assert refused.code == "checkpoint_failed" and f"{path} has changed since it was written" in refused.message
+        assert f"load another checkpoint of {whole.parent}" in refused.message and whole.name in refused.message
+        spoil(path)
+    shutil.rmtree(rotten)
+
+
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})])
 def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
     """Every request, failures in between, and a clean end."""
@@ -311,6 +329,9 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         fields, buffers = training()
         control.ok(TrainLora, buffers, output_dir=str(tmp_path / "lora"), **fields)
         assert {p.name for p in (tmp_path / "lora").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        check_that_rot_is_refused(control, tmp_path / "v1", ranks=ranks)
+        unchanged = check_publication(control, receiver, manifest, version=1)
+        assert not all(torch.equal(unchanged[n], at_1[n]) for n in at_1), "a load that failed changed the trainer"
         assert control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "v1"))[0]["version"] == 1
         restored = check_publication(control, receiver, manifest, version=1)
         assert all(torch.equal(restored[n], at_1[n]) for n in at_1)
@@ -318,10 +339,12 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         # Nobody receives: the watchdog's message ends the send, the next one says what to do, and a new group works.
         request_id = control.start(SendWeights, version=1)
         time.sleep(0.5)
-        control.urgent(AbortSend(reason="a test said so"))
-        failed = control.finish(request_id).message
-        assert failed.kind == "Failed"
-        assert failed.code == "transfer_aborted"
+        waiting = control.start(SendWeights, version=1)
+        control.urgent(AbortSend(reason="not mine", request_id="of-another-transfer"))
+        control.urgent(AbortSend(reason="before its turn", request_id=waiting))
+        time.sleep(0.5)
+        control.urgent(AbortSend(reason="a test said so", request_id=request_id))
+        check_that_both_were_aborted(control, request_id, waiting)
         receiver.close()
         assert control.refused(SendWeights, version=1).code == "not_ready"
         receiver = open_group(control)
@@ -330,6 +353,14 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         receiver.close()
         control.urgent(Shutdown())
         assert process.wait(60) == 0
+
+
+def check_that_both_were_aborted(control: Orchestrator, running: str, waiting: str) -> None:
+    """Each for the reason that was given for it, and neither for another's."""
+    for request_id, reason in ((running, "a test said so"), (waiting, "before its turn")):
+        failed = control.finish(request_id).message
+        assert (failed.kind, failed.code) == ("Failed", "transfer_aborted") and reason in failed.message, failed
+        control.progress = []
 
 
 class ChunkReceiver(Receiver):
@@ -410,9 +441,12 @@ def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parall
 
         request_id = control.start(SendWeights, version=1, changed_only=True)
         time.sleep(0.5)
-        control.urgent(AbortSend(reason="a test said so"))
-        failed = control.finish(request_id).message
-        assert (failed.kind, failed.code) == ("Failed", "transfer_aborted"), failed
+        waiting = control.start(SendWeights, version=1)
+        control.urgent(AbortSend(reason="not mine", request_id="of-another-transfer"))
+        control.urgent(AbortSend(reason="before its turn", request_id=waiting))
+        time.sleep(0.5)
+        control.urgent(AbortSend(reason="a test said so", request_id=request_id))
+        check_that_both_were_aborted(control, request_id, waiting)
         receiver.close()
         receiver = open_group(control, ChunkReceiver)
         request_id = control.start(SendWeights, version=1, deadline_s=3.0)  # nobody receives
@@ -429,6 +463,8 @@ def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parall
 def check_that_one_rank_fails_for_all(control: Orchestrator, process: subprocess.Popen, folder: Path) -> None:
     """By exceptions of other libraries' own types; the ranks stay in step, nothing changes, and nothing is left on the disk."""
     shutil.copytree(folder / "saved", folder / "damaged")
+    marker = folder / "damaged" / "COMPLETE"
+    marker.write_text(json.dumps({"files": json.loads(marker.read_text())["files"]}))  # as before checkpoints had hashes
     rng = folder / "damaged" / "rank_1.pt"
     rng.write_bytes(b"?" * rng.stat().st_size)
     refused = control.refused(LoadCheckpoint, checkpoint_dir=str(folder / "damaged"))
@@ -484,7 +520,15 @@ def test_operations(models, tmp_path: Path) -> None:
         _, found = control.ok(Forward, scoring, **asked, adapters=False)
         assert np.array_equal(np.frombuffer(found[0], np.float32), first)
 
+        theirs = tmp_path / ".hf.new" / "theirs"
+        theirs.parent.mkdir()
+        theirs.touch()
+        assert (
+            "no checkpoint of ours" in control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).message
+        )
+        theirs.rename(theirs.with_name("BEGUN"))  # as if an export of ours had died
         result, _ = control.ok(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
+        assert not theirs.parent.exists() and not (tmp_path / "hf" / "BEGUN").exists()
         assert len(result["files"]) > 2
         assert control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).code == "checkpoint_failed"
         assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
@@ -605,6 +649,6 @@ def test_bad_topology_is_said_before_anything_is_built(models, tmp_path: Path) -
             control.pump(until="Ready", deadline_s=8)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 2
-        assert "torchrun started 1 ranks" in stderr
+        assert "1 ranks were started" in stderr
     finally:
         control.close()

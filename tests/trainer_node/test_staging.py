@@ -91,7 +91,7 @@ def check_routing(ahead: Ahead, batch: dict, buffers: list[bytes], *, start: str
 
 
 def test_what_comes_when_staging_has_ended_is_not_kept():
-    def share(envelope, *, stop=False):
+    def share(envelope, *, stop=None):
         if envelope is not None:
             raise MemoryError("no room for the batch")
 
@@ -180,7 +180,7 @@ def test_what_is_held_is_bounded_and_what_is_claimed_stays() -> None:
             raise BatchError("sequence 0: no good")
         return message.job_id
 
-    staging = Staging(check, share=lambda envelope, stop=False: envelope, is_root=True)
+    staging = Staging(check, share=lambda envelope, stop=None: envelope, is_root=True)
     names = [f"job-{i}" for i in range(MOST_HELD + 2)]
     staging.receive(envelope(names[0]))
     claimed = staging.claim(names[0], timeout_s=5)
@@ -200,7 +200,7 @@ def test_a_broken_group_turns_staging_off() -> None:
     """The batches of jobs are then not here, which their requests are told; a rank that waits for one hears of it at once."""
     broken = threading.Event()
 
-    def share(envelope, *, stop=False):
+    def share(envelope, *, stop=None):
         broken.wait(10)
         raise RuntimeError("Connection closed by peer")
 

@@ -138,7 +138,7 @@ class Node:
 
         self.leave()
         listener = open_listener(
-            transport="gloo",
+            transport="tcp",
             host="127.0.0.1",
             world_size=1 + self.workers,
             bucket_bytes=BUCKET_BYTES,

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from trainer_node import generations, pack_size, peft_io, sharded_state
+from trainer_node import generations, objects, pack_size, peft_io, sharded_state
 from trainer_node.bulk_files import Writing, bulk_writer
 from trainer_node.generations import MARKER, CheckpointError, write_file
 from trainer_node.lora import Matrix
@@ -340,8 +340,7 @@ def _together(runtime: TrainerRuntime, what: str) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001  - whatever it is, the others must hear of it here, or the ranks are out of step
         error = f"{type(caught).__name__}: {caught}"
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=runtime.control_group)
+    errors = objects.all_gather(error, group=runtime.control_group)
     first = next((f"rank {r} {e}" for r, e in enumerate(errors) if e is not None), None)
     if first is not None:
         raise CheckpointError(f"{what} failed: {first}")

@@ -72,6 +72,7 @@ from orchestrator.protocol.messages import (
     UseLayout,
 )
 from orchestrator.protocol.node_link import NodeLink
+from trainer_node import objects
 from trainer_node.staging import KEEPALIVE_S, Staging
 
 if TYPE_CHECKING:
@@ -205,9 +206,7 @@ class Control:
         mine = None
         if error is not None:
             mine = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, mine, group=self._group)
-        return errors
+        return objects.all_gather(mine, group=self._group)
 
 
 def _unframe(data: np.ndarray) -> Envelope:

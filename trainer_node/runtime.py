@@ -28,7 +28,7 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node import pack_size
+from trainer_node import objects, pack_size
 from trainer_node.batch import Batch, BatchError, MicroBatch, Packs, check_accumulation, check_routing, micro_batches
 from trainer_node.dropout import key_of
 from trainer_node.hf import HfCheckpoint, read_config
@@ -80,6 +80,7 @@ class TrainerRuntime:
             from trainer_node import cpu_shims
 
             cpu_shims.apply()
+        objects.restrict_torch()
         self.device = _init_distributed(config)
         timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)

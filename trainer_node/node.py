@@ -45,6 +45,7 @@ from orchestrator.errors import (
 )
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.interfaces import gloo_variables
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
     AnyMessage,
@@ -959,6 +960,7 @@ def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> in
 def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node]) -> int:
     from trainer_node.hub import with_local_model
 
+    os.environ.update(gloo_variables(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     node = nodes["node"] = Node(with_local_model(config), link)
     code = EXIT_DIVERGED
     try:

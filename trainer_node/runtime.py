@@ -122,6 +122,9 @@ class TrainerRuntime:
             self._random_weights()
         self.model[0].requires_grad_(False)
         self.conversion_tasks = self.bridge.build_conversion_tasks(self.checkpoint, self.model)
+        for task in self.conversion_tasks:
+            # Bridge 0.3.1 would send its whole configuration between pipeline ranks, pickled. Every rank has the same one.
+            task.mapping._broadcast_obj_cache |= dict.fromkeys(("qkv_config", "kv_config"), self.provider)
 
     def _provider(self, auto: Any) -> Any:
         parallel = self.config.parallel

@@ -130,6 +130,11 @@ class Node:
         self.url = self.router.ready[-1].detail["base_url"]
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
+    def listening_addresses(self) -> set[str]:
+        """Of the supervisor's and vLLM's processes."""
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        return {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
     # ------------------------------------------------------------ the trainer's side
 
     def join(self) -> None:

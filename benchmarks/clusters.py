@@ -72,7 +72,7 @@ def cluster_config(
     """
     model = model_in(folder, shape)
     cuda = device == "cuda"
-    transport: Literal["nccl", "gloo"] = "nccl" if cuda else "gloo"
+    transport: Literal["nccl", "tcp"] = "nccl" if cuda else "tcp"
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
     trainer_gpu, inference_gpu = gpus()
     trainer = TrainerConfig(

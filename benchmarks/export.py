@@ -89,7 +89,7 @@ def _measure(model: Path, device: str, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = TrainerConfig(
         model=model, init="random", device=device, dtype="bfloat16" if device == "cuda" else "float32",  # type: ignore[arg-type]
-        lora=LoraConfig(rank=16, alpha=32), transport="nccl" if device == "cuda" else "gloo",
+        lora=LoraConfig(rank=16, alpha=32), transport="nccl" if device == "cuda" else "tcp",
     )  # fmt: skip
     runtime = TrainerRuntime(config)
     try:

@@ -1,4 +1,4 @@
-"""Bandwidth of the transport alone (gloo, or NCCL through cupy) for messages of several sizes, against torch.distributed's broadcast.
+"""Bandwidth of the transport alone (TCP, or NCCL through cupy) for messages of several sizes, against torch.distributed's broadcast.
 
 Two processes, one message size after the other; rank 0 sends so many messages that a sample is long enough to be timed. A sample begins and
 ends at a barrier of both, so that what the receiver has not got yet is not counted as sent. The peer sends the same buffers over a process
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import Case
 from orchestrator.protocol.messages import Rendezvous
-from weight_transfer.groups import TransferGroup, join_gloo, open_listener
+from weight_transfer.groups import TransferGroup, join_tcp, open_listener
 
 MIB = 2**20
 SIZES = {
@@ -43,7 +43,7 @@ def run(*, device: str, small: bool) -> list[Case]:
     gpus = [int(g) for g in os.environ.get("SPLICE_BENCH_GPUS", "0,1").split(",")]
     mine, other = (f"cuda:{gpus[0]}", f"cuda:{gpus[1]}") if cuda else ("cpu", "cpu")
     listener = open_listener(
-        transport="nccl" if cuda else "gloo", host="127.0.0.1", world_size=2, bucket_bytes=max(SIZES[kind]), device=mine
+        transport="nccl" if cuda else "tcp", host="127.0.0.1", world_size=2, bucket_bytes=max(SIZES[kind]), device=mine
     )
     store = _store(port=0, is_master=True)
     plan = {
@@ -161,7 +161,7 @@ def _receive() -> None:
         torch.cuda.set_device(device)  # where cupy makes the communicator
         group = _CupyReceiver(rendezvous, device)
     else:
-        group = join_gloo(rendezvous, rank=1, deadline_s=TIMEOUT_S)
+        group = join_tcp(rendezvous, rank=1, deadline_s=TIMEOUT_S)
     _rank(1, group, _store(port=plan["port"], is_master=False), plan)
 
 

@@ -32,7 +32,7 @@ from inference_node import dialect, direct, placement, reload, shadow, verify
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import Manifest, Rendezvous, WireChunk
-from weight_transfer.groups import TransferGroup, join_gloo
+from weight_transfer.groups import TransferGroup, join_tcp
 from weight_transfer.receiver import receive_weights
 
 RANK_OFFSET = 1
@@ -129,8 +129,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         if self._watchdog is None:
             self._watchdog = Watchdog.from_environment()
         rendezvous = Rendezvous.model_validate_json(init_info.rendezvous)
-        if rendezvous.transport == "gloo":
-            self._group = join_gloo(rendezvous, rank=self.rank, deadline_s=init_info.deadline_s)
+        if rendezvous.transport == "tcp":
+            self._group = join_tcp(rendezvous, rank=self.rank, deadline_s=init_info.deadline_s)
         else:
             from inference_node.nccl_group import join_nccl
 

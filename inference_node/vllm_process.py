@@ -22,12 +22,14 @@ from inference_node import names
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.protocol.aside import call_aside
 from orchestrator.protocol.config import InferenceConfig
+from orchestrator.protocol.interfaces import gloo_variables
 from orchestrator.protocol.messages import ErrorCode
 
 TERM_GRACE_S = 15.0
 KILL_GRACE_S = 10.0
 HEALTH_POLL_S = 0.25
 DEATH_POLL_S = 0.2
+LOOPBACK = "127.0.0.1"
 LOG_TAIL_LINES = 30
 LOG_TAIL_BYTES = 16384
 
@@ -90,6 +92,9 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    # All of a node's vLLM processes are on this host.
+    env.setdefault("VLLM_HOST_IP", LOOPBACK)
+    env |= gloo_variables(LOOPBACK)
     if env.get("VLLM_PLUGINS") and names.ENGINE_NAME not in env["VLLM_PLUGINS"].split(","):
         env["VLLM_PLUGINS"] += f",{names.ENGINE_NAME}"
     if config.device == "cpu":

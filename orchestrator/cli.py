@@ -147,7 +147,7 @@ def serve(
     endpoint: Annotated[
         str, typer.Option(help="Where to bind; port 0: any, written to RUN_DIR/endpoint.")
     ] = "tcp://127.0.0.1:0",
-    transport: Annotated[str, typer.Option(help="gloo or nccl.")] = "gloo",
+    transport: Annotated[str, typer.Option(help="tcp or nccl.")] = "tcp",
     replicas: Annotated[int, typer.Option(help="Inference nodes to wait for.")] = 1,
     bucket_bytes: int = 2**30,
     pause_mode: Annotated[str, typer.Option(help="keep, keep_kv, wait or abort.")] = "keep",
@@ -190,11 +190,11 @@ def serve(
     console = Console(stderr=True)
     if len(token) < 16:
         _die(console, ConfigError("set SPLICE_RUN_TOKEN to the run's secret (at least 16 characters)"))
-    if transport not in ("gloo", "nccl") or pause_mode not in ("keep", "keep_kv", "wait", "abort"):
+    if transport not in ("tcp", "nccl") or pause_mode not in ("keep", "keep_kv", "wait", "abort"):
         _die(console, ConfigError(f"unknown transport {transport!r} or pause mode {pause_mode!r}"))
     try:
         publication = PublicationConfig(
-            transport="nccl" if transport == "nccl" else "gloo",
+            transport="nccl" if transport == "nccl" else "tcp",
             bucket_bytes=bucket_bytes,
             pause_mode=pause_mode,  # type: ignore[arg-type]  # checked above
             full_every=full_every,

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from trainer_node import generations, hashing, pack_size, peft_io, sharded_state
+from trainer_node import generations, hashing, objects, pack_size, peft_io, sharded_state
 from trainer_node.bulk_files import Writing, bulk_writer
 from trainer_node.generations import MARKER, CheckpointError, write_file
 from trainer_node.lora import Matrix
@@ -148,8 +148,7 @@ def save(runtime: TrainerRuntime, folder: Path, *, version: int, client_state: M
             with contextlib.suppress(OSError):
                 generations.discard(temp)
         raise
-    everyones: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyones, hashes, group=runtime.control_group)
+    everyones = objects.all_gather(hashes, group=runtime.control_group)
     with _together(runtime, f"moving {temp} to {folder}"):
         if rank == 0:
             generations.finish(folder, facts={"version": version}, hashes={k: v for one in everyones for k, v in one.items()})
@@ -345,8 +344,7 @@ def _together(runtime: TrainerRuntime, what: str) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001  - whatever it is, the others must hear of it here, or the ranks are out of step
         error = f"{type(caught).__name__}: {caught}"
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=runtime.control_group)
+    errors = objects.all_gather(error, group=runtime.control_group)
     first = next((f"rank {r} {e}" for r, e in enumerate(errors) if e is not None), None)
     if first is not None:
         raise CheckpointError(f"{what} failed: {first}")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
+from trainer_node import objects
 from trainer_node.hf import VOCAB_TENSORS
 from trainer_node.merge import merge_tensor, plan_merge
 from trainer_node.runtime import TrainerRuntime
@@ -91,18 +92,17 @@ class Exporter:
         A refusal is every rank's, so that none waits in an export that the others do not enter.
         """
         deltas = self._runtime.adapters.gather()
-        said: list[Any] = [None, frozenset()]
+        refused: str | None = None
         if dist.get_rank() == 0:
             try:
                 ops = plan_merge(deltas=deltas, targets={s.name: s for s in manifest.tensors})
                 self._adapter_of = {op.target: op.adapter for op in ops}
-                said[1] = frozenset(self._adapter_of)
             except MergePlanError as error:
-                said[0] = str(error)
-        dist.broadcast_object_list(said, src=0, group=self._runtime.control_group)
-        if said[0] is not None:
-            raise MergePlanError(said[0])
-        return frozenset(said[1])
+                refused = str(error)
+        refused, targets = objects.broadcast((refused, list(self._adapter_of)), group=self._runtime.control_group)
+        if refused is not None:
+            raise MergePlanError(refused)
+        return frozenset(targets)
 
     @torch.no_grad()
     def merged_tensors(self, part: Sequence[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

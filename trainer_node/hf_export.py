@@ -13,14 +13,13 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from orchestrator.protocol.messages import Manifest
-from trainer_node import generations
+from trainer_node import generations, objects
 from trainer_node.export import Exporter
 from trainer_node.generations import CheckpointError, write_file
 from trainer_node.runtime import TrainerRuntime
@@ -62,10 +61,9 @@ def export_hf(runtime: TrainerRuntime, exporter: Exporter, folder: Path, *, shar
             error = caught
     for _ in stream:  # every rank finishes the export, so that they stay in step
         pass
-    said = cast(list[str | None], [None if error is None else f"{type(error).__name__}: {error}"])
-    dist.broadcast_object_list(said, src=0, group=runtime.control_group)
-    if said[0] is not None:
-        raise CheckpointError(f"exporting to {folder} failed: {said[0]}")
+    said = objects.broadcast(None if error is None else f"{type(error).__name__}: {error}", group=runtime.control_group)
+    if said is not None:
+        raise CheckpointError(f"exporting to {folder} failed: {said}")
     return [*plan, INDEX] if len(plan) > 1 else [*plan]
 
 

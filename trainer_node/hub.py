@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node import rendezvous
+from trainer_node import objects, rendezvous
 
 log = logging.getLogger("splice.trainer")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -84,9 +84,8 @@ def with_local_model(config: TrainerConfig) -> TrainerConfig:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rendezvous.join(config)
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=config.model_fetch_timeout_s))
-    found: list[tuple[str, str, str] | None] = [None] * dist.get_world_size()
     try:
-        dist.all_gather_object(found, _fetch_if_first(config.model), group=group)
+        found = objects.all_gather(_fetch_if_first(config.model), group=group)
     except RuntimeError as error:
         raise ConfigError(
             f"a host did not have {config.model} within model_fetch_timeout_s = {config.model_fetch_timeout_s:.0f} s"
@@ -94,10 +93,10 @@ def with_local_model(config: TrainerConfig) -> TrainerConfig:
     finally:
         dist.destroy_process_group(group)
     host = os.environ.get("GROUP_RANK", "0")
-    failed = [f"host {h}: {said}" for h, what, said in filter(None, found) if what == "error"]
+    failed = [f"host {h}: {said}" for h, what, said in found if what == "error"]
     if failed:
         raise ConfigError("; ".join(failed))
-    folders = [said for h, what, said in filter(None, found) if h == host and what == "folder"]
+    folders = [said for h, what, said in found if h == host and what == "folder"]
     return config.model_copy(update={"model": Path(folders[0])})
 
 

@@ -35,6 +35,7 @@ from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
+from trainer_node import objects
 from trainer_node.dropout import Dropout, key_of
 from trainer_node.merge import LoraDelta, decoder_name
 from trainer_node.parameters import Piece, TrainedParam, tensor_group
@@ -513,9 +514,7 @@ class AdapterSet:
         """What every rank will send; exchanged once."""
         if self._gather_plan is None:
             mine = [(s.name, s.matrix, s.dim, tensor_group(expert=s.expert).rank(), tuple(s.tensor.shape)) for s in owned]
-            plans: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(plans, mine)
-            self._gather_plan = plans
+            self._gather_plan = objects.all_gather(mine)
         return self._gather_plan
 
     def _receive(

@@ -45,6 +45,7 @@ from orchestrator.errors import (
 )
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.interfaces import gloo_variables
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
     AbortSend,
@@ -74,6 +75,7 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.protocol.restarts import EXIT_LINK_LOST
+from trainer_node import objects
 from trainer_node.staging import KEEPALIVE_S, Staging
 
 if TYPE_CHECKING:
@@ -208,9 +210,7 @@ class Control:
         mine = None
         if error is not None:
             mine = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, mine, group=self._group)
-        return errors
+        return objects.all_gather(mine, group=self._group)
 
 
 def _unframe(data: np.ndarray) -> Envelope:
@@ -989,6 +989,7 @@ def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> in
 def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node]) -> int:
     from trainer_node.hub import with_local_model
 
+    os.environ.update(gloo_variables(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     node = nodes["node"] = Node(with_local_model(config), link)
     code = EXIT_DIVERGED
     try:

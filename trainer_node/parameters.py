@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from orchestrator.errors import ConfigError
+from trainer_node import objects
 from trainer_node.hf import VOCAB_TENSORS
 from trainer_node.merge import strip_wrappers
 
@@ -323,18 +324,24 @@ def gather(params: Sequence[TrainedParam], tensors: Sequence[torch.Tensor], grou
         tensors: for each parameter one of its shape, say its gradient.
     """
     mine = [
-        (piece.key, piece.shape, piece.offsets, piece.read(tensor).cpu().clone())
+        (piece, piece.read(tensor).cpu().contiguous())
         for p, tensor in zip(params, tensors, strict=True)
         if p.counted and p.group.rank() == 0
         for piece in p.pieces
     ]
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0, group=group)
+    heads = [(p.key, p.shape, p.offsets, box.shape, str(box.dtype).removeprefix("torch.")) for p, box in mine]
+    everyones = objects.all_gather(heads, group=group)
     whole: dict[str, torch.Tensor] = {}
     if dist.get_rank() != 0:
+        for _, box in mine:
+            dist.send(box, dst=0, group=group)
         return whole
-    for key, shape, offsets, box in (part for rank in parts for part in rank):
-        # A box that no rank brings stays NaN.
-        target = whole.setdefault(key, torch.full(shape, torch.nan, dtype=box.dtype))
-        target[tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))] = box
+    for source, parts in enumerate(everyones):
+        for n, (key, shape, offsets, sizes, dtype) in enumerate(parts):
+            box = mine[n][1] if source == 0 else torch.empty(sizes, dtype=getattr(torch, dtype))
+            if source:
+                dist.recv(box, src=source, group=group)
+            # A box that no rank brings stays NaN.
+            target = whole.setdefault(key, torch.full(shape, torch.nan, dtype=box.dtype))
+            target[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = box
     return whole

@@ -16,7 +16,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
+from trainer_node import objects
 from trainer_node.bulk_files import Part, bulk_writer
 from trainer_node.generations import write_file
 
@@ -260,12 +261,9 @@ def read_adapter(folder: Path, *, lora: LoraConfig, expected: Mapping[Key, tuple
 
 def expected_tensors(runtime: TrainerRuntime) -> dict[Key, tuple[int, ...]]:
     """Every adapter matrix of the whole model and its whole shape. A collective."""
-    mine: dict[Key, tuple[int, ...]] = {}
-    for shard in runtime.adapters.shards():
-        mine[shard.name, shard.matrix] = tuple(shard.whole_shape())
-    everyones: list[dict[Key, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine, group=runtime.control_group)
-    return {k: v for one in everyones for k, v in one.items()}
+    mine = [(shard.name, shard.matrix, shard.whole_shape()) for shard in runtime.adapters.shards()]
+    everyones = objects.all_gather(mine, group=runtime.control_group)
+    return {(name, matrix): shape for one in everyones for name, matrix, shape in one}
 
 
 def read_together(runtime: TrainerRuntime, folder: Path) -> dict[Key, torch.Tensor]:
@@ -282,8 +280,7 @@ def read_together(runtime: TrainerRuntime, folder: Path) -> dict[Key, torch.Tens
         error = str(caught)
     except Exception as caught:  # noqa: BLE001  - the other ranks must hear of it here
         error = f"the adapter in {folder} cannot be read: {type(caught).__name__}: {caught}"
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=runtime.control_group)
+    errors = objects.all_gather(error, group=runtime.control_group)
     first = next((e for e in errors if e is not None), None)
     if first is not None:
         raise AdapterError(first)
@@ -296,9 +293,10 @@ def read_together(runtime: TrainerRuntime, folder: Path) -> dict[Key, torch.Tens
 @torch.no_grad()
 def gather_stacks(runtime: TrainerRuntime) -> list[Stack]:
     """The live adapters of the whole model on rank 0, an empty list elsewhere; what rank 0 has is not copied. A collective: one message a rank."""
+    from trainer_node.parameters import Piece
+
     mine = [(piece, p.param.detach()) for p in runtime.params if p.counted and p.group.rank() == 0 for piece in p.pieces]
-    plans: list[list[tuple[Piece, tuple[int, ...]]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(plans, [(piece, tuple(t.shape)) for piece, t in mine], group=runtime.control_group)
+    plans = objects.all_gather([(asdict(piece), t.shape) for piece, t in mine], group=runtime.control_group)
     if dist.get_rank() != 0:
         if mine:
             dist.send(torch.cat([t.reshape(-1) for _, t in mine]), dst=0)
@@ -308,7 +306,7 @@ def gather_stacks(runtime: TrainerRuntime) -> list[Stack]:
             sizes = [math.prod(shape) for _, shape in plan]
             flat = torch.empty(sum(sizes), device=runtime.device)
             dist.recv(flat, src=source)
-            mine += [(piece, t.view(shape)) for (piece, shape), t in zip(plan, flat.split(sizes), strict=True)]
+            mine += [(Piece(**piece), t.view(shape)) for (piece, shape), t in zip(plan, flat.split(sizes), strict=True)]
     by_key: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
     for piece, tensor in mine:
         by_key[piece.key].append((piece, tensor))

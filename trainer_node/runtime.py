@@ -28,7 +28,7 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node import pack_size, rendezvous
+from trainer_node import objects, pack_size, rendezvous
 from trainer_node.batch import Batch, BatchError, MicroBatch, Packs, check_accumulation, check_routing, micro_batches
 from trainer_node.dropout import key_of
 from trainer_node.hf import HfCheckpoint, read_config
@@ -80,6 +80,7 @@ class TrainerRuntime:
             from trainer_node import cpu_shims
 
             cpu_shims.apply()
+        objects.restrict_torch()
         self.device = _init_distributed(config)
         timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
         self.control_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -121,6 +122,9 @@ class TrainerRuntime:
             self._random_weights()
         self.model[0].requires_grad_(False)
         self.conversion_tasks = self.bridge.build_conversion_tasks(self.checkpoint, self.model)
+        for task in self.conversion_tasks:
+            # Bridge 0.3.1 would send its whole configuration between pipeline ranks, pickled. Every rank has the same one.
+            task.mapping._broadcast_obj_cache |= dict.fromkeys(("qkv_config", "kv_config"), self.provider)
 
     def _provider(self, auto: Any) -> Any:
         parallel = self.config.parallel

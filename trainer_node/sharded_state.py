@@ -9,7 +9,6 @@ Nothing is unpickled but torch's index file, whose classes are looked up in a li
 
 from __future__ import annotations
 
-import enum
 import functools
 import io
 import math
@@ -48,6 +47,7 @@ from torch.futures import Future
 
 from trainer_node.bulk_files import BulkWriter, Part, bulk_writer
 from trainer_node.generations import CheckpointError
+from trainer_node.objects import enum_member
 
 INDEX = ".metadata"
 MOST_BYTES = 64 << 20
@@ -282,17 +282,10 @@ class _Unpickler(pickle.Unpickler):
             or (module, name) == ("torch.serialization", "_get_layout")
         )
         if (module, name) == ("builtins", "getattr"):
-            return _enum_member
+            return enum_member
         if not fine:
             raise pickle.UnpicklingError(f"{module}.{name} has no business in a checkpoint's index")
         return super().find_class(module, name)
-
-
-def _enum_member(kind: Any, name: str) -> enum.Enum:
-    """What `getattr` is for in a pickle of Python 3.11.0 to 3.11.3, which writes an enum's member so; for anything else it is not to be had."""
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) has no business in a checkpoint's index")
-    return kind[name]
 
 
 def _read_index(path: Path) -> Metadata:

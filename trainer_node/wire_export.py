@@ -23,7 +23,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ import torch
 
 from orchestrator.errors import ConfigError, ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
+from trainer_node import objects
 from trainer_node.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
 from trainer_node.gathering import Exchange
 from trainer_node.hf import VOCAB_TENSORS
@@ -390,11 +391,12 @@ class WireExport:
         _check_order([spec.name for spec in specs], order)
         pieces = _pieces(runtime)
         adapter_of, problem = _plan_adapters(runtime, pieces, [spec.name for spec in specs])
-        said = _all_ranks((problem, [piece.held(name) for name, piece in pieces.items()]), runtime)
+        held = [asdict(piece.held(name)) for name, piece in pieces.items()]
+        said = objects.all_gather((problem, held), group=runtime.control_group)
         for text, _ in said:
             if text is not None:
                 raise MergePlanError(text)
-        plans = lay_out(specs, order, assign([held for _, held in said], specs), ranks=len(said))
+        plans = lay_out(specs, order, assign([map(_held, theirs) for _, theirs in said], specs), ranks=len(said))
         self._nbytes = [plan.nbytes for plan in plans]
         self._exchange = Exchange([p.messages for p in plans], group=runtime.gather_group, device=runtime.device)
         mine = [_own_members(plan, rank, specs, pieces, adapter_of) for plan in plans]
@@ -462,18 +464,16 @@ def supports(runtime: TrainerRuntime) -> str | None:
         _pieces(runtime)
     except _NotUnderstoodError as error:
         reason = str(error)
-    reasons = _all_ranks(reason, runtime)
+    reasons = objects.all_gather(reason, group=runtime.control_group)
     for rank, text in enumerate(reasons):
         if text is not None:
             return text if len(reasons) == 1 else f"rank {rank}: {text}"
     return None
 
 
-def _all_ranks(mine: Any, runtime: TrainerRuntime) -> list[Any]:
-    """What each rank says, over the control group."""
-    said: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(said, mine, group=runtime.control_group)
-    return said
+def _held(fields: dict[str, Any]) -> Held:
+    """Undo `asdict`."""
+    return Held(**{**fields, "box": Box(**fields["box"])})
 
 
 def _plan_adapters(

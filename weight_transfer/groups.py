@@ -4,8 +4,8 @@ A group carries uint8 buffers from rank 0 to all others and can be ended from an
 some 50 ms and every later call raises `TransferAborted` with the reason. Every wait has a deadline. A group whose call raised
 anything is of no more use: abort and close it, open a new one.
 
-    listener = open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1 << 30, device=torch.device("cpu"))
-    ...                                            # send listener.rendezvous to the worker, which calls join_gloo(rendezvous, ...)
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1 << 30, device=torch.device("cpu"))
+    ...                                            # send listener.rendezvous to the worker, which calls join_tcp(rendezvous, ...)
     group = listener.join(deadline_s=30)
     group.broadcast(buffer_B, deadline_s=60)
     group.close()
@@ -85,35 +85,35 @@ def open_listener(
     """Open the trainer's end of a group.
 
     Args:
-        host: address that the workers reach this process at; gloo listens on it alone, on a port that the kernel chooses.
+        host: address that the workers reach this process at; tcp listens on it alone, on a port that the kernel chooses.
         world_size: 1 + workers.
         bucket_bytes: travels in the rendezvous, so that both ends cut the same buckets.
-        device: where the buffers lie; "cpu" for gloo, a CUDA device for nccl.
+        device: where the buffers lie; "cpu" for tcp, a CUDA device for nccl.
 
     Raises:
         ConfigError: the transport does not fit the device, or `host` is not an address of this machine.
     """
     device = torch.device(device)
     if (transport == "nccl") != (device.type == "cuda"):
-        raise ConfigError(f"transport {transport!r} does not carry {device.type} buffers; use nccl on cuda and gloo on the cpu")
-    if transport == "gloo":
-        from weight_transfer.gloo_group import GlooListener
+        raise ConfigError(f"transport {transport!r} does not carry {device.type} buffers; use nccl on cuda and tcp on the cpu")
+    if transport == "tcp":
+        from weight_transfer.socket_group import SocketListener
 
-        return GlooListener(host=host, world_size=world_size, bucket_bytes=bucket_bytes)
+        return SocketListener(host=host, world_size=world_size, bucket_bytes=bucket_bytes)
     from weight_transfer.nccl_group import NcclListener
 
     return NcclListener(host=host, world_size=world_size, bucket_bytes=bucket_bytes, device=device)
 
 
-def join_gloo(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> TransferGroup:
-    """Join the trainer's gloo group as worker `rank` (1 ..).
+def join_tcp(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> TransferGroup:
+    """Join the trainer's TCP group as worker `rank` (1 ..).
 
     Raises:
-        ConfigError: the rendezvous is not gloo's, or the rank is not a worker's.
+        ConfigError: the rendezvous is not tcp's, or the rank is not a worker's.
         TransferTimeout: the group was not complete in time.
-        TransferError: the trainer is gone.
+        TransferError: the trainer is gone, or whoever listens there does not have the rendezvous's secret.
     """
-    from weight_transfer.gloo_group import join
+    from weight_transfer.socket_group import join
 
     return join(rendezvous, rank=rank, deadline_s=deadline_s)
 

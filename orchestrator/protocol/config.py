@@ -101,7 +101,7 @@ class TrainerConfig(Message):
     """A PEFT adapter folder to start from, on every host; its r, lora_alpha and target_modules must be those of `lora`. None: PEFT's
     initial values (B is zero)."""
     parallel: ParallelConfig = ParallelConfig()
-    transport: Transport = "gloo"
+    transport: Transport = "tcp"
     host: str = "127.0.0.1"
     """Address that inference workers reach the trainer at."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
@@ -135,7 +135,7 @@ class InferenceConfig(Message):
     tensor_parallel: int = Field(default=1, ge=1)
     gpus: tuple[int, ...] = ()
     """CUDA device indices of this node; empty on the CPU."""
-    transport: Transport = "gloo"
+    transport: Transport = "tcp"
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the OpenAI API; 0 lets the kernel choose (the socket is bound and handed on, never released)."""

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 PROTOCOL_VERSION = 4
 """Peers of another version are answered `Rejected`."""
 
-Transport = Literal["gloo", "nccl"]
+Transport = Literal["tcp", "nccl"]
 Role = Literal["trainer", "inference", "client", "launcher"]
 PauseMode = Literal["keep", "keep_kv", "wait", "abort"]
 PublicationMode = Literal["in_place", "shadow"]
@@ -206,9 +206,11 @@ class Rendezvous(Message):
     transport: Transport
     host: str
     port: int = 0
-    """gloo: port of the trainer's TCPStore. nccl: 0."""
-    nccl_unique_id: bytes | None = None
-    """nccl: the 128 bytes of ncclGetUniqueId. gloo: None."""
+    """tcp: the port that the trainer listens on. nccl: 0."""
+    secret: bytes = Field(default=b"", max_length=32, repr=False)
+    """tcp: 32 random bytes, made for this rendezvous; both ends prove that they have them. nccl: empty."""
+    nccl_unique_id: bytes | None = Field(default=None, repr=False)
+    """nccl: the 128 bytes of ncclGetUniqueId. tcp: None."""
     world_size: int = Field(ge=2)
     """1 + workers of this replica."""
     bucket_bytes: int = Field(gt=0)

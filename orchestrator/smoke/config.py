@@ -108,7 +108,7 @@ def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
 
 def node_configs(config: SmokeConfig) -> tuple[TrainerConfig, InferenceConfig]:
     """The two nodes' configurations."""
-    transport: Literal["gloo", "nccl"] = "nccl" if config.device == "cuda" else "gloo"
+    transport: Literal["tcp", "nccl"] = "nccl" if config.device == "cuda" else "tcp"
     trainer = TrainerConfig(
         model=config.model.absolute(),
         init="random" if config.random_init else "hf",

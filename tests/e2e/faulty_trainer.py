@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_node import node
-from weight_transfer import gloo_group
+from weight_transfer import socket_group
 
-_broadcast, _send_weights = gloo_group.GlooGroup.broadcast, node.Node._send_weights
+_broadcast, _send_weights = socket_group.SocketGroup.broadcast, node.Node._send_weights
 
 
 class _Count:
@@ -34,5 +34,5 @@ def _broadcast_or_die(self: Any, buffer_B: Any, *, deadline_s: float) -> None:
 
 if __name__ == "__main__":
     node.Node._send_weights = _count  # type: ignore[method-assign]
-    gloo_group.GlooGroup.broadcast = _broadcast_or_die  # type: ignore[method-assign]
+    socket_group.SocketGroup.broadcast = _broadcast_or_die  # type: ignore[method-assign]
     sys.exit(node.main())

@@ -30,7 +30,7 @@ ROUNDING = 0.05
 
 def config(model: Path, folder: Path, *, mode: str, device: str) -> ClusterConfig:
     cuda, (trainer_gpu, inference_gpu) = device == "cuda", gpus()
-    kind = {"device": device, "dtype": "bfloat16" if cuda else "float32", "transport": "nccl" if cuda else "gloo"}
+    kind = {"device": device, "dtype": "bfloat16" if cuda else "float32", "transport": "nccl" if cuda else "tcp"}
     trainer = TrainerConfig(
         model=model, lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")), **kind
     )

@@ -134,6 +134,11 @@ class Node:
         self.url = self.router.ready[-1].detail["base_url"]
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
+    def listening_addresses(self) -> set[str]:
+        """Of the supervisor's and vLLM's processes."""
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        return {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
     # ------------------------------------------------------------ the trainer's side
 
     def join(self) -> None:
@@ -142,7 +147,7 @@ class Node:
 
         self.leave()
         listener = open_listener(
-            transport="gloo",
+            transport="tcp",
             host="127.0.0.1",
             world_size=1 + self.workers,
             bucket_bytes=BUCKET_BYTES,

@@ -1,4 +1,4 @@
-"""Several workers take one layout: whole tensors come, each copies the parts that land on it. On hand-made shards over real gloo groups, and
+"""Several workers take one layout: whole tensors come, each copies the parts that land on it. On hand-made shards over real TCP groups, and
 on the placement that a real vLLM model records with two tensor-parallel ranks.
 """
 
@@ -21,7 +21,7 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from tests.inference_node.test_direct import CudaWire, Wire
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
-from weight_transfer.groups import join_gloo, open_listener
+from weight_transfer.groups import join_tcp, open_listener
 
 V, H, Q, KV, I = 10, 8, 12, 4, 6  # vocabulary, hidden, rows of q, rows of k and of v, intermediate  # noqa: E741
 CPU = torch.device("cpu")
@@ -183,7 +183,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Transfer:
-    """A sender and two receivers on threads, over one gloo group; the sender dies before a chunk if told to."""
+    """A sender and two receivers on threads, over one TCP group; the sender dies before a chunk if told to."""
 
     def __init__(self, replica: Replica, *, dies_at: int = -1) -> None:
         self.replica, self.dies_at = replica, dies_at
@@ -194,8 +194,8 @@ class Transfer:
         self.groups: list[Any] = []
 
     def run(self) -> Transfer:
-        listener = open_listener(transport="gloo", host="127.0.0.1", world_size=3, bucket_bytes=1000, device=CPU)
-        jobs = [lambda r=r: self._receive(r, join_gloo(listener.rendezvous, rank=1 + r, deadline_s=20.0)) for r in (0, 1)]
+        listener = open_listener(transport="tcp", host="127.0.0.1", world_size=3, bucket_bytes=1000, device=CPU)
+        jobs = [lambda r=r: self._receive(r, join_tcp(listener.rendezvous, rank=1 + r, deadline_s=20.0)) for r in (0, 1)]
         threads = [
             threading.Thread(target=self._noted, args=(job,)) for job in [*jobs, lambda: self._send(listener.join(20.0))]
         ]

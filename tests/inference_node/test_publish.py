@@ -1,4 +1,4 @@
-"""Real publications over gloo into a real vLLM: what is served is what transformers computes from what was sent."""
+"""Real publications over TCP into a real vLLM: what is served is what transformers computes from what was sent."""
 
 from __future__ import annotations
 

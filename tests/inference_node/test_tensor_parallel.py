@@ -129,6 +129,11 @@ def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         node.close()
 
 
+def test_nothing_of_it_listens_beyond_loopback(two_workers: Node) -> None:
+    two_workers.join()
+    assert two_workers.listening_addresses() == {"127.0.0.1"}
+
+
 def names_by_kind(manifest: m.Manifest, layout: m.WireLayout) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = {"live": set(), "staged": set(), "reload": set()}
     for chunk in layout.chunks:

@@ -1,4 +1,4 @@
-"""The worker's watchdog on real sockets and a real gloo group: whoever is stuck is freed by an abort or the deadline."""
+"""The worker's watchdog on real sockets and a real TCP group: whoever is stuck is freed by an abort or the deadline."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from inference_node.watchdog import AbortSender, Watchdog
 from orchestrator.errors import TransferAborted
-from weight_transfer.groups import join_gloo, open_listener
+from weight_transfer.groups import join_tcp, open_listener
 
 
 @pytest.mark.parametrize("by", ["message", "deadline"])
 def test_a_worker_stuck_in_a_broadcast_is_freed(by: str) -> None:
     sender = AbortSender()
     watchdog = Watchdog(sender.endpoint)
-    listener = open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1, device=torch.device("cpu"))
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device=torch.device("cpu"))
     joined: list[object] = []
     thread = threading.Thread(target=lambda: joined.append(listener.join(20.0)))
     thread.start()
-    group = join_gloo(listener.rendezvous, rank=1, deadline_s=20.0)
+    group = join_tcp(listener.rendezvous, rank=1, deadline_s=20.0)
     thread.join(20.0)
     try:
         timer = threading.Timer(0.3, lambda: sender.abort(update_id="u1", reason="the trainer died"))

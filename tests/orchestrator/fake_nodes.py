@@ -229,7 +229,7 @@ class FakeTrainer(FakeNode):
 
     def on_OpenTransferGroup(self, message) -> None:
         where = {
-            node: Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
+            node: Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
             for node in message.replicas
         }
         self.link.progress(message.request_id, "listening", rendezvous=where)

@@ -99,7 +99,7 @@ def test_full_every_one_is_always_full_and_zero_is_refused(tmp_path):
         start(run)
         assert train(run)["sent"] == "full"
     with pytest.raises(ConfigError, match="full_every"):
-        PublicationConfig(transport="gloo", full_every=0)
+        PublicationConfig(transport="tcp", full_every=0)
 
 
 @pytest.mark.parametrize("changed", [(), (2, 1), (1, 1), (3,), (-1,)])

@@ -38,7 +38,7 @@ class Run:
 
     def __init__(self, tmp_path, *, replicas=1, **publication):
         self.dir = tmp_path / "run"
-        settings = {"transport": "gloo", "recovery_timeout_s": 20.0, **publication}
+        settings = {"transport": "tcp", "recovery_timeout_s": 20.0, **publication}
         self.config = OrchestratorConfig(
             run_dir=self.dir,
             run_token=TOKEN,
@@ -355,7 +355,7 @@ def test_a_replica_that_cannot_join_leaves_nobody_waiting(run):
 
     def listen(message):
         trainer.aborted.clear()
-        where = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
+        where = Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
         trainer.link.progress(message.request_id, "listening", rendezvous={"inference-0": where})
         trainer.aborted.wait(30)
         trainer.refuse(message, code=ErrorCode.TRANSFER_ABORTED)

@@ -163,4 +163,4 @@ def test_an_orchestrator_that_dies_while_it_lies_beside_still_serves_the_version
 @pytest.mark.parametrize("bad", [{"mode": "behind"}, {"mode": "shadow", "shadow_bytes": 0}])
 def test_bad_options_are_refused(bad):
     with pytest.raises(ConfigError, match=r"in_place or shadow|shadow_bytes"):
-        PublicationConfig(transport="gloo", **bad)
+        PublicationConfig(transport="tcp", **bad)

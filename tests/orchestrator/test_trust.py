@@ -29,7 +29,7 @@ def synced(run, replicas=1):
 # ---------------------------------------------------------------- nodes that answer nonsense
 
 
-@pytest.mark.parametrize("detail", [{}, {"rendezvous": 5}, {"rendezvous": {"inference-0": {"transport": "gloo"}}}])
+@pytest.mark.parametrize("detail", [{}, {"rendezvous": 5}, {"rendezvous": {"inference-0": {"transport": "tcp"}}}])
 def test_a_progress_without_its_rendezvous_fails_the_publication_alone(run, detail):
     trainer, replica = run.trainer(), run.replica(lambda: trainer)
 
@@ -168,7 +168,7 @@ def test_no_path_of_a_job_leads_into_the_runs_own_folders(run, tmp_path):
 @pytest.mark.parametrize("name", ["q@1", "", "a/b", "a b"])
 def test_a_name_that_cannot_be_served_is_refused(name, tmp_path):
     with pytest.raises(ConfigError, match="cannot be the served name"):
-        OrchestratorConfig(run_dir=tmp_path, run_token=TOKEN, name=name, publication=PublicationConfig(transport="gloo"))
+        OrchestratorConfig(run_dir=tmp_path, run_token=TOKEN, name=name, publication=PublicationConfig(transport="tcp"))
 
 
 # ---------------------------------------------------------------- signals

@@ -1,4 +1,4 @@
-"""Memory modes with real trainer processes under `splice trainer`, a real orchestrator, and a replica that really receives over gloo."""
+"""Memory modes with real trainer processes under `splice trainer`, a real orchestrator, and a replica that really receives over TCP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.trainer_node.test_node import training
 from tests.trainer_node.test_topologies import peft_merged
 from tests.trainer_node.tiny import make_peft_adapter
 from weight_transfer.digest import tensor_digest
-from weight_transfer.groups import join_gloo
+from weight_transfer.groups import join_tcp
 from weight_transfer.receiver import receive_weights
 
 
@@ -45,7 +45,7 @@ class Replica(FakeReplica):
     def on_JoinTransferGroup(self, message) -> None:
         self.on_LeaveTransferGroup(None)
         self.where = message.rendezvous
-        self.group = join_gloo(self.where, rank=1, deadline_s=30)
+        self.group = join_tcp(self.where, rank=1, deadline_s=30)
         self._done(message)
 
     def on_LeaveTransferGroup(self, message) -> None:

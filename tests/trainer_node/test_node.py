@@ -1,4 +1,4 @@
-"""The node as a process under torchrun, driven over a real ROUTER, sending to a real gloo receiver in this process."""
+"""The node as a process under torchrun, driven over a real ROUTER, sending to a real TCP receiver in this process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.test_generations import spoil
 from weight_transfer.digest import tensor_digest
-from weight_transfer.groups import join_gloo
+from weight_transfer.groups import join_tcp
 from weight_transfer.receiver import receive_weights
 
 TOKEN = "a-token"
@@ -148,7 +148,7 @@ class Receiver:
         self._thread.start()
 
     def _join(self) -> None:
-        self.group = join_gloo(self._where, rank=1, deadline_s=30)
+        self.group = join_tcp(self._where, rank=1, deadline_s=30)
 
     def receive(self, manifest: Manifest) -> None:
         self._thread.join(30)
@@ -222,7 +222,7 @@ def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict,
 
 
 def open_group(control: Orchestrator, kind: type = Receiver) -> Any:
-    request_id = control.start(OpenTransferGroup, transport="gloo", replicas={"inference-0": 1}, bucket_bytes=BUCKET_BYTES)
+    request_id = control.start(OpenTransferGroup, transport="tcp", replicas={"inference-0": 1}, bucket_bytes=BUCKET_BYTES)
     listening = control.pump(until="Progress", request_id=request_id).message
     receiver = kind(listening.detail["rendezvous"]["inference-0"])
     assert control.finish(request_id).message.kind == "Completed"
@@ -593,7 +593,7 @@ def test_operations(models, tmp_path: Path) -> None:
 def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
     """Nobody joins: the deadline ends it. A replica that goes away: the send fails. The node serves on."""
     with node(models["dense_untied"], tmp_path) as (control, _):
-        alone = {"transport": "gloo", "replicas": {"inference-0": 1}, "bucket_bytes": BUCKET_BYTES}
+        alone = {"transport": "tcp", "replicas": {"inference-0": 1}, "bucket_bytes": BUCKET_BYTES}
         assert control.refused(OpenTransferGroup, deadline_s=1.0, **alone).code == "transfer_timeout"
         receiver = open_group(control)
         receiver.close()

@@ -14,7 +14,7 @@ import torch
 from orchestrator.errors import SpliceError
 from orchestrator.protocol.messages import Manifest, Rendezvous, TensorSpec
 from weight_transfer.digest import tensor_digest
-from weight_transfer.groups import join_gloo, open_listener
+from weight_transfer.groups import join_tcp, open_listener
 from weight_transfer.layout import as_bytes, torch_dtype
 from weight_transfer.receiver import receive_weights
 from weight_transfer.sender import WeightSender
@@ -51,7 +51,7 @@ def say(event: str, **fields: object) -> None:
 def receive(arguments: argparse.Namespace) -> None:
     rendezvous = Rendezvous.model_validate_json(arguments.rendezvous)
     manifest = Manifest.model_validate_json(sys.stdin.readline())
-    group = join_gloo(rendezvous, rank=arguments.rank, deadline_s=arguments.join_s)
+    group = join_tcp(rendezvous, rank=arguments.rank, deadline_s=arguments.join_s)
     say("joined")
     try:
         for _ in range(arguments.rounds):
@@ -88,9 +88,7 @@ def receive(arguments: argparse.Namespace) -> None:
 def send(arguments: argparse.Namespace) -> None:
     """Announce a group, then send slowly, `load_s` per tensor."""
     manifest = Manifest.model_validate_json(sys.stdin.readline())
-    listener = open_listener(
-        transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=arguments.bucket_bytes, device="cpu"
-    )
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=arguments.bucket_bytes, device="cpu")
     say("listening", rendezvous=listener.rendezvous.model_dump_json())
     group = listener.join(deadline_s=arguments.join_s)
     sender = WeightSender(groups={"replica": group}, manifest=manifest, bucket_bytes=arguments.bucket_bytes, device="cpu")

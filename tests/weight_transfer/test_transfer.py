@@ -1,8 +1,9 @@
-"""Bytes over gloo between real processes: all of them arrive as they were, and every way to fail ends in bounded time."""
+"""Bytes over TCP between real processes: all of them arrive as they were, and every way to fail ends in bounded time."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,12 @@ import torch
 
 from orchestrator.errors import ConfigError, ManifestError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, Rendezvous, TensorSpec
+from tests.weight_transfer.handshakes import prove
 from tests.weight_transfer.peer import big_manifest, mixed_manifest, sha256, values
-from weight_transfer import gloo_group
+from weight_transfer import socket_group
 from weight_transfer.digest import tensor_digest
-from weight_transfer.groups import GroupListener, TransferGroup, join_gloo, open_listener
+from weight_transfer.groups import GroupListener, TransferGroup, join_tcp, open_listener
+from weight_transfer.handshake import introduce
 from weight_transfer.receiver import receive_weights
 from weight_transfer.sender import WeightSender
 
@@ -27,7 +30,7 @@ SOON_S = 8.0
 
 
 def listen(*, world_size: int = 2, bucket_bytes: int = 1 << 20) -> GroupListener:
-    return open_listener(transport="gloo", host="127.0.0.1", world_size=world_size, bucket_bytes=bucket_bytes, device="cpu")
+    return open_listener(transport="tcp", host="127.0.0.1", world_size=world_size, bucket_bytes=bucket_bytes, device="cpu")
 
 
 def sender_to(groups: dict[str, TransferGroup], manifest: Manifest, bucket_bytes: int = 1 << 20) -> WeightSender:
@@ -38,30 +41,37 @@ class Join:
     """All ranks of a group join, each on a thread of its own; what became of them."""
 
     def __init__(
-        self, world_size: int, *, deadline_s: float = 20.0, wait_for: tuple[int, ...] | None = None,
-        then: Callable[[TransferGroup], None] = lambda group: None,
+        self, world_size: int, *, deadline_s: float = 20.0, wait_for: tuple[int, ...] | None = None, absent: tuple[int, ...] = (),
+        then: Callable[[TransferGroup], None] = lambda group: None, expected: type[Exception] = TransferError, start: bool = True,
     ) -> None:  # fmt: skip
         self.groups: dict[int, TransferGroup] = {}
-        self.errors: dict[int, TransferError] = {}
-        listener = listen(world_size=world_size)
+        self.errors: dict[int, Exception] = {}
+        self.listener = listen(world_size=world_size)
+        self._deadline_s, self._then, self._expected = deadline_s, then, expected
+        self._ranks = [r for r in range(world_size) if r not in absent]
+        self._wait_for = self._ranks if wait_for is None else wait_for
+        if start:
+            self.start()
 
-        def join(rank: int) -> None:
-            try:
-                if rank == 0:
-                    group = listener.join(deadline_s)
-                    then(group)
-                else:
-                    group = join_gloo(listener.rendezvous, rank=rank, deadline_s=deadline_s)
-                self.groups[rank] = group
-            except TransferError as error:
-                self.errors[rank] = error
-
-        threads = [threading.Thread(target=join, args=(r,), daemon=True) for r in range(world_size)]
-        for thread in threads:
+    def start(self) -> None:
+        threads = {rank: threading.Thread(target=self._join, args=(rank,), daemon=True) for rank in self._ranks}
+        for thread in threads.values():
             thread.start()
-        for rank in range(world_size) if wait_for is None else wait_for:
+        for rank in self._wait_for:
             threads[rank].join(25.0)
             assert not threads[rank].is_alive(), f"rank {rank} is held"
+
+    def _join(self, rank: int) -> None:
+        try:
+            if rank == 0:
+                group = self.listener.join(self._deadline_s)
+                self._then(group)
+            else:
+                # Longer than the trainer's, so that it is the trainer that gives up.
+                group = join_tcp(self.listener.rendezvous, rank=rank, deadline_s=2 * self._deadline_s)
+            self.groups[rank] = group
+        except (TransferError, self._expected) as error:
+            self.errors[rank] = error
 
 
 def both_ends() -> tuple[TransferGroup, TransferGroup]:
@@ -154,26 +164,21 @@ def test_no_descriptor_stays_open() -> None:
         sender_to({"r": trainer}, manifest).close()
         worker.close()
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[-1] <= counts[0]  # gloo keeps a pipe of the first one for all
+    assert counts[-1] <= counts[0]
 
 
-def test_sockets_duplicated_by_another_thread_are_no_connections() -> None:
-    """A group joined beside it goes through this process's sockets too; what it duplicates for that must not count as a peer."""
-    for _ in range(5):  # the race is lost in every second round
-        ended = threading.Event()
-        duplicating = threading.Thread(target=duplicate_sockets_until, args=(ended,))
-        duplicating.start()
-        try:
-            trainer, worker = both_ends()
-        finally:
-            ended.set()
-            duplicating.join()
-        try:
-            with pytest.raises(TransferTimeout, match="is the peer stopped"):
-                worker.broadcast(torch.zeros(5, dtype=torch.uint8), deadline_s=0.25)
-        finally:
-            worker.close()
-            trainer.close()
+def test_a_duplicate_of_a_connection_does_not_keep_it_open() -> None:
+    """A forked process has one, for as long as it lives; the peer must hear of the end nevertheless."""
+    trainer, worker = both_ends()
+    duplicates = [os.dup(int(name)) for name in os.listdir("/proc/self/fd") if is_socket(name)]
+    try:
+        worker.close()
+        with pytest.raises(TransferError, match="peer is gone"):
+            trainer.broadcast(torch.zeros(5, dtype=torch.uint8), deadline_s=20)
+    finally:
+        trainer.close()
+        for duplicate in duplicates:
+            os.close(duplicate)
 
 
 # ------------------------------------------------------------ failures
@@ -270,7 +275,7 @@ def test_abort_frees_a_sender_whose_receiver_is_stopped(pair: Callable[..., Any]
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_peer_lost_in_the_middle_of_a_bucket(pair: Callable[..., Any], how: str) -> None:
-    """Half of the bucket is written when it happens: gloo itself would say nothing before its timeout."""
+    """Half of the bucket is written when it happens."""
     manifest = Manifest(tensors=(TensorSpec(name="w.0", dtype="uint8", shape=(512 << 20,)),))
     peer, group = pair(manifest, deadline_s=60)
     freed_from: list[float] = []
@@ -300,7 +305,7 @@ def test_a_process_with_a_stuck_send_can_exit(start_peer: Callable[..., Any]) ->
 import os, signal, sys, time, torch
 from orchestrator.errors import TransferTimeout
 from weight_transfer.groups import open_listener
-listener = open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
 print(listener.rendezvous.model_dump_json(), flush=True)
 group = listener.join(120)
 pid = int(sys.stdin.readline())
@@ -400,7 +405,7 @@ def test_too_few_and_too_many_tensors(pair: Callable[..., Any]) -> None:
 def test_a_group_that_is_never_complete_times_out() -> None:
     listener = listen(world_size=3)
     began = time.monotonic()
-    with pytest.raises(TransferTimeout, match=r"here/1.*here/2"):
+    with pytest.raises(TransferTimeout, match=r"missing: ranks \[1, 2\]"):
         listener.join(0.5)
     assert time.monotonic() - began < SOON_S
     with pytest.raises(TransferAborted):
@@ -415,7 +420,7 @@ def test_closing_the_listener_ends_a_join() -> None:
 
 
 def test_a_trainer_that_is_gone_as_soon_as_it_has_joined_leaves_nobody_connecting() -> None:
-    """Gloo alone lets a worker wait for five deadlines for one that was broken off by the trainer's end."""
+    """A worker that has proved itself hears of the end, whether or not it was told to go."""
     for _ in range(20):
         ends = Join(3, then=lambda group: group.abort("the trainer died"))
         assert all(type(e) in (TransferError, TransferAborted) for e in ends.errors.values()), ends.errors
@@ -423,34 +428,36 @@ def test_a_trainer_that_is_gone_as_soon_as_it_has_joined_leaves_nobody_connectin
             group.close()
 
 
-def test_a_rank_that_cannot_connect_ends_the_others_joining(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = gloo_group._connect
+def test_a_rank_that_breaks_off_ends_the_others_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 has proved itself and dies while the others wait for rank 3."""
 
-    def fails(store: Any, rank: int, *rest: Any) -> Any:
+    def breaks_off(connection: socket.socket, secret: bytes, *, rank: int, deadline: float) -> None:
         if rank == 2:
-            raise RuntimeError("no route to host")
-        return connect(store, rank, *rest)
+            prove(connection, secret, rank=2)
+            raise RuntimeError("died")
+        introduce(connection, secret, rank=rank, deadline=deadline)
 
-    monkeypatch.setattr(gloo_group, "_connect", fails)
-    ends = Join(3)
+    monkeypatch.setattr(socket_group, "introduce", breaks_off)
+    ends = Join(4, absent=(3,), expected=RuntimeError)
     assert set(ends.errors) == {0, 1, 2} and not ends.groups
-    assert "rank 2 could not join: no route to host" in str(ends.errors[0]) == str(ends.errors[1]), ends.errors
+    assert "rank 2 broke off" in str(ends.errors[0]) and "rank 2 broke off" in str(ends.errors[1]), ends.errors
 
 
 @pytest.mark.parametrize("how", ["deadline", "closed"])
 def test_a_rank_that_stands_still_while_connecting_holds_nobody(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    connect, held = gloo_group._connect, threading.Event()
+    held = threading.Event()
 
-    def stands_still(store: Any, rank: int, *rest: Any) -> Any:
+    def stands_still(connection: socket.socket, secret: bytes, *, rank: int, deadline: float) -> None:
         if rank == 2:
             held.wait(60)
             raise RuntimeError("ended")
-        if rank == 0 and how == "closed":
-            rest[-1].set()  # what the listener's `close` sets
-        return connect(store, rank, *rest)
+        if how == "closed":
+            threading.Timer(0.3, ends.listener.close).start()
+        introduce(connection, secret, rank=rank, deadline=deadline)
 
-    monkeypatch.setattr(gloo_group, "_connect", stands_still)
-    ends = Join(3, deadline_s=5.0 if how == "deadline" else 60.0, wait_for=(0, 1))
+    monkeypatch.setattr(socket_group, "introduce", stands_still)
+    ends = Join(3, deadline_s=5.0 if how == "deadline" else 60.0, wait_for=(0, 1), expected=RuntimeError, start=False)
+    ends.start()
     held.set()
     said = "in time" if how == "deadline" else "listener was closed"
     assert said in str(ends.errors[0]) and said in str(ends.errors[1]), ends.errors
@@ -462,7 +469,7 @@ def test_joining_a_trainer_that_is_not_there() -> None:
     listener.close()
     began = time.monotonic()
     with pytest.raises(TransferError):
-        join_gloo(rendezvous, rank=1, deadline_s=1.0)
+        join_tcp(rendezvous, rank=1, deadline_s=1.0)
     assert time.monotonic() - began < SOON_S
 
 
@@ -470,10 +477,12 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="nccl on cuda"):
         open_listener(transport="nccl", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
     with pytest.raises(ConfigError, match="its own address"):
-        open_listener(transport="gloo", host="203.0.113.7", world_size=2, bucket_bytes=1, device="cpu")
-    rendezvous = Rendezvous(transport="gloo", host="127.0.0.1", port=1, world_size=2, bucket_bytes=1)
+        open_listener(transport="tcp", host="203.0.113.7", world_size=2, bucket_bytes=1, device="cpu")
+    rendezvous = Rendezvous(transport="tcp", host="127.0.0.1", port=1, secret=bytes(32), world_size=2, bucket_bytes=1)
     with pytest.raises(ConfigError, match="1 to 1"):
-        join_gloo(rendezvous, rank=2, deadline_s=1)
+        join_tcp(rendezvous, rank=2, deadline_s=1)
+    with pytest.raises(ConfigError, match="a secret of 0 bytes"):
+        join_tcp(rendezvous.model_copy(update={"secret": b""}), rank=1, deadline_s=1)
 
 
 def test_lives_beside_a_default_process_group_and_exits() -> None:
@@ -481,9 +490,9 @@ def test_lives_beside_a_default_process_group_and_exits() -> None:
     script = """
 import threading, torch, torch.distributed as dist
 from orchestrator.errors import TransferError, TransferTimeout
-from weight_transfer.groups import join_gloo, open_listener
+from weight_transfer.groups import join_tcp, open_listener
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def opened(): return open_listener(transport="gloo", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+def opened(): return open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
 lonely = opened()
 try:
     lonely.join(0.2)
@@ -491,7 +500,7 @@ except TransferTimeout:
     print("timed out")
 unused = opened()
 listener, ends = opened(), {}
-thread = threading.Thread(target=lambda: ends.update(worker=join_gloo(listener.rendezvous, rank=1, deadline_s=20)))
+thread = threading.Thread(target=lambda: ends.update(worker=join_tcp(listener.rendezvous, rank=1, deadline_s=20)))
 thread.start(); ends["trainer"] = listener.join(20); thread.join()
 try:
     ends["worker"].broadcast(torch.zeros(5, dtype=torch.uint8), deadline_s=0.2)
@@ -510,7 +519,7 @@ def join_a_sending_peer(start_peer: Callable[..., Any], manifest: Manifest) -> t
     """A peer that sends 1 MiB buckets, 20 ms each, and this process's end of the group."""
     peer = start_peer("send", manifest_json=manifest.model_dump_json(), bucket_bytes=1 << 20, load_s=0.02)
     rendezvous = Rendezvous.model_validate_json(peer.wait_for("listening")["rendezvous"])
-    return peer, join_gloo(rendezvous, rank=1, deadline_s=120)
+    return peer, join_tcp(rendezvous, rank=1, deadline_s=120)
 
 
 def receive_and(strike: Callable[[], None], *, after: int, group: TransferGroup, manifest: Manifest, deadline_s: float) -> None:
@@ -532,24 +541,8 @@ def receive_and(strike: Callable[[], None], *, after: int, group: TransferGroup,
         raise
 
 
-def duplicate_sockets_until(ended: threading.Event) -> None:
-    """Hold a duplicate of each socket all the time, as a slow scan does."""
-    held: list[int] = []
-    while not ended.is_set():
-        fresh = [os.dup(int(name)) for name in os.listdir("/proc/self/fd") if is_socket(name)]
-        close_all(held)
-        held = fresh
-        time.sleep(0.001)
-    close_all(held)
-
-
 def is_socket(name: str) -> bool:
     try:
         return os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
     except FileNotFoundError:
         return False
-
-
-def close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

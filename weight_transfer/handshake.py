@@ -1,0 +1,212 @@
+"""Who may take part in a TCP transfer: both ends of a new connection prove that they have the secret of the rendezvous.
+
+The secret itself never travels here. It came over the control channel and is good for one join.
+
+    trainer -> worker    challenge                                      32 random bytes
+    worker -> trainer    rank, challenge, HMAC(secret, "worker", all)   4 + 32 + 32 bytes
+    trainer -> worker    HMAC(secret, "trainer", all)                   32 bytes
+    trainer -> worker    length, text                                   2 bytes and more, once all ranks are there: why they may not go, or nothing
+
+A connection without a proof is dropped after `PROOF_S`. All connections prove themselves at the same time. A worker whose connection was dropped
+(more than `MOST_UNPROVEN` strangers push it out) tries again. So a stranger can delay a join, but not take part in it or end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+
+from orchestrator.errors import TransferAborted, TransferError, TransferTimeout
+from orchestrator.protocol.messages import Rendezvous
+
+log = logging.getLogger("splice.transfer")
+SECRET_BYTES = CHALLENGE_BYTES = PROOF_BYTES = 32
+RANK_BYTES, LENGTH_BYTES = 4, 2
+ANSWER_BYTES = RANK_BYTES + CHALLENGE_BYTES + PROOF_BYTES
+MOST_TEXT_BYTES = 300
+PROOF_S = 5.0
+"""How long a new connection may take to prove itself."""
+MOST_UNPROVEN = 128
+"""Connections that have yet to prove themselves. One more drops the oldest."""
+POLL_S = 0.05
+"""How soon a join notices that its listener was closed."""
+RETRY_S = 0.1
+
+
+class Dropped(Exception):
+    """The connection ended before the trainer had proved itself."""
+
+
+def proof(secret: bytes, who: bytes, said: bytes) -> bytes:
+    """What only an owner of the secret can make of both challenges and the rank. `who` differs, so an end's proof cannot be sent back to it."""
+    return hmac.digest(secret, who + said, "sha256")
+
+
+# ------------------------------------------------------------ the worker
+
+
+def introduce(connection: socket.socket, secret: bytes, *, rank: int, deadline: float) -> None:
+    """Prove this end, check the other, wait until all ranks are there.
+
+    Raises:
+        Dropped, ConnectionError: before the trainer had proved itself; another connection may have more luck.
+        TransferError: it is not the trainer, or the trainer broke off the join.
+        TimeoutError: past the deadline.
+    """
+    challenge = _receive(connection, CHALLENGE_BYTES, deadline)
+    answer = rank.to_bytes(RANK_BYTES) + secrets.token_bytes(CHALLENGE_BYTES)
+    connection.sendall(answer + proof(secret, b"worker", challenge + answer))
+    if not hmac.compare_digest(_receive(connection, PROOF_BYTES, deadline), proof(secret, b"trainer", challenge + answer)):
+        raise TransferError("whoever listens there does not have the trainer's secret; nothing was received from it")
+    try:
+        length = int.from_bytes(_receive(connection, LENGTH_BYTES, deadline))
+        why = _receive(connection, length, deadline).decode(errors="replace")
+    except (Dropped, ConnectionError) as error:
+        raise TransferError("the trainer is gone; its connection ended while the others joined") from error
+    if why:
+        raise TransferError(f"the trainer broke off the join: {why}")
+
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
+    came = b""
+    while len(came) < count:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        fresh = connection.recv(count - len(came))
+        if not fresh:
+            raise Dropped
+        came += fresh
+    return came
+
+
+# ------------------------------------------------------------ the trainer
+
+
+class Reception:
+    """Lets in one worker for each rank. A context manager: at its end every connection without a proof is closed, after an error all are.
+
+    Args:
+        listening: stays the caller's.
+    """
+
+    def __init__(self, listening: socket.socket, rendezvous: Rendezvous) -> None:
+        self._listening, self._rendezvous = listening, rendezvous
+        self._unproven: dict[socket.socket, _Unproven] = {}  # oldest first
+        self._workers: dict[socket.socket, int] = {}
+        self._num_dropped = 0
+        self._waiting = selectors.PollSelector()
+        listening.setblocking(False)
+        self._waiting.register(listening, selectors.EVENT_READ)
+
+    def __enter__(self) -> Reception:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._waiting.close()
+        if self._num_dropped:
+            where = f"{self._rendezvous.host}:{self._rendezvous.port}"
+            log.warning("dropped %d connections to %s, which did not prove to be workers", self._num_dropped, where)
+        if error is not None:
+            self._tell_workers(str(error) or type(error).__name__)
+        for connection in [*self._unproven, *(self._workers if error is not None else ())]:
+            connection.close()
+
+    def wait(self, deadline: float, closed: threading.Event) -> dict[int, socket.socket]:
+        """The workers' connections by rank, as soon as all are there.
+
+        Raises:
+            TransferTimeout, TransferAborted, TransferError: as `GroupListener.join` does.
+        """
+        missing = set(range(1, self._rendezvous.world_size))
+        while missing:
+            if closed.is_set():
+                raise TransferAborted("transfer aborted: the listener was closed while it waited for the workers")
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"the transfer group was not complete in time; still missing: ranks {sorted(missing)}")
+            for key, _ in self._waiting.select(POLL_S):
+                self._hear(key.fileobj)  # type: ignore[arg-type]
+            for late in [c for c, one in self._unproven.items() if one.until < time.monotonic()]:
+                self._drop(late)
+            missing -= set(self._workers.values())
+        self._tell_workers("")
+        return {rank: connection for connection, rank in self._workers.items()}
+
+    def _hear(self, connection: socket.socket) -> None:
+        if connection is self._listening:
+            self._accept()
+        elif connection in self._workers:  # a worker says nothing more
+            rank, num_missing = self._workers[connection], self._rendezvous.world_size - 1 - len(self._workers)
+            raise TransferError(
+                f"rank {rank} broke off while {num_missing} others were missing; it is gone, or its time was up"
+            )
+        elif connection in self._unproven:
+            one = self._unproven[connection]
+            if not one.read():
+                self._drop(connection)
+            elif len(one.came) == ANSWER_BYTES:
+                self._judge(one)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:  # it is gone again
+            return
+        if len(self._unproven) >= MOST_UNPROVEN:
+            self._drop(next(iter(self._unproven)))
+        self._unproven[connection] = _Unproven(connection)
+        self._waiting.register(connection, selectors.EVENT_READ)
+
+    def _judge(self, one: _Unproven) -> None:
+        said, came = one.challenge + one.came[:-PROOF_BYTES], one.came[-PROOF_BYTES:]
+        rank = int.from_bytes(one.came[:RANK_BYTES])
+        is_proven = hmac.compare_digest(came, proof(self._rendezvous.secret, b"worker", said))
+        if not is_proven or not 0 < rank < self._rendezvous.world_size or rank in self._workers.values():
+            self._drop(one.connection)
+            return
+        del self._unproven[one.connection]
+        self._workers[one.connection] = rank
+        _tell(one.connection, proof(self._rendezvous.secret, b"trainer", said))
+
+    def _tell_workers(self, why_not: str) -> None:
+        text = why_not.encode()[:MOST_TEXT_BYTES]
+        for connection in self._workers:
+            _tell(connection, len(text).to_bytes(LENGTH_BYTES) + text)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._num_dropped += 1
+        self._waiting.unregister(connection)
+        del self._unproven[connection]
+        connection.close()
+
+
+class _Unproven:
+    """A new connection, and what came over it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.until = time.monotonic() + PROOF_S
+        self.connection, self.came = connection, b""
+        self.challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        connection.setblocking(False)
+        _tell(connection, self.challenge)
+
+    def read(self) -> bool:
+        """Take what is there; False: the other end is gone."""
+        try:
+            fresh = self.connection.recv(ANSWER_BYTES - len(self.came))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.came += fresh
+        return bool(fresh)
+
+
+def _tell(connection: socket.socket, data: bytes) -> None:
+    """A few bytes, for which a connection always has room. Whether it is gone shows when it is read."""
+    with contextlib.suppress(OSError):
+        connection.send(data)

@@ -1,0 +1,213 @@
+"""The TCP transport: one connection from the trainer (rank 0) to each worker, for tensors in CPU memory. Broadcasts block.
+
+A connection begins with the handshake of `handshake.py`. After it the trainer sends the buffers end to end, and the workers send nothing.
+Bytes are not encrypted, and nothing protects them from whoever can change packets on their way: see docs/security.md.
+
+Axes: B = bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.protocol.messages import Rendezvous
+from weight_transfer.handshake import RETRY_S, SECRET_BYTES, Dropped, Reception, introduce
+
+KEEPALIVE_IDLE_S = 60
+"""A connection may be idle for hours between two publications; probes keep routers from forgetting it."""
+
+
+class SocketGroup:
+    """A `TransferGroup` over TCP. Made by `SocketListener.join` and `join`; owns its connections.
+
+    Args:
+        connections: by rank of the other end; a worker has one, to rank 0.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, connections: Mapping[int, socket.socket]) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._connections = dict(connections)
+        self._reason: str | None = None
+        self._abort_lock, self._in_use = threading.Lock(), threading.Lock()
+        for connection in self._connections.values():
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+
+    @property
+    def rank(self) -> int:
+        """0 is the sender."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """1 + receivers."""
+        return self._world_size
+
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> None:
+        """See `TransferGroup.broadcast`; returns when this end is done."""
+        deadline = time.monotonic() + deadline_s
+        if buffer_B.dtype != torch.uint8 or buffer_B.device.type != "cpu" or not buffer_B.is_contiguous():
+            raise ValueError(f"tcp carries contiguous uint8 CPU buffers, got {buffer_B.dtype} on {buffer_B.device}")
+        whole = buffer_B.view(-1).numpy().data
+        # A sender also reads: a receiver that is gone shows at once.
+        events = selectors.EVENT_READ if self._rank else selectors.EVENT_READ | selectors.EVENT_WRITE
+        with self._in_use, selectors.PollSelector() as waiting:
+            self._raise_if_aborted()
+            for rank, connection in self._connections.items() if whole else ():
+                waiting.register(connection, events, _Left(rank, whole))
+            while waiting.get_map():
+                for key, ready in self._wait(waiting, deadline):
+                    self._move(key.fileobj, key.data, ready)  # type: ignore[arg-type]
+                    if not key.data.view_B:
+                        waiting.unregister(key.fileobj)
+
+    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
+        """Nothing to wait for: broadcasts block."""
+        self._raise_if_aborted()
+
+    def abort(self, reason: str) -> None:
+        """See `TransferGroup.abort`; the peers see their connections end."""
+        with self._abort_lock:
+            if self._reason is None:
+                self._reason = reason
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):  # the peer was faster
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See `TransferGroup.close`."""
+        self.abort("the transfer group is closed")
+        with self._in_use, self._abort_lock:  # whoever waited has been freed
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
+
+    def _wait(self, waiting: selectors.BaseSelector, deadline: float) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = waiting.select(max(0.0, deadline - time.monotonic()))
+        self._raise_if_aborted()
+        if time.monotonic() >= deadline:
+            late = {key.data.rank: len(key.data.view_B) for key in waiting.get_map().values()}
+            raise TransferTimeout(f"the time was up with bytes left (rank: bytes) {late}; is the peer stopped?")
+        return ready
+
+    def _move(self, connection: socket.socket, left: _Left, ready: int) -> None:
+        """Send what the connection takes now, or receive what it has."""
+        try:
+            if self._rank:
+                moved = connection.recv_into(left.view_B)
+            else:
+                moved = 0 if ready & selectors.EVENT_READ else connection.send(left.view_B)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._raise_if_aborted()  # our own abort looks like a lost peer
+            raise TransferError(f"the peer is gone: the connection to rank {left.rank} broke ({error})") from error
+        if moved == 0:
+            self._raise_if_aborted()
+            raise TransferError(f"the peer is gone: rank {left.rank} has closed its connection")
+        left.view_B = left.view_B[moved:]
+
+    def _raise_if_aborted(self) -> None:
+        if self._reason is not None:
+            raise TransferAborted(f"transfer aborted: {self._reason}")
+
+
+class _Left:
+    """What still has to go over a connection."""
+
+    def __init__(self, rank: int, view_B: memoryview) -> None:
+        self.rank, self.view_B = rank, view_B
+
+
+class SocketListener:
+    """The trainer's open port, on `host` alone; the kernel chooses its number."""
+
+    def __init__(self, *, host: str, world_size: int, bucket_bytes: int) -> None:
+        """Bind and listen at once."""
+        self._closed = threading.Event()
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            self._listening: socket.socket | None = socket.create_server(address[:2], family=family, backlog=256)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on host {host!r}: {error}; set the trainer's `host` to its own address"
+            ) from error
+        self._rendezvous = Rendezvous(
+            transport="tcp", host=host, port=self._listening.getsockname()[1], secret=secrets.token_bytes(SECRET_BYTES),
+            world_size=world_size, bucket_bytes=bucket_bytes,
+        )  # fmt: skip
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """What the workers need to join."""
+        return self._rendezvous
+
+    def join(self, deadline_s: float) -> SocketGroup:
+        """See `GroupListener.join`."""
+        deadline = time.monotonic() + deadline_s
+        listening, self._listening = self._listening, None
+        if listening is None:
+            raise TransferAborted("this listener is closed or has joined already; open a new one")
+        with listening, Reception(listening, self._rendezvous) as reception:
+            workers = reception.wait(deadline, self._closed)
+        return SocketGroup(rank=0, world_size=self._rendezvous.world_size, connections=workers)
+
+    def close(self) -> None:
+        """See `GroupListener.close`."""
+        self._closed.set()
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+
+
+def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup:
+    """See `groups.join_tcp`."""
+    if rendezvous.transport != "tcp" or len(rendezvous.secret) != SECRET_BYTES:
+        raise ConfigError(f"no tcp rendezvous: transport {rendezvous.transport}, a secret of {len(rendezvous.secret)} bytes")
+    if not 0 < rank < rendezvous.world_size:
+        raise ConfigError(f"worker ranks are 1 to {rendezvous.world_size - 1}, got {rank}")
+    deadline = time.monotonic() + deadline_s
+    with _translated(f"joining the trainer at {rendezvous.host}:{rendezvous.port} as rank {rank}"):
+        while True:
+            try:
+                connection = _connect(rendezvous, rank=rank, deadline=deadline)
+                return SocketGroup(rank=rank, world_size=rendezvous.world_size, connections={0: connection})
+            except (Dropped, ConnectionResetError, BrokenPipeError) as error:
+                if time.monotonic() + RETRY_S > deadline:
+                    raise TransferTimeout("the trainer dropped every connection; has it another rendezvous by now?") from error
+                time.sleep(RETRY_S)
+
+
+def _connect(rendezvous: Rendezvous, *, rank: int, deadline: float) -> socket.socket:
+    timeout_s = max(0.001, deadline - time.monotonic())
+    connection = socket.create_connection((rendezvous.host, rendezvous.port), timeout=timeout_s)
+    try:
+        introduce(connection, rendezvous.secret, rank=rank, deadline=deadline)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def _translated(doing: str) -> Iterator[None]:
+    """Turn the operating system's errors into ours, and say what failed."""
+    try:
+        yield
+    except TransferError as error:
+        raise type(error)(f"{doing}: {error}") from error
+    except TimeoutError as error:
+        raise TransferTimeout(f"{doing}: the transfer group was not complete in time") from error
+    except OSError as error:
+        raise TransferError(f"{doing}: the trainer is gone or cannot be reached ({error})") from error

@@ -362,7 +362,7 @@ class TrainerRuntime:
     def forward(
         self, batch: Batch, *, allowed_token_ids: Sequence[int] | None = None, adapters: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy of every token that the batch's loss mask marks, [T] each, fp32 on the CPU, the same on every rank.
+        """Log-probs and entropy, at the batch's temperatures, of every token that its loss mask marks; [T], fp32 on the CPU, on every rank.
 
         Rows as in `messages.FORWARD_RESULTS`; 0 where the mask is 0. Gradients, weights and optimizer are untouched.
 
@@ -497,9 +497,10 @@ class TrainerRuntime:
         # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the region's backward adds them up.
         if self.provider.sequence_parallel:
             hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
-        predictors_M, targets_M = micro.predictors_N, micro.targets_N
+        predictors_M, targets_M, temperatures_M = micro.predictors_N, micro.targets_N, micro.temperatures_N
         if micro.here_M is not None:
             predictors_M, targets_M = predictors_M[micro.here_M], targets_M[micro.here_M]
+            temperatures_M = None if temperatures_M is None else temperatures_M[micro.here_M]
         hidden_MH = hidden_LH.index_select(0, predictors_M)
         if not self.provider.sequence_parallel:
             hidden_MH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_MH, group=group)
@@ -512,6 +513,7 @@ class TrainerRuntime:
             allowed_K=allowed_K,
             group=group,
             with_entropy=with_entropy,
+            temperatures_N=temperatures_M,
         )
         if micro.here_M is None:
             return mine

@@ -71,6 +71,14 @@ def test_forward_brings_its_buffers_back(run):
     assert asked.adapters is False and asked.allowed_token_ids == (3, 4)
 
 
+def test_forward_takes_the_batch_s_temperatures_along(run):
+    trainer = run.trainer()
+    spec = batch_specs(num_sequences=1, num_tokens=2, optional=["temperatures"])[-1]
+    run.client.forward(SmallBatch(specs=(*BATCH, spec), buffers=(*BUFFERS, array.array("f", [0.5]).tobytes())))
+    (asked,) = trainer.messages
+    assert [(t.name, t.shape) for t in asked.tensors] == [("tokens", (2,)), ("sequence_lengths", (1,)), ("temperatures", (1,))]
+
+
 def test_the_same_forward_id_runs_once_and_old_results_go(run):
     trainer = run.trainer()
     a = run.client.forward(SmallBatch(), job_id="one")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams, TrainLora
-from tests.trainer_node.data import make_batch
+from tests.trainer_node.data import arrays, make_batch, temperatures
 from tests.trainer_node.worker import make_runtime, random_adapters
 from trainer_node import checkpoint, steps
 from trainer_node.batch import Batch, BatchError
@@ -39,7 +39,7 @@ SPECS = {
 
 def whole_batch() -> Batch:
     """The shared batch with the optional tensors; the last sequence carries no loss at all."""
-    batch = make_batch()
+    batch = make_batch(arrays() | {"temperatures": temperatures()})
     mask_T = batch.loss_mask_T.clone()
     mask_T[-batch.lengths[-1] :] = 0
     generator = torch.Generator().manual_seed(5)
@@ -384,7 +384,7 @@ def main() -> None:
         write_identity_adapter(model, out / "identity", lora=runtime.config.lora, seed=runtime.config.seed)
     random_adapters(runtime)
     checkpoint.save_adapter(runtime, out / "random")
-    everything = make_batch()
+    everything = whole_batch()
     ones_T = torch.ones(len(everything.tokens_T))
     ones_T[torch.tensor([0, *everything.lengths[:-1]]).cumsum(0)] = 0
     scored = replace(everything, loss_mask_T=ones_T)

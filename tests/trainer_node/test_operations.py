@@ -84,6 +84,11 @@ def test_topology_changes_nothing(topology: str, models, peft_adapters, single_o
     close(other["kl_gradients"], one["kl_gradients"], relative=1e-5)
 
 
+def logits_of(model: torch.nn.Module, ids: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """What a sequence's tokens but the first are drawn from, [L - 1, V]."""
+    return model(input_ids=ids[None]).logits[0, :-1] / temperatures[:, None]
+
+
 @pytest.mark.parametrize("name", ["dense_untied", "moe"])
 def test_one_rank_equals_transformers_and_peft(name: str, models, peft_adapters, single_operations) -> None:
     """Log-probs (with our adapter and with one that PEFT wrote), entropy, loss and gradient of a loss with KL to that one; and loss and gradient of a loss with KL to the base and entropy bonus, written again for one sequence at a
@@ -103,12 +108,12 @@ def test_one_rank_equals_transformers_and_peft(name: str, models, peft_adapters,
     for length in batch.lengths:
         ids = batch.tokens_T[start : start + length]
         rows = slice(start + 1, start + length)
-        logits = policy(input_ids=ids[None]).logits[0, :-1]
+        logits = logits_of(policy, ids, batch.temperatures_T[rows])
         full = logits.log_softmax(-1)
         with torch.no_grad():
-            reference = frozen(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            reference = logits_of(frozen, ids, batch.temperatures_T[rows]).log_softmax(-1)
             some = logits[:, :150].log_softmax(-1)
-            by_peft = theirs_too(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            by_peft = logits_of(theirs_too, ids, batch.temperatures_T[rows]).log_softmax(-1)
             for key, table in (("policy", full), ("base", reference), ("allowed", some), ("peft", by_peft)):
                 entropy = -(table.exp() * table).sum(-1)
                 padded = torch.nn.functional.pad(table, (0, 300 - table.shape[1]), value=-torch.inf)

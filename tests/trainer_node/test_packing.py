@@ -207,11 +207,11 @@ def test_sizes_that_do_not_fit_the_world_are_refused(sizes: dict[str, int], mess
         ParallelConfig(**sizes)
 
 
-@pytest.mark.parametrize("field", ["old_logprobs", "reference_logprobs"])
+@pytest.mark.parametrize("field", ["old_logprobs", "reference_logprobs", "temperatures"])
 def test_optional_tensors_go_along(field: str) -> None:
-    values = arrays() | {field: np.arange(sum(LENGTHS), dtype=np.float32)}
+    values = arrays() | {field: np.arange(1, sum(LENGTHS) + 1, dtype=np.float32)}
     for m in micro_batches(make_batch(values), budget=16):
-        assert torch.equal(getattr(m, f"{field}_N"), m.rows_N.float())
+        assert torch.equal(getattr(m, f"{field}_N"), m.rows_N + 1.0)
 
 
 def test_routed_experts_on_the_wire() -> None:

@@ -114,7 +114,7 @@ def test_one_rank_equals_the_reference(model: str, cell: str, models, single_par
 
 def reference_cell(model: Any, kind: str, *, is_lora: bool) -> dict[str, Any]:
     """What `parity.cell` returns, by none of its code."""
-    from tests.trainer_node.parity import OPTIM, batches
+    from tests.trainer_node.parity import LOSSES, OPTIM, batches
 
     named = {hf_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     decays = [p for p in named.values() if p.dim() > 1]
@@ -123,9 +123,10 @@ def reference_cell(model: Any, kind: str, *, is_lora: bool) -> dict[str, Any]:
         [{"params": decays, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps,
     )  # fmt: skip
-    first, second = batches()
+    first, second = batches(LOSSES[kind])
     with torch.no_grad():
-        rows = [torch.nn.functional.pad(torch.stack(score(model, ids)), (1, 0)) for ids in first.tokens_T.split(LENGTHS)]
+        pieces = zip(first.tokens_T.split(LENGTHS), temperatures_of(first).split(LENGTHS), strict=True)
+        rows = [torch.nn.functional.pad(torch.stack(score(model, *piece)), (1, 0)) for piece in pieces]
     result: dict[str, Any] = {"scores": torch.cat(rows, dim=1), "metrics": []}
     for step, batch in enumerate((first, second)):
         optimizer.zero_grad()
@@ -153,18 +154,23 @@ def hf_name(name: str) -> str:
     return bare.removesuffix(".weight") if ".lora_" in bare else bare
 
 
-def score(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of each token but the first, [L - 1] each."""
-    table = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+def temperatures_of(batch: Any) -> torch.Tensor:
+    """Those of the batch, or 1."""
+    return torch.ones(len(batch.tokens_T)) if batch.temperatures_T is None else batch.temperatures_T
+
+
+def score(model: Any, ids: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of each token but the first at its temperature, [L - 1] each."""
+    table = (model(input_ids=ids[None]).logits[0, :-1] / temperatures[1:, None]).log_softmax(-1)
     return table.gather(-1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
 def reference_loss(model: Any, batch: Any, kind: str) -> tuple[dict[str, float], torch.Tensor]:
     """The losses of `parity.LOSSES` written again: cross-entropy, and PPO's clipped surrogate with dual clip and an entropy bonus."""
     total, entropies, clipped = torch.zeros(()), torch.zeros(()), 0.0
-    fields = (batch.tokens_T, batch.loss_mask_T, batch.advantages_T, batch.sampler_logprobs_T)
-    for ids, mask, advantage, old in zip(*(t.split(LENGTHS) for t in fields), strict=True):
-        logp, entropy = score(model, ids)
+    fields = (batch.tokens_T, temperatures_of(batch), batch.loss_mask_T, batch.advantages_T, batch.sampler_logprobs_T)
+    for ids, temperature, mask, advantage, old in zip(*(t.split(LENGTHS) for t in fields), strict=True):
+        logp, entropy = score(model, ids, temperature)
         picked, a = mask[1:] == 1, advantage[1:]
         if kind == "sft":
             total = total - logp[picked].sum()

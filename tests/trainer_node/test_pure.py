@@ -169,6 +169,31 @@ class TestBatch:
         with pytest.raises(BatchError, match=rf"{field} has 35 elements but sequence_lengths sum to 36"):
             make_batch(values | {field: np.zeros(35, np.float32)})
 
+    def test_one_temperature_for_each_sequence_is_one_for_each_of_its_tokens(self) -> None:
+        each = np.arange(1, len(LENGTHS) + 1, dtype=np.float32)
+        whole = make_batch(arrays() | {"temperatures": each}), make_batch(arrays() | {"temperatures": each.repeat(LENGTHS)})
+        assert [b.temperatures_T.tolist() for b in whole] == [each.repeat(LENGTHS).tolist()] * 2
+        assert make_batch().temperatures_T is None
+
+    @pytest.mark.parametrize(
+        ("temperature", "message"),
+        [
+            (0.0, r"sequence 1: temperatures\[2\] = 0.0 is greedy decoding, .*; sample to train"),
+            (-1.0, r"sequence 1: temperatures\[2\] = -1.0 is below 0.01, the lowest temperature that vLLM samples at"),
+            (0.009, r"sequence 1: temperatures\[2\] = 0.008\d* is below 0.01"),
+            (np.nan, r"sequence 1: temperatures\[2\] = nan is not finite"),
+            (np.inf, r"sequence 1: temperatures\[2\] = inf is not finite"),
+        ],
+    )
+    def test_temperatures_that_nothing_is_sampled_at(self, temperature: float, message: str) -> None:
+        each = np.full(sum(LENGTHS), 0.01, np.float32)
+        make_batch(arrays() | {"temperatures": each})
+        each[11] = temperature
+        with pytest.raises(BatchError, match=message):
+            make_batch(arrays() | {"temperatures": each})
+        with pytest.raises(BatchError, match="temperatures has 7 elements but sequence_lengths sum to 36"):
+            make_batch(arrays() | {"temperatures": each[:7]})
+
     def test_a_given_reference_must_be_given(self) -> None:
         with pytest.raises(BatchError, match="no reference_logprobs"):
             make_batch(loss=LossSpec(kl=KlSpec(reference="given")))
@@ -180,15 +205,31 @@ class TestBatch:
             make_batch(values)
 
 
-def forward_batch(tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None = None):
+def forward_batch(
+    tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None = None, temperatures: list[float] | None = None
+):
     buffers = [np.array(tokens, np.int32).tobytes(), np.array(lengths, np.int32).tobytes()]
-    specs = forward_specs(num_sequences=len(lengths), num_tokens=len(tokens))
+    specs = forward_specs(
+        num_sequences=len(lengths),
+        num_tokens=len(tokens),
+        optional=["temperatures"] if temperatures else (),
+        token_temperatures=len(temperatures or ()) == len(tokens),
+    )
+    if temperatures:
+        buffers.append(np.array(temperatures, np.float32).tobytes())
     return decode_forward(specs=specs, buffers=buffers, vocab_size=300, max_length=64, allowed_token_ids=allowed)
 
 
 class TestForward:
     def test_all_but_the_first_tokens_are_asked_for(self) -> None:
         assert forward_batch([1, 2, 3, 4, 5], [2, 3]).loss_mask_T.tolist() == [0, 1, 0, 1, 1]
+
+    @pytest.mark.parametrize("temperatures", [[0.5, 2.0], [0.5, 0.5, 2.0, 2.0, 2.0]])
+    def test_temperatures(self, temperatures: list[float]) -> None:
+        assert forward_batch([1, 2, 3, 4, 5], [2, 3], None, temperatures).temperatures_T.tolist() == [0.5, 0.5, 2, 2, 2]
+        assert forward_batch([1, 2], [2]).temperatures_T is None
+        with pytest.raises(BatchError, match=r"sequence 1: temperatures\[0\] = 0.0 is greedy"):
+            forward_batch([1, 2, 3, 4, 5], [2, 3], None, [0.5, 0.0])
 
     @pytest.mark.parametrize(
         ("tokens", "lengths", "allowed", "message"),

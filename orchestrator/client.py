@@ -296,7 +296,8 @@ class SpliceClient:
         grad_accumulation_sequences: int | None = None,
         **run: Any,
     ) -> dict[str, Any]:
-        """Train on the batch, then publish the next version; `["steps"]` has the metrics of each optimizer step, `["metrics"]` all together.
+        """Train on the batch, then publish the next version; `["steps"]` has the metrics of each optimizer step, `["metrics"]` all together,
+        `["warnings"]` what looks wrong (see `LossSpec.max_logprob_gap`).
 
         Args:
             mini_batch_sequences: one step for every so many sequences, in order; None: one for all of them.

@@ -191,6 +191,7 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
         pack_size.remember(runtime, meta.get("micro_batch_tokens"))
     counters = meta["counters"]
     runtime.num_steps, runtime.num_skipped_steps = counters["steps"], counters["skipped_steps"]
+    runtime.steps_since_sent = 0
     return Loaded(
         version=int(meta["version"]),
         client_state=meta.get("client_state", {}),

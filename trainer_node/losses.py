@@ -259,6 +259,11 @@ class RegisteredLoss:
     parameters: Mapping[str, Any]
     """Name -> default; `inspect.Parameter.empty` where the caller must give it."""
 
+    @property
+    def takes_sampler(self) -> bool:
+        """Whether the batch's sampler_logprobs mean something to it."""
+        return "sampler_logprobs_N" in self.inputs
+
 
 _LOSSES: dict[str, RegisteredLoss] = {}
 
@@ -333,6 +338,10 @@ def bind_loss(spec: LossSpec) -> Callable[[LossInputs], LossOutput]:
     unknown = sorted(set(given) - set(loss.parameters))
     if unknown:
         raise ConfigError(f"loss.params: {unknown} are no parameters of {spec.name}, which takes {sorted(loss.parameters)}")
+    if spec.max_logprob_gap is not None and not loss.takes_sampler:
+        raise ConfigError(
+            f"loss.max_logprob_gap: {spec.name} takes no sampler_logprobs, so there is no gap to bound; leave it out"
+        )
     missing = [p for p, default in loss.parameters.items() if default is inspect.Parameter.empty and p not in given]
     if missing:
         raise ConfigError(f"loss.params: {spec.name} needs {missing}")
@@ -583,7 +592,7 @@ def total_loss(
         entropy = entropy_N.sum()
         total = total - spec.entropy_bonus * entropy
     gap_N = torch.zeros_like(log_probs_N)
-    if "sampler_logprobs_N" in registered(spec.name).inputs:
+    if registered(spec.name).takes_sampler:
         gap_N = (log_probs_N.detach() - inputs.sampler_logprobs_N).abs()
     return LossTerms(
         total=total,

@@ -28,11 +28,19 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node import pack_size
+from trainer_node import gap, pack_size
 from trainer_node.batch import Batch, BatchError, MicroBatch, Packs, check_accumulation, check_routing, micro_batches
 from trainer_node.dropout import key_of
 from trainer_node.hf import HfCheckpoint, read_config
-from trainer_node.losses import LossInputs, bind_loss, gather_positions, import_losses, linear_statistics, total_loss
+from trainer_node.losses import (
+    LossInputs,
+    bind_loss,
+    gather_positions,
+    import_losses,
+    linear_statistics,
+    registered,
+    total_loss,
+)
 from trainer_node.merge import strip_wrappers
 from trainer_node.offload import HostCopies, held_tensors, storage_bytes
 from trainer_node.peft_io import read_together
@@ -73,6 +81,8 @@ class TrainerRuntime:
         self.pending = self.used = Pending()
         """Of `used` the last optimizer step was made, or would have been."""
         self.num_steps, self.num_skipped_steps = 0, 0
+        self.steps_since_sent = 0
+        """Optimizer steps since the weights were last sent, or loaded from a checkpoint or adapter; 0: a step now should be on policy."""
         self.first_forward_s = 0.0
         """Monotonic clock at the first forward pass since whoever wants to know set it to 0."""
         _check_topology(config, self.hf_config)
@@ -314,6 +324,7 @@ class TrainerRuntime:
 
         Raises:
             ConfigError: the loss or the cut is refused; what is pending stays.
+            LogprobGapError: trainer and sampler are further apart than the loss allows; what was pending is dropped.
             Exception: anything later; what was pending is dropped, and a note on the exception says so.
         """
         batch = self.check(batch, loss, grad_accumulation_sequences=grad_accumulation_sequences)
@@ -329,6 +340,7 @@ class TrainerRuntime:
                     self._cut(batch), partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight)
                 )
             sums = self._reduce_sums(reports, batch, loss)
+            gap.check(sums, loss)
         except BaseException as error:
             dropped = self.drop_pending()
             error.add_note(f"Gradients pending from {dropped} batches before it were dropped with it.")
@@ -568,12 +580,13 @@ class TrainerRuntime:
         total = total if self._speaks() else torch.zeros_like(total)
         dist.all_reduce(total)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        loss, clipped, gap, kl, entropy = total.tolist()
+        loss, clipped, logprob_gap, kl, entropy = total.tolist()
         return StepSums(
             loss=loss,
             num_clipped=clipped,
-            logprob_gap=gap,
+            logprob_gap=logprob_gap,
             logprob_gap_max=float(worst),
+            gap_tokens=batch.num_loss_tokens if registered(spec.name).takes_sampler else 0,
             kl=kl,
             kl_tokens=batch.num_loss_tokens if spec.kl is not None else 0,
             entropy=entropy,
@@ -613,6 +626,7 @@ class TrainerRuntime:
         finally:
             self.drop_pending()
         self.num_steps += 1
+        self.steps_since_sent += 1
         return pending.sums.metrics(pending.normalize_by) | {
             "grad_norm": grad_norm,
             "num_batches": float(pending.num_batches),
@@ -695,6 +709,7 @@ class TrainerRuntime:
         whole = read_together(self, folder)
         self.adapters.load(whole)  # type: ignore[arg-type]
         self.optimizer.state.clear()
+        self.steps_since_sent = 0
         return self.drop_pending()
 
     def read_reference(self, folder: Path) -> None:

@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     PLAN_REFUSED = "plan_refused"
     TRAINING_FAILED = "training_failed"
     NON_FINITE_GRADIENT = "non_finite_gradient"
+    LOGPROB_GAP = "logprob_gap"
     CHECKPOINT_FAILED = "checkpoint_failed"
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_TIMEOUT = "transfer_timeout"
@@ -253,6 +254,10 @@ class LossSpec(Message):
     """What the sums are divided by: the number of loss tokens, of sequences with loss tokens (gspo's default), or this constant."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The sampler drew only from these ids; log-probs are normalised over them. None: the whole vocabulary."""
+    max_logprob_gap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Largest mean |log p(trainer) - log p(sampler)| of the job's first step, in nats a token. Above it the job fails with the code logprob_gap
+    before the step: weights and optimizer stay as they are, pending gradients are dropped. None: no bound, but the result's `warnings` name
+    a gap that the trainer's dtype does not explain, on the first step after a publication or load."""
 
     @model_validator(mode="before")
     @classmethod

@@ -120,6 +120,8 @@ class _Smoke:
         label = f"{self._config.name}@{step}"
         result = self._cluster.client.run(job, buffers=batch.buffers, on_progress=lambda p: self._display.on_progress(label, p))
         self._check_metrics(step, result["metrics"])
+        for text in result["warnings"]:
+            self._display.done(f"@{step}: {text}")
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
     def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:

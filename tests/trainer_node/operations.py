@@ -22,6 +22,7 @@ from tests.trainer_node.data import arrays, make_batch, temperatures
 from tests.trainer_node.worker import make_runtime, random_adapters
 from trainer_node import checkpoint, steps
 from trainer_node.batch import Batch, BatchError
+from trainer_node.gap import LogprobGapError
 from trainer_node.identity_adapter import write_identity_adapter
 from trainer_node.peft_io import AdapterError
 from trainer_node.runtime import NonFiniteGradient, NothingPending, TrainerRuntime
@@ -289,6 +290,22 @@ def check_refused_steps(runtime: TrainerRuntime, good: Batch, skips: Batch) -> N
     assert runtime.num_steps == counted
 
 
+def check_gap(runtime: TrainerRuntime) -> None:
+    """A job's bound on the gap to the sampler holds for its first step: beyond it no step is taken, within it later ones may be further off."""
+    batch = replace(whole_batch(), old_logprobs_T=None, reference_logprobs_T=None)
+    spec = LossSpec(name="grpo", max_logprob_gap=1e-3)
+    before, counted = state(runtime), runtime.num_steps
+    runtime.forward_backward(batch, SPECS["cross_entropy"])
+    with pytest.raises(LogprobGapError, match=r"log-probs .* differ from the sampler's by .*max_logprob_gap is 0.001"):
+        steps.train(runtime, batch, training(spec, epochs=3), on_step=lambda *_: None)
+    assert same(before, state(runtime))
+    assert (runtime.num_steps, runtime.pending.num_batches) == (counted, 0)
+    sampled_T, _ = runtime.forward(batch)
+    done = steps.train(runtime, replace(batch, sampler_logprobs_T=sampled_T), training(spec, epochs=3), on_step=lambda *_: None)
+    gaps = [step.metrics["logprob_gap_mean"] for step in done]
+    assert gaps[0] < 1e-5 < 1e-3 < gaps[2], gaps
+
+
 def check_failure_between_steps(runtime: TrainerRuntime) -> None:
     """The steps before it stand, and the error says how many."""
     batch, original, began = batch_for("cross_entropy"), runtime._loss, runtime.num_steps
@@ -403,6 +420,7 @@ def main() -> None:
         check_failures_drop(runtime, out)
         check_offload(runtime, out)
         check_failure_between_steps(runtime)
+        check_gap(runtime)
     check_steps(runtime)
     if dist.get_rank() == 0:
         torch.save(result, out / "result.pt")

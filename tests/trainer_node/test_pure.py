@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +12,10 @@ import torch
 from orchestrator.errors import ConfigError, MergePlanError
 from orchestrator.protocol.messages import KlSpec, LossSpec, Manifest, TensorSpec, forward_specs
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
+from trainer_node import gap
 from trainer_node.batch import BatchError, check_accumulation, decode_forward, micro_batches
 from trainer_node.hf_export import plan_files
-from trainer_node.losses import cross_entropy, grpo, linear_statistics
+from trainer_node.losses import bind_loss, cross_entropy, grpo, linear_statistics
 from trainer_node.merge import LoraDelta, MergeOp, decoder_name, merge_tensor, plan_merge, strip_wrappers
 from trainer_node.sums import Pending, StepSums
 
@@ -284,6 +288,48 @@ class TestSums:
         values = arrays()
         values["loss_mask"][: LENGTHS[0]] = 0
         assert make_batch(values).num_loss_sequences == 4
+
+
+class TestGap:
+    def sums(self, mean: float, count: int = 4) -> StepSums:
+        return StepSums(logprob_gap=mean * count, logprob_gap_max=2 * mean, gap_tokens=count, num_tokens=count, num_clipped=1)
+
+    def test_only_losses_that_take_the_samplers_log_probs_count(self) -> None:
+        both = self.sums(0.5) + StepSums(num_tokens=12, loss=1.0)
+        assert both.metrics("tokens")["logprob_gap_mean"] == both.logprob_gap_mean == 0.5
+        assert StepSums(num_tokens=3).logprob_gap_mean == 0.0
+
+    @pytest.mark.parametrize(
+        ("dtype", "mean", "coldest", "warns"),
+        [
+            ("float32", 1e-6, 1.0, False),
+            ("float32", 2e-3, 1.0, True),
+            ("float32", 2e-3, 0.4, False),
+            ("bfloat16", 0.031, 1.0, False),
+            ("bfloat16", 0.031, 0.25, False),
+            ("bfloat16", 0.47, 0.7, True),
+            ("bfloat16", 0.15, 2.0, True),
+            ("float32", math.nan, 1.0, True),
+        ],
+    )
+    def test_what_rounding_explains_is_not_said(self, dtype: str, mean: float, coldest: float, warns: bool) -> None:
+        temperatures_T = torch.tensor([3.0, coldest])
+        said = gap.warnings(self.sums(mean), LossSpec(), dtype=dtype, temperatures_T=temperatures_T)
+        assert bool(said) == warns
+        if warns:
+            assert re.search(
+                rf"differ.* by .* nats in the mean and .* at most, 25.0% of .*; {dtype} explains .*temperature", said[0]
+            )
+        assert gap.warnings(self.sums(mean), LossSpec(max_logprob_gap=5.0), dtype=dtype, temperatures_T=None) == []
+
+    def test_a_jobs_own_bound(self) -> None:
+        gap.check(self.sums(0.5), LossSpec())
+        gap.check(self.sums(0.5), LossSpec(max_logprob_gap=0.5))
+        for mean in (0.51, math.nan):
+            with pytest.raises(gap.LogprobGapError, match=r"loss.max_logprob_gap is 0.5. Usual causes: a temperature"):
+                gap.check(self.sums(mean), LossSpec(max_logprob_gap=0.5))
+        with pytest.raises(ConfigError, match="cross_entropy takes no sampler_logprobs"):
+            bind_loss(LossSpec(name="cross_entropy", max_logprob_gap=0.5))
 
 
 class TestExportPlan:

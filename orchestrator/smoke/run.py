@@ -206,6 +206,7 @@ class _Smoke:
             trained=self._trained,
             sequences=self._sequences,
             work_dir=self._config.run_dir,
+            visible=proving.visible(self._config.tau, sharp=sharp),
         )
         proof = proving.judge(
             tau=self._config.tau,
@@ -224,7 +225,7 @@ class _Smoke:
             row["median_diff_to_previous"] = proof.median_to_previous.get(row["version"])
             row["median_rounding_diff"] = proof.rounding.get(row["version"])
         self._report.proof = {
-            "tau": proof.tau if sharp else None, "perturbed": proof.perturbed, "share_changed": answer.get("share_changed", {}),
+            "tau": proof.tau if sharp else None, "perturbed": proof.perturbed, "perturbed_noise": answer["perturbed_noise"], "share_changed": answer.get("share_changed", {}),
             "lora_job_moved": moved, "seconds": time.monotonic() - started_s,
         }  # fmt: skip
         for failure in proof.failures:

@@ -14,9 +14,9 @@ from trainer_node.sums import StepSums
 EXPLAINED_NATS = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |trainer - sampler| of a token that the trainer's dtype explains, at temperatures of 1 and above.
 
-Two implementations round a logit differently by about `unit roundoff * sqrt(2 * layers) * spread of the logits`: each layer adds twice to the
-residual stream, and the errors are independent. For 36 layers and a spread of 2 that is 0.033 nats in bf16 (2^-9) and 1e-6 in fp32 (2^-24). An
-8B model in bf16 measured 0.031 in the mean and 0.27 at most, fp32 models 1e-6. bf16 is allowed three times its mean, because experts that are
+Two implementations round a logit differently by about `u / sqrt(3) * sqrt(2 * layers) * spread of the logits`: each layer adds twice to the
+residual stream, and each addition has an independent rounding error, uniform within the unit roundoff u. For 36 layers and a spread of 2 that is
+0.038 nats in bf16 (u = 2^-8) and 6e-7 in fp32 (u = 2^-24). An 8B model in bf16 measured 0.031 in the mean and 0.27 at most, fp32 models 1e-6. bf16 is allowed three times its mean, because experts that are
 chosen differently move single tokens by whole nats. fp32 is allowed what the canary allows: what this is to find moves tokens by 0.01 and more.
 """
 

@@ -143,6 +143,7 @@ async def _sample(
             max_tokens=1,
             seed=seed,
             restrict=False,
+            temperature=task.temperature,
         )
 
 

@@ -40,6 +40,7 @@ class Task:
     max_grad_norm: float = 1.0
     clip: float = 0.2
     kl_coefficient: float = 0.01
+    temperature: float = 0.8
 
 
 WARM_STEPS, WARM_LR = 60, 3e-3
@@ -55,9 +56,10 @@ def answer_ids(tokenizer: Any) -> dict[int, float]:
     return {tokenizer(f" {answer}", add_special_tokens=False)["input_ids"][0]: reward for answer, reward in REWARDS.items()}
 
 
-def next_token_logprobs(model: Any, prompts: list[list[int]]) -> torch.Tensor:
+def next_token_logprobs(model: Any, prompts: list[list[int]], *, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs of the token after each prompt, [P, V]; one prompt at a time, so that nothing is padded."""
-    return torch.stack([model(input_ids=torch.tensor([p])).logits[0, -1].float().log_softmax(-1) for p in prompts])
+    logits_PV = torch.stack([model(input_ids=torch.tensor([p])).logits[0, -1].float() for p in prompts])
+    return (logits_PV / temperature).log_softmax(-1)
 
 
 def warm_start(model_dir: Path, out: Path, *, seed: int = 0) -> None:
@@ -96,14 +98,14 @@ def run(model_dir: Path, *, seed: int, jobs: int, task: Task) -> list[dict[str, 
     for job in range(1, jobs + 1):
         prompts = [tokenizer(p)["input_ids"] for p in job_prompts(seed, job, task.num_prompts)]
         with torch.no_grad():
-            sampled_PV = next_token_logprobs(model, prompts)
+            sampled_PV = next_token_logprobs(model, prompts, temperature=task.temperature)
             answers_PG = torch.multinomial(sampled_PV.exp(), task.group_size, replacement=True)
             old_PG = sampled_PV.gather(1, answers_PG)
             with model.disable_adapter():
-                reference_PG = next_token_logprobs(model, prompts).gather(1, answers_PG)
+                reference_PG = next_token_logprobs(model, prompts, temperature=task.temperature).gather(1, answers_PG)
         earned = [[rewards.get(t, 0.0) for t in row] for row in answers_PG.tolist()]
         advantages_PG = torch.tensor([group_advantages(row) for row in earned])
-        logp_PG = next_token_logprobs(model, prompts).gather(1, answers_PG)
+        logp_PG = next_token_logprobs(model, prompts, temperature=task.temperature).gather(1, answers_PG)
         ratio_PG = (logp_PG - old_PG).exp()
         clipped_PG = ratio_PG.clamp(1 - task.clip, 1 + task.clip)
         surrogate = torch.minimum(ratio_PG * advantages_PG, clipped_PG * advantages_PG)

@@ -34,6 +34,7 @@ from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
     FORWARD_TENSORS,
+    OPTIONAL_FORWARD_TENSORS,
     AnyMessage,
     CancelJob,
     Completed,
@@ -269,13 +270,14 @@ class SpliceClient:
     def forward(
         self, batch: BatchBuffers, *, adapters: bool = True, allowed_token_ids: Sequence[int] | None = None, **run: Any
     ) -> ForwardResult:
-        """Log-probs and entropy of every token; only the batch's tokens and lengths are sent.
+        """Log-probs and entropy of every token; only the batch's tokens, lengths and temperatures are sent.
 
         Args:
             adapters: False: the base model's, that is the reference policy's.
             allowed_token_ids: normalise over these only.
         """
-        kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in FORWARD_TENSORS]
+        wanted = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
+        kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in wanted]
         allowed = None if allowed_token_ids is None else tuple(allowed_token_ids)
         job = ForwardJob(tensors=tuple(s for s, _ in kept), adapters=adapters, allowed_token_ids=allowed)
         envelope = self._run(job, [b for _, b in kept], **run)
@@ -295,7 +297,8 @@ class SpliceClient:
         grad_accumulation_sequences: int | None = None,
         **run: Any,
     ) -> dict[str, Any]:
-        """Train on the batch, then publish the next version; `["steps"]` has the metrics of each optimizer step, `["metrics"]` all together.
+        """Train on the batch, then publish the next version; `["steps"]` has the metrics of each optimizer step, `["metrics"]` all together,
+        `["warnings"]` what looks wrong (see `LossSpec.max_logprob_gap`).
 
         Args:
             mini_batch_sequences: one step for every so many sequences, in order; None: one for all of them.

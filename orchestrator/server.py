@@ -688,6 +688,7 @@ class Orchestrator:
             metrics=made["metrics"],
             seconds=dict(made["seconds"]),
             steps=made.get("steps", []),
+            warnings=made.get("warnings", []),
         )
 
     async def _train_version(
@@ -709,7 +710,10 @@ class Orchestrator:
             buffers,
             phase="training",
         )
-        made = {name: completed.result.get(name, empty) for name, empty in (("metrics", {}), ("seconds", {}), ("steps", []))}
+        made = {
+            name: completed.result.get(name, empty)
+            for name, empty in (("metrics", {}), ("seconds", {}), ("steps", []), ("warnings", []))
+        }
         self._trainer.memory.stepped(_steps_taken(made))
         self._made(job_id, version, checkpoint_dir, going, **made)
         return made
@@ -795,6 +799,7 @@ class Orchestrator:
         metrics: object,
         seconds: dict[str, float],
         steps: Sequence[object] = (),
+        warnings: Sequence[str] = (),
     ) -> dict[str, object]:
         pause_s = 0.0
 
@@ -816,6 +821,7 @@ class Orchestrator:
             "alias": f"{self._config.name}@{version}",
             "metrics": metrics,
             "steps": list(steps),
+            "warnings": list(warnings),
             "seconds": {**seconds, **done.seconds, "pause": pause_s},
             "mode": done.mode,
             "why_in_place": done.why_in_place,

@@ -21,7 +21,15 @@ import numpy as np
 import torch
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import BATCH_TENSORS, FORWARD_TENSORS, OPTIONAL_BATCH_TENSORS, LossSpec, TensorSpec
+from orchestrator.protocol.messages import (
+    BATCH_TENSORS,
+    FORWARD_TENSORS,
+    MIN_TEMPERATURE,
+    OPTIONAL_BATCH_TENSORS,
+    OPTIONAL_FORWARD_TENSORS,
+    LossSpec,
+    TensorSpec,
+)
 
 CPU = torch.device("cpu")
 _FLOATS = ("loss_mask", "advantages", "sampler_logprobs")
@@ -44,6 +52,8 @@ class Batch:
     reference_logprobs_T: torch.Tensor | None = None
     routed_experts_T: torch.Tensor | None = None
     """[T, layers, top_k]."""
+    temperatures_T: torch.Tensor | None = None
+    """What the sampler divided the logits by; None: 1 everywhere."""
     routing_is_checked: bool = False
     """`check_routing` found nothing wrong."""
 
@@ -90,6 +100,7 @@ class MicroBatch:
     sampler_logprobs_N: torch.Tensor
     old_logprobs_N: torch.Tensor | None = None
     reference_logprobs_N: torch.Tensor | None = None
+    temperatures_N: torch.Tensor | None = None
     routed_experts_L: torch.Tensor | None = None
     """[L, layers, top_k]: the experts that each token of the pack goes to."""
 
@@ -153,7 +164,8 @@ def decode_forward(
     Raises:
         BatchError: names the sequence's index and the field.
     """
-    arrays = _arrays(specs, buffers, wanted=FORWARD_TENSORS)
+    optional = {n: d for n, d in OPTIONAL_FORWARD_TENSORS.items() if any(s.name == n for s in specs)}
+    arrays = _arrays(specs, buffers, wanted=FORWARD_TENSORS | optional)
     starts = _check_sequences(arrays, vocab_size=vocab_size, max_length=max_length)
     if allowed_token_ids is not None:
         _check_allowed(allowed_token_ids, vocab_size)
@@ -164,6 +176,7 @@ def decode_forward(
         loss_mask_T=mask_T,
         advantages_T=torch.zeros_like(mask_T),
         sampler_logprobs_T=torch.zeros_like(mask_T),
+        temperatures_T=torch.from_numpy(arrays["temperatures"]) if optional else None,
         lengths=tuple(int(n) for n in arrays["sequence_lengths"]),
     )
 
@@ -207,7 +220,8 @@ def check_routing(batch: Batch, *, num_layers: int, num_experts: int, top_k: int
 
 
 def _check_sequences(arrays: dict[str, np.ndarray], *, vocab_size: int, max_length: int) -> np.ndarray:
-    """Refuse lengths and token ids that do not fit; returns each sequence's first row, [S]."""
+    """Refuse lengths, token ids and temperatures that do not fit; returns each sequence's first row, [S]. One temperature for each sequence
+    becomes one for each token."""
     lengths, tokens = arrays["sequence_lengths"], arrays["tokens"]
     if len(lengths) == 0 or len(tokens) == 0:
         raise BatchError("the batch is empty: sequence_lengths and tokens need at least one element")
@@ -217,13 +231,28 @@ def _check_sequences(arrays: dict[str, np.ndarray], *, vocab_size: int, max_leng
         raise BatchError(f"sequence {i}: sequence_lengths is {lengths[i]}, longer than the model's {max_length}")
     total = int(lengths.sum(dtype=np.int64))
     for name in arrays:
-        if name != "sequence_lengths" and len(arrays[name]) != total:
+        sizes = {"sequence_lengths": (len(lengths),), "temperatures": (len(lengths), total)}.get(name, (total,))
+        if len(arrays[name]) not in sizes:
             raise BatchError(
                 f"sequence {len(lengths) - 1}: {name} has {len(arrays[name])} elements but sequence_lengths sum to {total}"
             )
+    if "temperatures" in arrays:
+        _check_temperatures(arrays)
     _refuse(arrays, (tokens < 0) | (tokens >= vocab_size), "tokens", f"is outside the vocabulary of {vocab_size}")
     starts: np.ndarray = np.cumsum(lengths, dtype=np.int64) - lengths
     return starts
+
+
+def _check_temperatures(arrays: dict[str, np.ndarray]) -> None:
+    """Refuse temperatures that nothing is sampled at; [S] becomes [T]."""
+    lengths, given = arrays["sequence_lengths"], arrays["temperatures"]
+    if len(given) == len(lengths):
+        arrays["temperatures"] = given = np.repeat(given, lengths)
+    _refuse(arrays, ~np.isfinite(given), "temperatures", "is not finite")
+    why = f"is below {MIN_TEMPERATURE}, the lowest temperature that vLLM samples at"
+    greedy = "is greedy decoding, which draws nothing: its tokens have probability 1 and no gradient; sample to train"
+    _refuse(arrays, given == 0, "temperatures", greedy)
+    _refuse(arrays, given < np.float32(MIN_TEMPERATURE), "temperatures", why)
 
 
 def _refuse(arrays: dict[str, np.ndarray], bad: np.ndarray, field: str, why: str) -> None:
@@ -426,6 +455,7 @@ def _lay_out(batch: Batch, sequences: tuple[int, ...], length: int, lengths: Seq
         sampler_logprobs_N=of(batch.sampler_logprobs_T),
         old_logprobs_N=None if batch.old_logprobs_T is None else of(batch.old_logprobs_T),
         reference_logprobs_N=None if batch.reference_logprobs_T is None else of(batch.reference_logprobs_T),
+        temperatures_N=None if batch.temperatures_T is None else of(batch.temperatures_T),
         routed_experts_L=_routing(batch.routed_experts_T, rows_R, places_R, length),
     )
 

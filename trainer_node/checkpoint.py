@@ -195,6 +195,7 @@ def load(runtime: TrainerRuntime, folder: Path) -> Loaded:
     if same_place:
         pack_size.remember(runtime, meta.get("micro_batch_tokens"))
     runtime.num_steps, runtime.num_skipped_steps = counters["steps"], counters["skipped_steps"]
+    runtime.steps_since_sent = 0
     return Loaded(
         version=version,
         client_state=meta.get("client_state", {}),

@@ -43,9 +43,10 @@ def linear_statistics(
     allowed_K: torch.Tensor | None = None,
     group: Any = None,
     with_entropy: bool = True,
+    temperatures_N: torch.Tensor | None = None,
     logits_per_chunk: int = LOGITS_PER_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and entropy (nats), fp32, of `softmax(hidden @ weight.T)`, the vocabulary split over `group`.
+    """log p(target) and entropy (nats), fp32, of `softmax(hidden @ weight.T / temperature)`, the vocabulary split over `group`.
 
     The logits are made a chunk of positions at a time and again in the backward pass, so memory is that of one chunk, whatever N is; they
     are never gathered. (Memory-efficient linear cross entropy: Wijmans et al. 2024, arXiv:2411.09009; here with the entropy.)
@@ -60,6 +61,7 @@ def linear_statistics(
         vocab_size: the HF vocabulary's size, without padding.
         group: tensor-parallel group; None or of size 1: this rank holds all rows.
         with_entropy: False: the entropy is not computed; zeros.
+        temperatures_N: None: 1.
     """
     num_rows = weight_VH.shape[0]
     head = _Head(
@@ -67,6 +69,7 @@ def linear_statistics(
         invalid_V=~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, weight_VH.device),
         group=group if group is not None and group.size() > 1 and len(targets_N) else None,
         with_entropy=with_entropy,
+        temperatures_N1=None if temperatures_N is None else temperatures_N[:, None],
         chunk=max(1, logits_per_chunk // num_rows),
     )
     log_probs_N, entropy_N = _LinearStatistics.apply(hidden_NH.to(weight_VH.dtype), weight_VH, head)
@@ -82,6 +85,7 @@ class _Head:
     invalid_V: torch.Tensor
     group: Any
     with_entropy: bool
+    temperatures_N1: torch.Tensor | None
     chunk: int
 
     def chunks(self) -> list[slice]:
@@ -89,10 +93,12 @@ class _Head:
         size = len(self.local_N)
         return [slice(i, min(i + self.chunk, size)) for i in range(0, max(size, 1), self.chunk)]
 
-    def logits(self, hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-        """fp32 (or fp64), -inf where a row does not count. [C, V], the caller's to overwrite."""
-        logits = functional.linear(hidden_CH, weight_VH)
+    def logits(self, chunk: slice, hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        """Divided by the temperature; fp32 (or fp64), -inf where a row does not count. [C, V], the caller's to overwrite."""
+        logits = functional.linear(hidden_NH[chunk], weight_VH)
         logits = logits if logits.dtype is torch.float64 else logits.float()
+        if self.temperatures_N1 is not None:
+            logits.div_(self.temperatures_N1[chunk])
         return logits.masked_fill_(self.invalid_V, -torch.inf)
 
     def here(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,15 +109,17 @@ class _Head:
 
 
 class _LinearStatistics(torch.autograd.Function):
-    """With l the logits, Z = sum_v e^(l_v), p_v = e^(l_v) / Z and H = log Z - sum_v p_v l_v:
+    """With l the logits divided by the temperature, Z = sum_v e^(l_v), p_v = e^(l_v) / Z and H = log Z - sum_v p_v l_v:
 
     d log p_t / d l_v = [v = t] - p_v        d H / d l_v = -p_v (log p_v + H)
+
+    The gradient of the logits themselves is that of l divided by the temperature.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, head: _Head) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of each chunk against the rank's own maximum, then once over the ranks."""
-        parts = [_chunk_sums(head, c, hidden_NH[c], weight_VH) for c in head.chunks()]
+        parts = [_chunk_sums(head, c, hidden_NH, weight_VH) for c in head.chunks()]
         target_N, local_top_N, sum_N, energy_N = torch.cat(parts, dim=1)
         top_N = local_top_N.clone()
         if head.group is not None:
@@ -139,9 +147,10 @@ class _LinearStatistics(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH)
         sum_dtype = torch.promote_types(weight_VH.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
+        grads_N1 = [g[:, None] if head.temperatures_N1 is None else g[:, None] / head.temperatures_N1 for g in grads]
         for c in head.chunks():
-            grad_log_prob_C1, grad_entropy_C1 = (g[c, None] for g in grads)
-            log_p_CV = head.logits(hidden_NH[c], weight_VH).sub_((top_N[c] + log_sum_N[c])[:, None])
+            grad_log_prob_C1, grad_entropy_C1 = (g[c] for g in grads_N1)
+            log_p_CV = head.logits(c, hidden_NH, weight_VH).sub_((top_N[c] + log_sum_N[c])[:, None])
             p_CV = log_p_CV.exp()
             grad_CV = p_CV * -grad_log_prob_C1
             if head.with_entropy:
@@ -156,10 +165,10 @@ class _LinearStatistics(torch.autograd.Function):
         return grad_hidden_NH, None if grad_weight is None else grad_weight.to(weight_VH.dtype), None
 
 
-def _chunk_sums(head: _Head, chunk: slice, hidden_CH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+def _chunk_sums(head: _Head, chunk: slice, hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
     """[4, C]: the target's logit (0 where it is another rank's), and over this rank's rows max l, sum e^(l - max), and
     sum e^(l - max) (l - max)."""
-    logits = head.logits(hidden_CH, weight_VH)
+    logits = head.logits(chunk, hidden_NH, weight_VH)
     row_C, here_C = head.here(chunk)
     picked_C = logits.gather(1, row_C[:, None])[:, 0]
     target_C = torch.where(here_C, picked_C, torch.zeros_like(picked_C))
@@ -250,6 +259,11 @@ class RegisteredLoss:
     parameters: Mapping[str, Any]
     """Name -> default; `inspect.Parameter.empty` where the caller must give it."""
 
+    @property
+    def takes_sampler(self) -> bool:
+        """Whether the batch's sampler_logprobs mean something to it."""
+        return "sampler_logprobs_N" in self.inputs
+
 
 _LOSSES: dict[str, RegisteredLoss] = {}
 
@@ -324,6 +338,10 @@ def bind_loss(spec: LossSpec) -> Callable[[LossInputs], LossOutput]:
     unknown = sorted(set(given) - set(loss.parameters))
     if unknown:
         raise ConfigError(f"loss.params: {unknown} are no parameters of {spec.name}, which takes {sorted(loss.parameters)}")
+    if spec.max_logprob_gap is not None and not loss.takes_sampler:
+        raise ConfigError(
+            f"loss.max_logprob_gap: {spec.name} takes no sampler_logprobs, so there is no gap to bound; leave it out"
+        )
     missing = [p for p, default in loss.parameters.items() if default is inspect.Parameter.empty and p not in given]
     if missing:
         raise ConfigError(f"loss.params: {spec.name} needs {missing}")
@@ -574,7 +592,7 @@ def total_loss(
         entropy = entropy_N.sum()
         total = total - spec.entropy_bonus * entropy
     gap_N = torch.zeros_like(log_probs_N)
-    if "sampler_logprobs_N" in registered(spec.name).inputs:
+    if registered(spec.name).takes_sampler:
         gap_N = (log_probs_N.detach() - inputs.sampler_logprobs_N).abs()
     return LossTerms(
         total=total,

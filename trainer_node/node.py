@@ -80,6 +80,7 @@ from trainer_node.staging import KEEPALIVE_S, Staging
 
 if TYPE_CHECKING:
     from trainer_node.batch import Batch
+    from trainer_node.sums import StepSums
     from trainer_node.wire_export import WireExport
 
 log = logging.getLogger("splice.trainer")
@@ -124,10 +125,12 @@ class Outcome:
 def classify(error: BaseException, *, phase: str) -> tuple[ErrorCode, str]:
     """An exception's code and what to do about it."""
     from trainer_node.checkpoint import CheckpointError
+    from trainer_node.gap import LogprobGapError
     from trainer_node.runtime import NonFiniteGradient, NothingPending
 
     table: list[tuple[type[BaseException], ErrorCode, str]] = [
         (NonFiniteGradient, ErrorCode.NON_FINITE_GRADIENT, "Look at the batch's advantages and the learning rate; send the next batch."),
+        (LogprobGapError, ErrorCode.LOGPROB_GAP, "Find the cause; no step was taken. To train on it all the same, raise loss.max_logprob_gap."),
         (CheckpointError, ErrorCode.CHECKPOINT_FAILED, "Mend the disk or folder named; LoadCheckpoint the last durable version before "
          "training again, because the state in memory may be a step ahead of it."),
         (NothingPending, ErrorCode.NOT_READY, "Send ForwardBackward first."),
@@ -474,9 +477,9 @@ class Node:
 
     def _forward_backward(self, message: ForwardBackward, buffers: Sequence[bytes]) -> Outcome:
         self._progress("training", **self._ahead())
-        started = time.monotonic()
+        started, batch = time.monotonic(), self._batch(message, buffers)
         sums = self.runtime.forward_backward(
-            self._batch(message, buffers),
+            batch,
             message.loss,
             loss_weight=message.loss_weight,
             grad_accumulation_sequences=message.grad_accumulation_sequences,
@@ -484,6 +487,7 @@ class Node:
         return Outcome(
             result={
                 "metrics": sums.metrics(message.loss.normalize_by),
+                "warnings": self._warnings(sums, batch, message.loss) if self.runtime.steps_since_sent == 0 else [],
                 "pending_batches": self.runtime.pending.num_batches,
                 "seconds": {"forward_backward": time.monotonic() - started, **self._to_first_forward()},
             }
@@ -508,15 +512,27 @@ class Node:
         from trainer_node import steps
 
         self._progress("training", **self._ahead())
-        started = time.monotonic()
+        started, batch = time.monotonic(), self._batch(message, buffers)
+        is_on_policy = self.runtime.steps_since_sent == 0
 
         def on_step(step: steps.Step, count: int) -> None:
             self._steps_taken += step.is_taken
             if count > 1:
                 self._progress("training", metrics=step.metrics)
 
-        done = steps.train(self.runtime, self._batch(message, buffers), message, on_step=on_step)
-        return {"metrics": steps.together(done), "steps": [s.metrics for s in done]}, time.monotonic() - started
+        done = steps.train(self.runtime, batch, message, on_step=on_step)
+        said = {"metrics": steps.together(done), "steps": [s.metrics for s in done]}
+        said["warnings"] = self._warnings(done[0].used.sums, batch, message.loss) if is_on_policy else []
+        return said, time.monotonic() - started
+
+    def _warnings(self, sums: StepSums, batch: Batch, loss: LossSpec) -> list[str]:
+        """Of the gap between trainer and sampler, also in rank 0's log."""
+        from trainer_node import gap
+
+        said = gap.warnings(sums, loss, dtype=self.config.dtype, temperatures_T=batch.temperatures_T)
+        for text in said if self.link is not None else ():
+            log.warning("%s: %s", self._request_id, text)
+        return said
 
     def _train_merged(self, message: TrainMerged, buffers: Sequence[bytes]) -> Outcome:
         from trainer_node import checkpoint
@@ -649,6 +665,7 @@ class Node:
 
     def _send_weights(self, message: SendWeights) -> Outcome:
         deadline = time.monotonic() + message.deadline_s
+        self.runtime.steps_since_sent = 0
         manifest, indices, changed_only = self.exporter.manifest(), None, message.changed_only
         if changed_only:
             if self._part is None:

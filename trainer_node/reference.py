@@ -3,12 +3,12 @@
     python -m trainer_node.reference --request request.json --out answer.json [--device cuda]
 
 Request: `{"model": folder, "dtype": "float32" | "bfloat16", "trained": {"0": folder or null, "1": folder, ...},
-"sequences": [[token ids], ...], "perturb": bool, "served": {"0": [[log-prob of token t given its prefix, null first], ...]}}`;
-`served` may be absent. A folder is a PEFT adapter for the model, or a whole HF checkpoint (it has a config.json); null is the model itself.
+"sequences": [[token ids], ...], "perturb": bool, "served": {"0": [[log-prob of token t given its prefix, null first], ...]}, "visible": nats}`;
+`served` and `visible` may be absent. A folder is a PEFT adapter for the model, or a whole HF checkpoint (it has a config.json); null is the model itself.
 
 Answer: `logprobs` (per version, sequence and token; null for a sequence's first), `perturbed` (class -> largest change of a log-prob
-when one weight tensor of that class gets 1 % noise, in the last numbered version), `perturbed_tensors` (class -> that tensor),
-`share_changed` (bfloat16: version -> share of all elements that differ from the version before after rounding) and `served_diff` (version ->
+when one weight tensor of that class gets relative noise, in the last numbered version), `perturbed_tensors` (class -> that tensor),
+`perturbed_noise` (class -> that noise: the first of NOISES that moves a log-prob by more than `visible`), `share_changed` (bfloat16: version -> share of all elements that differ from the version before after rounding) and `served_diff` (version ->
 largest |served - reference|, where `served` was given).
 
 The base is loaded and merged in fp32. With dtype bfloat16 the base is first rounded to bf16, as a bf16 trainer holds it, and each merged
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-NOISE = 1e-2
+NOISES = (0.01, 0.1, 1.0)
+"""Relative; 1: the tensor is another one. How much a tensor matters depends on the model, so a check of what can be seen tries more and more."""
 
 
 def load_base(folder: str, dtype: str, device: str) -> nn.Module:
@@ -82,42 +83,72 @@ def max_difference(one: Sequence[Sequence[float | None]], other: Sequence[Sequen
     return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
 
 
-def classes(model: nn.Module) -> dict[str, list[str]]:
-    """Class of weights -> its tensors, first layer first; classes that the model does not have are left out."""
-    names = [name for name, _ in model.named_parameters()]
-    experts = sorted({int(n.split(".experts.")[1].split(".")[0]) for n in names if ".experts." in n})
+@torch.no_grad()
+def expert_tokens(model: nn.Module, sequences: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Expert's module -> tokens that go to it; empty for a dense model."""
+    found = {n.removesuffix(".down_proj"): m for n, m in model.named_modules() if ".experts." in n and n.endswith(".down_proj")}
+    counts = dict.fromkeys(found, 0)
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            counts[name] += args[0].shape[0]
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(count(name)) for name, module in found.items()]
+    score(model, sequences)
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def classes(names: Sequence[str], tokens: Mapping[str, int]) -> dict[str, str]:
+    """Class of weights -> one of its tensors; classes that the model does not have are left out.
+
+    Of the first layer, but of an expert that of the layer in which it gets the most tokens. Experts without tokens are none.
+
+    Args:
+        tokens: as `expert_tokens`.
+    """
+    busiest: dict[int, str] = {}
+    for name, count in sorted(tokens.items(), key=lambda item: item[1]):
+        if count:
+            busiest[int(name.rpartition(".")[2])] = name
+    experts = sorted(busiest)
     endings = {k: f"{k}_proj.weight" for k in ("q", "k", "v", "o", "gate", "up", "down")}
     found = {k: [n for n in names if n.endswith(ending) and ".experts." not in n] for k, ending in endings.items()}
     if experts:
         # The classes gate, up and down are then those of an expert in the middle.
         middle = experts[len(experts) // 2]
         for k in ("gate", "up", "down"):
-            found[k] = found[k] or [n for n in names if f".experts.{middle}.{k}_proj." in n]
-        found["first_expert"] = [n for n in names if f".experts.{experts[0]}.down_proj." in n]
-        found["last_expert"] = [n for n in names if f".experts.{experts[-1]}.down_proj." in n]
+            found[k] = found[k] or [f"{busiest[middle]}.{k}_proj.weight"]
+        found["first_expert"] = [f"{busiest[experts[0]]}.down_proj.weight"]
+        found["last_expert"] = [f"{busiest[experts[-1]]}.down_proj.weight"]
     found["embedding"] = [n for n in names if n.endswith("embed_tokens.weight")]
     found["head"] = [n for n in names if n == "lm_head.weight"]
     found["norm"] = [n for n in names if n.endswith("input_layernorm.weight")]
-    return {k: v for k, v in found.items() if v}
+    return {k: v[0] for k, v in found.items() if v}
 
 
 @torch.no_grad()
-def perturbations(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[str, str, float]]:
-    """(class, tensor, largest change). An expert to which no token goes shows nothing, so the first layer that shows a change counts."""
+def perturbations(
+    model: nn.Module, sequences: Sequence[Sequence[int]], *, visible: float
+) -> Iterator[tuple[str, str, float, float]]:
+    """(class, tensor, noise, largest change): the least of NOISES that moves a log-prob by more than `visible` nats, or the largest."""
     parameters, plain = dict(model.named_parameters()), score(model, sequences)
-    for kind, names in classes(model).items():
-        name, difference = names[0], 0.0
-        for name in names:
-            weight = parameters[name]
-            kept = weight.clone()
-            generator = torch.Generator(device=weight.device).manual_seed(0)
-            noise = torch.randn(weight.shape, generator=generator, device=weight.device)
-            weight.mul_(1 + NOISE * noise)
+    for kind, name in classes(list(parameters), expert_tokens(model, sequences)).items():
+        weight = parameters[name]
+        kept = weight.clone()
+        generator = torch.Generator(device=weight.device).manual_seed(0)
+        direction = torch.randn(weight.shape, generator=generator, device=weight.device)
+        noise, difference = 0.0, 0.0
+        for noise in NOISES:
+            weight.copy_(kept * (1 + noise * direction))
             difference = max_difference(score(model, sequences), plain)
-            weight.copy_(kept)
-            if difference > 0:
+            if difference > visible:
                 break
-        yield kind, name, difference
+        weight.copy_(kept)
+        yield kind, name, noise, difference
 
 
 def share_changed(before: dict[str, torch.Tensor], after: nn.Module) -> float:
@@ -132,6 +163,7 @@ def answer(request: dict[str, Any], device: str) -> dict[str, Any]:
         "logprobs": {},
         "perturbed": {},
         "perturbed_tensors": {},
+        "perturbed_noise": {},
         "share_changed": {},
         "served_diff": {},
         "rounded_logprobs": {},
@@ -146,8 +178,11 @@ def answer(request: dict[str, Any], device: str) -> dict[str, Any]:
                 result["share_changed"][version] = share_changed(before, model)
             before = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
         if request.get("perturb") and numbered and version == numbered[-1]:
-            for kind, name, difference in perturbations(model, request["sequences"]):
+            for kind, name, noise, difference in perturbations(
+                model, request["sequences"], visible=request.get("visible", 0.0)
+            ):
                 result["perturbed"][kind], result["perturbed_tensors"][kind] = difference, name
+                result["perturbed_noise"][kind] = noise
         if request["dtype"] == "bfloat16":
             # Its weights are bf16 values already, so only the arithmetic changes.
             result["rounded_logprobs"][version] = score(model.to(torch.bfloat16), request["sequences"])

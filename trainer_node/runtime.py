@@ -28,11 +28,19 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node import objects, pack_size, rendezvous
+from trainer_node import gap, objects, pack_size, rendezvous
 from trainer_node.batch import Batch, BatchError, MicroBatch, Packs, check_accumulation, check_routing, micro_batches
 from trainer_node.dropout import key_of
 from trainer_node.hf import HfCheckpoint, read_config
-from trainer_node.losses import LossInputs, bind_loss, gather_positions, import_losses, linear_statistics, total_loss
+from trainer_node.losses import (
+    LossInputs,
+    bind_loss,
+    gather_positions,
+    import_losses,
+    linear_statistics,
+    registered,
+    total_loss,
+)
 from trainer_node.merge import strip_wrappers
 from trainer_node.offload import HostCopies, held_tensors, storage_bytes
 from trainer_node.peft_io import read_together
@@ -73,6 +81,8 @@ class TrainerRuntime:
         self.pending = self.used = Pending()
         """Of `used` the last optimizer step was made, or would have been."""
         self.num_steps, self.num_skipped_steps = 0, 0
+        self.steps_since_sent = 0
+        """Optimizer steps since the weights were last sent, or loaded from a checkpoint or adapter; 0: a step now should be on policy."""
         self.first_forward_s = 0.0
         """Monotonic clock at the first forward pass since whoever wants to know set it to 0."""
         _check_topology(config, self.hf_config)
@@ -318,6 +328,7 @@ class TrainerRuntime:
 
         Raises:
             ConfigError: the loss or the cut is refused; what is pending stays.
+            LogprobGapError: trainer and sampler are further apart than the loss allows; what was pending is dropped.
             Exception: anything later; what was pending is dropped, and a note on the exception says so.
         """
         batch = self.check(batch, loss, grad_accumulation_sequences=grad_accumulation_sequences)
@@ -333,6 +344,7 @@ class TrainerRuntime:
                     self._cut(batch), partial(self._loss, loss, self._allowed(loss.allowed_token_ids), loss_weight)
                 )
             sums = self._reduce_sums(reports, batch, loss)
+            gap.check(sums, loss)
         except BaseException as error:
             dropped = self.drop_pending()
             error.add_note(f"Gradients pending from {dropped} batches before it were dropped with it.")
@@ -366,7 +378,7 @@ class TrainerRuntime:
     def forward(
         self, batch: Batch, *, allowed_token_ids: Sequence[int] | None = None, adapters: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy of every token that the batch's loss mask marks, [T] each, fp32 on the CPU, the same on every rank.
+        """Log-probs and entropy, at the batch's temperatures, of every token that its loss mask marks; [T], fp32 on the CPU, on every rank.
 
         Rows as in `messages.FORWARD_RESULTS`; 0 where the mask is 0. Gradients, weights and optimizer are untouched.
 
@@ -501,9 +513,10 @@ class TrainerRuntime:
         # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the region's backward adds them up.
         if self.provider.sequence_parallel:
             hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
-        predictors_M, targets_M = micro.predictors_N, micro.targets_N
+        predictors_M, targets_M, temperatures_M = micro.predictors_N, micro.targets_N, micro.temperatures_N
         if micro.here_M is not None:
             predictors_M, targets_M = predictors_M[micro.here_M], targets_M[micro.here_M]
+            temperatures_M = None if temperatures_M is None else temperatures_M[micro.here_M]
         hidden_MH = hidden_LH.index_select(0, predictors_M)
         if not self.provider.sequence_parallel:
             hidden_MH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_MH, group=group)
@@ -516,6 +529,7 @@ class TrainerRuntime:
             allowed_K=allowed_K,
             group=group,
             with_entropy=with_entropy,
+            temperatures_N=temperatures_M,
         )
         if micro.here_M is None:
             return mine
@@ -570,12 +584,13 @@ class TrainerRuntime:
         total = total if self._speaks() else torch.zeros_like(total)
         dist.all_reduce(total)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        loss, clipped, gap, kl, entropy = total.tolist()
+        loss, clipped, logprob_gap, kl, entropy = total.tolist()
         return StepSums(
             loss=loss,
             num_clipped=clipped,
-            logprob_gap=gap,
+            logprob_gap=logprob_gap,
             logprob_gap_max=float(worst),
+            gap_tokens=batch.num_loss_tokens if registered(spec.name).takes_sampler else 0,
             kl=kl,
             kl_tokens=batch.num_loss_tokens if spec.kl is not None else 0,
             entropy=entropy,
@@ -615,6 +630,7 @@ class TrainerRuntime:
         finally:
             self.drop_pending()
         self.num_steps += 1
+        self.steps_since_sent += 1
         return pending.sums.metrics(pending.normalize_by) | {
             "grad_norm": grad_norm,
             "num_batches": float(pending.num_batches),
@@ -697,6 +713,7 @@ class TrainerRuntime:
         whole = read_together(self, folder)
         self.adapters.load(whole)  # type: ignore[arg-type]
         self.optimizer.state.clear()
+        self.steps_since_sent = 0
         return self.drop_pending()
 
     def read_reference(self, folder: Path) -> None:

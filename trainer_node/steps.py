@@ -68,13 +68,15 @@ class Step:
 
 
 def train(runtime: TrainerRuntime, batch: Batch, message: TrainStep, *, on_step: Callable[[Step, int], None]) -> list[Step]:
-    """All steps of a job. One whose gradient is not finite is skipped, as always, and the others go on.
+    """All steps of a job. One whose gradient is not finite is skipped, as always, and the others go on. `max_logprob_gap` holds for the first
+    step alone, because later ones are off policy.
 
     Args:
         on_step: called after each step, with the number of all.
 
     Raises:
         ConfigError: something is refused; nothing has changed.
+        LogprobGapError: the first step's gap is too large; no step was taken.
         NonFiniteGradient: not a single step was taken.
         Exception: anything later. The steps before it stand; a note says how many.
     """
@@ -84,9 +86,10 @@ def train(runtime: TrainerRuntime, batch: Batch, message: TrainStep, *, on_step:
     batch = runtime.check(batch, message.loss, grad_accumulation_sequences=accumulation)
     pieces = mini_batches(batch, message.mini_batch_sequences) * message.epochs
     steps: list[Step] = []
+    loss = message.loss
     for piece in pieces:
         try:
-            metrics = runtime.train_step(piece, message.loss, message.optim, grad_accumulation_sequences=accumulation)
+            metrics = runtime.train_step(piece, loss, message.optim, grad_accumulation_sequences=accumulation)
         except NonFiniteGradient as error:
             if len(steps) == len(pieces) - 1 and not any(s.is_taken for s in steps):
                 raise
@@ -101,6 +104,7 @@ def train(runtime: TrainerRuntime, batch: Batch, message: TrainStep, *, on_step:
             raise
         steps.append(Step(metrics=metrics, used=runtime.used))
         on_step(steps[-1], len(pieces))
+        loss = message.loss.model_copy(update={"max_logprob_gap": None})
     return steps
 
 

@@ -20,6 +20,8 @@ class StepSums:
     num_clipped: float = 0.0
     logprob_gap: float = 0.0
     logprob_gap_max: float = 0.0
+    gap_tokens: int = 0
+    """Loss tokens of the batches whose loss takes the sampler's log-probs; those alone are in `logprob_gap`."""
     kl: float = 0.0
     kl_tokens: int = 0
     """Loss tokens of the batches that had a KL term; those alone are in `kl`."""
@@ -37,6 +39,7 @@ class StepSums:
             num_clipped=self.num_clipped + other.num_clipped,
             logprob_gap=self.logprob_gap + other.logprob_gap,
             logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max),
+            gap_tokens=self.gap_tokens + other.gap_tokens,
             kl=self.kl + other.kl,
             kl_tokens=self.kl_tokens + other.kl_tokens,
             entropy=self.entropy + other.entropy,
@@ -45,6 +48,11 @@ class StepSums:
             num_loss_sequences=self.num_loss_sequences + other.num_loss_sequences,
             num_sequences=self.num_sequences + other.num_sequences,
         )
+
+    @property
+    def logprob_gap_mean(self) -> float:
+        """|trainer - sampler| in nats a token; 0 where no loss takes the sampler's log-probs."""
+        return self.logprob_gap / self.gap_tokens if self.gap_tokens else 0.0
 
     def denominator(self, normalize_by: NormalizeBy) -> float:
         """What the summed loss and gradient are divided by."""
@@ -64,7 +72,7 @@ class StepSums:
             "loss": self.loss / self.denominator(normalize_by),
             "tokens": float(count),
             "num_sequences": float(self.num_sequences),
-            "logprob_gap_mean": self.logprob_gap / count,
+            "logprob_gap_mean": self.logprob_gap_mean,
             "logprob_gap_max": self.logprob_gap_max,
             "clip_fraction": self.num_clipped / count,
         }

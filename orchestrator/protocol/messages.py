@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     PLAN_REFUSED = "plan_refused"
     TRAINING_FAILED = "training_failed"
     NON_FINITE_GRADIENT = "non_finite_gradient"
+    LOGPROB_GAP = "logprob_gap"
     CHECKPOINT_FAILED = "checkpoint_failed"
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_TIMEOUT = "transfer_timeout"
@@ -284,6 +285,10 @@ class LossSpec(Message):
     """What the sums are divided by: the number of loss tokens, of sequences with loss tokens (gspo's default), or this constant."""
     allowed_token_ids: TokenIds | None = None
     """The sampler drew only from these ids; log-probs are normalised over them. None: the whole vocabulary."""
+    max_logprob_gap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Largest mean |log p(trainer) - log p(sampler)| of the job's first step, in nats a token. Above it the job fails with the code logprob_gap
+    before the step: weights and optimizer stay as they are, pending gradients are dropped. None: no bound, but the result's `warnings` name
+    a gap that the trainer's dtype does not explain, on the first step after a publication or load."""
 
     @model_validator(mode="before")
     @classmethod
@@ -339,46 +344,73 @@ OPTIONAL_BATCH_TENSORS: dict[str, str] = {
     "old_logprobs": "float32",
     "reference_logprobs": "float32",
     "routed_experts": "int32",
+    "temperatures": "float32",
 }
-"""May follow BATCH_TENSORS, in this order; [T], the same rows, 0 where the mask is 0.
+"""May follow BATCH_TENSORS, in this order; [T], the same rows, 0 where the mask is 0 (but for temperatures, which may also be [S]).
 
 old_logprobs: the trainer's own before the first step on this batch (from `Forward`); ratios are then taken against them instead of
 the sampler's. reference_logprobs: of the reference policy, for `KlSpec(reference="given")`. routed_experts: [T, layers, top_k], the experts
 that the sampler's routers sent token t *itself* to; the trainer's routers take them instead of choosing (router replay, Ma et al. 2025,
-arXiv:2510.11370), in the policy and in a reference of base weights alike.
+arXiv:2510.11370), in the policy and in a reference of base weights alike. temperatures: what the sampler divided the logits by before it
+drew token t; [S] gives one to all tokens of a sequence, [T] one to each token. Every log-prob and entropy that the trainer computes, of
+the policy and of a reference model, is then of softmax(logits / temperature). Each is finite and at least MIN_TEMPERATURE, also where the
+mask is 0. Absent: 1.
 """
+
+MIN_TEMPERATURE = 0.01
+"""vLLM draws at this temperature where a request asks for a lower one. At 0 it draws nothing: the likeliest token has probability 1."""
 
 FORWARD_TENSORS: dict[str, str] = {"tokens": "int32", "sequence_lengths": "int32"}
 """What a forward pass needs of a batch."""
 
+OPTIONAL_FORWARD_TENSORS: dict[str, str] = {"temperatures": "float32"}
+"""May follow FORWARD_TENSORS; as in OPTIONAL_BATCH_TENSORS."""
+
 FORWARD_RESULTS: dict[str, str] = {"logprobs": "float32", "entropy": "float32"}
 """Buffers of a forward pass, [T] each, in BATCH_TENSORS' rows: log p(token t | tokens before it), and the entropy (nats) of the
-distribution that token t was drawn from. 0 for the first token of a sequence."""
+distribution that token t was drawn from, both at the batch's temperatures. 0 for the first token of a sequence."""
 
 
 def batch_specs(
-    *, num_sequences: int, num_tokens: int, optional: Sequence[str] = (), routing: tuple[int, int] = (0, 0)
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    optional: Sequence[str] = (),
+    routing: tuple[int, int] = (0, 0),
+    token_temperatures: bool = False,
 ) -> tuple[TensorSpec, ...]:
     """The `tensors` field of a training message for a batch of this size, with these of OPTIONAL_BATCH_TENSORS.
 
     Args:
         routing: the model's layers and experts per token, where routed_experts is among `optional`.
+        token_temperatures: temperatures are [T]; else [S].
     """
     wanted = BATCH_TENSORS | {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if n in optional}
-    specs = _specs(wanted, num_sequences=num_sequences, num_tokens=num_tokens)
-    return tuple(s.model_copy(update={"shape": (num_tokens, *routing)}) if s.name == "routed_experts" else s for s in specs)
-
-
-def forward_specs(*, num_sequences: int, num_tokens: int) -> tuple[TensorSpec, ...]:
-    """The `tensors` field of a forward message."""
-    return _specs(FORWARD_TENSORS, num_sequences=num_sequences, num_tokens=num_tokens)
-
-
-def _specs(wanted: dict[str, str], *, num_sequences: int, num_tokens: int) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(name=n, dtype=d, shape=(num_sequences if n == "sequence_lengths" else num_tokens,))  # type: ignore[arg-type]
-        for n, d in wanted.items()
+    return _specs(
+        wanted, num_sequences=num_sequences, num_tokens=num_tokens, routing=routing, token_temperatures=token_temperatures
     )
+
+
+def forward_specs(
+    *, num_sequences: int, num_tokens: int, optional: Sequence[str] = (), token_temperatures: bool = False
+) -> tuple[TensorSpec, ...]:
+    """The `tensors` field of a forward message, with these of OPTIONAL_FORWARD_TENSORS; temperatures as in `batch_specs`."""
+    wanted = FORWARD_TENSORS | {n: d for n, d in OPTIONAL_FORWARD_TENSORS.items() if n in optional}
+    return _specs(wanted, num_sequences=num_sequences, num_tokens=num_tokens, token_temperatures=token_temperatures)
+
+
+def _specs(
+    wanted: dict[str, str],
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    routing: tuple[int, int] = (0, 0),
+    token_temperatures: bool,
+) -> tuple[TensorSpec, ...]:
+    shapes: dict[str, tuple[int, ...]] = {"sequence_lengths": (num_sequences,), "routed_experts": (num_tokens, *routing)}
+    if not token_temperatures:
+        shapes["temperatures"] = (num_sequences,)
+    return tuple(TensorSpec(name=n, dtype=d, shape=shapes.get(n, (num_tokens,))) for n, d in wanted.items())  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- job specs (client -> orchestrator)

@@ -14,7 +14,11 @@ from orchestrator.preflight import check_cpu_attention, check_gpus, check_model,
 from orchestrator.protocol.config import Device, FinetuningType, InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
 
 TAU = 1e-4
-"""Largest allowed difference, in nats, between a log-prob served in fp32 and the reference's."""
+"""Largest allowed difference, in nats, between a log-prob served in fp32 and the reference's.
+
+Rounding explains as much for a decoder of three layers of 64 hidden numbers and logits of 10, by six standard deviations
+(`tests/numerics.py`); the tiny models measure 2e-6 to 8e-6. Larger models are served, and judged, in bf16.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

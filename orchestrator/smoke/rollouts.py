@@ -1,7 +1,8 @@
 """Rollouts on yes/no/maybe prompts, sampled from the served alias over the OpenAI API, as one training batch.
 
 The sampler may draw only the answers' tokens (`allowed_token_ids`), so that a model with random weights answers too and every batch
-has a spread of rewards. vLLM's log-probs are those of that restricted distribution, and the loss normalises over the same tokens.
+has a spread of rewards. vLLM's log-probs are those of that restricted distribution at the request's temperature. The loss normalises over the
+same tokens, and the batch says the temperature.
 Shapes: S = sequences, T = tokens of all sequences end to end.
 """
 
@@ -22,6 +23,8 @@ from orchestrator.protocol.messages import TensorSpec, batch_specs
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 """What each answer earns; the task is the usual yes-no-maybe toy: learn to say maybe."""
+TEMPERATURE = 0.8
+"""Not 1, so that a temperature that gets lost on the way shows."""
 _VERBS = ("Respond", "Answer", "Reply", "React")
 _ORDERS = tuple(" or ".join(p) for p in itertools.permutations(REWARDS))
 PROMPTS = tuple(f"{verb} with {order}:" for verb in _VERBS for order in _ORDERS)
@@ -36,6 +39,7 @@ class Rollout:
     logprobs: tuple[float, ...]
     reward: float
     version: int
+    temperature: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,7 @@ async def sample(
     max_tokens: int,
     seed: int,
     restrict: bool = True,
+    temperature: float = TEMPERATURE,
 ) -> list[list[Rollout]]:
     """A group of `group_size` answers to each prompt from the alias `model`.
 
@@ -96,6 +101,7 @@ async def sample(
                     # vLLM gives answer k of a request the seed plus k: two prompts must not draw the same numbers.
                     seed=(seed * 1000 + i) * group_size,
                     restrict=restrict,
+                    temperature=temperature,
                 )
                 for i, p in enumerate(prompts)
             )
@@ -118,10 +124,11 @@ async def _sample_group(
     max_tokens: int,
     seed: int,
     restrict: bool,
+    temperature: float,
 ) -> list[Rollout]:
     body = {
-        "model": model, "prompt": prompt, "n": group_size, "max_tokens": max_tokens, "min_tokens": max_tokens, "temperature": 1.0,
-        "logprobs": 1, "seed": seed, "return_token_ids": True, "ignore_eos": True,
+        "model": model, "prompt": prompt, "n": group_size, "max_tokens": max_tokens, "min_tokens": max_tokens,
+        "temperature": temperature, "logprobs": 1, "seed": seed, "return_token_ids": True, "ignore_eos": True,
     }  # fmt: skip
     if restrict:
         body["allowed_token_ids"] = sorted(rewards)
@@ -139,6 +146,7 @@ async def _sample_group(
                 logprobs=tuple(choice["logprobs"]["token_logprobs"]),
                 reward=fmean(rewards.get(t, 0.0) for t in answer),
                 version=version,
+                temperature=temperature,
             )
         )
     return rollouts
@@ -151,9 +159,9 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def build_batch(groups: Sequence[Sequence[Rollout]]) -> Batch:
-    """Groups of rollouts to a batch's buffers, in the order and with the meaning of `BATCH_TENSORS`."""
+    """Groups of rollouts to a batch's buffers, in the order and with the meaning of `BATCH_TENSORS`, and their temperatures."""
     tokens, lengths = array.array("i"), array.array("i")
-    mask, advantages, logprobs = array.array("f"), array.array("f"), array.array("f")
+    mask, advantages, logprobs, temperatures = (array.array("f") for _ in range(4))
     for group in groups:
         for rollout, advantage in zip(group, group_advantages([r.reward for r in group]), strict=True):
             prompt, answer = len(rollout.prompt_ids), len(rollout.answer_ids)
@@ -162,10 +170,11 @@ def build_batch(groups: Sequence[Sequence[Rollout]]) -> Batch:
             mask.extend([0.0] * prompt + [1.0] * answer)
             advantages.extend([0.0] * prompt + [advantage] * answer)
             logprobs.extend((*([0.0] * prompt), *rollout.logprobs))
+            temperatures.append(rollout.temperature)
     flat = [r for g in groups for r in g]
     return Batch(
-        specs=batch_specs(num_sequences=len(lengths), num_tokens=len(tokens)),
-        buffers=tuple(a.tobytes() for a in (tokens, lengths, mask, advantages, logprobs)),
+        specs=batch_specs(num_sequences=len(lengths), num_tokens=len(tokens), optional=["temperatures"]),
+        buffers=tuple(a.tobytes() for a in (tokens, lengths, mask, advantages, logprobs, temperatures)),
         reward_mean=fmean(r.reward for r in flat),
         num_tokens=len(tokens),
         num_sequences=len(lengths),

@@ -120,6 +120,8 @@ class _Smoke:
         label = f"{self._config.name}@{step}"
         result = self._cluster.client.run(job, buffers=batch.buffers, on_progress=lambda p: self._display.on_progress(label, p))
         self._check_metrics(step, result["metrics"])
+        for text in result["warnings"]:
+            self._display.done(f"@{step}: {text}")
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
     def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:
@@ -204,6 +206,7 @@ class _Smoke:
             trained=self._trained,
             sequences=self._sequences,
             work_dir=self._config.run_dir,
+            visible=proving.visible(self._config.tau, sharp=sharp),
         )
         proof = proving.judge(
             tau=self._config.tau,
@@ -222,7 +225,7 @@ class _Smoke:
             row["median_diff_to_previous"] = proof.median_to_previous.get(row["version"])
             row["median_rounding_diff"] = proof.rounding.get(row["version"])
         self._report.proof = {
-            "tau": proof.tau if sharp else None, "perturbed": proof.perturbed, "share_changed": answer.get("share_changed", {}),
+            "tau": proof.tau if sharp else None, "perturbed": proof.perturbed, "perturbed_noise": answer["perturbed_noise"], "share_changed": answer.get("share_changed", {}),
             "lora_job_moved": moved, "seconds": time.monotonic() - started_s,
         }  # fmt: skip
         for failure in proof.failures:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from orchestrator.protocol.messages import MIN_TEMPERATURE
 from tests.inference_node import tiny
 from tests.inference_node.harness import PROMPT, Node, ensure_published
 
@@ -69,3 +71,55 @@ def test_sampled_logprobs_are_of_the_restricted_distribution_and_prompt_logprobs
         assert math.isclose(top[token], logprob, abs_tol=1e-4)
     served = [row[str(t)]["logprob"] for row, t in zip(choice["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
     assert max(abs(s - float(reference_TV[n, t])) for n, (s, t) in enumerate(zip(served, PROMPT[1:], strict=True))) < 1e-4
+
+
+def sampled_gap(node: Node, settings: dict[str, Any], *, temperature: float) -> float:
+    """Largest |vLLM - transformers| of sampled tokens' log-probs, the latter's of softmax(logits / temperature) over the allowed ids."""
+    version = ensure_published(node)
+    node.publish(version + 1, node.base)
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "n": 4, "seed": 5, "logprobs": 0, "return_token_ids": True}
+    if "min_tokens" not in settings:
+        body["ignore_eos"] = True
+    answer = node.post("/v1/completions", body | settings)
+    assert answer.status_code == 200, answer.text
+    gaps = []
+    for choice in answer.json()["choices"]:
+        ids, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        logits_TV = tiny.reference_logprobs("dense", node.base, PROMPT + ids)[len(PROMPT) - 1 : -1] / temperature
+        if "allowed_token_ids" in settings:
+            kept = torch.isin(torch.arange(logits_TV.shape[1]), torch.tensor(settings["allowed_token_ids"]))
+            logits_TV = logits_TV.masked_fill(~kept, -torch.inf)
+        expected = logits_TV.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+        gaps.append((expected - torch.tensor(served)).abs().max().item())
+    return max(gaps)
+
+
+ALLOWED = [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.4}, {"temperature": 0.7, "allowed_token_ids": ALLOWED}],
+    ids=str,
+)
+def test_sampling_settings_that_a_batch_can_say(dense: Node, settings: dict[str, Any]) -> None:
+    assert sampled_gap(dense, settings, temperature=settings["temperature"]) < 1e-4
+    if settings["temperature"] != 1.0:
+        assert sampled_gap(dense, settings, temperature=1.0) > 0.05, "the check tells temperatures apart"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0}, {"logit_bias": {"10": 5.0, "300": -5.0}}, {"min_tokens": 12},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampling_settings_that_a_batch_cannot_say(dense: Node, settings: dict[str, Any]) -> None:
+    """Each moves the log-probs that vLLM returns away from softmax(logits / temperature); min_tokens by hiding the end of sequence."""
+    assert sampled_gap(dense, {"temperature": 0.8} | settings, temperature=0.8) > 1e-3
+
+
+def test_a_temperature_below_vllms_lowest_is_that(dense: Node) -> None:
+    assert sampled_gap(dense, {"temperature": 0.002}, temperature=MIN_TEMPERATURE) < 1e-3

@@ -71,6 +71,14 @@ def test_forward_brings_its_buffers_back(run):
     assert asked.adapters is False and asked.allowed_token_ids == (3, 4)
 
 
+def test_forward_takes_the_batch_s_temperatures_along(run):
+    trainer = run.trainer()
+    spec = batch_specs(num_sequences=1, num_tokens=2, optional=["temperatures"])[-1]
+    run.client.forward(SmallBatch(specs=(*BATCH, spec), buffers=(*BUFFERS, array.array("f", [0.5]).tobytes())))
+    (asked,) = trainer.messages
+    assert [(t.name, t.shape) for t in asked.tensors] == [("tokens", (2,)), ("sequence_lengths", (1,)), ("temperatures", (1,))]
+
+
 def test_the_same_forward_id_runs_once_and_old_results_go(run):
     trainer = run.trainer()
     a = run.client.forward(SmallBatch(), job_id="one")
@@ -260,9 +268,13 @@ def test_published_steps(run):
     run.client.run(InitialSyncJob())
     trainer.script["TrainMerged"] = lambda m: (
         trainer._write(m),
-        trainer.link.complete(m.request_id, result={"metrics": {"loss": 2.0}, "steps": [{"loss": 1.0}, {"loss": 3.0}]}),
+        trainer.link.complete(
+            m.request_id,
+            result={"metrics": {"loss": 2.0}, "steps": [{"loss": 1.0}, {"loss": 3.0}], "warnings": ["the gap is large"]},
+        ),
     )
     result = run.client.train_merged(SmallBatch(), mini_batch_sequences=1)
+    assert result["warnings"] == ["the gap is large"]
     assert (result["version"], result["metrics"], result["steps"]) == (1, {"loss": 2.0}, [{"loss": 1.0}, {"loss": 3.0}])
 
 
@@ -281,6 +293,9 @@ def test_memory_after_failures():
     assert (memory.pending, memory.steps) == (0, 1)
     memory.failed(ErrorCode.CHECKPOINT_FAILED, steps_taken=1)  # the step was taken, and no checkpoint has it
     assert memory.steps == 2
+    memory.pending = 1
+    memory.failed(ErrorCode.LOGPROB_GAP, steps_taken=0)
+    assert (memory.pending, memory.steps) == (0, 2)
     memory.pending = 1
     memory.failed(ErrorCode.TRAINING_FAILED, steps_taken=3)  # in the fourth of a job
     assert (memory.pending, memory.steps) == (0, 5)

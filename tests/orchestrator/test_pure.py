@@ -76,17 +76,18 @@ def test_digest_mismatches_names_the_tensor():
 
 def test_batch_by_hand():
     group = [
-        Rollout(prompt_ids=(7, 8), answer_ids=(1,), logprobs=(-0.5,), reward=1.0, version=0),
-        Rollout(prompt_ids=(7, 8), answer_ids=(2, 3), logprobs=(-1.0, -2.0), reward=0.0, version=0),
+        Rollout(prompt_ids=(7, 8), answer_ids=(1,), logprobs=(-0.5,), reward=1.0, version=0, temperature=0.5),
+        Rollout(prompt_ids=(7, 8), answer_ids=(2, 3), logprobs=(-1.0, -2.0), reward=0.0, version=0, temperature=2.0),
     ]
     batch = build_batch([group])
-    tokens, lengths, mask, advantages, logprobs = batch.buffers
+    tokens, lengths, mask, advantages, logprobs, temperatures = batch.buffers
     assert array.array("i", tokens).tolist() == [7, 8, 1, 7, 8, 2, 3]
     assert array.array("i", lengths).tolist() == [3, 4]
     assert array.array("f", mask).tolist() == [0, 0, 1, 0, 0, 1, 1]
     assert array.array("f", logprobs).tolist() == [0, 0, -0.5, 0, 0, -1.0, -2.0]
     assert array.array("f", advantages).tolist() == pytest.approx([0, 0, 1, 0, 0, -1, -1], abs=1e-5)
-    assert batch.reward_mean == 0.5 and [s.shape for s in batch.specs] == [(7,), (2,), (7,), (7,), (7,)]
+    assert array.array("f", temperatures).tolist() == [0.5, 2.0]
+    assert batch.reward_mean == 0.5 and [s.shape for s in batch.specs] == [(7,), (2,), (7,), (7,), (7,), (2,)]
     assert group_advantages([1.0, 1.0]) == [0.0, 0.0]
 
 

@@ -9,6 +9,8 @@ from tests.trainer_node.tiny import VOCAB
 from trainer_node.batch import Batch, decode_batch
 
 LENGTHS = (9, 5, 12, 7, 3)
+TEMPERATURES = (0.7, 1.3)
+"""The lowest and the highest that `temperatures` gives."""
 
 
 def arrays(seed: int = 0) -> dict[str, np.ndarray]:
@@ -23,6 +25,11 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
         "advantages": (rng.standard_normal(total) * mask).astype(np.float32),
         "sampler_logprobs": ((-5.7 + 0.3 * rng.standard_normal(total)) * mask).astype(np.float32),
     }
+
+
+def temperatures(seed: int = 0) -> np.ndarray:
+    """One for each token of `arrays`, each another."""
+    return np.random.default_rng(seed + 1000).uniform(*TEMPERATURES, sum(LENGTHS)).astype(np.float32)
 
 
 def make_batch(values: dict[str, np.ndarray] | None = None, *, loss: LossSpec | None = None, max_length: int = 64) -> Batch:

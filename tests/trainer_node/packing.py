@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 import trainer_node.runtime
 from orchestrator.protocol.messages import KlSpec, LossSpec
+from tests.trainer_node import bounds
 from tests.trainer_node.operations import close, part, take_gradients, whole_batch
 from tests.trainer_node.worker import make_runtime, random_adapters
 from trainer_node import checkpoint, pack_size
@@ -29,8 +30,6 @@ SPECS = (
     LossSpec(name="dapo", kl=KlSpec(coefficient=0.3, reference="given"), entropy_bonus=0.05),
     LossSpec(name="gspo", clip_low=0.2, clip_high=0.2),
 )
-TOLERANCE = 2e-6
-"""Of log-probs in nats, of losses relative to the sum, and of gradients to the largest: fp32, the same products in sums of other lengths."""
 
 
 def in_order(batch: Batch, order: list[int]) -> Batch:
@@ -65,13 +64,13 @@ def one_at_a_time(runtime: TrainerRuntime, batch: Batch) -> dict:
     return result
 
 
-def same(ours: dict, theirs: dict, *, tolerance: float = TOLERANCE) -> None:
+def same(ours: dict, theirs: dict) -> None:
     """Equal but for rounding."""
-    assert (ours["scores"] - theirs["scores"]).abs().max() < tolerance
+    assert (ours["scores"] - theirs["scores"]).abs().max() <= bounds.scores()
     for a, b in zip(ours["losses"], theirs["losses"], strict=True):
-        assert abs(a - b) <= tolerance * max(1.0, abs(b)), (a, b)
+        assert abs(a - b) <= bounds.loss(count=whole_batch().num_loss_tokens), (a, b)
     for a, b in zip(ours["gradients"], theirs["gradients"], strict=True):
-        close(a, b, relative=tolerance)
+        close(a, b, relative=bounds.gradients())
 
 
 def check_packs(runtime: TrainerRuntime, batch: Batch) -> dict:
@@ -101,7 +100,7 @@ def check_neighbours(runtime: TrainerRuntime, batch: Batch) -> None:
     differs_T = (before != after).any(dim=0)
     assert differs_T[start + 1 : end].any()
     # A MoE's experts take the tokens of all sequences in one product, whose rounding depends on how many there are.
-    tolerance = TOLERANCE if runtime.hf_config.model_type == "qwen3_moe" else 0.0
+    tolerance = bounds.scores() if runtime.hf_config.model_type == "qwen3_moe" else 0.0
     outside = torch.ones(len(tokens_T), dtype=torch.bool)
     outside[start:end] = False
     assert ((before - after).abs()[:, outside] <= tolerance).all()

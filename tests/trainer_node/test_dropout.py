@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS, make_batch
 from trainer_node.dropout import _signed, keep_mask, key_of
 
@@ -75,7 +76,7 @@ class SameMasks(nn.Module):
 
 
 def test_one_rank_equals_peft_with_the_same_masks(models, single) -> None:
-    """Each HF linear has its own; loss within 1e-6, gradients within 1e-5 of the largest."""
+    """Each HF linear has its own; loss and gradients within `bounds`."""
     from tests.trainer_node.dropout import P
 
     folder = single("dense_tied")
@@ -95,14 +96,14 @@ def test_one_rank_equals_peft_with_the_same_masks(models, single) -> None:
         table = policy(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         total = total - (table.gather(-1, ids[1:, None])[:, 0] * mask[1:]).sum()
     ours = load(folder)
-    assert ours["loss"] == pytest.approx(total.item(), rel=1e-6)
+    assert abs(ours["loss"] - total.item()) <= bounds.loss(count=batch.num_loss_tokens)
     (total / batch.num_loss_tokens).backward()
     theirs = {n: p.grad for n, p in policy.named_parameters() if p.requires_grad}
     largest = max(g.abs().max().item() for g in theirs.values())
     assert len(theirs) == len(ours["gradients"])
     for name, gradient in theirs.items():
         module, _, rest = name.removeprefix("base_model.model.").partition(".lora_")
-        assert (ours["gradients"][f"{module}.{rest[0]}"] - gradient).abs().max() <= 1e-5 * largest, name
+        assert (ours["gradients"][f"{module}.{rest[0]}"] - gradient).abs().max() <= bounds.gradients() * largest, name
 
 
 @pytest.mark.parametrize("name", ["dense_tied", "moe"])
@@ -115,7 +116,7 @@ def test_every_topology_draws_the_same_masks(topology: str, models, single, torc
     model, ranks, sizes, *rest = TOPOLOGIES[topology]
     torchrun(ranks, "dropout", tmp_path, models[model], *sizes, *rest)
     ours, theirs = load(tmp_path), load(single(model))
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    assert abs(ours["loss"] - theirs["loss"]) <= bounds.loss(count=make_batch().num_loss_tokens)
     largest = max(t.abs().max().item() for t in theirs["gradients"].values())
     for name, gradient in theirs["gradients"].items():
-        assert (ours["gradients"][name] - gradient).abs().max() <= 1e-5 * largest, name
+        assert (ours["gradients"][name] - gradient).abs().max() <= bounds.gradients() * largest, name

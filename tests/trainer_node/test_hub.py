@@ -14,6 +14,7 @@ import torch
 from orchestrator.protocol.config import ParallelConfig
 from orchestrator.protocol.messages import ForwardJob, forward_specs
 from tests.orchestrator.test_orchestrator import Run
+from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.test_memory import ranks, trainer
@@ -127,7 +128,7 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
         ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
         with torch.no_grad():
             scored = theirs(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        assert np.abs(scored.numpy() - found[start + 1 : start + length]).max() < 1e-5
+        assert np.abs(scored.numpy() - found[start + 1 : start + length]).max() <= bounds.scores()
         start += length
 
 

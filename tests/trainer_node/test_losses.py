@@ -197,24 +197,29 @@ def test_kl_gradients(estimator: str) -> None:
     assert torch.allclose(ours, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("temperatures", [None, (0.1, 0.7, 1.0, 1.5, 3.0)])
 @pytest.mark.parametrize("logits_per_chunk", [1, 24, 1000])
 @pytest.mark.parametrize("allowed", [None, (2, 5, 7)])
-def test_log_probs_and_entropy_with_gradients(allowed: tuple[int, ...] | None, logits_per_chunk: int) -> None:
+def test_log_probs_and_entropy_with_gradients(
+    allowed: tuple[int, ...] | None, logits_per_chunk: int, temperatures: tuple[float, ...] | None
+) -> None:
     """Against log_softmax over the rows that count, in fp64, whatever the chunk; the padding's rows get no gradient."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(12, 6, generator=generator, dtype=torch.float64).requires_grad_()
     targets = torch.tensor([5, 2, 7, 7, 5])
     kept = list(allowed or range(10))
+    divisors = torch.tensor(temperatures or [1.0] * 5)
     log_probs, entropy = linear_statistics(
         hidden,
         weight,
         targets,
         vocab_size=10,
         allowed_K=None if allowed is None else torch.tensor(allowed),
+        temperatures_N=None if temperatures is None else divisors,
         logits_per_chunk=logits_per_chunk,
     )
-    reference = (hidden @ weight.T)[:, kept].log_softmax(-1)
+    reference = ((hidden @ weight.T)[:, kept] / divisors[:, None]).log_softmax(-1)
     place = torch.tensor([kept.index(int(t)) for t in targets])
     plain = (reference[torch.arange(5), place], -(reference.exp() * reference).sum(-1))
     some = torch.randn(5, generator=generator, dtype=torch.float64)

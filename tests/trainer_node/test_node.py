@@ -55,6 +55,7 @@ from orchestrator.protocol.messages import (
     WireLayout,
     batch_specs,
 )
+from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.test_generations import spoil
@@ -479,6 +480,19 @@ def check_that_one_rank_fails_for_all(control: Orchestrator, process: subprocess
     assert not [p.name for p in folder.iterdir() if "full" in p.name or "unsaved" in p.name]
 
 
+def check_gap(control: Orchestrator, logprobs: np.ndarray) -> None:
+    """A gap to the sampler that rounding does not explain is said; beyond the job's bound the job fails. Nothing is pending afterwards."""
+    values = arrays()
+    for sampled, warned in ((logprobs * values["loss_mask"], False), (values["sampler_logprobs"], True)):
+        fields, buffers = training(values | {"sampler_logprobs": sampled})
+        said, _ = control.ok(ForwardBackward, buffers, loss=fields["loss"], tensors=fields["tensors"])
+        assert ["Usual causes: a temperature" in text for text in said["warnings"]] == [True] * warned
+    bounded, buffers = training(max_logprob_gap=1e-3)
+    refused = control.refused(ForwardBackward, buffers, loss=bounded["loss"], tensors=bounded["tensors"])
+    assert (refused.code, "max_logprob_gap is 0.001" in refused.message) == ("logprob_gap", True)
+    assert "Gradients pending from 2 batches before it were dropped" in refused.message
+
+
 def test_operations(models, tmp_path: Path) -> None:
     """Forward, two forward_backward, a step, an export that transformers loads; bad input, a skipped step and a dropped gradient."""
     from transformers import AutoModelForCausalLM
@@ -504,11 +518,12 @@ def test_operations(models, tmp_path: Path) -> None:
         refused = control.refused(Forward, [bad.tobytes(), lengths.tobytes()], **asked)
         assert (refused.code, "sequence 1: tokens[1] = -7" in refused.message) == ("bad_input", True)
 
+        check_gap(control, first)
         control.ok(SaveCheckpoint, version=3, checkpoint_dir=str(tmp_path / "saved"), client_state={"row": 9})
         one, _ = control.ok(ForwardBackward, buffers, **batch)
         assert one["pending_batches"] == 1
         loss_mask = values["loss_mask"] == 1
-        assert one["metrics"]["loss"] == pytest.approx(-first[loss_mask].mean(), rel=1e-5)
+        assert one["metrics"]["loss"] == pytest.approx(-first[loss_mask].mean(), abs=bounds.scores())
         refused = control.refused(ForwardBackward, buffers, **(batch | {"loss": LossSpec(name="unheard_of")}))
         assert (refused.code, "no loss 'unheard_of'" in refused.message) == ("bad_input", True)
         assert control.ok(ForwardBackward, buffers, **batch)[0]["pending_batches"] == 2
@@ -538,10 +553,11 @@ def test_operations(models, tmp_path: Path) -> None:
             ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
             with torch.no_grad():
                 scored = exported(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            assert np.abs(scored.numpy() - trained[start + 1 : start + length]).max() < 2e-5
+            assert np.abs(scored.numpy() - trained[start + 1 : start + length]).max() <= bounds.scores()
             start += length
 
-        control.ok(ForwardBackward, buffers, **batch)
+        later, _ = control.ok(ForwardBackward, buffers, loss=fields["loss"], tensors=fields["tensors"])
+        assert later["warnings"] == [], "off policy by one step"
         control.ok(ReleaseMemory)
         assert control.ok(ReleaseMemory)[0]["resident_bytes"] == 0
         huge = arrays()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from orchestrator.errors import ConfigError, MergePlanError
 from orchestrator.protocol.messages import KlSpec, LossSpec, Manifest, TensorSpec, forward_specs
+from tests.numerics import sum_error_bound
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
+from trainer_node import gap
 from trainer_node.batch import BatchError, check_accumulation, decode_forward, micro_batches
 from trainer_node.hf_export import plan_files
-from trainer_node.losses import cross_entropy, grpo, linear_statistics
+from trainer_node.losses import bind_loss, cross_entropy, grpo, linear_statistics
 from trainer_node.merge import LoraDelta, MergeOp, decoder_name, merge_tensor, plan_merge, strip_wrappers
 from trainer_node.sums import Pending, StepSums
 
@@ -77,6 +82,10 @@ class TestMerge:
         assert decoder_name("embedding.word_embeddings.weight") is None
 
 
+ROUNDING = sum_error_bound(torch.float32, count=12, magnitude=1.0)
+"""Of a softmax over 12 logits or less."""
+
+
 def log_probs_of(logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, allowed_K: torch.Tensor | None = None):
     """Log-probs of given logits: those of a head that is the identity."""
     weight = torch.eye(logits.shape[1])
@@ -88,7 +97,7 @@ class TestLosses:
         logits, targets = torch.randn(5, 12), torch.tensor([0, 3, 9, 1, 2])
         logits[:, 10:] = 50.0
         ours = log_probs_of(logits, targets, vocab_size=10)
-        assert torch.allclose(ours, logits[:, :10].log_softmax(-1).gather(1, targets[:, None])[:, 0], atol=1e-6)
+        assert torch.allclose(ours, logits[:, :10].log_softmax(-1).gather(1, targets[:, None])[:, 0], atol=ROUNDING)
         counted = log_probs_of(logits, targets, vocab_size=12)
         assert (counted < ours - 30).all(), "the mutant that counts the padding is told apart"
 
@@ -96,9 +105,9 @@ class TestLosses:
         logits, allowed = torch.randn(3, 10, requires_grad=True), torch.tensor([2, 5, 7])
         ours = log_probs_of(logits, torch.tensor([5, 2, 7]), vocab_size=10, allowed_K=allowed)
         theirs = logits[:, allowed].log_softmax(-1)[torch.arange(3), torch.tensor([1, 0, 2])]
-        assert torch.allclose(ours, theirs, atol=1e-6)
+        assert torch.allclose(ours, theirs, atol=ROUNDING)
         gradient = torch.autograd.grad(ours.sum(), logits, retain_graph=True)[0]
-        assert torch.allclose(gradient, torch.autograd.grad(theirs.sum(), logits)[0], atol=1e-6)
+        assert torch.allclose(gradient, torch.autograd.grad(theirs.sum(), logits)[0], atol=ROUNDING)
         assert gradient[:, 0].abs().max() == 0
 
     def test_grpo_by_hand(self) -> None:
@@ -169,6 +178,31 @@ class TestBatch:
         with pytest.raises(BatchError, match=rf"{field} has 35 elements but sequence_lengths sum to 36"):
             make_batch(values | {field: np.zeros(35, np.float32)})
 
+    def test_one_temperature_for_each_sequence_is_one_for_each_of_its_tokens(self) -> None:
+        each = np.arange(1, len(LENGTHS) + 1, dtype=np.float32)
+        whole = make_batch(arrays() | {"temperatures": each}), make_batch(arrays() | {"temperatures": each.repeat(LENGTHS)})
+        assert [b.temperatures_T.tolist() for b in whole] == [each.repeat(LENGTHS).tolist()] * 2
+        assert make_batch().temperatures_T is None
+
+    @pytest.mark.parametrize(
+        ("temperature", "message"),
+        [
+            (0.0, r"sequence 1: temperatures\[2\] = 0.0 is greedy decoding, .*; sample to train"),
+            (-1.0, r"sequence 1: temperatures\[2\] = -1.0 is below 0.01, the lowest temperature that vLLM samples at"),
+            (0.009, r"sequence 1: temperatures\[2\] = 0.008\d* is below 0.01"),
+            (np.nan, r"sequence 1: temperatures\[2\] = nan is not finite"),
+            (np.inf, r"sequence 1: temperatures\[2\] = inf is not finite"),
+        ],
+    )
+    def test_temperatures_that_nothing_is_sampled_at(self, temperature: float, message: str) -> None:
+        each = np.full(sum(LENGTHS), 0.01, np.float32)
+        make_batch(arrays() | {"temperatures": each})
+        each[11] = temperature
+        with pytest.raises(BatchError, match=message):
+            make_batch(arrays() | {"temperatures": each})
+        with pytest.raises(BatchError, match="temperatures has 7 elements but sequence_lengths sum to 36"):
+            make_batch(arrays() | {"temperatures": each[:7]})
+
     def test_a_given_reference_must_be_given(self) -> None:
         with pytest.raises(BatchError, match="no reference_logprobs"):
             make_batch(loss=LossSpec(kl=KlSpec(reference="given")))
@@ -180,15 +214,31 @@ class TestBatch:
             make_batch(values)
 
 
-def forward_batch(tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None = None):
+def forward_batch(
+    tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None = None, temperatures: list[float] | None = None
+):
     buffers = [np.array(tokens, np.int32).tobytes(), np.array(lengths, np.int32).tobytes()]
-    specs = forward_specs(num_sequences=len(lengths), num_tokens=len(tokens))
+    specs = forward_specs(
+        num_sequences=len(lengths),
+        num_tokens=len(tokens),
+        optional=["temperatures"] if temperatures else (),
+        token_temperatures=len(temperatures or ()) == len(tokens),
+    )
+    if temperatures:
+        buffers.append(np.array(temperatures, np.float32).tobytes())
     return decode_forward(specs=specs, buffers=buffers, vocab_size=300, max_length=64, allowed_token_ids=allowed)
 
 
 class TestForward:
     def test_all_but_the_first_tokens_are_asked_for(self) -> None:
         assert forward_batch([1, 2, 3, 4, 5], [2, 3]).loss_mask_T.tolist() == [0, 1, 0, 1, 1]
+
+    @pytest.mark.parametrize("temperatures", [[0.5, 2.0], [0.5, 0.5, 2.0, 2.0, 2.0]])
+    def test_temperatures(self, temperatures: list[float]) -> None:
+        assert forward_batch([1, 2, 3, 4, 5], [2, 3], None, temperatures).temperatures_T.tolist() == [0.5, 0.5, 2, 2, 2]
+        assert forward_batch([1, 2], [2]).temperatures_T is None
+        with pytest.raises(BatchError, match=r"sequence 1: temperatures\[0\] = 0.0 is greedy"):
+            forward_batch([1, 2, 3, 4, 5], [2, 3], None, [0.5, 0.0])
 
     @pytest.mark.parametrize(
         ("tokens", "lengths", "allowed", "message"),
@@ -243,6 +293,48 @@ class TestSums:
         values = arrays()
         values["loss_mask"][: LENGTHS[0]] = 0
         assert make_batch(values).num_loss_sequences == 4
+
+
+class TestGap:
+    def sums(self, mean: float, count: int = 4) -> StepSums:
+        return StepSums(logprob_gap=mean * count, logprob_gap_max=2 * mean, gap_tokens=count, num_tokens=count, num_clipped=1)
+
+    def test_only_losses_that_take_the_samplers_log_probs_count(self) -> None:
+        both = self.sums(0.5) + StepSums(num_tokens=12, loss=1.0)
+        assert both.metrics("tokens")["logprob_gap_mean"] == both.logprob_gap_mean == 0.5
+        assert StepSums(num_tokens=3).logprob_gap_mean == 0.0
+
+    @pytest.mark.parametrize(
+        ("dtype", "mean", "coldest", "warns"),
+        [
+            ("float32", 1e-6, 1.0, False),
+            ("float32", 2e-3, 1.0, True),
+            ("float32", 2e-3, 0.4, False),
+            ("bfloat16", 0.031, 1.0, False),
+            ("bfloat16", 0.031, 0.25, False),
+            ("bfloat16", 0.47, 0.7, True),
+            ("bfloat16", 0.15, 2.0, True),
+            ("float32", math.nan, 1.0, True),
+        ],
+    )
+    def test_what_rounding_explains_is_not_said(self, dtype: str, mean: float, coldest: float, warns: bool) -> None:
+        temperatures_T = torch.tensor([3.0, coldest])
+        said = gap.warnings(self.sums(mean), LossSpec(), dtype=dtype, temperatures_T=temperatures_T)
+        assert bool(said) == warns
+        if warns:
+            assert re.search(
+                rf"differ.* by .* nats in the mean and .* at most, 25.0% of .*; {dtype} explains .*temperature", said[0]
+            )
+        assert gap.warnings(self.sums(mean), LossSpec(max_logprob_gap=5.0), dtype=dtype, temperatures_T=None) == []
+
+    def test_a_jobs_own_bound(self) -> None:
+        gap.check(self.sums(0.5), LossSpec())
+        gap.check(self.sums(0.5), LossSpec(max_logprob_gap=0.5))
+        for mean in (0.51, math.nan):
+            with pytest.raises(gap.LogprobGapError, match=r"loss.max_logprob_gap is 0.5. Usual causes: a temperature"):
+                gap.check(self.sums(mean), LossSpec(max_logprob_gap=0.5))
+        with pytest.raises(ConfigError, match="cross_entropy takes no sampler_logprobs"):
+            bind_loss(LossSpec(name="cross_entropy", max_logprob_gap=0.5))
 
 
 class TestExportPlan:

@@ -1,6 +1,7 @@
 """The TCP transport: one connection from the trainer (rank 0) to each worker, for tensors in CPU memory. Broadcasts block.
 
-A connection begins with the handshake of `handshake.py`. After it the trainer sends the buffers end to end, and the workers send nothing.
+A connection begins with the handshake of `handshake.py`. After it, for each buffer, a worker says how many bytes it wants, and the trainer sends
+them. So no buffer leaves before its receiver is there: what one update left in the kernel would be read as the beginning of the next.
 Bytes are not encrypted, and nothing protects them from whoever can change packets on their way: see docs/security.md.
 
 Axes: B = bytes.
@@ -22,6 +23,7 @@ from orchestrator.errors import ConfigError, TransferAborted, TransferError, Tra
 from orchestrator.protocol.messages import Rendezvous
 from weight_transfer.handshake import RETRY_S, SECRET_BYTES, Dropped, Reception, introduce
 
+SIZE_BYTES = 8
 KEEPALIVE_IDLE_S = 60
 """A connection may be idle for hours between two publications; probes keep routers from forgetting it."""
 
@@ -60,17 +62,17 @@ class SocketGroup:
         if buffer_B.dtype != torch.uint8 or buffer_B.device.type != "cpu" or not buffer_B.is_contiguous():
             raise ValueError(f"tcp carries contiguous uint8 CPU buffers, got {buffer_B.dtype} on {buffer_B.device}")
         whole = buffer_B.view(-1).numpy().data
-        # A sender also reads: a receiver that is gone shows at once.
-        events = selectors.EVENT_READ if self._rank else selectors.EVENT_READ | selectors.EVENT_WRITE
         with self._in_use, selectors.PollSelector() as waiting:
             self._raise_if_aborted()
             for rank, connection in self._connections.items() if whole else ():
-                waiting.register(connection, events, _Left(rank, whole))
+                waiting.register(connection, selectors.EVENT_READ, _Left(rank, connection, whole))
+                if self._rank:
+                    with self._translated(rank):
+                        connection.send(len(whole).to_bytes(SIZE_BYTES))
             while waiting.get_map():
-                for key, ready in self._wait(waiting, deadline):
-                    self._move(key.fileobj, key.data, ready)  # type: ignore[arg-type]
-                    if not key.data.view_B:
-                        waiting.unregister(key.fileobj)
+                for left, ready in self._wait(waiting, deadline):
+                    with self._translated(left.rank):
+                        self._move(waiting, left, ready)
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
         """Nothing to wait for: broadcasts block."""
@@ -93,41 +95,68 @@ class SocketGroup:
                 connection.close()
             self._connections.clear()
 
-    def _wait(self, waiting: selectors.BaseSelector, deadline: float) -> list[tuple[selectors.SelectorKey, int]]:
+    def _wait(self, waiting: selectors.BaseSelector, deadline: float) -> list[tuple[_Left, int]]:
         ready = waiting.select(max(0.0, deadline - time.monotonic()))
         self._raise_if_aborted()
         if time.monotonic() >= deadline:
             late = {key.data.rank: len(key.data.view_B) for key in waiting.get_map().values()}
             raise TransferTimeout(f"the time was up with bytes left (rank: bytes) {late}; is the peer stopped?")
-        return ready
+        return [(key.data, events) for key, events in ready]
 
-    def _move(self, connection: socket.socket, left: _Left, ready: int) -> None:
-        """Send what the connection takes now, or receive what it has."""
-        try:
-            if self._rank:
-                moved = connection.recv_into(left.view_B)
-            else:
-                moved = 0 if ready & selectors.EVENT_READ else connection.send(left.view_B)
-        except BlockingIOError:
+    def _move(self, waiting: selectors.BaseSelector, left: _Left, ready: int) -> None:
+        """Receive what the connection has; or hear what the worker wants, then send what the connection takes."""
+        if self._rank == 0 and len(left.wanted) < SIZE_BYTES:
+            self._hear(waiting, left)
             return
-        except OSError as error:
-            self._raise_if_aborted()  # our own abort looks like a lost peer
-            raise TransferError(f"the peer is gone: the connection to rank {left.rank} broke ({error})") from error
-        if moved == 0:
-            self._raise_if_aborted()
-            raise TransferError(f"the peer is gone: rank {left.rank} has closed its connection")
+        if self._rank:
+            moved = left.connection.recv_into(left.view_B)
+        else:  # a worker has nothing to say now: what can be read is its end
+            moved = 0 if ready & selectors.EVENT_READ else left.connection.send(left.view_B)
+        _check_open(moved)
         left.view_B = left.view_B[moved:]
+        if not left.view_B:
+            waiting.unregister(left.connection)
+
+    def _hear(self, waiting: selectors.BaseSelector, left: _Left) -> None:
+        fresh = left.connection.recv(SIZE_BYTES - len(left.wanted))
+        _check_open(len(fresh))
+        left.wanted += fresh
+        if len(left.wanted) < SIZE_BYTES:
+            return
+        wanted, size = int.from_bytes(left.wanted), len(left.view_B)
+        if wanted != size:
+            raise TransferError(
+                f"rank {left.rank} wants {wanted} bytes where {size} are sent; the two ends have different plans"
+            )
+        waiting.modify(left.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, left)
+
+    @contextlib.contextmanager
+    def _translated(self, rank: int) -> Iterator[None]:
+        """A connection's errors as ours; our own abort looks like a lost peer."""
+        try:
+            yield
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._raise_if_aborted()
+            raise TransferError(f"the peer is gone: the connection to rank {rank} broke ({error})") from error
 
     def _raise_if_aborted(self) -> None:
         if self._reason is not None:
             raise TransferAborted(f"transfer aborted: {self._reason}")
 
 
+def _check_open(moved: int) -> None:
+    if moved == 0:
+        raise ConnectionResetError("closed by the peer")
+
+
 class _Left:
     """What still has to go over a connection."""
 
-    def __init__(self, rank: int, view_B: memoryview) -> None:
-        self.rank, self.view_B = rank, view_B
+    def __init__(self, rank: int, connection: socket.socket, view_B: memoryview) -> None:
+        self.rank, self.connection, self.view_B = rank, connection, view_B
+        self.wanted = b""
 
 
 class SocketListener:

@@ -7,6 +7,7 @@ import socket
 
 from orchestrator.protocol.messages import Rendezvous
 from weight_transfer.handshake import CHALLENGE_BYTES, PROOF_BYTES, RANK_BYTES, proof
+from weight_transfer.socket_group import SIZE_BYTES
 
 
 def knock(rendezvous: Rendezvous, *, timeout_s: float = 10.0) -> socket.socket:
@@ -31,3 +32,8 @@ def prove(connection: socket.socket, secret: bytes, *, rank: int) -> None:
     """Up to the trainer's proof."""
     connection.sendall(answer_to(read(connection, CHALLENGE_BYTES), secret, rank=rank))
     assert len(read(connection, PROOF_BYTES)) == PROOF_BYTES
+
+
+def want(connection: socket.socket, count: int) -> None:
+    """Ask for a buffer, as a receiver's broadcast does."""
+    connection.sendall(count.to_bytes(SIZE_BYTES))

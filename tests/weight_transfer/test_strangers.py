@@ -16,7 +16,7 @@ import torch
 
 from orchestrator.errors import TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
-from tests.weight_transfer.handshakes import answer_to, knock, prove, read
+from tests.weight_transfer.handshakes import answer_to, knock, prove, read, want
 from weight_transfer import handshake
 from weight_transfer.groups import GroupListener, TransferGroup, join_tcp, open_listener
 from weight_transfer.handshake import ANSWER_BYTES, CHALLENGE_BYTES, PROOF_BYTES
@@ -197,7 +197,10 @@ def test_the_place_of_a_worker_that_is_there_is_not_taken(start_trainer: Callabl
         assert_nothing_but_a_challenge(second, already=CHALLENGE_BYTES)
         prove(other, secret, rank=2)
         for worker in (first, other):
-            assert read(worker, 2 + WEIGHTS_B.numel()) == b"\0\0" + WEIGHTS_B.numpy().tobytes()
+            assert read(worker, 2) == b"\0\0"
+            want(worker, WEIGHTS_B.numel())
+        for worker in (first, other):
+            assert read(worker, WEIGHTS_B.numel()) == WEIGHTS_B.numpy().tobytes()
 
 
 def test_a_proof_after_the_join_is_over_comes_too_late(trainer: Trainer) -> None:
@@ -216,6 +219,7 @@ def test_a_worker_with_the_proof_that_never_reads_is_ended_by_the_deadline() -> 
         proving.start()
         group = listener.join(JOIN_S)
         proving.join(JOIN_S)
+        want(worker, 64 << 20)
         began = time.monotonic()
         try:
             with pytest.raises(TransferTimeout, match=r"is the peer stopped"):

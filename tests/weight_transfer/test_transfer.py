@@ -181,6 +181,39 @@ def test_a_duplicate_of_a_connection_does_not_keep_it_open() -> None:
             os.close(duplicate)
 
 
+def test_nothing_leaves_before_the_receiver_is_there() -> None:
+    """However small: what waits in the kernel would be read as the beginning of the next update."""
+    trainer, worker = both_ends()
+    try:
+        with pytest.raises(TransferTimeout, match=r"\{1: 5\}"):
+            trainer.broadcast(torch.ones(5, dtype=torch.uint8), deadline_s=0.3)
+    finally:
+        trainer.close()
+        worker.close()
+
+
+def test_ends_that_have_other_sizes_in_mind() -> None:
+    trainer, worker = both_ends()
+    failed: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            worker.broadcast(torch.zeros(6, dtype=torch.uint8), deadline_s=20)
+        except TransferError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        with pytest.raises(TransferError, match="rank 1 wants 6 bytes where 5 are sent"):
+            trainer.broadcast(torch.ones(5, dtype=torch.uint8), deadline_s=20)
+    finally:
+        trainer.close()
+        thread.join(SOON_S)
+        worker.close()
+    assert failed
+
+
 # ------------------------------------------------------------ failures
 
 

@@ -207,7 +207,7 @@ class RanksProcess:
     def stop(self) -> None:
         """End the ranks and the process."""
         self._node.stop()
-        self.are_running = self._is_starting = False
+        self.are_running = self._is_starting = self._is_ready = False
         self._deadline_s = None
         for pipe in () if self._node.process is None else self._pipes():
             with contextlib.suppress(OSError):

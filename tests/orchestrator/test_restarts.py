@@ -143,7 +143,7 @@ def test_an_idle_template_that_ends_is_replaced(tmp_path):
         assert soon(lambda: read(starts) == "t" and not served._ranks.are_running)
         first = served._ranks._node.pid
         os.kill(first, signal.SIGKILL)
-        assert soon(lambda: served._ranks._is_ready and served._ranks._node.pid != first)
+        assert soon(lambda: served._ranks._is_ready and served._ranks._node.pid not in (None, first))
         assert read(starts) == "t", "the trainer was told to end"
 
 
@@ -214,8 +214,11 @@ def test_a_node_that_lost_the_link_is_started_again(tmp_path, monkeypatch):
     node = NodeProcess(name="node", argv=crashing(starts, EXIT_LINK_LOST), env={}, log_file=tmp_path / "log")
     with Launcher() as launcher:
         launcher.start(node)
-        assert soon(lambda: len(read(starts)) >= 3)
-        launcher.check()
+        until_s = time.monotonic() + 30
+        while len(read(starts)) < 3 and time.monotonic() < until_s:
+            launcher.check()
+            time.sleep(0.01)
+        assert len(read(starts)) >= 3
 
 
 def test_a_node_that_is_being_started_for_the_last_time_is_not_lost(tmp_path, monkeypatch):

@@ -128,8 +128,9 @@ def test_ranks_find_each_other_on_loopback_alone(tmp_path: Path) -> None:
 
 def test_one_ends_all_and_all_end_with_those_above(tmp_path: Path) -> None:
     with Process(tmp_path, "ends:1:75") as process:
-        found = process.start()
+        found, started_s = process.start(), time.monotonic()
         assert process.hears() == "ended 75" and gone(found)
+        assert time.monotonic() - started_s < 30, "rank 0 was left waiting"
         process.say("ping")
         assert process.hears() == "pong"
     for end in (lambda p: p.kill(), lambda p: p.terminate(), lambda p: p.stdin.close()):

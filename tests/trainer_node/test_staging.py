@@ -32,9 +32,9 @@ from trainer_node.staging import MOST_HELD, Staging
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What a step left on the disk; the index of the state has a random id, generators are no numbers of the step."""
+    """What a step left on the disk; the index of the state has a random id, generators are no numbers of the step, the marker has their hashes."""
     found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-    return {name: data for name, data in found.items() if not name.startswith(("rank_", "state/.metadata"))}
+    return {name: data for name, data in found.items() if not name.startswith(("rank_", "state/.metadata", "COMPLETE"))}
 
 
 class Ahead:

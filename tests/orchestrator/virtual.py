@@ -244,8 +244,8 @@ class Replica(Node):
             self.live[index] = value
         is_committed = packed([self.live[i] for i in came]) == message.commit_if
         if is_committed:
-            self.commit(message.version)
             self.unconfirmed = message.version
+            self.commit(message.version)
         else:
             self.received = message.version
         return self.digests([self.live[i] for i in came], committed=is_committed)

@@ -151,6 +151,7 @@ class Replica(Node):
         self.shadow: tuple[int, dict[int, int]] | None = None
         self.unconfirmed: int | None = None
         self.busy = False
+        self.flips = False
         self.aborted = False
         self.part: tuple[int, ...] = ()
 
@@ -228,7 +229,10 @@ class Replica(Node):
                 raise self.refuse("transfer_aborted")
             await asyncio.sleep(LATENCY_S / 2)
         try:
-            return list(await asyncio.wait_for(asyncio.shield(self.world.wire), deadline_s))
+            came = list(await asyncio.wait_for(asyncio.shield(self.world.wire), deadline_s))
+            came[0] ^= self.flips
+            self.flips = False
+            return came
         except TimeoutError:
             raise self.refuse("transfer_timeout") from None
 
@@ -388,7 +392,11 @@ class World:
         if fault == "hangs":
             await asyncio.sleep(message.deadline_s + LOST_S)
             raise JobFailed(code="transfer_timeout", node=peer_id, phase=phase, message="stuck", remedy="", is_answer=False)
+        if fault == "flips" and isinstance(node, Replica) and message.kind == "ReceiveWeights":
+            node.flips = True
         answer = await asyncio.shield(self._in_background(self._handle(node, message, say)))
+        if fault == "rots" and message.kind == "SendWeights":
+            self.disk[f"v{message.version}"] += 10**6
         if fault == "answers and dies":
             return await self._lost(node, comes_back=True)
         if fault == "answer lost":

@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 
 from tests.chaos import checker, history
+from tests.chaos.matrix import Matrix, as_table, write
 from tests.chaos.nemesis import Nemesis
+from tests.chaos.real import run_real
 from tests.chaos.run import FIRST_JOB_S, JOB_WITHIN_S, Run, Settings, scratch, settings_of
 
 
@@ -51,14 +53,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="of faults, for each run")
     parser.add_argument("--runs", type=int, default=1, help="with seeds SEED, SEED + 1, ...")
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs that held")
+    parser.add_argument("--matrix", action="store_true", help="every fault at every phase, into docs/reliability.md")
+    parser.add_argument("--real", action="store_true", help="real Megatron and vLLM with the tiny model, on the CPU")
     given = parser.parse_args()
     first = given.seed if given.seed is not None else random.SystemRandom().randrange(10**9)
+    if given.matrix:
+        return _matrix(str(first))
     failed = 0
     for seed in range(first, first + given.runs):
         settings = settings_of(str(seed), given.minutes)
-        print(f"seed {seed}: {settings}", flush=True)
+        print(f"seed {seed}: {'real nodes' if given.real else settings}", flush=True)
         folder = scratch() / "chaos"
-        violations = one_run(settings, folder)
+        violations = run_real(str(seed), given.minutes, folder) if given.real else one_run(settings, folder)
         if violations:
             failed += 1
             print(f"  {len(violations)} violations; everything is in {folder}; again: --seed {seed} --minutes {given.minutes}")
@@ -69,6 +75,16 @@ def main() -> int:
                 shutil.rmtree(folder.parent)
     print(f"{given.runs - failed} of {given.runs} runs held every invariant")
     return 1 if failed else 0
+
+
+def _matrix(seed: str) -> int:
+    folder = scratch() / "chaos"
+    matrix = Matrix(folder, seed)
+    rows, violations = matrix.fill()
+    write(as_table(rows, matrix.settings.pace))
+    for violation in violations:
+        print(f"  VIOLATED {violation}")
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Nemesis:
     def rage(self, until_s: float) -> None:
         """Faults, one after the other and some at once, until then; at the end all is healed."""
         while time.monotonic() < until_s:
-            self._heal_due()
+            self.heal_due()
             if self.dice.random() < 0.5:
                 self._at_a_point()
             else:
@@ -185,7 +185,8 @@ class Nemesis:
     def _later(self, after_s: float, heal: Callable[[], None]) -> None:
         self._heals.append((time.monotonic() + after_s, heal))
 
-    def _heal_due(self) -> None:
+    def heal_due(self) -> None:
+        """What has lasted long enough ends."""
         due = [heal for at, heal in self._heals if at <= time.monotonic()]
         self._heals = [(at, heal) for at, heal in self._heals if at > time.monotonic()]
         for heal in due:

@@ -119,6 +119,8 @@ class Node:
         self.life = uuid.uuid4().hex[:8]
         self.history = History(given.folder / "history", f"{self.id}-{self.life}")
         self.dice = random.Random(f"{given.seed} {self.id} {given.life}")
+        self.aborted_ids: set[str] = set()
+        """Of requests that were aborted, perhaps before they were begun here."""
         self.more_traps: dict[str, Callable[[list[str]], None]] = {}
         self.traps = Traps(self.more_traps)
         hello = Hello(
@@ -317,7 +319,7 @@ class Trainer(Node):
         self.link.progress(message.request_id, "listening", rendezvous=where)
         until = time.monotonic() + message.deadline_s
         while message.replicas.keys() - self.groups.keys():
-            if self.under_way != message.request_id or time.monotonic() > until:
+            if self.under_way != message.request_id or message.request_id in self.aborted_ids or time.monotonic() > until:
                 self.leave()
                 raise Refused(ErrorCode.TRANSFER_ABORTED, "aborted, or nobody came")
             self.accept(tag, message.replicas)
@@ -346,6 +348,8 @@ class Trainer(Node):
 
     def on_SendWeights(self, message: Any, _: Any) -> None:
         self.under_way = message.request_id
+        if message.request_id in self.aborted_ids:
+            self.leave()
         values = [self.values[i] for i in self.part] if message.changed_only else self.values
         try:
             for connection in self.groups.values():
@@ -363,6 +367,7 @@ class Trainer(Node):
         self.link.complete(message.request_id, tensors=(digests,), buffers=[array.array("q", values).tobytes()])
 
     def on_abort(self, message: Any) -> None:
+        self.aborted_ids.add(message.request_id)
         if message.request_id in (None, self.under_way):
             self.under_way = ""
             for connection in list(self.groups.values()):
@@ -431,6 +436,7 @@ class Replica(Node):
         self.say_what_is_served()
 
     def on_abort(self, message: Any) -> None:
+        self.aborted_ids.add(message.request_id)
         if message.request_id in (None, self.under_way, self.held_id):
             self.abort("aborted")
 
@@ -501,8 +507,9 @@ class Replica(Node):
 
     def begin(self, message: Any) -> None:
         self.under_way = self.held_id = message.request_id
-        if not self.aborts.empty():
-            self.aborts.get()
+        if not self.aborts.empty() or message.request_id in self.aborted_ids:
+            while not self.aborts.empty():
+                self.aborts.get()
             self.under_way = ""
             raise Refused(ErrorCode.TRANSFER_ABORTED, "aborted")
 

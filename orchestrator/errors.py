@@ -7,7 +7,7 @@ SpliceError
 │   ├── MergePlanError                an adapter or weight has no target, two targets, or another shape
 │   ├── ManifestError                 names, dtypes or shapes that the receiver does not know
 │   └── VerificationError             what is served is not what was sent
-│       └── ContentChanged            a version's content is not what it was when it was committed
+│       └── ContentChanged            a version's content is not what it was when it was first sent
 ├── TransferError (RuntimeError)      bytes did not arrive
 │   ├── TransferAborted               told to stop (watchdog, operator, or the peer's failure)
 │   └── TransferTimeout (TimeoutError) the deadline passed
@@ -50,7 +50,7 @@ class VerificationError(PublicationError):
 
 
 class ContentChanged(VerificationError):
-    """What a version would be made of is not what it was when it was committed."""
+    """What a version would be made of is not what it was when it was first sent."""
 
 
 class TransferError(SpliceError, RuntimeError):

@@ -198,6 +198,7 @@ class Publisher:
         """Replica -> its life when it took the version that is served."""
         self._manifest: tuple[str, Manifest] | None = None  # (trainer's incarnation, manifest)
         self._content: Content | None = None  # of what was sent last
+        self._sent: tuple[int, str] | None = None  # a version, and the digest of its content when it was first sent
         self._asked: dict[str, str] = {}  # node -> the request that an abort would end
         self._planned: dict[str, str] = {}  # what `_joined` was when the replicas had checked the manifest
         self._is_direct = False
@@ -290,8 +291,8 @@ class Publisher:
         lives = self._lives(result.replicas)
         with self._journal.together():
             self._step(State.COMMITTED, version, report, result)
-            assert self._content is not None
-            self._journal.set_digest(version, self._content.digest())
+            assert self._sent is not None
+            self._journal.set_digest(*self._sent)
         await self._commit(version, report=report, result=result)
         result.seconds["publish"] = time.monotonic() - started_s
         self.version, self.state = version, advance(self.state, State.IDLE)
@@ -319,17 +320,20 @@ class Publisher:
         return replace(self._part, base=self.version)
 
     def _take_digests(self, version: int, wire: _Wire, sent: _Answer) -> None:
-        """Note what the trainer sent, and hold it against what the version was when it was committed.
+        """Note what the trainer sent, and hold it against what the version was when it was first sent.
 
         Raises:
             ContentChanged: it is another content.
         """
         assert self._content is not None
-        self._content.take(_digests(self._trainer, sent, count=len(wire.manifest.tensors)), wire.indices)
-        was, is_now = self._journal.digest(version), self._content.digest()
+        is_now = self._content.take(_digests(self._trainer, sent, count=len(wire.manifest.tensors)), wire.indices)
+        was = self._journal.digest(version)
+        if was is None and self._sent is not None and self._sent[0] == version:
+            was = self._sent[1]
+        self._sent = (version, was or is_now)
         if was is not None and was != is_now:
             raise ContentChanged(
-                f"version {version} is not what it was when it was committed: the digest of its tensors was "
+                f"version {version} is not what it was when it was first sent: the digest of its tensors was "
                 f"{was[:16]} and is {is_now[:16]} now. Its checkpoint has changed on the disk, or the trainer computes otherwise (another device or topology). "
                 "It is not served again. Publish the trainer's state as a new version (PublishJob), or load another checkpoint first"
             )
@@ -767,7 +771,10 @@ class Publisher:
         if not was_beside:
             for replica in replicas:
                 self.holding.pop(replica, None)
-        self._journal.record_publication(version=version, state=f"failed:{failed_in}", detail=str(error)[:2000])
+        with self._journal.together():
+            self._journal.record_publication(version=version, state=f"failed:{failed_in}", detail=str(error)[:2000])
+            if self._sent is not None and self._sent[0] == version:
+                self._journal.set_digest(version, self._sent[1])
         if failed_in not in (State.IDLE, State.PLANNED, State.POISONED):
             await self._abort(replicas, f"publication of version {version} failed while {failed_in}: {error}")
         if self.state is State.POISONED:

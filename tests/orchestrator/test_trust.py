@@ -114,11 +114,27 @@ def test_a_version_that_rotted_is_not_served_again(run):
     rotten(run)
     run.client.run(OptimStepJob())  # the resync has to load the served version
     served = list(replica.served)
-    with pytest.raises(JobFailed, match="version 1 is not what it was when it was committed") as changed:
+    with pytest.raises(JobFailed, match="version 1 is not what it was when it was first sent") as changed:
         run.client.run(ResyncJob(), timeout_s=30)
     assert changed.value.code == "verification_failed" and replica.served == served
     # What the trainer held before the resync is put back, and a new name is free for it.
     assert run.client.publish()["version"] == 2 and replica.served[-1] == (2, [11, 21, 31])
+
+
+def test_a_version_that_rots_before_it_is_committed_is_not_served(run):
+    """What the trainer sent first is what the version is, whatever its checkpoint holds by the next attempt."""
+    trainer, (replica,) = synced(run)
+    replica.flip = True
+
+    def send_and_rot(message) -> None:
+        (run.dir / "versions" / "1" / "weights").write_text("11 21 99")
+        trainer.on_SendWeights(message)
+
+    trainer.script["SendWeights"] = send_and_rot
+    with pytest.raises(JobFailed, match="version 1 is not what it was when it was first sent"):
+        run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+    assert replica.served == [(0, [10, 20, 30])]
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 2
 
 
 def test_a_replica_that_joins_late_gets_no_other_content(run):
@@ -128,7 +144,8 @@ def test_a_replica_that_joins_late_gets_no_other_content(run):
     late.live = [0, 0, 0]
     late.restarted()
     assert soon(lambda: "failed:verified" in steps(run, 1) or "failed:finished" in steps(run, 1))
-    assert late.served[-1] == (1, [11, 21, 31]) and "AbortUpdate" in late.log and "AbortUpdate" not in replica.log
+    assert soon(lambda: "AbortUpdate" in late.log)  # sent after the step is written down
+    assert late.served[-1] == (1, [11, 21, 31]) and "AbortUpdate" not in replica.log
     assert run.client.status().version == 1
     trainer.weights = [11, 21, 31]
 

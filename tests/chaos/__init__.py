@@ -1,0 +1,1 @@
+"""`python -m tests.chaos`: a real orchestrator under a nemesis, and a checker that reads what happened."""

@@ -1,0 +1,187 @@
+"""The same with real Megatron and real vLLM: processes killed and stopped at random moments of training, transfer and commit, while requests run.
+
+What a version's content is, is here what vLLM says: log-probs of a fixed prompt, under the name that the answer's header gives. The orchestrator's own
+points and the links belong to the fake nodes' runs; here every process of the cluster is a target, and the moment is drawn over the whole job.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from orchestrator.cluster import Cluster, ClusterConfig
+from orchestrator.errors import JobFailed, NodeLost
+from orchestrator.launch import descendants
+from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TrainMergedJob, batch_specs
+from orchestrator.router import new_id
+from tests.chaos import history
+from tests.chaos.history import Event, History
+from tests.chaos.processes import ROOT
+
+PROMPT, ANSWER = [5, 17, 33, 101, 7, 9, 44, 12], [3, 4, 5, 6]
+NODES = {"orchestrator": "orchestrator", "trainer": "trainer", "inference": "inference-0"}
+SAME_NATS = 1e-4
+"""Two answers of one version differ by less; those of two versions by more, with this learning rate."""
+JOB_S = 300.0
+
+
+def batch(dice: random.Random) -> tuple[Any, list[bytes]]:
+    """One sequence, whose answer carries the loss."""
+    ids = [*PROMPT, *(dice.randrange(3, 100) for _ in ANSWER)]
+    rows = [
+        array.array("i", ids), array.array("i", [len(ids)]), array.array("f", [0.0] * len(PROMPT) + [1.0] * len(ANSWER)),
+        *(array.array("f", [0.0] * len(ids)),) * 2,
+    ]  # fmt: skip
+    return batch_specs(num_sequences=1, num_tokens=len(ids)), [row.tobytes() for row in rows]
+
+
+class Asking(threading.Thread):
+    """Asks all the time, and writes down what each answer says under which name."""
+
+    def __init__(self, url: Callable[[], str], notes: History) -> None:
+        super().__init__(daemon=True)
+        self.url, self.notes, self.stop, self.count = url, notes, threading.Event(), 0
+
+    def run(self) -> None:
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        while not self.stop.is_set():
+            with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
+                answer = httpx.post(f"{self.url()}/v1/completions", json=body, timeout=60.0, trust_env=False)
+                if answer.status_code == 200:
+                    rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
+                    said = [next(iter(row.values()))["logprob"] for row in rows]
+                    self.notes.note("answered", header=answer.headers.get("x-splice-version"), logprobs=said)
+                    self.count += 1
+            time.sleep(0.05)
+
+
+def apart(events: Iterable[Event]) -> list[str]:
+    """Answers that are not what their name's other answers are; a span of versions speaks for itself."""
+    first: dict[str, list[float]] = {}
+    found = []
+    for event in events:
+        name = event.get("header")
+        if event["what"] != "answered" or (name is not None and not name.isdigit()):
+            continue
+        if name is None:
+            found.append("an answer names no version")
+            continue
+        nats = statistics.median(
+            abs(a - b) for a, b in zip(first.setdefault(name, event["logprobs"]), event["logprobs"], strict=True)
+        )
+        if nats > SAME_NATS:
+            found.append(f"two answers under @{name} are {nats:.3g} nats apart")
+    return found
+
+
+def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
+    """What was violated."""
+    dice, notes = random.Random(f"{seed} real"), History(folder / "history", "real")
+    model = folder / "model"
+    subprocess.run(
+        [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", "qwen3", "--out", str(model)],
+        check=True, timeout=180, cwd=ROOT, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    python = Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python"))
+    config = ClusterConfig(
+        run_dir=folder / "run", name="tiny", trainer_python=Path(sys.executable), inference_python=python,
+        trainer=TrainerConfig(model=model, lora=LoraConfig(rank=8, alpha=16)),
+        inference=(InferenceConfig(model=model, name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1),),
+        trainer_restarts=1000, orchestrator_restarts=1000, keep_versions=3, mode=dice.choice(("in_place", "shadow")),
+    )  # fmt: skip
+    problems: list[str] = []
+    with Cluster(config) as cluster:
+        cluster.client.run(InitialSyncJob(), timeout_s=JOB_S)
+        url = cluster.base_urls[0]
+        asking = Asking(lambda: url, notes)
+        asking.start()
+        problems += _rage(cluster, dice, notes, until_s=time.monotonic() + 60 * minutes)
+        began = time.monotonic()
+        last, problem = _job(cluster, dice)
+        problems += problem
+        print(f"  {asking.count} answers; @{last} {time.monotonic() - began:.1f} s after the last fault", flush=True)
+        asking.stop.set()
+        asking.join(60)
+        pids = [p for n in NODES.values() for p in _processes(cluster, n)]
+    time.sleep(1.0)
+    problems += [f"the process {p.pid} is left" for p in pids if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    notes.close()
+    return problems + apart(history.read(folder / "history"))
+
+
+def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: float) -> list[str]:
+    """Jobs, and a fault in each but the first: (which process, what, when) are drawn before it starts."""
+    problems, seconds, before = list[str](), 1.0, 0
+    while time.monotonic() < until_s:
+        node, fault, after_s = (
+            dice.choice(sorted(NODES.values())),
+            dice.choice(("kill", "kill", "stop")),
+            dice.uniform(0.0, 1.2 * seconds),
+        )
+        victims = dice.random()
+        timer = threading.Timer(after_s, _strike, (cluster, node, fault, victims, notes))
+        timer.start()
+        began = time.monotonic()
+        version, problem = _job(cluster, dice)
+        timer.join()
+        problems += problem
+        if version is not None and version <= before:
+            problems.append(f"@{version} was made after @{before}")
+        before = before if version is None else version
+        seconds = min(seconds, time.monotonic() - began) if version is not None else seconds
+        print(f"  {fault} {node} after {after_s:.2f} s: @{version} in {time.monotonic() - began:.1f} s", flush=True)
+    return problems
+
+
+def _job(cluster: Cluster, dice: random.Random) -> tuple[int | None, list[str]]:
+    specs, buffers = batch(dice)
+    job = TrainMergedJob(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs)
+    job_id, until = new_id("job"), time.monotonic() + JOB_S
+    while time.monotonic() < until:
+        try:
+            return int(cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S)["version"]), []
+        except JobFailed as error:
+            print(f"  the job failed: {error.code}: {error.message[:200]}", flush=True)
+            return None, []
+        except NodeLost:
+            continue
+        except TimeoutError:
+            break
+    return None, [f"{job_id} has no outcome after {JOB_S:.0f} s"]
+
+
+def _processes(cluster: Cluster, node: str) -> list[psutil.Process]:
+    pid = cluster.launcher.nodes[node].pid
+    return [] if pid is None else descendants(pid, and_self=True)
+
+
+def _strike(cluster: Cluster, node: str, fault: str, which: float, notes: History) -> None:
+    """One process of the node. Never the launcher or the supervisor itself: it is what a cluster manager restarts."""
+    processes = [p for p in _processes(cluster, node) if node == "orchestrator" or p.pid != cluster.launcher.nodes[node].pid]
+    if not processes:
+        return
+    victim = processes[int(which * len(processes))]
+    with contextlib.suppress(psutil.Error):
+        notes.note("fault", kind=fault, target=node, command=json.dumps(victim.cmdline()[:6]))
+        if fault == "kill":
+            victim.kill()
+        else:
+            victim.send_signal(signal.SIGSTOP)
+            time.sleep(2.0)
+            victim.send_signal(signal.SIGCONT)

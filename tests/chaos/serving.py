@@ -1,0 +1,88 @@
+"""`splice serve` with traps at every journal commit and every state of a publication, a wall clock and a monotonic clock that can be
+stepped, and waits that are shorter by SPLICE_CHAOS_PACE. Nothing else of it is changed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sqlite3
+import time
+from typing import Any
+
+import orchestrator.liveness
+import orchestrator.router
+import orchestrator.server
+from orchestrator import between_jobs, cli
+from orchestrator.journal import Journal
+from orchestrator.protocol import node_link
+from orchestrator.publisher import PublicationConfig
+from tests.chaos.traps import Traps
+
+WAITS_S = {
+    "join_timeout_s": 60.0,
+    "plan_timeout_s": 60.0,
+    "transfer_timeout_s": 60.0,
+    "commit_timeout_s": 30.0,
+    "recovery_timeout_s": 90.0,
+}
+steps = {"wall": 0.0, "monotonic": 0.0}
+
+
+def step_clock(words: list[str]) -> None:
+    """`clock WALL MONOTONIC`: seconds to add. A monotonic clock only ever goes forward."""
+    steps["wall"] += float(words[0])
+    steps["monotonic"] += max(0.0, float(words[1]))
+
+
+def stepped(clock: Any, name: str) -> Any:
+    return lambda: clock() + steps[name]
+
+
+class Trapped(sqlite3.Connection):
+    """Reaches "commit before" and "commit after" at what makes something durable."""
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        commits = not self.in_transaction and sql.split()[0] in ("INSERT", "UPDATE", "DELETE")
+        return self._around(commits, functools.partial(super().execute, sql, *args))
+
+    def __exit__(self, *error: Any) -> bool:
+        return self._around(self.in_transaction, functools.partial(super().__exit__, *error))
+
+    @staticmethod
+    def _around(commits: bool, step: functools.partial[Any]) -> Any:
+        if commits:
+            traps.reach("commit before")
+        result = step()
+        if commits:
+            traps.reach("commit after")
+        return result
+
+
+def record_publication(self: Journal, *, state: str, **facts: Any) -> None:
+    """At a state of a publication."""
+    recorded(self, state=state, **facts)
+    traps.reach(f"state {state}")
+
+
+def quicken(pace: float) -> None:
+    """Every wait of the orchestrator, shorter."""
+    defaults = PublicationConfig.__init__.__kwdefaults__
+    defaults |= {name: value / pace for name, value in WAITS_S.items()}
+    orchestrator.server.OrchestratorConfig.__init__.__kwdefaults__ |= {
+        "ready_timeout_s": 120.0 / pace,
+        "train_timeout_s": 120.0 / pace,
+    }
+    orchestrator.router.LOST_AFTER_S /= pace  # type: ignore[misc]
+    orchestrator.router.STALL_AFTER_S /= pace  # type: ignore[misc]
+    orchestrator.server.RESYNC_LONGEST_S = 20.0 / pace  # type: ignore[misc]
+    node_link.REDIAL_AFTER_S /= pace
+    between_jobs.LAUNCHERS_BACK_S /= pace
+
+
+if __name__ == "__main__":
+    traps = Traps({"clock": step_clock})
+    time.time, time.monotonic = stepped(time.time, "wall"), stepped(time.monotonic, "monotonic")
+    sqlite3.connect = functools.partial(sqlite3.connect, factory=Trapped)  # type: ignore[assignment]
+    recorded, Journal.record_publication = Journal.record_publication, record_publication  # type: ignore[method-assign]
+    quicken(float(os.environ.get("SPLICE_CHAOS_PACE", "1")))
+    cli.app()

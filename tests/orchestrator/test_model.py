@@ -1,0 +1,253 @@
+"""The Publisher among nodes that fail in every way, on a clock that jumps: hypothesis looks for an order of events that breaks a promise."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from orchestrator import publisher as publishing
+from orchestrator.errors import JobFailed, NodeLost, SpliceError
+from orchestrator.publication import State, after_restart
+from orchestrator.publisher import PublicationConfig, Publisher
+from tests.orchestrator.virtual import MemoryJournal, Replica, Trainer, VirtualLoop, World
+
+KINDS = {
+    "trainer": (
+        "OpenTransferGroup", "PlanPublication", "UseLayout", "SendWeights", "LoadCheckpoint", "Forward",
+    ),
+    "replica": (
+        "JoinTransferGroup", "PrepareUpdate", "PrepareShadow", "ReceiveWeights", "SwapWeights", "CheckCanary", "CommitUpdate", "LeaveAlias",
+    ),
+}  # fmt: skip
+FAULTS = st.sampled_from(
+    ["refuse", "dies", "gone", "restarts", "hangs", "answers and dies", "answer lost", "nonsense", "mute", "flips", "rots"],
+)
+EXAMPLES = int(os.environ.get("SPLICE_MODEL_EXAMPLES", "100"))
+STEPS = 100
+
+
+class Model(RuleBasedStateMachine):
+    """One trainer, up to three replicas, one Publisher after the other."""
+
+    @initialize(
+        count=st.integers(1, 3), mode=st.sampled_from(["in_place", "shadow"]), changed=st.booleans(), canary=st.booleans()
+    )
+    def begin(self, count, mode, changed, canary):
+        publishing.log.disabled = True  # a hundred thousand warnings
+        self.loop = VirtualLoop()
+        self.was_time, publishing.time = publishing.time, SimpleNamespace(monotonic=self.loop.time)
+        self.world = World(self.loop, self.on_shown, changed_only=changed)
+        self.made: dict[int, list[int]] = {}
+        self.shown: dict[int, list[int]] = {}
+        self.newest, self.trained = -1, 0
+        self.trainer = Trainer(self.world, "trainer")
+        self.replicas = [Replica(self.world, f"inference-{i}") for i in range(count)]
+        self.world.members = {n.id: n for n in (self.trainer, *self.replicas)}
+        self.journal = MemoryJournal()
+        self.config = PublicationConfig(transport="gloo", mode=mode, canary=canary)
+        self.steps: list[tuple[int, str]] = []
+        self.publisher = self.a_publisher()
+
+    def a_publisher(self):
+        return Publisher(router=self.world, journal=self.journal, config=self.config)
+
+    def teardown(self):
+        if hasattr(self, "loop"):
+            publishing.time, publishing.log.disabled = self.was_time, False
+            self.loop.close()
+
+    # -------------------------------------------------------- promises that hold at every moment
+
+    def on_shown(self, replica):
+        """Never the wrong name, never two contents of one name."""
+        version = replica.shown
+        assert replica.live == self.made[version], f"@{version} shows what is not its content"
+        assert self.shown.setdefault(version, list(replica.live)) == replica.live, f"@{version} is two contents"
+        # The only replica commits by itself, with its swap; then the journal says at least that it was going to.
+        written = "paused" if replica.unconfirmed == version else "committed"
+        assert (version, written) in self.journal.steps, f"@{version} is served before it was {written} in the journal"
+
+    # -------------------------------------------------------- what happens
+
+    @rule(
+        fault=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 7)), FAULTS, max_size=3),
+        die_in=st.none() | st.none() | st.none() | st.integers(1, 12),
+    )
+    def publish(self, fault, die_in):
+        self.train()
+        self.attempt(self.newest, fault, die_in=die_in)
+
+    @rule(fault=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 7)), FAULTS, max_size=2))
+    def resync_bare(self, fault):
+        """As the server does between jobs."""
+        bare, version = self.publisher.bare_replicas(), self.publisher.version
+        if bare and version is not None and self.trainer.up:
+            self.trainer.state = self.world.disk[f"v{version}"]
+            self.attempt(version, fault, only=bare)
+
+    @rule(which=st.integers(0, 2))
+    def server_restarts(self, which):
+        replica = self.replicas[which % len(self.replicas)]
+        if replica.up:
+            replica.reset()
+            replica.peer.times_ready += 1
+
+    @rule(which=st.integers(0, 3))
+    def process_is_replaced(self, which):
+        node = [self.trainer, *self.replicas][which % (1 + len(self.replicas))]
+        node.up = True
+        node.start()
+
+    @rule(which=st.integers(0, 2))
+    def replica_goes(self, which):
+        replica = self.replicas[which % len(self.replicas)]
+        replica.up, replica.peer.state = False, "lost"
+        replica.reset()
+
+    @rule()
+    def orchestrator_restarts(self):
+        self.resume()
+
+    @rule()
+    def calm(self):
+        """Where nothing fails any more, the next version is published, on every replica."""
+        self.world.faults, self.journal.die_in = {}, None
+        for node in self.world.members.values():
+            if not node.up or node.peer.state != "ready":
+                node.up = True
+                node.start()
+        self.train()
+        assert self.attempt(self.newest, {}) is None, "it failed though nothing was wrong"
+        assert [r.shown for r in self.replicas] == [self.newest] * len(self.replicas)
+
+    # -------------------------------------------------------- helpers
+
+    def train(self):
+        """A version durable on disk; the trainer's process holds it."""
+        self.newest, self.trained = self.newest + 1, self.trained + 1
+        if not self.trainer.up:
+            self.trainer.up = True
+            self.trainer.start()
+        self.trainer.peer.state = "ready"
+        self.trainer.state = self.world.disk[f"v{self.newest}"] = self.trained
+        self.made[self.newest] = self.world.weights(self.trained)
+
+    def attempt(self, version, fault, *, only=None, die_in=None):
+        """What it failed with, or None."""
+        there = self.world.nodes("inference")
+        replicas = there if only is None else only
+        if not replicas:
+            return None
+        self.journal.is_dead = False
+        nodes = [self.trainer, *self.replicas]
+        for (which, kind), what in fault.items():
+            node = nodes[which % len(nodes)]
+            kinds = KINDS["trainer" if node is self.trainer else "replica"]
+            self.world.faults[node.id, kinds[kind % len(kinds)]] = what
+        others = [] if only is None else [r for r in self.publisher.holding if r not in only]
+        self.journal.die_in = die_in
+        phases = []
+        publication = self.publisher.publish(
+            version, checkpoint_dir=f"v{version}", replicas=replicas, report=lambda phase, _: phases.append(phase),
+            holder=self.trainer.peer.hello.incarnation, others=others,
+        )  # fmt: skip
+        try:
+            self.loop.run_until_complete(self.with_all_that_follows(publication))
+        except SpliceError as error:
+            assert "cannot go from" not in str(error) or fault, f"an illegal step without a fault: {error}"
+            assert "a defect of the orchestrator" not in str(error), error
+            return error
+        except asyncio.CancelledError:
+            self.resume()
+            self.loop.run_until_complete(asyncio.sleep(60))
+            return NodeLost("the orchestrator was killed")
+        finally:
+            self.world.faults, self.journal.die_in = {}, None
+        return None
+
+    async def with_all_that_follows(self, publication):
+        """Messages that are on their way arrive."""
+        task = asyncio.ensure_future(publication)
+        self.journal.on_death, self.journal.is_dead = task.cancel, False
+        try:
+            return await asyncio.wait_for(task, 7200)
+        except TimeoutError:
+            raise AssertionError("a publication waited for two hours") from None
+        finally:
+            while self.world.background:
+                await asyncio.sleep(1.0)
+            for broken in self.world.broken:
+                raise broken
+
+    def resume(self):
+        """Another orchestrator; nodes that had something under way give it up."""
+        for node in self.world.members.values():
+            if node.up:
+                node.abort()
+        self.journal.is_dead = False
+        served, state = after_restart(self.journal.steps)
+        self.publisher = self.a_publisher()
+        self.publisher.resume(version=served, state=state)
+
+    # -------------------------------------------------------- promises that hold between two events
+
+    @invariant()
+    def stands_still_between_publications(self):
+        if hasattr(self, "publisher"):
+            assert self.publisher.state in (State.IDLE, State.POISONED), self.publisher.state
+
+    @invariant()
+    def nobody_is_left_paused(self):
+        """After whatever failed, every replica that can be reached was told to resume or to give up."""
+        for replica in getattr(self, "replicas", ()):
+            assert not (replica.up and replica.peer.state == "ready" and replica.standing), f"{replica.id} was left paused"
+
+    @invariant()
+    def all_or_none(self):
+        """Those that the publisher counts as holding the served version show it; no other one that can be reached shows another."""
+        publisher = getattr(self, "publisher", None)
+        if publisher is None or publisher.state is not State.IDLE or publisher.version is None:
+            return
+        for replica in self.replicas:
+            is_held = publisher.holding.get(replica.id) == replica.peer.life
+            if replica.up and replica.peer.state == "ready":
+                allowed = (publisher.version,) if is_held else (publisher.version, None)
+                assert replica.shown in allowed, f"{replica.id} shows @{replica.shown}, not @{publisher.version}"
+
+
+Model.TestCase.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+TestModel = Model.TestCase
+
+
+def test_a_loop_without_a_deadline_fails_at_once():
+    loop = VirtualLoop()
+
+    async def forever():
+        await loop.create_future()
+
+    try:
+        try:
+            loop.run_until_complete(forever())
+        except AssertionError as error:
+            assert "nothing has a deadline" in str(error)
+        else:
+            raise AssertionError
+    finally:
+        loop.close()
+
+
+def test_an_hour_takes_no_time():
+    loop = VirtualLoop()
+    loop.run_until_complete(asyncio.sleep(3600))
+    assert loop.now == 3600
+    loop.close()
+
+
+__all__ = ["JobFailed", "TestModel"]

@@ -20,6 +20,7 @@ class Content:
     """
 
     def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
         names = [f"{t.name} {t.dtype} {t.shape}" for t in manifest.tensors]
         self._by_name = sorted(range(len(names)), key=names.__getitem__)
         self._place = {index: place for place, index in enumerate(self._by_name)}

@@ -401,7 +401,9 @@ class Publisher:
         request = PlanPublication(request_id=new_id("plan"), deadline_s=self._config.plan_timeout_s)
         completed, _ = await self._router.request(self._trainer, request, phase="planning")
         manifest = _valid(self._trainer, Manifest, completed.result)
-        self._manifest, self._content = (incarnation, manifest), Content(manifest)
+        self._manifest = (incarnation, manifest)
+        if self._content is None or self._content.manifest != manifest:  # else a part may come on top of what was sent before
+            self._content = Content(manifest)
         return manifest
 
     async def _move(

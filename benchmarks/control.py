@@ -69,7 +69,7 @@ def _round_trips(count: int, folder: Path) -> list[float]:
         endpoint = _endpoint(run_dir, orchestrator)
         with _python_process(["benchmarks.control", endpoint], log=folder / "node.log"):
             buffers = [bytes(s.nbytes) for s in _specs()]
-            job = TrainLoraJob(tensors=_specs(), output_dir=str(folder))
+            job = TrainLoraJob(tensors=_specs(), output_dir=str(folder / "adapter"))
             samples = []
             with SpliceClient(endpoint=endpoint, run_token=TOKEN) as client:
                 for _ in range(count + WARM_UP_JOBS):

@@ -1,14 +1,14 @@
 """What must hold of every history. Pure: events in, violations out; knows the formats of `tests.chaos.history`, not the program.
 
-    one outcome       a job has exactly one outcome, whoever is told it and however often, and the journal says the same
-    runs once         no process of the trainer runs a job's request twice; no batch is in a state twice; a cancelled job never ran
-    nothing lost      the trainer stands where the completed jobs have brought it, unless a failed job has said that something is lost
-    one content       a version has one content, the trainer's for that version
-    committed         what is served was committed, or was given up at once
-    by one            versions are made one after the other, and completed ones go up
-    in time           every job ends within the limit after it was submitted or the last fault was healed; at the end all serve the same
-    nothing left      no process, file, lock or shared memory
-    no growth         memory, descriptors and threads of one orchestrator
+one outcome       a job has exactly one outcome, whoever is told it and however often, and the journal says the same
+runs once         no process of the trainer runs a job's request twice; no batch is in a state twice; a cancelled job never ran
+nothing lost      the trainer stands where the completed jobs have brought it, unless a failed job has said that something is lost
+one content       a version has one content, the trainer's for that version
+committed         what is served was committed, or was given up at once
+by one            versions are made one after the other, and completed ones go up
+in time           every job ends within the limit after it was submitted or the last fault was healed; at the end all serve the same
+nothing left      no process, file, lock or shared memory
+no growth         memory, descriptors and threads of one orchestrator
 """
 
 from __future__ import annotations
@@ -101,13 +101,18 @@ def nothing_lost(events: Sequence[Event]) -> Iterable[str]:
     ran, submitted = by_job(events, "ran"), {e["job"]: e for e in of(events, "submit")}
     now: set[State] = {BASE}
     for row in sorted(of(events, "journaled"), key=lambda e: e["number"]):
-        job, did = row["job"], [r for r in ran[row["job"]] if r["kind"] != "LoadCheckpoint" or row["kind"] == "LoadCheckpointJob"]
+        job, did = (
+            row["job"],
+            [r for r in ran[row["job"]] if r["kind"] != "LoadCheckpoint" or row["kind"] == "LoadCheckpointJob"],
+        )
         if row["outcome"] == "cancelled":
             continue
         own = [r for r in did if r["kind"] in _OWN_REQUEST.get(row["kind"], ())]
         possible = {_unrotted(s, alias) for s in now}
         for run in own:
-            if row["kind"] != "LoadCheckpointJob" and _unrotted(tuple(run["before"]), alias) not in possible | _dropped(possible, row):
+            if row["kind"] != "LoadCheckpointJob" and _unrotted(tuple(run["before"]), alias) not in possible | _dropped(
+                possible, row
+            ):
                 yield (
                     f"{job} ({row['kind']}) found the trainer at {_short(run['before'])}; by the jobs before it is at one of "
                     f"{[_short(s) for s in sorted(possible)[:4]]}, and nobody was told of a loss"
@@ -167,16 +172,20 @@ def committed(events: Sequence[Event]) -> Iterable[str]:
     known = {e["version"] for e in of(events, "committed")}
     if not of(events, "journaled"):
         return
-    for node, shown in itertools.groupby(sorted(of(events, "serves", "silent"), key=lambda e: (e["node"], e["t"])), key=lambda e: e["node"]):
+    for node, shown in itertools.groupby(
+        sorted(of(events, "serves", "silent"), key=lambda e: (e["node"], e["t"])), key=lambda e: e["node"]
+    ):
         rows = list(shown)
         for event, after in itertools.zip_longest(rows, rows[1:]):
-            if event["what"] == "serves" and event["version"] not in known:
-                if after is None or after["t"] - event["t"] > SELF_COMMIT_GIVEN_UP_S:
-                    yield f"{node} serves @{event['version']}, which was never committed"
+            is_given_up = after is not None and after["t"] - event["t"] <= SELF_COMMIT_GIVEN_UP_S
+            if event["what"] == "serves" and event["version"] not in known and not is_given_up:
+                yield f"{node} serves @{event['version']}, which was never committed"
 
 
 def by_one(events: Sequence[Event]) -> Iterable[str]:
-    versions = {e["job"]: e["version"] for e in of(events, "outcome") if e["outcome"] == "completed" and e.get("version") is not None}
+    versions = {
+        e["job"]: e["version"] for e in of(events, "outcome") if e["outcome"] == "completed" and e.get("version") is not None
+    }
     rows = sorted((e for e in of(events, "journaled") if e["kind"] in MADE_BY), key=lambda e: e["number"])
     before = -1
     for row in rows:

@@ -1,13 +1,13 @@
 """What happened in a run, as JSON lines: one file for each process, one clock (CLOCK_MONOTONIC is the host's).
 
-    submit    job, kind, batch, folder, client            outcome   job, outcome, code, message, version
-    ran       request, kind, job, life, before, after     made      version, content, state
-    serves    node, version, content                      silent    node, why
-    fault     kind, target, ...                           healed    kind, target
-    started, ended  process, life, code                   probe     life, rss, descriptors, threads
-    rotted    was, is_now                                 final     healthy_s
-    journaled job, kind, outcome, code, message, number   committed version
-    left      what
+submit    job, kind, batch, folder, client            outcome   job, outcome, code, message, version
+ran       request, kind, job, life, before, after     made      version, content, state
+serves    node, version, content                      silent    node, why
+fault     kind, target, ...                           healed    kind, target
+started, ended  process, life, code                   probe     life, rss, descriptors, threads
+rotted    was, is_now                                 final     healthy_s
+journaled job, kind, outcome, code, message, number   committed version
+left      what
 """
 
 from __future__ import annotations

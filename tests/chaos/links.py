@@ -84,7 +84,10 @@ class Link:
         pair = (writer, back)
         self._pairs.add(pair)
         try:
-            pumps = [asyncio.ensure_future(self._pump(reader, back, "up")), asyncio.ensure_future(self._pump(there, writer, "down"))]
+            pumps = [
+                asyncio.ensure_future(self._pump(reader, back, "up")),
+                asyncio.ensure_future(self._pump(there, writer, "down")),
+            ]
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             for pump in pumps:
                 pump.cancel()

@@ -62,7 +62,9 @@ class Matrix:
         arm.start()
         is_there = self.nemesis.wait_at(*at, within_s=20.0)
         began = time.monotonic()
-        target = {"reset": f"control {process}", "black hole": f"control {process}", "data cut": f"data {process}"}.get(fault, process)
+        target = {"reset": f"control {process}", "black hole": f"control {process}", "data cut": f"data {process}"}.get(
+            fault, process
+        )
         lasts_s = {"kill": 0.0, "black hole": 1.5 * LIMIT_S / self.settings.pace}.get(fault, 1.0)
         self.nemesis.strike(fault, target, lasts_s)
         self.run.processes[at[0]].tell("go")

@@ -124,7 +124,11 @@ class Node:
         self.more_traps: dict[str, Callable[[list[str]], None]] = {}
         self.traps = Traps(self.more_traps)
         hello = Hello(
-            role=self.role, node_id=self.id, incarnation=uuid.uuid4().hex, run_token=os.environ["SPLICE_RUN_TOKEN"], pid=os.getpid()
+            role=self.role,
+            node_id=self.id,
+            incarnation=uuid.uuid4().hex,
+            run_token=os.environ["SPLICE_RUN_TOKEN"],
+            pid=os.getpid(),
         )
         urgent = {"AbortSend": self.on_abort, "AbortUpdate": self.on_abort, "Hello": self.on_forgotten}
         self.link = NoisyLink(
@@ -158,7 +162,12 @@ class Node:
             getattr(self, f"on_{message.kind}", self.done)(message, envelope.buffers)
         except Refused as why:
             self.link.fail(
-                message.request_id, code=why.code, phase="chaos", message=str(why), remedy="nothing", steps_taken=why.steps_taken
+                message.request_id,
+                code=why.code,
+                phase="chaos",
+                message=str(why),
+                remedy="nothing",
+                steps_taken=why.steps_taken,
             )
         self.traps.reach(f"{message.kind} after")
 
@@ -219,7 +228,9 @@ class Trainer(Node):
         if staged is not None:
             batch = self.staged.pop(staged, None)
             if batch is None:
-                self.link.fail(message.request_id, code=ErrorCode.NOT_STAGED, phase="chaos", message="not here", remedy="send it")
+                self.link.fail(
+                    message.request_id, code=ErrorCode.NOT_STAGED, phase="chaos", message="not here", remedy="send it"
+                )
                 return
             envelope = Envelope(message=message, buffers=batch)
         self.answering = (message, [self.state, *self.pending])
@@ -256,7 +267,9 @@ class Trainer(Node):
             raise Refused(ErrorCode.CHECKPOINT_FAILED, str(error), steps_taken=steps_taken) from error
         for old in message.delete_after:
             shutil.rmtree(old, ignore_errors=True)
-        self.history.note("made", folder=str(folder), version=message.version, state=self.state, content=content_of(self.values))
+        self.history.note(
+            "made", folder=str(folder), version=message.version, state=self.state, content=content_of(self.values)
+        )
 
     def on_SaveCheckpoint(self, message: Any, _: Any) -> None:
         self.save(message)
@@ -288,7 +301,10 @@ class Trainer(Node):
         count = message.tensors[0].numel
         specs = tuple(TensorSpec(name=n, dtype="float32", shape=(count,)) for n in ("logprobs", "entropy"))
         self.link.complete(
-            message.request_id, result={"seconds": {}}, tensors=specs, buffers=[logprobs_of(self.values, count), bytes(4 * count)]
+            message.request_id,
+            result={"seconds": {}},
+            tensors=specs,
+            buffers=[logprobs_of(self.values, count), bytes(4 * count)],
         )
 
     def on_LoadCheckpoint(self, message: Any, _: Any) -> None:
@@ -426,7 +442,14 @@ class Replica(Node):
 
     def restart(self) -> None:
         """The server behind this node was started anew."""
-        self.live, self.served, self.poisoned, self.received, self.shadow, self.unconfirmed = [0] * TENSORS, None, False, None, None, None
+        self.live, self.served, self.poisoned, self.received, self.shadow, self.unconfirmed = (
+            [0] * TENSORS,
+            None,
+            False,
+            None,
+            None,
+            None,
+        )
         self.part, self.is_standing, self.restarts = (), False, self.restarts + 1
         self.leave()
         self.link.send(Ready(node_id=self.id, detail={**self.detail, "restarted": self.restarts}))
@@ -482,7 +505,9 @@ class Replica(Node):
         self.link.complete(message.request_id, result={"why_not": why})
 
     def why_no_base(self, base: int | None) -> str | None:
-        return None if base is None or (base == self.served and not self.poisoned and self.part) else f"{base} is not served here"
+        return (
+            None if base is None or (base == self.served and not self.poisoned and self.part) else f"{base} is not served here"
+        )
 
     def on_ReceiveWeights(self, message: Any, _: Any) -> None:
         why = self.why_no_base(message.base_version)
@@ -603,7 +628,15 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("trainer", "inference"))
     parser.add_argument("--folder", type=Path, required=True)
-    for name, kind in (("endpoint", str), ("node-id", str), ("seed", str), ("life", int), ("noise", float), ("pace", float), ("work-s", float)):
+    for name, kind in (
+        ("endpoint", str),
+        ("node-id", str),
+        ("seed", str),
+        ("life", int),
+        ("noise", float),
+        ("pace", float),
+        ("work-s", float),
+    ):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--changed-only", action="store_true")
     parser.add_argument("--data-port", type=int, default=0)

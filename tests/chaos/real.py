@@ -82,7 +82,9 @@ def apart(events: Iterable[Event]) -> list[str]:
         if name is None:
             found.append("an answer names no version")
             continue
-        nats = statistics.median(abs(a - b) for a, b in zip(first.setdefault(name, event["logprobs"]), event["logprobs"], strict=True))
+        nats = statistics.median(
+            abs(a - b) for a, b in zip(first.setdefault(name, event["logprobs"]), event["logprobs"], strict=True)
+        )
         if nats > SAME_NATS:
             found.append(f"two answers under @{name} are {nats:.3g} nats apart")
     return found
@@ -127,7 +129,11 @@ def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: flo
     """Jobs, and a fault in each but the first: (which process, what, when) are drawn before it starts."""
     problems, seconds, before = list[str](), 1.0, 0
     while time.monotonic() < until_s:
-        node, fault, after_s = dice.choice(sorted(NODES.values())), dice.choice(("kill", "kill", "stop")), dice.uniform(0.0, 1.2 * seconds)
+        node, fault, after_s = (
+            dice.choice(sorted(NODES.values())),
+            dice.choice(("kill", "kill", "stop")),
+            dice.uniform(0.0, 1.2 * seconds),
+        )
         victims = dice.random()
         timer = threading.Timer(after_s, _strike, (cluster, node, fault, victims, notes))
         timer.start()

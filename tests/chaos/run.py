@@ -42,7 +42,6 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.router import new_id
-from tests.chaos import history
 from tests.chaos.history import History
 from tests.chaos.links import Links
 from tests.chaos.processes import ROOT, Process
@@ -218,7 +217,9 @@ class Run:
     # ------------------------------------------------------------ clients
 
     def client(self, name: str) -> SpliceClient:
-        link = self.links.by_name.get(f"client {name}") or self.links.add(f"client {name}", int(self.endpoint.rsplit(":", 1)[1]))
+        link = self.links.by_name.get(f"client {name}") or self.links.add(
+            f"client {name}", int(self.endpoint.rsplit(":", 1)[1])
+        )
         return SpliceClient(endpoint=f"tcp://127.0.0.1:{link.port}", run_token=self.token, client_id=name)
 
     def job(self, kind: str, dice: random.Random) -> tuple[JobSpec, list[bytes], dict[str, Any]]:
@@ -238,7 +239,12 @@ class Run:
         if kind in ("SaveCheckpointJob", "LoadCheckpointJob"):
             spec = SaveCheckpointJob if kind == "SaveCheckpointJob" else LoadCheckpointJob
             return spec(checkpoint_dir=folder), [], {"folder": folder}
-        plain = {"InitialSyncJob": InitialSyncJob, "PublishJob": PublishJob, "ResyncJob": ResyncJob, "OptimStepJob": OptimStepJob}
+        plain = {
+            "InitialSyncJob": InitialSyncJob,
+            "PublishJob": PublishJob,
+            "ResyncJob": ResyncJob,
+            "OptimStepJob": OptimStepJob,
+        }
         return plain[kind](), [], {}
 
     def do(self, name: str, kind: str, dice: random.Random, *, cancel: bool = False) -> dict[str, Any] | None:
@@ -280,7 +286,9 @@ class Run:
             self.jobs_done += 1
             return None
         self.jobs_done += 1
-        self.history.note("outcome", job=job_id, outcome="completed", version=result.get("version"), attempts=result.get("attempts"))
+        self.history.note(
+            "outcome", job=job_id, outcome="completed", version=result.get("version"), attempts=result.get("attempts")
+        )
         return result
 
     def work(self, name: str, until_s: float) -> None:

@@ -18,7 +18,13 @@ from orchestrator.protocol import node_link
 from orchestrator.publisher import PublicationConfig
 from tests.chaos.traps import Traps
 
-WAITS_S = {"join_timeout_s": 60.0, "plan_timeout_s": 60.0, "transfer_timeout_s": 60.0, "commit_timeout_s": 30.0, "recovery_timeout_s": 90.0}
+WAITS_S = {
+    "join_timeout_s": 60.0,
+    "plan_timeout_s": 60.0,
+    "transfer_timeout_s": 60.0,
+    "commit_timeout_s": 30.0,
+    "recovery_timeout_s": 90.0,
+}
 steps = {"wall": 0.0, "monotonic": 0.0}
 
 
@@ -62,7 +68,10 @@ def quicken(pace: float) -> None:
     """Every wait of the orchestrator, shorter."""
     defaults = PublicationConfig.__init__.__kwdefaults__
     defaults |= {name: value / pace for name, value in WAITS_S.items()}
-    orchestrator.server.OrchestratorConfig.__init__.__kwdefaults__ |= {"ready_timeout_s": 120.0 / pace, "train_timeout_s": 120.0 / pace}
+    orchestrator.server.OrchestratorConfig.__init__.__kwdefaults__ |= {
+        "ready_timeout_s": 120.0 / pace,
+        "train_timeout_s": 120.0 / pace,
+    }
     orchestrator.router.LOST_AFTER_S /= pace  # type: ignore[misc]
     orchestrator.router.STALL_AFTER_S /= pace  # type: ignore[misc]
     orchestrator.server.RESYNC_LONGEST_S = 20.0 / pace  # type: ignore[misc]

@@ -21,7 +21,18 @@ class Story:
         self.events.append({"t": float(facts.pop("t", next(self.clock))), "what": what, **facts})
         return self
 
-    def job(self, kind="ForwardBackwardJob", outcome="completed", *, runs=(), version=None, message="", batch=None, told=None, **facts):
+    def job(
+        self,
+        kind="ForwardBackwardJob",
+        outcome="completed",
+        *,
+        runs=(),
+        version=None,
+        message="",
+        batch=None,
+        told=None,
+        **facts,
+    ):
         """Submitted, run (pairs of before and after), told and journaled."""
         self.jobs += 1
         job = f"job-{self.jobs}"
@@ -65,11 +76,15 @@ def probes(**last):
 BAD = {
     "one outcome: job-3 was told": good().note("outcome", job="job-3", outcome="failed", code="x"),
     "one outcome: job-4 was told completed, the journal says": good().job("ForwardJob", outcome="failed", told="completed"),
-    "one outcome: job-3 stands in the journal": good().note("journaled", job="job-3", kind="ForwardJob", number=9, outcome="failed"),
+    "one outcome: job-3 stands in the journal": good().note(
+        "journaled", job="job-3", kind="ForwardJob", number=9, outcome="failed"
+    ),
     "one outcome: job-9 stands": good().note("journaled", job="job-9", kind="ForwardJob", number=9, outcome="open"),
     "runs once: job-4 ran twice": good().job(runs=[(["x"], ["x", "b3"]), (["x", "b3"], ["x", "b3", "b3"])], batch="b3"),
     "runs once: job-4 was cancelled, and ran": good().job(outcome="cancelled", runs=[(["x"], ["x", "b3"])]),
-    "runs once: job-4 put a batch": good().job("TrainMergedJob", runs=[(["x"], ["y"])], batch="b1", version=2).made(2, "c2", "y"),
+    "runs once: job-4 put a batch": good()
+    .job("TrainMergedJob", runs=[(["x"], ["y"])], batch="b1", version=2)
+    .made(2, "c2", "y"),
     "nothing lost: job-4": good().job(runs=[([BASE], [BASE, "b3"])], batch="b3"),
     "nothing lost: job-5": good().job(runs=[(["x"], ["x", "b3"])], batch="b3").job("OptimStepJob", runs=[(["x"], ["z"])]),
     "one content: @1 was c1 and is c9": good().serves(1, "c9"),

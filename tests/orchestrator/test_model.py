@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from orchestrator import publisher as publishing
-from orchestrator.errors import JobFailed, NodeLost, SpliceError
+from orchestrator.errors import NodeLost, SpliceError
 from orchestrator.publication import State, after_restart
 from orchestrator.publisher import PublicationConfig, Publisher
 from tests.orchestrator.virtual import MemoryJournal, Replica, Trainer, VirtualLoop, World
@@ -34,7 +36,9 @@ STEPS = 100
 class Model(RuleBasedStateMachine):
     """One trainer, up to three replicas, one Publisher after the other."""
 
-    @initialize(count=st.integers(1, 3), mode=st.sampled_from(["in_place", "shadow"]), changed=st.booleans(), canary=st.booleans())
+    @initialize(
+        count=st.integers(1, 3), mode=st.sampled_from(["in_place", "shadow"]), changed=st.booleans(), canary=st.booleans()
+    )
     def begin(self, count, mode, changed, canary):
         publishing.log.disabled = True  # a hundred thousand warnings
         self.loop = VirtualLoop()
@@ -157,16 +161,18 @@ class Model(RuleBasedStateMachine):
         try:
             self.loop.run_until_complete(self.with_all_that_follows(publication))
         except SpliceError as error:
-            assert "cannot go from" not in str(error) or fault, f"an illegal step without a fault: {error}"
-            assert "a defect of the orchestrator" not in str(error), error
-            return error
+            failure = error
         except asyncio.CancelledError:
             self.resume()
             self.loop.run_until_complete(asyncio.sleep(60))
-            return NodeLost("the orchestrator was killed")
+            failure = NodeLost("the orchestrator was killed")
+        else:
+            failure = None
         finally:
             self.world.faults, self.journal.die_in = {}, None
-        return None
+        assert "cannot go from" not in str(failure) or fault, f"an illegal step without a fault: {failure}"
+        assert "a defect of the orchestrator" not in str(failure), failure
+        return failure
 
     async def with_all_that_follows(self, publication):
         """Messages that are on their way arrive."""
@@ -230,15 +236,8 @@ def test_a_loop_without_a_deadline_fails_at_once():
     async def forever():
         await loop.create_future()
 
-    try:
-        try:
-            loop.run_until_complete(forever())
-        except AssertionError as error:
-            assert "nothing has a deadline" in str(error)
-        else:
-            raise AssertionError
-    finally:
-        loop.close()
+    with contextlib.closing(loop), pytest.raises(AssertionError, match="nothing has a deadline"):
+        loop.run_until_complete(forever())
 
 
 def test_an_hour_takes_no_time():
@@ -246,6 +245,3 @@ def test_an_hour_takes_no_time():
     loop.run_until_complete(asyncio.sleep(3600))
     assert loop.now == 3600
     loop.close()
-
-
-__all__ = ["JobFailed", "TestModel"]

@@ -87,7 +87,9 @@ class Node:
     def start(self) -> None:
         """A new process."""
         hello = Hello(role=self.role, node_id=self.id, incarnation=f"{self.id}{self.lives}", run_token="")
-        self.peer = Peer(hello=hello, address=b"", last_seen_s=0.0, state="ready", detail={"workers": 1, "base_url": ""}, times_ready=1)
+        self.peer = Peer(
+            hello=hello, address=b"", last_seen_s=0.0, state="ready", detail={"workers": 1, "base_url": ""}, times_ready=1
+        )
         self.lives += 1
         self.reset()
 
@@ -108,7 +110,9 @@ class Trainer(Node):
 
     def abort(self) -> None:
         if self.transfer is not None and not self.transfer.done():
-            self.transfer.set_exception(JobFailed(code="transfer_aborted", node=self.id, phase="", message="aborted", remedy=""))
+            self.transfer.set_exception(
+                JobFailed(code="transfer_aborted", node=self.id, phase="", message="aborted", remedy="")
+            )
 
     async def on_OpenTransferGroup(self, message: Any, say: Callable[..., None]) -> Completed:
         point = Rendezvous(transport="gloo", host="h", port=1, world_size=2, bucket_bytes=8).model_dump()
@@ -117,7 +121,9 @@ class Trainer(Node):
 
     async def on_PlanPublication(self, *_: Any) -> Completed:
         specs = tuple(TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)) for i in range(TENSORS))
-        return Completed(request_id="", result=Manifest(tensors=specs, changed=CHANGED if self.world.changed_only else None).model_dump())
+        return Completed(
+            request_id="", result=Manifest(tensors=specs, changed=CHANGED if self.world.changed_only else None).model_dump()
+        )
 
     async def on_UseLayout(self, message: Any, _: Any) -> Completed:
         self.part = message.part or ()
@@ -187,7 +193,9 @@ class Replica(Node):
         return Completed(request_id="", result={"changed": {"tensors": self.part}} if self.part else {})
 
     async def on_PrepareShadow(self, message: Any, _: Any) -> Completed:
-        return Completed(request_id="", result={"why_not": "nothing is served" if self.served is None or self.poisoned else None})
+        return Completed(
+            request_id="", result={"why_not": "nothing is served" if self.served is None or self.poisoned else None}
+        )
 
     async def on_ReceiveWeights(self, message: Any, say: Callable[..., None]) -> tuple[Completed, tuple[bytes, ...]]:
         base = message.base_version
@@ -379,7 +387,9 @@ class World:
 
         def say(phase: str, **detail: Any) -> None:
             if on_progress is not None and fault != "mute":
-                on_progress(peer_id, Progress(request_id=message.request_id, sequence=next(counted), phase=phase, detail=detail))
+                on_progress(
+                    peer_id, Progress(request_id=message.request_id, sequence=next(counted), phase=phase, detail=detail)
+                )
 
         await asyncio.sleep(LATENCY_S)
         if fault == "refuse":

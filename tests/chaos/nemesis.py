@@ -161,10 +161,14 @@ class Nemesis:
         self._later(min(lasts_s, 2.0), lambda: file.unlink(missing_ok=True))
 
     def _rot(self, target: str, _: float) -> None:
-        """One bit of a version's checkpoint."""
+        """One bit of a version's checkpoint, of one that was served: what rots before its digest is known is not survived (docs/reliability.md)."""
         versions = self.run.run_dir / "versions"
+        served = max((v for v in self.run.served().values() if v is not None), default=-1)
         with contextlib.suppress(OSError):
-            file = self.dice.choice(sorted(versions.iterdir(), key=lambda f: f.name)) / "state"
+            there = [f for f in versions.iterdir() if f.name.isdigit() and int(f.name) <= served]
+            if not there:
+                return
+            file = self.dice.choice(sorted(there, key=lambda f: int(f.name))) / "state"
             was = file.read_text()
             at = self.dice.randrange(len(was))
             is_now = was[:at] + format(int(was[at], 16) ^ 1, "x") + was[at + 1 :]

@@ -69,7 +69,7 @@ def runs_once(events: Sequence[Event]) -> Iterable[str]:
     outcomes = {e["job"]: e["outcome"] for e in of(events, "outcome")}
     seen: set[tuple[str, str, str]] = set()
     for event in of(events, "ran"):
-        if event["kind"] not in EFFECTS or event["ended"] != "Completed":
+        if event["kind"] not in EFFECTS or event["ended"] != "Completed" or event["job"] is None:
             continue
         key = (event["job"], event["life"], event["kind"])
         if key in seen:

@@ -1,6 +1,7 @@
 # make smoke   from a fresh clone to a served tiny@2, on a CPU
 # make test    all CPU tests, each package in the environment it belongs to
 # make check   ruff, formatting, types
+# make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
 # Nothing here needs a GPU.
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
@@ -18,11 +19,14 @@ export VLLM_NO_USAGE_STATS = 1
 # The environments keep their bytecode, whatever the shell says: without it every process compiles torch, Megatron and vLLM anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help envs envs-both dev smoke test mutants check lint-fix clean
+HOURS ?= 2
+CHAOS_ARGS ?=
+
+.PHONY: help envs envs-both dev smoke test mutants chaos chaos-short check lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 envs: ## the two environments; pip's work is mostly unpacking, so both at once
 	@$(MAKE) --no-print-directory -j2 envs-both
@@ -55,7 +59,7 @@ smoke: envs
 # torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.
 test: dev
 	@status=0; export RES_OPTIONS="$${RES_OPTIONS:-timeout:1 attempts:2}"; \
-	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/orchestrator tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
 	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py tests/weight_transfer/test_buckets.py $(PYTEST_ARGS) || status=1; \
 	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
@@ -64,6 +68,15 @@ test: dev
 # Wrong versions of the production code; each must be found by the test it names. Part of `make test`.
 mutants: dev
 	$(TRAINER)/bin/python -m pytest tests/trainer_node/test_mutants.py $(PYTEST_ARGS)
+
+# Each run has a seed of its own, printed first, and five minutes of faults; half of the time goes to fake nodes, half to real ones.
+chaos: dev
+	$(TRAINER)/bin/python -m tests.chaos --hours $(HOURS) $(CHAOS_ARGS)
+
+# Three minutes for CI: two seeds that are always the same, and a fresh one.
+chaos-short: dev
+	$(TRAINER)/bin/python -m tests.chaos --seed 1 --runs 2 --minutes 0.7
+	$(TRAINER)/bin/python -m tests.chaos --minutes 0.7
 
 check: $(TRAINER)/.dev
 	$(TRAINER)/bin/ruff check .

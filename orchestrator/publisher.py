@@ -694,7 +694,13 @@ class Publisher:
         )
 
         async def join_all() -> None:
-            where = await asyncio.wait_for(listening, timeout_s)
+            try:
+                where = await asyncio.wait_for(listening, timeout_s)
+            except TimeoutError:
+                raise JobFailed(
+                    code=ErrorCode.TRANSFER_TIMEOUT, node=self._trainer, phase="opening the transfer group",
+                    message=f"the trainer did not say where it listens within {timeout_s:g} s", remedy="look at the trainer's log",
+                ) from None  # fmt: skip
             await _all_or_first_error(
                 self._router.request(
                     replica,

@@ -8,6 +8,7 @@ malformed or not allowed is counted, logged at most every ten seconds for each p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import logging
@@ -300,7 +301,9 @@ class ControlRouter:
         )
         self._open[request_id] = entry
         try:
-            await self.send(peer_id, message, buffers)
+            # A node whose connection is gone opens another one and is asked again with its Hello, or is soon found to be lost.
+            with contextlib.suppress(NodeLost):
+                await self.send(peer_id, message, buffers)
             return await entry.done  # `_give_up_stalled` ends it if the node does not
         finally:
             del self._open[request_id]

@@ -14,11 +14,14 @@ import threading
 import time
 from pathlib import Path
 
+from orchestrator.errors import NodeLost
 from tests.chaos import checker, history
 from tests.chaos.matrix import Matrix, as_table, write
 from tests.chaos.nemesis import Nemesis
 from tests.chaos.real import run_real
 from tests.chaos.run import FIRST_JOB_S, JOB_WITHIN_S, Run, Settings, scratch, settings_of
+
+LONG_MINUTES = 5.0
 
 
 def one_run(settings: Settings, folder: Path) -> list[str]:
@@ -54,6 +57,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, which is printed")
     parser.add_argument("--minutes", type=float, default=1.0, help="of faults, for each run")
     parser.add_argument("--runs", type=int, default=1, help="with seeds SEED, SEED + 1, ...")
+    parser.add_argument(
+        "--hours", type=float, default=0.0, help="runs of five minutes until then, with fake and with real nodes in turn"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs that held")
     parser.add_argument("--matrix", action="store_true", help="every fault at every phase, into docs/reliability.md")
     parser.add_argument("--real", action="store_true", help="real Megatron and vLLM with the tiny model, on the CPU")
@@ -61,22 +67,32 @@ def main() -> int:
     first = given.seed if given.seed is not None else random.SystemRandom().randrange(10**9)
     if given.matrix:
         return _matrix(str(first))
-    failed = 0
-    for seed in range(first, first + given.runs):
-        settings = settings_of(str(seed), given.minutes)
-        print(f"seed {seed}: {'real nodes' if given.real else settings}", flush=True)
-        folder = scratch() / "chaos"
-        violations = run_real(str(seed), given.minutes, folder) if given.real else one_run(settings, folder)
-        if violations:
-            failed += 1
-            print(f"  {len(violations)} violations; everything is in {folder}; again: --seed {seed} --minutes {given.minutes}")
-            for violation in violations[:20]:
-                print(f"  VIOLATED {violation}")
-        else:
-            if not given.keep:
-                shutil.rmtree(folder.parent)
-    print(f"{given.runs - failed} of {given.runs} runs held every invariant")
+    until_s, seed, failed = time.monotonic() + 3600 * given.hours, first, 0
+    while seed < first + given.runs or time.monotonic() < until_s:
+        is_real = given.real or (given.hours > 0 and (seed - first) % 2 == 1)
+        failed += not _held(seed, LONG_MINUTES if given.hours else given.minutes, is_real=is_real, keep=given.keep)
+        seed += 1
+    print(f"{seed - first - failed} of {seed - first} runs held every invariant")
     return 1 if failed else 0
+
+
+def _held(seed: int, minutes: float, *, is_real: bool, keep: bool) -> bool:
+    """One run; whether it violated nothing."""
+    settings = settings_of(str(seed), minutes)
+    print(f"seed {seed}: {'real nodes' if is_real else settings}", flush=True)
+    folder = scratch() / "chaos"
+    try:
+        violations = run_real(str(seed), minutes, folder) if is_real else one_run(settings, folder)
+    except (TimeoutError, NodeLost) as error:
+        violations = [f"the run itself did not come to its end: {error}"]
+    if violations:
+        again = f"--seed {seed} --minutes {minutes:g}{' --real' if is_real else ''}"
+        print(f"  {len(violations)} violations; everything is in {folder}; again: {again}")
+        for violation in violations[:20]:
+            print(f"  VIOLATED {violation}")
+    elif not keep:
+        shutil.rmtree(folder.parent)
+    return not violations
 
 
 def _matrix(seed: str) -> int:

@@ -69,7 +69,7 @@ def runs_once(events: Sequence[Event]) -> Iterable[str]:
     outcomes = {e["job"]: e["outcome"] for e in of(events, "outcome")}
     seen: set[tuple[str, str, str]] = set()
     for event in of(events, "ran"):
-        if event["kind"] not in EFFECTS or event["ended"] != "Completed":
+        if event["kind"] not in EFFECTS or event["ended"] != "Completed" or event["job"] is None:
             continue
         key = (event["job"], event["life"], event["kind"])
         if key in seen:
@@ -177,9 +177,9 @@ def committed(events: Sequence[Event]) -> Iterable[str]:
     ):
         rows = list(shown)
         for event, after in itertools.zip_longest(rows, rows[1:]):
-            if event["what"] == "serves" and event["version"] not in known:
-                if after is None or after["t"] - event["t"] > SELF_COMMIT_GIVEN_UP_S:
-                    yield f"{node} serves @{event['version']}, which was never committed"
+            is_given_up = after is not None and after["t"] - event["t"] <= SELF_COMMIT_GIVEN_UP_S
+            if event["what"] == "serves" and event["version"] not in known and not is_given_up:
+                yield f"{node} serves @{event['version']}, which was never committed"
 
 
 def by_one(events: Sequence[Event]) -> Iterable[str]:

@@ -92,6 +92,8 @@ class Link:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+        except asyncio.CancelledError:
+            pass  # the link is closed; asyncio would log it as a defect
         finally:
             self._pairs.discard(pair)
             self._tasks.discard(task)

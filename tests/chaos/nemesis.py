@@ -43,19 +43,20 @@ class Nemesis:
         """Faults, one after the other and some at once, until then; at the end all is healed."""
         while time.monotonic() < until_s:
             self.heal_due()
-            if self.dice.random() < 0.5:
-                self._at_a_point()
+            where = self._at_a_point() if self.dice.random() < 0.7 else None
+            if where is not None and self.dice.random() < 0.5:
+                self.strike("kill", self.dice.choice(("orchestrator", "orchestrator", where)))
             else:
-                time.sleep(self.dice.uniform(0.05, 1.5))
-            self.strike()
+                time.sleep(0.0 if where is not None else self.dice.uniform(0.05, 1.0))
+                self.strike()
             if self.dice.random() < 0.2:
                 self.strike()  # a second one, before the first is over
         self.heal()
 
     # ------------------------------------------------------------ where
 
-    def _at_a_point(self) -> None:
-        """Wait until a process reaches a point; it stays there until `_let_go`."""
+    def _at_a_point(self) -> str | None:
+        """Wait until a process reaches a point, where it stays for a moment; which process, or None if it did not come there."""
         names = list(self.run.processes)
         name = self.dice.choice(["orchestrator", "orchestrator", *names])
         if name == "orchestrator":
@@ -64,7 +65,7 @@ class Nemesis:
             kinds = TRAINER_KINDS if name == "trainer" else REPLICA_KINDS
             point = f"{self.dice.choice(kinds)} {self.dice.choice(('before', 'after'))}"
         count = self.dice.randrange(1, 12) if point.startswith("commit") else 1
-        self.wait_at(name, point, count=count, within_s=4.0)
+        return name if self.wait_at(name, point, count=count, within_s=2.0) else None
 
     def wait_at(self, name: str, point: str, *, count: int = 1, within_s: float) -> bool:
         """Whether the process reached it in time."""
@@ -161,10 +162,14 @@ class Nemesis:
         self._later(min(lasts_s, 2.0), lambda: file.unlink(missing_ok=True))
 
     def _rot(self, target: str, _: float) -> None:
-        """One bit of a version's checkpoint."""
+        """One bit of a version's checkpoint, of one that was served: what rots before its digest is known is not survived (docs/reliability.md)."""
         versions = self.run.run_dir / "versions"
+        served = max((v for v in self.run.served().values() if v is not None), default=-1)
         with contextlib.suppress(OSError):
-            file = self.dice.choice(sorted(versions.iterdir(), key=lambda f: f.name)) / "state"
+            there = [f for f in versions.iterdir() if f.name.isdigit() and int(f.name) <= served]
+            if not there:
+                return
+            file = self.dice.choice(sorted(there, key=lambda f: int(f.name))) / "state"
             was = file.read_text()
             at = self.dice.randrange(len(was))
             is_now = was[:at] + format(int(was[at], 16) ^ 1, "x") + was[at + 1 :]

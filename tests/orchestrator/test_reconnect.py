@@ -18,6 +18,7 @@ from orchestrator.client import SpliceClient
 from orchestrator.protocol import node_link
 from orchestrator.protocol.frames import to_wire
 from orchestrator.protocol.messages import InitialSyncJob
+from tests.chaos.links import Links
 from tests.orchestrator.fake_nodes import FakeTrainer
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
 
@@ -123,3 +124,24 @@ def test_a_node_that_was_suspended_has_not_missed_the_orchestrator(run):
     finally:
         node.kill()
         node.wait(10)
+
+
+def test_a_request_to_a_node_whose_connection_is_just_gone_waits_for_the_next_one(run):
+    """The node lives and dials again: that is no failure of what it is asked."""
+    links = Links()
+    link = links.add("trainer", int(run.endpoint.rsplit(":", 1)[1]))
+    trainer = FakeTrainer(endpoint=f"tcp://127.0.0.1:{link.port}", node_id="trainer", token=TOKEN).start()
+    run.nodes.append(trainer)
+    replica = run.replica(trainer)
+
+    def prepare_without_the_trainer(message) -> None:
+        link.reset()
+        time.sleep(0.02)
+        replica.on_PrepareUpdate(message)
+
+    replica.script["PrepareUpdate"] = prepare_without_the_trainer  # next the trainer is asked to UseLayout
+    try:
+        assert run.client.run(InitialSyncJob(), timeout_s=60)["attempts"] == 1
+        assert replica.served == [(0, [10, 20, 30])] and trainer.log.count("UseLayout") == 1
+    finally:
+        links.close()

@@ -16,7 +16,7 @@ from orchestrator.publisher import PublicationConfig
 from orchestrator.run_folder import RunFolder
 from orchestrator.server import OrchestratorConfig
 from tests.orchestrator.fake_nodes import FakeTrainer, digests, soon
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN
+from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
 
 
 def synced(run, replicas=1):
@@ -95,6 +95,16 @@ def test_a_second_fault_during_the_recovery_is_another_attempt(run):
     trainer.script["LoadCheckpoint"] = lambda m: trainer.refuse(m, code=ErrorCode.CHECKPOINT_FAILED)
     result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
     assert result["attempts"] == 3 and replica.served[-1] == (1, [11, 21, 31])
+
+
+def test_a_trainer_that_never_says_where_it_listens_is_named(tmp_path):
+    with Run(tmp_path, join_timeout_s=0.5, attempts=1) as run:
+        trainer = run.trainer()
+        run.replica(trainer)
+        trainer.script["OpenTransferGroup"] = lambda _: None
+        with pytest.raises(JobFailed, match="did not say where it listens within") as silent:
+            run.client.run(InitialSyncJob(), timeout_s=60)
+        assert (silent.value.code, silent.value.node) == ("transfer_timeout", "trainer")
 
 
 # ---------------------------------------------------------------- a name is one content for ever

@@ -51,20 +51,26 @@ class MemoryJournal:
     """After so many steps the orchestrator is gone."""
     on_death: Callable[[], object] = bool
     is_dead: bool = False
+    depth: int = 0
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        yield
+        """All of it is written before the orchestrator is gone."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+        if self.depth == 0 and self.die_in is not None and self.die_in <= 0:
+            self.die_in, self.is_dead = None, True
+            self.on_death()
 
     def record_publication(self, *, version: int, state: str, **_: Any) -> None:
         if self.is_dead:
             return
-        self.steps.append((version, state))
-        if self.die_in is not None:
-            self.die_in -= 1
-            if self.die_in <= 0:
-                self.die_in, self.is_dead = None, True
-                self.on_death()
+        with self.together():
+            self.steps.append((version, state))
+            self.die_in = None if self.die_in is None else self.die_in - 1
 
     def set_digest(self, version: int, digest: str) -> None:
         if not self.is_dead:
@@ -115,7 +121,7 @@ class Trainer(Node):
             )
 
     async def on_OpenTransferGroup(self, message: Any, say: Callable[..., None]) -> Completed:
-        point = Rendezvous(transport="gloo", host="h", port=1, world_size=2, bucket_bytes=8).model_dump()
+        point = Rendezvous(transport="tcp", host="h", port=1, world_size=2, bucket_bytes=8).model_dump()
         say("listening", rendezvous=dict.fromkeys(message.replicas, point))
         return Completed(request_id="")
 
@@ -405,8 +411,6 @@ class World:
         if fault == "flips" and isinstance(node, Replica) and message.kind == "ReceiveWeights":
             node.flips = True
         answer = await asyncio.shield(self._in_background(self._handle(node, message, say)))
-        if fault == "rots" and message.kind == "SendWeights":
-            self.disk[f"v{message.version}"] += 10**6
         if fault == "answers and dies":
             return await self._lost(node, comes_back=True)
         if fault == "answer lost":

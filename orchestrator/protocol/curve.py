@@ -62,7 +62,13 @@ class ServerKeys:
 
 @functools.lru_cache(maxsize=8)
 def _derived(token: str) -> tuple[bytes, bytes]:
-    """Secret keys of the orchestrator and of its peers (RFC 7914: scrypt, because a person may have chosen the token)."""
+    """Secret keys of the orchestrator and of its peers (RFC 7914: scrypt, because a person may have chosen the token).
+
+    Raises:
+        ConfigError: there is no token.
+    """
+    if not token:
+        raise ConfigError("there is no run token; set SPLICE_RUN_TOKEN to the run's secret, the same on all hosts")
     material = hashlib.scrypt(token.encode(), salt=_SALT, n=2**14, r=8, p=1, dklen=64)
     return z85.encode(material[:32]), z85.encode(material[32:])
 

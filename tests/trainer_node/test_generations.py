@@ -77,9 +77,8 @@ class UnkindDisk(Disk):
         if self._at(f"rename {source.name} {target.name}"):
             self._crash()
         super().rename(source, target)
-        if source in self._unflushed:
-            self._unflushed.remove(source)
-            self._unflushed.add(target)
+        # A folder takes the files in it along.
+        self._unflushed = {target / p.relative_to(source) if p.is_relative_to(source) else p for p in self._unflushed}
         self._renames.append((source, target))
 
     def unlink(self, path: Path) -> None:

@@ -660,11 +660,13 @@ def test_bad_topology_is_said_before_anything_is_built(models, tmp_path: Path) -
     control = Orchestrator()
     command = [sys.executable, "-m", "trainer_node", "--endpoint", control.endpoint, "--config", str(tmp_path / "c.json")]
     try:
-        process = subprocess.Popen(command, cwd=REPO, env=child_env(), stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=REPO, env=child_env() | {"SPLICE_RUN_TOKEN": TOKEN}, stderr=subprocess.PIPE, text=True
+        )
         with pytest.raises(AssertionError, match="no Ready"):
             control.pump(until="Ready", deadline_s=8)
         _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 2
+        assert process.returncode == 2, stderr
         assert "1 ranks were started" in stderr
     finally:
         control.close()

@@ -1,7 +1,7 @@
 """The orchestrator's end of the control socket: one ZeroMQ ROUTER, the peers behind it, and requests to nodes.
 
-ZeroMQ lets in only who holds the run's keys (`orchestrator.protocol.curve`). A peer is a connection that has said Hello: ZeroMQ names connections
-itself, so no peer can speak on another one's. Until its Hello nothing but a Hello is decoded, and after it only what its role may send. What is
+ZeroMQ lets in only who holds the run's keys (`orchestrator.protocol.curve`). A peer is a connection that has said Hello: no two
+living connections have the same address, so no peer can speak on another one's. Until its Hello nothing but a Hello is decoded, and after it only what its role may send. What is
 malformed or not allowed is counted, logged at most every ten seconds for each peer, and dropped; nothing that a peer sends ends this process.
 """
 
@@ -90,7 +90,9 @@ class Peer:
 
     hello: Hello
     address: bytes
-    """ZeroMQ's name of the connection, which no other connection can have."""
+    """ZeroMQ's name of the connection, which no other living connection can have."""
+    key: bytes
+    """The public key that the connection proved; empty without key folders."""
     last_seen_s: float
     state: str = "connected"
     detail: dict[str, object] = field(default_factory=dict)
@@ -365,6 +367,8 @@ class ControlRouter:
                     await self._on_stranger(arrival)
                 else:
                     kinds = MAY_SEND[self.peers[peer_id].hello.role]
+                    if self.peers[peer_id].key != arrival.key:
+                        raise ProtocolError("its key is not the one that this connection began with")
                     await self._on_message(arrival, peer_id, decode(from_wire(arrival.parts, kinds=kinds)))
             except OtherProtocolVersion as error:
                 self._drop(peer_id, str(error))
@@ -469,10 +473,10 @@ class ControlRouter:
         if known is None or known.hello.incarnation != hello.incarnation:
             if known is not None:
                 self._fail_open(peer_id, "its process was restarted", incarnation=known.hello.incarnation)
-            self.peers[peer_id] = Peer(hello=hello, address=arrival.address, last_seen_s=time.monotonic())
+            self.peers[peer_id] = Peer(hello=hello, address=arrival.address, key=arrival.key, last_seen_s=time.monotonic())
             log.info("%s %s joined (protocol %d, %s)", hello.role, peer_id, PROTOCOL_VERSION, hello.packages)
         else:
-            known.address, known.last_seen_s = arrival.address, time.monotonic()
+            known.address, known.key, known.last_seen_s = arrival.address, arrival.key, time.monotonic()
             if known.state == "lost":
                 await self._set_state(peer_id, "ready" if known.said_ready else "connected")
         await self.send(peer_id, Welcome(heartbeat_s=HEARTBEAT_S, incarnation=self._incarnation))
@@ -495,18 +499,25 @@ class ControlRouter:
                 )
         known = self.peers.get(peer_id)
         if known is None:
-            if len(self.peers) >= MAX_PEERS:
+            if len(self.peers) >= MAX_PEERS and not self._forget_one_lost():
                 return Rejected(reason=f"{MAX_PEERS} peers are connected, which is the most; close some clients", retry=True)
             return None
         if known.hello.role != hello.role:
             return Rejected(reason=f"{peer_id} is a {known.hello.role} of this run; choose another node id")
-        if hmac.compare_digest(known.hello.incarnation, hello.incarnation) or not self._still_lives(known):
+        if hmac.compare_digest(known.hello.incarnation.encode(), hello.incarnation.encode()) or not self._still_lives(known):
             return None
         return Rejected(
             reason=f"another process (pid {known.hello.pid}) is {peer_id} and is alive; end it first, or choose another node id. "
             f"If it has ended, this one is taken in after {LOST_AFTER_S:.0f} s",
             retry=True,
         )
+
+    def _forget_one_lost(self) -> bool:
+        """Make room in the table of peers; False: all of them live."""
+        lost = next((peer_id for peer_id, peer in self.peers.items() if peer.state == "lost"), None)
+        if lost is not None:
+            self.forget(lost)
+        return lost is not None
 
     def _still_lives(self, peer: Peer) -> bool:
         """Not lost by silence, and its connection stands: a process that has ended has none."""

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.between_jobs import BetweenJobs
-from orchestrator.errors import ConfigError, JobFailed, JournalError, NodeLost, PublicationError, SpliceError, VerificationError
+from orchestrator.errors import (
+    ConfigError,
+    JobFailed,
+    JournalError,
+    NodeLost,
+    ProtocolError,
+    PublicationError,
+    SpliceError,
+    VerificationError,
+)
 from orchestrator.journal import Journal
 from orchestrator.protocol.config import check_alias_name
 from orchestrator.protocol.frames import Envelope, decode, encode
@@ -280,7 +289,7 @@ class Orchestrator:
 
     def leave(self) -> None:
         """End `serve`, but not the run: nodes, jobs and the served version stay, and another orchestrator may resume."""
-        self._is_leaving = not self._stopping.is_set()
+        self._is_leaving = self._is_leaving or not self._stopping.is_set()
         self._stopping.set()
 
     # ------------------------------------------------------------ clients
@@ -393,7 +402,12 @@ class Orchestrator:
             self._subscribers.discard(client)
 
     async def _end(self, job_id: str, message: Terminal, buffers: Sequence[bytes] = ()) -> None:
-        job, frames = self._jobs.pop(job_id), encode(message, buffers)
+        try:
+            frames = encode(message, buffers)
+        except ProtocolError as error:  # larger than it may be
+            message, buffers = _failed(job_id, error, serving=self._serving()), ()
+            frames = encode(message)
+        job = self._jobs.pop(job_id)
         if isinstance(message, Failed):
             self._trainer.memory.was_said(message.message)
         with self._journal.together():
@@ -551,7 +565,8 @@ class Orchestrator:
         except (SpliceError, OSError) as error:
             await self._end(job_id, _failed(job_id, _unreleased(error, self._between.mode), serving=self._serving()))
             return
-        took: dict[str, object] = dict(outcome.result.get("seconds", {}))  # type: ignore[call-overload]
+        said = outcome.result.get("seconds")
+        took: dict[str, object] = dict(said) if isinstance(said, dict) else {}
         seconds = {**took, "total": working_s, "release": time.monotonic() - started_s - working_s}
         result = {**outcome.result, "seconds": seconds}
         await self._end(job_id, Completed(request_id=job_id, result=result, tensors=outcome.tensors), outcome.buffers)
@@ -892,8 +907,8 @@ def _failed(job_id: str, error: Exception, *, serving: str) -> Failed:
     """The job's `Failed` for an exception; one place where exceptions become error codes."""
     if isinstance(error, JobFailed):
         return Failed(
-            request_id=job_id, code=ErrorCode(error.code), node=error.node, phase=error.phase, message=error.message,
-            remedy=f"{error.remedy} ({serving})", steps_taken=error.steps_taken,
+            request_id=job_id, code=ErrorCode(error.code), node=error.node, phase=error.phase[:200], message=error.message[:4000],
+            remedy=f"{error.remedy[:2000]} ({serving})", steps_taken=error.steps_taken,
         )  # fmt: skip
     code, remedy = ErrorCode.INTERNAL, "report this with the orchestrator's log"
     if isinstance(error, VerificationError):

@@ -118,6 +118,8 @@ class NodeLink:
             return self
         was_refused = self._was_refused
         self.close()
+        if rejected is not None and rejected.retry:
+            raise LinkLost(f"the orchestrator at {self._endpoint} does not take in {self.node_id} yet: {rejected.reason}")
         if rejected is not None:
             raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {rejected.reason}")
         if was_refused:

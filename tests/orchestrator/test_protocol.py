@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from orchestrator import router as router_module
 from orchestrator.errors import ConfigError, NodeLost, ProtocolError
 from orchestrator.protocol import node_link
 from orchestrator.protocol.curve import peer_keys
@@ -284,7 +285,7 @@ def test_a_second_living_process_never_displaces_the_first():
     async def test(router, _):
         first = await joined(router, **TRAINER)
         second = NodeLink(endpoint=router.endpoint, hello=hello(**TRAINER))
-        with pytest.raises(ConfigError, match="is trainer and is alive"):
+        with pytest.raises(NodeLost, match="is trainer and is alive"):
             await asyncio.to_thread(second.start, timeout_s=2.5)
         assert router.peers["trainer"].hello == first._hello
         await router.send("trainer", OptimStep(request_id="reaches the first", deadline_s=5))
@@ -369,5 +370,34 @@ def test_a_ready_that_is_none_is_dropped():
         link.send(Ready(node_id="inference-0", detail={"base_url": "http://h"}))
         await router.wait_ready(["inference-0"], timeout_s=5)
         await asyncio.to_thread(link.close)
+
+    with_router(test)
+
+
+def test_an_odd_incarnation_blocks_nobody():
+    async def test(router, _):
+        with raw_peer(router.endpoint, token=TOKEN, hello=hello(**TRAINER, incarnation="\u00e9")):
+            while not router.is_connected("trainer"):
+                await asyncio.sleep(0.01)
+        link = await joined(router, **TRAINER)
+        assert router.peers["trainer"].hello == link._hello
+        await asyncio.to_thread(link.close)
+
+    with_router(test)
+
+
+def test_lost_peers_take_nobodys_place(monkeypatch):
+    monkeypatch.setattr(router_module, "MAX_PEERS", 2)
+
+    async def test(router, _):
+        links = [await joined(router, role="inference", node_id=f"inference-{n}") for n in range(2)]
+        with pytest.raises(NodeLost, match="2 peers are connected"):
+            await asyncio.to_thread(NodeLink(endpoint=router.endpoint, hello=hello()).start, timeout_s=1.5)
+        await router._lose("inference-1", "the test says so")
+        await asyncio.to_thread(links[1].close)
+        links.append(await joined(router))
+        assert "inference-1" not in router.peers
+        for link in links:
+            await asyncio.to_thread(link.close)
 
     with_router(test)

@@ -107,6 +107,18 @@ def test_a_trainer_that_never_says_where_it_listens_is_named(tmp_path):
         assert (silent.value.code, silent.value.node) == ("transfer_timeout", "trainer")
 
 
+def test_seconds_that_are_none_and_an_answer_that_is_too_long_end_nothing(run):
+    trainer = run.trainer()
+    trainer.script["OptimStep"] = lambda m: trainer.link.complete(m.request_id, result={"seconds": 5})
+    assert "total" in run.client.run(OptimStepJob(), timeout_s=20)["seconds"]
+    trainer.script["OptimStep"] = lambda m: trainer.link.fail(
+        m.request_id, code=ErrorCode.INTERNAL, phase="test", message="m", remedy="x" * 60_000
+    )
+    with pytest.raises(JobFailed, match="xxx"):
+        run.client.run(OptimStepJob(), timeout_s=20)
+    assert run.client.run(OptimStepJob(), timeout_s=20)["metrics"] == {"loss": 1.0}
+
+
 # ---------------------------------------------------------------- a name is one content for ever
 
 
@@ -216,6 +228,7 @@ def test_sigterm_ends_the_run_only_if_asked(ends_the_run, tmp_path):
     trainer = FakeTrainer(endpoint=endpoint, node_id="trainer", token=TOKEN).start()
     try:
         process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # of the group and of the process, say
         assert process.wait(20) == 0
         assert soon(lambda: "Shutdown" in trainer.log, timeout_s=5 if ends_the_run else 1) is ends_the_run
         if not ends_the_run:

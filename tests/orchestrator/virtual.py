@@ -94,7 +94,13 @@ class Node:
         """A new process."""
         hello = Hello(role=self.role, node_id=self.id, incarnation=f"{self.id}{self.lives}", run_token="")
         self.peer = Peer(
-            hello=hello, address=b"", last_seen_s=0.0, state="ready", detail={"workers": 1, "base_url": ""}, times_ready=1
+            hello=hello,
+            address=b"",
+            key=b"",
+            last_seen_s=0.0,
+            state="ready",
+            detail={"workers": 1, "base_url": ""},
+            times_ready=1,
         )
         self.lives += 1
         self.reset()

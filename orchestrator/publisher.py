@@ -31,6 +31,7 @@ from orchestrator.errors import (
     VerificationError,
 )
 from orchestrator.journal import Journal
+from orchestrator.protocol.frames import briefly
 from orchestrator.protocol.messages import (
     AbortSend,
     AbortUpdate,
@@ -866,9 +867,7 @@ def _valid(node_id: str, model: type[_Model], value: object) -> _Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _nonsense(
-            node_id, f"is no {model.__name__.strip('_')}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
-        ) from None
+        raise _nonsense(node_id, f"is no {model.__name__.strip('_')}: {briefly(error)}") from None
 
 
 def _digests(node_id: str, answer: _Answer, *, count: int) -> bytes:

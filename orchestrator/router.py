@@ -34,6 +34,7 @@ from orchestrator.protocol.frames import (
     Frames,
     KindNotAllowed,
     OtherProtocolVersion,
+    briefly,
     decode,
     encode,
     from_wire,
@@ -535,9 +536,7 @@ class ControlRouter:
         try:
             detail = READY_DETAILS[peer.hello.role].model_validate(message.detail)
         except ValidationError as error:
-            raise ProtocolError(
-                f"its Ready is not one of a {peer.hello.role}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}"
-            ) from None
+            raise ProtocolError(f"its Ready is not one of a {peer.hello.role}: {briefly(error)}") from None
         served = getattr(detail, "name", None)
         if self._name is not None and served not in (None, self._name):
             why = f"it serves {served!r}, this run publishes {self._name!r}; give both the same name"

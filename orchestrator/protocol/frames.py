@@ -93,7 +93,7 @@ def decode(frames: Sequence[bytes]) -> Envelope:
     except ProtocolError:
         raise
     except Exception as error:
-        raise ProtocolError(f"not a message of this protocol (kind {name!r}): {_briefly(error)}") from error
+        raise ProtocolError(f"not a message of this protocol (kind {name!r}): {briefly(error)}") from error
     if message.kind.encode() != kind:
         raise ProtocolError(f"kind frame {name!r} does not match the body's kind {message.kind!r}")
     return Envelope(message=message, buffers=tuple(buffers), frames=tuple(frames))
@@ -144,7 +144,7 @@ def _lengths(kind: str, packed: bytes) -> list[int]:
     try:
         lengths = msgpack.unpackb(packed, max_array_len=1 + MAX_BUFFERS)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"{kind}: the lengths are not readable: {_briefly(error)}") from None
+        raise ProtocolError(f"{kind}: the lengths are not readable: {briefly(error)}") from None
     if not isinstance(lengths, list) or not lengths or not all(isinstance(n, int) and n >= 0 for n in lengths):
         raise ProtocolError(f"{kind}: the lengths are not a list of numbers")
     _check_sizes(kind, lengths)
@@ -183,8 +183,8 @@ def _check_buffers(message: AnyMessage, buffers: Frames) -> None:
         raise ProtocolError(f"{message.kind}: buffers of {sizes[:8]} bytes, but its tensors say {wanted[:8]}")
 
 
-def _briefly(error: Exception) -> str:
-    """What is wrong, without what the peer sent: that may be long."""
+def briefly(error: Exception) -> str:
+    """What is wrong in a peer's message, without what the peer sent: that may be long, or secret."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part)[:40] for part in first["loc"][:8])

@@ -1,5 +1,6 @@
 # make smoke   from a fresh clone to a served tiny@2, on a CPU
-# make test    all CPU tests, each package in the environment it belongs to
+# make test    the CPU tests, each package in the environment it belongs to
+# make test-all   adds the slow ones: the rest of the parity matrix, repeats, every restart
 # make check   ruff, formatting, types
 # make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
 # Nothing here needs a GPU.
@@ -22,11 +23,11 @@ unexport PYTHONDONTWRITEBYTECODE
 HOURS ?= 2
 CHAOS_ARGS ?=
 
-.PHONY: help envs envs-both dev smoke test mutants chaos chaos-short check lint-fix clean
+.PHONY: help envs envs-both dev smoke test test-all mutants chaos chaos-short check lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -6
 
 envs: ## the two environments; pip's work is mostly unpacking, so both at once
 	@$(MAKE) --no-print-directory -j2 envs-both
@@ -59,11 +60,15 @@ smoke: envs
 # torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.
 test: dev
 	@status=0; export RES_OPTIONS="$${RES_OPTIONS:-timeout:1 attempts:2}"; \
-	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
-	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py tests/weight_transfer/test_buckets.py $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
+	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS) || status=1; \
 	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
 	exit $$status
+
+# Tests marked `whole` (`tests/conftest.py` lists them) run here only.
+test-all:
+	@$(MAKE) --no-print-directory test PYTEST_ARGS="-m 'not gpu1 and not gpu2 and not gpu4' $(PYTEST_ARGS)"
 
 # Wrong versions of the production code; each must be found by the test it names. Part of `make test`.
 mutants: dev

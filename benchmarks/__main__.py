@@ -1,4 +1,6 @@
-"""`python -m benchmarks NAME`: run one benchmark; `compare A B`, `show A`, `plot A OUT.png` work on result files. Without a name: a list."""
+"""`python -m benchmarks NAME`: run one benchmark; `compare A B`, `show A`, `plot A OUT.png` work on
+result files. Without a name: a list.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ BENCHMARKS = {
     "convergence": "reward, KL and log-prob gap, against a control in one process",
 }
 WITH_INFERENCE = ("sync", "pause", "loop", "soak", "convergence")
-"""Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or .venv-inference)."""
+"""Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or
+.venv-inference).
+"""
 
 
 def _add(name: str) -> None:
@@ -43,7 +47,8 @@ def _add(name: str) -> None:
     ) -> None:
         result = harness.make_result(name, (), device=device, with_inference=name in WITH_INFERENCE)
         for case in importlib.import_module(f"benchmarks.{name}").run(device=device, small=small):
-            # Some benchmarks hand their cases over one by one: what is there survives whatever ends the next.
+            # Some benchmarks hand their cases over one by one: what is there survives whatever ends
+            # the next.
             result = harness.with_case(result, case)
             if out is not None:
                 result.write(out)
@@ -66,7 +71,9 @@ for _name in BENCHMARKS:
 def suite(
     out: Annotated[Path, typer.Option(help="Folder for logs and results.")],
     gpus: Annotated[str, typer.Option(help="Which GPUs, comma-separated.")] = "0,1",
-    only: Annotated[str, typer.Option(help="Tasks whose names begin with one of these, comma-separated.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Tasks whose names begin with one of these, comma-separated.")
+    ] = "",
     limit_s: Annotated[float, typer.Option(help="Seconds for all together.")] = 7200.0,
 ) -> None:
     """All GPU tests and benchmarks, on free GPUs as they come, each within a time limit."""
@@ -74,7 +81,9 @@ def suite(
 
     tasks = [t for t in plan.TASKS if any(t.name.startswith(word) for word in only.split(","))]
     console = _console()
-    outcomes = plan.run_all(tasks, gpus=[int(g) for g in gpus.split(",")], out=out, limit_s=limit_s, console=console)
+    outcomes = plan.run_all(
+        tasks, gpus=[int(g) for g in gpus.split(",")], out=out, limit_s=limit_s, console=console
+    )
     plan.print_outcomes(outcomes, console)
     if any(o.code != 0 for o in outcomes):
         raise typer.Exit(1)

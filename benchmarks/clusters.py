@@ -1,4 +1,6 @@
-"""What the benchmarks that start a cluster share: models, configurations, who holds which memory."""
+"""What the benchmarks that start a cluster share: models, configurations, who holds
+which memory.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from typing import Literal
 
 from benchmarks import memory
 from benchmarks.harness import inference_python
-from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.protocol.config import LORA_TARGETS, InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import PauseMode, PublicationMode
+from orchestrator.publication.config import PublicationConfig
+from splice.cluster import Cluster, ClusterConfig
 
 SHAPES = {
     "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
@@ -27,9 +30,19 @@ NAME, RANK = "bench", 16
 
 
 def make_model(shape: str, out: Path) -> Path:
-    """A checkpoint folder: of the tiny ones with weights, of the others config and tokenizer only."""
+    """Make a checkpoint folder: tiny shapes have weights, others a config and a tokenizer."""
     arch, size = SHAPES[shape]
-    argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--shape", size, "--out", str(out)]
+    argv = [
+        sys.executable,
+        "-m",
+        "trainer_node.tools.make_checkpoint",
+        "--arch",
+        arch,
+        "--shape",
+        size,
+        "--out",
+        str(out),
+    ]
     argv += [] if size == "tiny" else ["--config-only"]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=120)
     return out
@@ -48,7 +61,9 @@ def gpus() -> tuple[int, int]:
 
 
 def is_eager(device: str) -> bool:
-    """Whether vLLM runs without compiling and CUDA graphs: on a CPU, and with SPLICE_BENCH_EAGER=1; its own default is with both."""
+    """Whether vLLM runs without compiling and CUDA graphs: on a CPU, and with SPLICE_BENCH_EAGER=1;
+    its own default is with both.
+    """
     return device == "cpu" or os.environ.get("SPLICE_BENCH_EAGER", "0") == "1"
 
 
@@ -64,7 +79,8 @@ def cluster_config(
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
 ) -> ClusterConfig:
-    """One trainer rank and one vLLM, LoRA of rank 16; makes the model in `folder` if it is not there.
+    """One trainer rank and one vLLM, LoRA of rank 16; makes the model in `folder` if it is not
+    there.
 
     Args:
         run: name of the run's folder in `folder`; a new one for each cluster.
@@ -76,21 +92,42 @@ def cluster_config(
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
     trainer_gpu, inference_gpu = gpus()
     trainer = TrainerConfig(
-        model=model, init="hf" if shape == "tiny" else "random", device="cuda" if cuda else "cpu", dtype=dtype, transport=transport,
-        lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]), micro_batch_tokens=4096,
-    )  # fmt: skip
+        model=model,
+        init="hf" if shape == "tiny" else "random",
+        device="cuda" if cuda else "cpu",
+        dtype=dtype,
+        transport=transport,
+        lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]),
+        micro_batch_tokens=4096,
+    )
     inference = InferenceConfig(
-        model=model, name=NAME, device="cuda" if cuda else "cpu", dtype=dtype, load_format="dummy", gpus=(inference_gpu,) if cuda else (),
-        transport=transport, max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512), max_num_seqs=max_num_seqs, enforce_eager=is_eager(device),
-    )  # fmt: skip
+        model=model,
+        name=NAME,
+        device="cuda" if cuda else "cpu",
+        dtype=dtype,
+        load_format="dummy",
+        gpus=(inference_gpu,) if cuda else (),
+        transport=transport,
+        max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
+        max_num_seqs=max_num_seqs,
+        enforce_eager=is_eager(device),
+    )
     return ClusterConfig(
-        run_dir=folder / run, name=NAME, trainer_python=Path(sys.executable), inference_python=inference_python(), trainer=trainer,
-        inference=(inference,), trainer_gpus=(trainer_gpu,) if cuda else (), pause_mode=pause_mode, mode=mode,
-    )  # fmt: skip
+        run_dir=folder / run,
+        name=NAME,
+        trainer_python=Path(sys.executable),
+        inference_python=inference_python(),
+        trainer=trainer,
+        inference=(inference,),
+        trainer_gpus=(trainer_gpu,) if cuda else (),
+        publication=PublicationConfig(pause_mode=pause_mode, mode=mode),
+    )
 
 
 def restart_orchestrator(cluster: Cluster, *, pause_mode: PauseMode, mode: PublicationMode) -> None:
-    """Another way of publishing for a running cluster: the orchestrator is killed and comes back with it, as after a crash; its nodes live on."""
+    """Another way of publishing for a running cluster: the orchestrator is killed and comes back
+    with it, as after a crash; its nodes live on.
+    """
     node = cluster.launcher.nodes["orchestrator"]
     argv, was = list(node.argv), node.pid
     for flag, value in (("--pause-mode", pause_mode), ("--mode", mode)):
@@ -98,9 +135,13 @@ def restart_orchestrator(cluster: Cluster, *, pause_mode: PauseMode, mode: Publi
     node.argv = argv
     node.kill()
     deadline_s = time.monotonic() + 60
-    while node.pid == was or any(n.state != "ready" for n in cluster.client.status(timeout_s=60).nodes if n.role != "client"):
+    while node.pid == was or any(
+        n.state != "ready" for n in cluster.client.status(timeout_s=60).nodes if n.role != "client"
+    ):
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the orchestrator or a node did not come back within 60 s:\n{node.log_tail()}")
+            raise TimeoutError(
+                f"the orchestrator or a node did not come back within 60 s:\n{node.log_tail()}"
+            )
         time.sleep(0.2)
 
 
@@ -109,7 +150,11 @@ def memory_readers(cluster: Cluster, device: str) -> dict[str, Callable[[], int]
     if device == "cuda":
         trainer, inference = gpus()
         return {"trainer": memory.gpus((trainer,)), "inference": memory.gpus((inference,))}
-    processes = {name: node.process for name, node in cluster.launcher.nodes.items() if node.process is not None}
+    processes = {
+        name: node.process
+        for name, node in cluster.launcher.nodes.items()
+        if node.process is not None
+    }
     return {
         "trainer": memory.process_tree(processes["trainer"].pid),
         "inference": memory.process_tree(processes["inference-0"].pid),
@@ -118,5 +163,6 @@ def memory_readers(cluster: Cluster, device: str) -> dict[str, Callable[[], int]
 
 MEMORY_SETTINGS = {
     "cuda": "used memory of the GPU by nvidia-smi, over what it was when the cluster was ready",
-    "cpu": "resident bytes of the node's processes, over what they were when the cluster was ready: an upper bound, with first touches in it",
+    "cpu": "resident bytes of the node's processes, over those when the cluster was ready; "
+    "an upper bound that includes first touches",
 }

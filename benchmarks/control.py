@@ -1,11 +1,16 @@
-"""Round trips of a job through client, orchestrator, journal (fsync) and a node that does nothing, on loopback.
+"""Round trips of a job through client, orchestrator, journal (fsync) and a node that does nothing,
+on loopback.
 
-Orchestrator (`splice serve`), node and client are three processes, as in a run. `control/one-commit` is the floor that the disk sets: one
-durable commit of one row, by the same journal in the same folder, after a pause as long as the one between a job's commits (back to back they take less:
-disk and core are awake). A job makes two, one before it is acknowledged and one before its outcome is sent.
-Both are of a run that has been going on for a while: a new journal's log first grows, and a commit that makes a file longer takes twice as long.
+Orchestrator (`splice serve`), node and client are three processes, as in a run.
+`control/one-commit` is the floor that the disk sets: one durable commit of one row, by the same
+journal in the same folder, after a pause as long as the one between a job's commits (back to back
+they take less: disk and core are awake). A job makes two, one before it is acknowledged and one
+before its outcome is sent.
+Both are of a run that has been going on for a while: a new journal's log first grows, and a commit
+that makes a file longer takes twice as long.
 
-The peer hands the same empty job over in a directory that the worker looks into once a second, as trainers that watch a folder do.
+The peer hands the same empty job over in a directory that the worker looks into once a second, as
+trainers that watch a folder do.
 """
 
 from __future__ import annotations
@@ -22,16 +27,18 @@ from statistics import quantiles
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness import Case
-from orchestrator.client import SpliceClient
 from orchestrator.journal import Journal
-from orchestrator.launch import NodeProcess
+from orchestrator.processes.launch import NodeProcess
 from orchestrator.protocol.messages import Hello, Ready, TrainLoraJob, batch_specs
 from orchestrator.protocol.node_link import NodeLink
+from splice.client import SpliceClient
 
 TOKEN = "benchmark-" + uuid.uuid4().hex
 POLL_S = 1.0
 LOG_PAGES, WARM_UP_JOBS = 1000, 300
-"""Pages of the log before SQLite writes it over from its start; a commit of one row makes one, a job four."""
+"""Pages of the log before SQLite writes it over from its start; a commit of one row makes one, a
+job four.
+"""
 PAUSE_S = 0.0007
 START_S = END_S = 30.0
 
@@ -51,11 +58,30 @@ def run(*, device: str, small: bool) -> list[Case]:
         "processes": "orchestrator, node, client",
     }
     return [
-        Case(name="control/empty-job", metric="round_trip_s", unit="s", samples=tuple(ours), peer=f"directory polled every {POLL_S:g} s",
-             peer_samples=tuple(peer), settings=settings),
-        Case(name="control/empty-job-p99", metric="round_trip_p99_s", unit="s", samples=(quantiles(ours, n=100)[98],), settings=settings),
-        Case(name="control/one-commit", metric="commit_s", unit="s", samples=tuple(commits), settings={"journal": settings["journal"], "pause_s": PAUSE_S}),
-    ]  # fmt: skip
+        Case(
+            name="control/empty-job",
+            metric="round_trip_s",
+            unit="s",
+            samples=tuple(ours),
+            peer=f"directory polled every {POLL_S:g} s",
+            peer_samples=tuple(peer),
+            settings=settings,
+        ),
+        Case(
+            name="control/empty-job-p99",
+            metric="round_trip_p99_s",
+            unit="s",
+            samples=(quantiles(ours, n=100)[98],),
+            settings=settings,
+        ),
+        Case(
+            name="control/one-commit",
+            metric="commit_s",
+            unit="s",
+            samples=tuple(commits),
+            settings={"journal": settings["journal"], "pause_s": PAUSE_S},
+        ),
+    ]
 
 
 def _specs():  # type: ignore[no-untyped-def]
@@ -64,7 +90,7 @@ def _specs():  # type: ignore[no-untyped-def]
 
 def _round_trips(count: int, folder: Path) -> list[float]:
     run_dir = folder / "run"
-    serve = ["orchestrator", "serve", "--run-dir", str(run_dir), "--name", "m"]
+    serve = ["splice", "serve", "--run-dir", str(run_dir), "--name", "m"]
     with _python_process(serve, log=folder / "orchestrator.log") as orchestrator:
         endpoint = _endpoint(run_dir, orchestrator)
         with _python_process(["benchmarks.control", endpoint], log=folder / "node.log"):
@@ -83,7 +109,12 @@ def _round_trips(count: int, folder: Path) -> list[float]:
 @contextlib.contextmanager
 def _python_process(words: list[str], *, log: Path) -> Iterator[NodeProcess]:
     """`python -m WORDS`; has ended by itself when the block does, or is killed."""
-    node = NodeProcess(name=log.stem, argv=[sys.executable, "-m", *words], env={"SPLICE_RUN_TOKEN": TOKEN}, log_file=log)
+    node = NodeProcess(
+        name=log.stem,
+        argv=[sys.executable, "-m", *words],
+        env={"SPLICE_RUN_TOKEN": TOKEN},
+        log_file=log,
+    )
     node.start()
     assert node.process is not None
     try:
@@ -107,7 +138,12 @@ def _endpoint(run_dir: Path, orchestrator: NodeProcess) -> str:
 
 def _do_nothing(endpoint: str) -> None:
     """The node."""
-    hello = Hello(role="trainer", node_id="trainer", incarnation=uuid.uuid4().hex, run_token=os.environ["SPLICE_RUN_TOKEN"])
+    hello = Hello(
+        role="trainer",
+        node_id="trainer",
+        incarnation=uuid.uuid4().hex,
+        run_token=os.environ["SPLICE_RUN_TOKEN"],
+    )
     with NodeLink(endpoint=endpoint, hello=hello) as link:
         link.send(Ready(node_id="trainer"))
         while True:

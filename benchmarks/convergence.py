@@ -1,8 +1,11 @@
-"""Merged mode against a control in one process: yes-no-maybe from a warm start, reward, KL and log-prob gap of every job.
+"""Merged mode against a control in one process: yes-no-maybe from a warm start, reward, KL and
+log-prob gap of every job.
 
-`qwen3/...` and `qwen3_moe/...` are runs of the whole system (vLLM samples, Megatron trains, the merged weights are published after each job) with a
-fresh adapter for each seed; their peer is `benchmarks.convergence_control`, with the same prompts, loss and optimizer. Every case's
-`settings["curves"]` has all jobs; `python -m benchmarks plot RESULT PNG` draws them. CPU only. Needs SPLICE_INFERENCE_PYTHON or .venv-inference.
+`qwen3/...` and `qwen3_moe/...` are runs of the whole system (vLLM samples, Megatron trains, the
+merged weights are published after each job) with a fresh adapter for each seed; their peer is
+`benchmarks.convergence_control`, with the same prompts, loss and optimizer. Every case's
+`settings["curves"]` has all jobs; `python -m benchmarks plot RESULT PNG` draws them. CPU only.
+Needs SPLICE_INFERENCE_PYTHON or .venv-inference.
 """
 
 from __future__ import annotations
@@ -22,12 +25,18 @@ import httpx
 
 from benchmarks.convergence_control import Task, job_prompts
 from benchmarks.harness import Case, Result, inference_python
-from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
-from orchestrator.protocol.messages import InitialSyncJob, KlSpec, LossSpec, OptimParams, TrainMergedJob
-from orchestrator.smoke import rollouts
-from orchestrator.smoke.config import SmokeConfig, check
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    KlSpec,
+    LossSpec,
+    OptimParams,
+    TrainMergedJob,
+)
+from splice.cluster import Cluster, ClusterConfig
+from splice.smoke import rollouts
+from splice.smoke.config import SmokeConfig, check
 
 ARCHS = ("qwen3", "qwen3_moe")
 METRICS = {"reward": "share of the best", "kl": "nats", "logprob_gap": "nats"}
@@ -37,31 +46,56 @@ Curve = dict[str, list[float]]
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Rewards of the last jobs and over all of them, KL and largest log-prob gap, each beside the control's."""
+    """Rewards of the last jobs and over all of them, KL and largest log-prob gap, each beside the
+    control's.
+    """
     if device != "cpu":
-        raise ConfigError("the convergence benchmark compares numbers, not speed, and runs on the CPU: leave --device out")
+        raise ConfigError(
+            "the convergence benchmark compares numbers, not speed, and runs on the CPU: leave "
+            "--device out"
+        )
     jobs, merged_seeds, control_seeds = (3, 1, 1) if small else (20, 3, 5)
     cases = []
     for arch in ARCHS[:1] if small else ARCHS:
         with TemporaryDirectory() as folder:
             model = _warm_model(arch, Path(folder))
-            control = [_control(model, seed=s, jobs=jobs, work=Path(folder)) for s in range(control_seeds)]
-            merged = [merged_run(model, seed=s, jobs=jobs, work=Path(folder) / f"run-{s}") for s in range(merged_seeds)]
+            control = [
+                _control(model, seed=s, jobs=jobs, work=Path(folder)) for s in range(control_seeds)
+            ]
+            merged = [
+                merged_run(model, seed=s, jobs=jobs, work=Path(folder) / f"run-{s}")
+                for s in range(merged_seeds)
+            ]
         cases += _cases(arch, merged, control, jobs=jobs)
     return cases
 
 
 def _cases(arch: str, merged: list[Curve], control: list[Curve], *, jobs: int) -> list[Case]:
-    settings = {"jobs": jobs, "task": asdict(Task()), "curves": {"splice": merged, "control": control}}
+    settings = {
+        "jobs": jobs,
+        "task": asdict(Task()),
+        "curves": {"splice": merged, "control": control},
+    }
 
     def case(metric: str, unit: str, measure: Any, **settings: Any) -> Case:
         ours, theirs = (tuple(measure(c) for c in curves) for curves in (merged, control))
         return Case(
-            name=f"{arch}/merged", metric=metric, unit=unit, samples=ours, peer=PEER, peer_samples=theirs, settings=settings
+            name=f"{arch}/merged",
+            metric=metric,
+            unit=unit,
+            samples=ours,
+            peer=PEER,
+            peer_samples=theirs,
+            settings=settings,
         )
 
     return [
-        case(f"reward_last_{LAST}", METRICS["reward"], lambda c: fmean(c["reward"][-LAST:]), **settings),
+        case(
+            f"reward_last_{LAST}",
+            METRICS["reward"],
+            lambda c: fmean(c["reward"][-LAST:]),
+            **settings,
+        ),
         case("reward_all_jobs", METRICS["reward"], lambda c: fmean(c["reward"])),
         case("kl_median", METRICS["kl"], lambda c: sorted(c["kl"])[len(c["kl"]) // 2]),
         case("logprob_gap_max", METRICS["logprob_gap"], lambda c: max(c["logprob_gap"])),
@@ -69,24 +103,49 @@ def _cases(arch: str, merged: list[Curve], control: list[Curve], *, jobs: int) -
 
 
 def _python(*argv: object) -> None:
-    subprocess.run([sys.executable, "-m", *map(str, argv)], check=True, timeout=900, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run(
+        [sys.executable, "-m", *map(str, argv)],
+        check=True,
+        timeout=900,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
 
 
 def _warm_model(arch: str, folder: Path) -> Path:
-    _python("trainer_node.make_checkpoint", "--arch", arch, "--out", folder / "base")
-    _python("benchmarks.convergence_control", "warm-start", "--model", folder / "base", "--out", folder / "warm")
+    _python("trainer_node.tools.make_checkpoint", "--arch", arch, "--out", folder / "base")
+    _python(
+        "benchmarks.convergence_control",
+        "warm-start",
+        "--model",
+        folder / "base",
+        "--out",
+        folder / "warm",
+    )
     return folder / "warm"
 
 
 def _control(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
     out = work / f"control-{seed}.json"
-    _python("benchmarks.convergence_control", "run", "--model", model, "--seed", seed, "--jobs", jobs, "--out", out)
+    _python(
+        "benchmarks.convergence_control",
+        "run",
+        "--model",
+        model,
+        "--seed",
+        seed,
+        "--jobs",
+        jobs,
+        "--out",
+        out,
+    )
     rows = json.loads(out.read_text())["jobs"]
     return {name: [row[name] for row in rows] for name in METRICS}
 
 
 def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
-    """`jobs` rounds of rollouts from the served alias and `TrainMerged`, on a cluster of its own."""
+    """`jobs` rounds of rollouts from the served alias and `TrainMerged`, on a cluster
+    of its own.
+    """
     task = Task()
     with Cluster(_cluster_config(model, seed=seed, work=work, task=task)) as cluster:
         cluster.client.run(InitialSyncJob())
@@ -94,10 +153,14 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
         curve: Curve = {name: [] for name in METRICS}
         for job in range(1, jobs + 1):
             prompts = job_prompts(seed, job, task.num_prompts)
-            groups = asyncio.run(_sample(cluster.base_urls[0], prompts, rewards, task, seed=1000 * seed + job))
+            groups = asyncio.run(
+                _sample(cluster.base_urls[0], prompts, rewards, task, seed=1000 * seed + job)
+            )
             versions = {r.version for g in groups for r in g}
             if versions != {job - 1}:
-                raise RuntimeError(f"job {job} was sampled from versions {versions}, not from {job - 1} alone")
+                raise RuntimeError(
+                    f"job {job} was sampled from versions {versions}, not from {job - 1} alone"
+                )
             batch = rollouts.build_batch(groups)
             spec = TrainMergedJob(loss=_loss(task), optim=_optim(task), tensors=batch.specs)
             metrics = cluster.client.run(spec, buffers=batch.buffers)["metrics"]
@@ -110,7 +173,11 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
 def _cluster_config(model: Path, *, seed: int, work: Path, task: Task) -> ClusterConfig:
     lora = LoraConfig(rank=task.rank, alpha=task.alpha)
     config = SmokeConfig(
-        run_dir=work, model=model, trainer_python=Path(sys.executable), inference_python=inference_python(), lora=lora
+        run_dir=work,
+        model=model,
+        trainer_python=Path(sys.executable),
+        inference_python=inference_python(),
+        lora=lora,
     )
     cluster, _ = check(config)
     return replace(cluster, trainer=cluster.trainer.model_copy(update={"seed": seed}))
@@ -122,7 +189,9 @@ def _loss(task: Task) -> LossSpec:
 
 
 def _optim(task: Task) -> OptimParams:
-    return OptimParams(lr=task.lr, beta1=task.beta1, beta2=task.beta2, max_grad_norm=task.max_grad_norm)
+    return OptimParams(
+        lr=task.lr, beta1=task.beta1, beta2=task.beta2, max_grad_norm=task.max_grad_norm
+    )
 
 
 async def _answer_ids(base_url: str) -> dict[int, float]:
@@ -148,20 +217,30 @@ async def _sample(
 
 
 def plot(result: Result, path: Path) -> None:
-    """A row for each model, a column for each metric: the control's seeds in grey, merged mode's in colour."""
+    """A row for each model, a column for each metric: the control's seeds in grey, merged mode's in
+    colour.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     cases = [c for c in result.cases if "curves" in c.settings]
-    figure, axes = plt.subplots(len(cases), len(METRICS), figsize=(11, 3 * len(cases)), squeeze=False)
+    figure, axes = plt.subplots(
+        len(cases), len(METRICS), figsize=(11, 3 * len(cases)), squeeze=False
+    )
     for row, case in zip(axes, cases, strict=True):
         for axis, (metric, unit) in zip(row, METRICS.items(), strict=True):
             for label, colour in (("control", "tab:gray"), ("splice", "tab:blue")):
                 for number, curve in enumerate(case.settings["curves"][label]):
                     values = curve[metric]
-                    axis.plot(range(1, len(values) + 1), values, color=colour, alpha=0.7, label=label if number == 0 else None)
+                    axis.plot(
+                        range(1, len(values) + 1),
+                        values,
+                        color=colour,
+                        alpha=0.7,
+                        label=label if number == 0 else None,
+                    )
             axis.set_title(f"{case.name.partition('/')[0]}: {metric.replace('_', ' ')}", fontsize=9)
             axis.set_xlabel("job", fontsize=8)
             axis.set_ylabel(unit, fontsize=8)

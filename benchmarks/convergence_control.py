@@ -1,10 +1,12 @@
-"""The control of `benchmarks.convergence`: warm start and RL in one process, by transformers, PEFT and torch.optim alone.
+"""The control of `benchmarks.convergence`: warm start and RL in one process, by transformers, PEFT
+and torch.optim alone.
 
     python -m benchmarks.convergence_control warm-start --model DIR --out DIR
     python -m benchmarks.convergence_control run --model DIR --seed N --jobs N --out FILE.json
 
-It samples from the very weights it trains and merges nothing, so it has no synchronisation that could go wrong. Nothing of splice's trainer is
-used; the prompts, the rewards and the group-relative advantages are `orchestrator.smoke.rollouts`', because they are the task.
+It samples from the very weights it trains and merges nothing, so it has no synchronisation that
+could go wrong. Nothing of splice's trainer is used; the prompts, the rewards and the group-relative
+advantages are `splice.smoke.rollouts`', because they are the task.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from orchestrator.protocol.config import LORA_TARGETS
-from orchestrator.smoke.rollouts import PROMPTS, REWARDS, group_advantages
+from splice.smoke.rollouts import PROMPTS, REWARDS, group_advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,21 +55,35 @@ def job_prompts(seed: int, job: int, count: int) -> list[str]:
 
 def answer_ids(tokenizer: Any) -> dict[int, float]:
     """First token of each answer -> its reward; any other token earns nothing."""
-    return {tokenizer(f" {answer}", add_special_tokens=False)["input_ids"][0]: reward for answer, reward in REWARDS.items()}
+    return {
+        tokenizer(f" {answer}", add_special_tokens=False)["input_ids"][0]: reward
+        for answer, reward in REWARDS.items()
+    }
 
 
-def next_token_logprobs(model: Any, prompts: list[list[int]], *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of the token after each prompt, [P, V]; one prompt at a time, so that nothing is padded."""
-    logits_PV = torch.stack([model(input_ids=torch.tensor([p])).logits[0, -1].float() for p in prompts])
+def next_token_logprobs(
+    model: Any, prompts: list[list[int]], *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of the token after each prompt, [P, V]; one prompt at a time, so that nothing is
+    padded.
+    """
+    logits_PV = torch.stack(
+        [model(input_ids=torch.tensor([p])).logits[0, -1].float() for p in prompts]
+    )
     return (logits_PV / temperature).log_softmax(-1)
 
 
 def warm_start(model_dir: Path, out: Path, *, seed: int = 0) -> None:
-    """Full-parameter SFT until the model answers every prompt with yes, no or maybe, each as often; written as an HF checkpoint."""
+    """Full-parameter SFT until the model answers every prompt with yes, no or maybe, each as often;
+    written as an HF checkpoint.
+    """
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, torch_dtype=torch.float32)
-    prompts, answers_A = [tokenizer(p)["input_ids"] for p in PROMPTS], torch.tensor(sorted(answer_ids(tokenizer)))
+    prompts, answers_A = (
+        [tokenizer(p)["input_ids"] for p in PROMPTS],
+        torch.tensor(sorted(answer_ids(tokenizer))),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, weight_decay=0.0)
     for _ in range(WARM_STEPS):
         loss = -next_token_logprobs(model, prompts)[:, answers_A].mean()
@@ -79,7 +95,11 @@ def warm_start(model_dir: Path, out: Path, *, seed: int = 0) -> None:
         shutil.copy(path, out / path.name)
     names = load_file(model_dir / "model.safetensors").keys()
     state = model.state_dict()
-    save_file({n: state[n].contiguous().clone() for n in names}, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: state[n].contiguous().clone() for n in names},
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with torch.no_grad():
         mass = next_token_logprobs(model, prompts)[:, answers_A].exp().sum(-1).min()
     print(f"{out}: least probability of yes, no or maybe {mass:.3f}")
@@ -90,10 +110,14 @@ def run(model_dir: Path, *, seed: int, jobs: int, task: Task) -> list[dict[str, 
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     base = AutoModelForCausalLM.from_pretrained(model_dir, torch_dtype=torch.float32)
-    lora = LoraConfig(r=task.rank, lora_alpha=task.alpha, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=task.rank, lora_alpha=task.alpha, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM"
+    )
     model: Any = get_peft_model(base, lora)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=task.lr, betas=(task.beta1, task.beta2), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        trainable, lr=task.lr, betas=(task.beta1, task.beta2), eps=1e-8, weight_decay=0.0
+    )
     rewards, rows = answer_ids(tokenizer), []
     for job in range(1, jobs + 1):
         prompts = [tokenizer(p)["input_ids"] for p in job_prompts(seed, job, task.num_prompts)]
@@ -102,10 +126,14 @@ def run(model_dir: Path, *, seed: int, jobs: int, task: Task) -> list[dict[str, 
             answers_PG = torch.multinomial(sampled_PV.exp(), task.group_size, replacement=True)
             old_PG = sampled_PV.gather(1, answers_PG)
             with model.disable_adapter():
-                reference_PG = next_token_logprobs(model, prompts, temperature=task.temperature).gather(1, answers_PG)
+                reference_PG = next_token_logprobs(
+                    model, prompts, temperature=task.temperature
+                ).gather(1, answers_PG)
         earned = [[rewards.get(t, 0.0) for t in row] for row in answers_PG.tolist()]
         advantages_PG = torch.tensor([group_advantages(row) for row in earned])
-        logp_PG = next_token_logprobs(model, prompts, temperature=task.temperature).gather(1, answers_PG)
+        logp_PG = next_token_logprobs(model, prompts, temperature=task.temperature).gather(
+            1, answers_PG
+        )
         ratio_PG = (logp_PG - old_PG).exp()
         clipped_PG = ratio_PG.clamp(1 - task.clip, 1 + task.clip)
         surrogate = torch.minimum(ratio_PG * advantages_PG, clipped_PG * advantages_PG)
@@ -140,7 +168,9 @@ def main() -> None:
         warm_start(arguments.model, arguments.out, seed=arguments.seed)
         return
     rows = run(arguments.model, seed=arguments.seed, jobs=arguments.jobs, task=Task())
-    arguments.out.write_text(json.dumps({"task": asdict(Task()), "seed": arguments.seed, "jobs": rows}, indent=1))
+    arguments.out.write_text(
+        json.dumps({"task": asdict(Task()), "seed": arguments.seed, "jobs": rows}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""The trainer's merged tensors as bytes in memory, against Megatron-Bridge's own export of the same model, in the same run.
+"""The trainer's merged tensors as bytes in memory, against Megatron-Bridge's own export of the same
+model, in the same run.
 
-    export/SHAPE/wire      the plan that publications reuse: chunks of tensors merged straight into two buffers (`WireExport`)
-    export/SHAPE/manifest  one tensor after the other: Bridge's stream, each merged and copied into a buffer (`Exporter`)
+    export/SHAPE/wire      the plan that publications reuse: chunks of tensors merged straight into
+                           two buffers (`WireExport`)
+    export/SHAPE/manifest  one tensor after the other: Bridge's stream, each merged and copied into
+                           a buffer (`Exporter`)
 
-Both have adapters of random values on every linear. The peer exports the model *without* adapters, which is less work: Bridge's
-`stream_weights_megatron_to_hf`, which `export_hf_weights` is made of, every tensor copied into a buffer; its conversion tasks once kept from
-before (`Bridge, tasks kept`), once made anew each time (`Bridge`). What the plan writes is compared with `Exporter`'s bytes first.
-`peak_bytes`, on CUDA only, is memory beyond the model during a pass, the two buffers included. Each shape has a process of its own. Axes: B = bytes.
+Both have adapters of random values on every linear. The peer exports the model *without* adapters,
+which is less work: Bridge's `stream_weights_megatron_to_hf`, which `export_hf_weights` is made of,
+every tensor copied into a buffer; its conversion tasks once kept from before (`Bridge, tasks
+kept`), once made anew each time (`Bridge`). What the plan writes is compared with `Exporter`'s
+bytes first. `peak_bytes`, on CUDA only, is memory beyond the model during a pass, the two buffers
+included. Each shape has a process of its own. Axes: B = bytes.
 """
 
 from __future__ import annotations
@@ -29,25 +34,51 @@ from benchmarks.harness import Case
 from benchmarks.timing import seconds
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import Manifest
-from weight_transfer.buckets import plan_buckets
 
-SHAPES = {"tiny-moe": ("qwen3_moe", "tiny"), "8b": ("qwen3", "qwen3-8b"), "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b")}
+SHAPES = {
+    "tiny-moe": ("qwen3_moe", "tiny"),
+    "8b": ("qwen3", "qwen3-8b"),
+    "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
+}
 CHUNK_BYTES = 512 * 2**20
 TIMEOUT_S = 540.0
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Seconds and peak bytes of each way. Shapes from SPLICE_BENCH_SHAPES (default 8b,30b-a3b on cuda, tiny-moe on the cpu)."""
+    """Seconds and peak bytes of each way. Shapes from SPLICE_BENCH_SHAPES (default 8b,30b-a3b on
+    cuda, tiny-moe on the cpu).
+    """
     usual = "tiny-moe" if small or device == "cpu" else "8b,30b-a3b"
     shapes = usual if small else os.environ.get("SPLICE_BENCH_SHAPES", usual)
     cases: list[Case] = []
     for shape in shapes.split(","):
         with TemporaryDirectory() as folder:
             arch, size = SHAPES[shape]
-            argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--shape", size, "--out", folder]
-            subprocess.run([*argv, "--config-only"], check=True, stdout=subprocess.DEVNULL, timeout=120)
-            argv = [sys.executable, "-m", "benchmarks.export", folder, device, str(3 if small else 5)]
-            done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
+            argv = [
+                sys.executable,
+                "-m",
+                "trainer_node.tools.make_checkpoint",
+                "--arch",
+                arch,
+                "--shape",
+                size,
+                "--out",
+                folder,
+            ]
+            subprocess.run(
+                [*argv, "--config-only"], check=True, stdout=subprocess.DEVNULL, timeout=120
+            )
+            argv = [
+                sys.executable,
+                "-m",
+                "benchmarks.export",
+                folder,
+                device,
+                str(3 if small else 5),
+            ]
+            done = subprocess.run(
+                argv, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
+            )
             cases += _cases(shape, json.loads(done.stdout.splitlines()[-1]))
     return cases
 
@@ -60,23 +91,38 @@ def _cases(shape: str, found: dict[str, Any]) -> list[Case]:
         for peer, key in ((kept, "bridge_kept"), (anew, "bridge")):
             cases.append(
                 Case(
-                    name=f"export/{shape}/{way}" + ("" if key == "bridge_kept" else "-to-uncached"), metric="seconds", unit="s",
-                    samples=tuple(ways[way]["seconds"]), peer=peer, peer_samples=tuple(ways[key]["seconds"]), settings=settings,
+                    name=f"export/{shape}/{way}" + ("" if key == "bridge_kept" else "-to-uncached"),
+                    metric="seconds",
+                    unit="s",
+                    samples=tuple(ways[way]["seconds"]),
+                    peer=peer,
+                    peer_samples=tuple(ways[key]["seconds"]),
+                    settings=settings,
                 )
-            )  # fmt: skip
+            )
         if "peak_bytes" in ways[way]:
             cases.append(
                 Case(
-                    name=f"export/{shape}/{way}", metric="peak_bytes", unit="B", samples=(ways[way]["peak_bytes"],), peer=kept,
-                    peer_samples=(ways["bridge_kept"]["peak_bytes"],), settings={"measured": "torch.cuda.max_memory_allocated"},
+                    name=f"export/{shape}/{way}",
+                    metric="peak_bytes",
+                    unit="B",
+                    samples=(ways[way]["peak_bytes"],),
+                    peer=kept,
+                    peer_samples=(ways["bridge_kept"]["peak_bytes"],),
+                    settings={"measured": "torch.cuda.max_memory_allocated"},
                 )
-            )  # fmt: skip
+            )
     cases.append(
         Case(
-            name=f"export/{shape}/plan", metric="seconds", unit="s", samples=(found["plan_s"],), peer="Bridge's conversion tasks",
-            peer_samples=(found["tasks_s"],), settings={"note": "made once, kept while the model's structure stands"},
+            name=f"export/{shape}/plan",
+            metric="seconds",
+            unit="s",
+            samples=(found["plan_s"],),
+            peer="Bridge's conversion tasks",
+            peer_samples=(found["tasks_s"],),
+            settings={"note": "made once, kept while the model's structure stands"},
         )
-    )  # fmt: skip
+    )
     return cases
 
 
@@ -84,63 +130,83 @@ def _cases(shape: str, found: dict[str, Any]) -> list[Case]:
 
 
 def _measure(model: Path, device: str, repeats: int) -> dict[str, Any]:
-    from trainer_node.runtime import TrainerRuntime
+    from trainer_node.start import start
 
     torch.set_num_threads(1)
     config = TrainerConfig(
-        model=model, init="random", device=device, dtype="bfloat16" if device == "cuda" else "float32",  # type: ignore[arg-type]
-        lora=LoraConfig(rank=16, alpha=32), transport="nccl" if device == "cuda" else "tcp",
-    )  # fmt: skip
-    runtime = TrainerRuntime(config)
+        model=model,
+        init="random",
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",  # type: ignore[arg-type]
+        lora=LoraConfig(rank=16, alpha=32),
+        transport="nccl" if device == "cuda" else "tcp",
+    )
+    built = start(config).model
     try:
-        return _measure_ways(runtime, device, repeats)
+        return _measure_ways(built, device, repeats)
     finally:
-        runtime.close()
+        built.close()
 
 
-def _measure_ways(runtime: Any, device: str, repeats: int) -> dict[str, Any]:
-    from trainer_node.export import Exporter
-    from trainer_node.wire_export import WireExport
+def _measure_ways(model: Any, device: str, repeats: int) -> dict[str, Any]:
+    from trainer_node.export.merged import Exporter
+    from trainer_node.export.wire_export import WireExport
 
-    _randomise(runtime)
-    exporter = Exporter(runtime)
+    _randomise(model)
+    exporter = Exporter(model)
     manifest = exporter.manifest()
     began = time.perf_counter()
-    runtime.bridge.build_conversion_tasks(runtime.checkpoint, runtime.model)
+    model.bridge.build_conversion_tasks(model.checkpoint, model.modules)
     tasks_s = time.perf_counter() - began
     order = _order(manifest)
     began = time.perf_counter()
-    export = WireExport(runtime, manifest, order)
+    export = WireExport(model, manifest, order)
     plan_s = time.perf_counter() - began
-    _check(export, exporter, manifest, order, runtime.device)
+    _check(export, exporter, manifest, order, model.device)
     ways: dict[str, Callable[[], None]] = {
-        "wire": lambda: _fill(export, runtime.device),
-        "manifest": lambda: _copy(exporter.merged_tensors(), manifest, runtime.device),
-        "bridge_kept": lambda: _copy(_bridge(runtime, kept=True), manifest, runtime.device),
-        "bridge": lambda: _copy(_bridge(runtime, kept=False), manifest, runtime.device),
+        "wire": lambda: _fill(export, model.device),
+        "manifest": lambda: _copy(exporter.merged_tensors(), manifest, model.device),
+        "bridge_kept": lambda: _copy(_bridge(model, kept=True), manifest, model.device),
+        "bridge": lambda: _copy(_bridge(model, kept=False), manifest, model.device),
     }
     settings = {
-        "bytes": manifest.nbytes, "num_tensors": len(manifest.tensors), "lora_rank": 16, "lora_targets": "all", "chunks": len(order),
-        "chunk_bytes": CHUNK_BYTES, "dtype": runtime.config.dtype, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        "bytes": manifest.nbytes,
+        "num_tensors": len(manifest.tensors),
+        "lora_rank": 16,
+        "lora_targets": "all",
+        "chunks": len(order),
+        "chunk_bytes": CHUNK_BYTES,
+        "dtype": model.config.dtype,
+        "threads": torch.get_num_threads(),
+    }
     return {
-        "ways": {name: _timed(way, device, repeats) for name, way in ways.items()}, "settings": settings, "plan_s": plan_s,
+        "ways": {name: _timed(way, device, repeats) for name, way in ways.items()},
+        "settings": settings,
+        "plan_s": plan_s,
         "tasks_s": tasks_s,
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()
-def _randomise(runtime: Any) -> None:
+def _randomise(model: Any) -> None:
     """B is zero at the start; with other values the comparison of bytes can fail."""
     torch.manual_seed(0)
-    for adapter in runtime.adapters.adapters:
+    for adapter in model.adapters.adapters:
         for matrix in adapter.lora_B.values():
             matrix.normal_(0.0, 0.02)
 
 
 def _order(manifest: Manifest) -> list[list[int]]:
-    """Manifest order in chunks as big as the ones that are sent."""
-    return [list(range(bucket.first, bucket.last)) for bucket in plan_buckets(manifest, CHUNK_BYTES)]
+    """Manifest order in chunks of at most `CHUNK_BYTES`, or of one tensor."""
+    order: list[list[int]] = []
+    size = 0
+    for n, spec in enumerate(manifest.tensors):
+        if not order or size + spec.nbytes > CHUNK_BYTES:
+            order.append([])
+            size = 0
+        order[-1].append(n)
+        size += spec.nbytes
+    return order
 
 
 def _fill(export: Any, device: torch.device) -> None:
@@ -149,7 +215,9 @@ def _fill(export: Any, device: torch.device) -> None:
         export.fill(c, ring[c % 2][: export.chunk_nbytes(c)])
 
 
-def _copy(tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, device: torch.device) -> None:
+def _copy(
+    tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, device: torch.device
+) -> None:
     """Each tensor into one of two buffers, as a sender would."""
     ring = _ring(max(spec.nbytes for spec in manifest.tensors), device)
     count = 0
@@ -165,34 +233,47 @@ def _ring(nbytes: int, device: torch.device) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _bridge(runtime: Any, *, kept: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    from trainer_node.hf import VOCAB_TENSORS
+def _bridge(model: Any, *, kept: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    from trainer_node.model.hf import VOCAB_TENSORS
 
-    pairs = runtime.bridge.stream_weights_megatron_to_hf(
-        runtime.model,
-        runtime.checkpoint,
+    pairs = model.bridge.stream_weights_megatron_to_hf(
+        model.modules,
+        model.checkpoint,
         cpu=False,
         show_progress=False,
-        conversion_tasks=runtime.conversion_tasks if kept else None,
+        conversion_tasks=model.conversion_tasks if kept else None,
         merge_adapter_weights=False,
     )
     for name, tensor in pairs:  # Bridge leaves Megatron's padding of the vocabulary on
-        yield name, tensor[: runtime.vocab_size] if name in VOCAB_TENSORS else tensor
+        yield name, tensor[: model.vocab_size] if name in VOCAB_TENSORS else tensor
 
 
-def _check(export: Any, exporter: Any, manifest: Manifest, order: list[list[int]], device: torch.device) -> None:
-    """What is measured is right: equal to `Exporter`'s bytes, but for one step of rounding in 1 element of 1000 where a kernel sums in
-    another order."""
+def _check(
+    export: Any, exporter: Any, manifest: Manifest, order: list[list[int]], device: torch.device
+) -> None:
+    """What is measured is right: equal to `Exporter`'s bytes, but for one step of rounding in 1
+    element of 1000 where a kernel sums in another order.
+    """
     place = {
-        n: (c, sum(manifest.tensors[m].nbytes for m in chunk[:i])) for c, chunk in enumerate(order) for i, n in enumerate(chunk)
+        n: (c, sum(manifest.tensors[m].nbytes for m in chunk[:i]))
+        for c, chunk in enumerate(order)
+        for i, n in enumerate(chunk)
     }
     filled, chunk_B, different, elements = -1, torch.empty(0), 0, 0
     for n, (name, wanted) in enumerate(exporter.merged_tensors()):
         c, at = place[n]
         if c != filled:
-            chunk_B, filled = torch.empty(export.chunk_nbytes(c), dtype=torch.uint8, device=device), c
+            chunk_B, filled = (
+                torch.empty(export.chunk_nbytes(c), dtype=torch.uint8, device=device),
+                c,
+            )
             export.fill(c, chunk_B)
-        got = chunk_B[at : at + manifest.tensors[n].nbytes].clone().view(wanted.dtype).view(wanted.shape)
+        got = (
+            chunk_B[at : at + manifest.tensors[n].nbytes]
+            .clone()
+            .view(wanted.dtype)
+            .view(wanted.shape)
+        )
         unequal = int((got != wanted).sum())
         if unequal and not torch.allclose(
             got.float(), wanted.float(), rtol=2**-7 if got.element_size() == 2 else 1e-6, atol=1e-7
@@ -205,9 +286,13 @@ def _check(export: Any, exporter: Any, manifest: Manifest, order: list[list[int]
 
 
 def _timed(way: Callable[[], None], device: str, repeats: int) -> dict[str, Any]:
-    """Seconds of each of `repeats` passes after one untimed; on CUDA the allocator's peak in one more."""
+    """Seconds of each of `repeats` passes after one untimed; on CUDA the allocator's peak in one
+    more.
+    """
     samples = [seconds(way, device) for _ in range(repeats + 1)][1:]
-    return {"seconds": samples} | ({"peak_bytes": memory.allocated_beyond(way)} if device == "cuda" else {})
+    return {"seconds": samples} | (
+        {"peak_bytes": memory.allocated_beyond(way)} if device == "cuda" else {}
+    )
 
 
 def _main() -> None:

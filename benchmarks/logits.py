@@ -1,7 +1,9 @@
-"""Log-probs and entropy of a language-model head, forward and backward: memory and time with a chunk of logits at a time and with all of them.
+"""Log-probs and entropy of a language-model head, forward and backward: memory and time with a
+chunk of logits at a time and with all of them.
 
-Qwen3's vocabulary of 151,936. Peer in the same run: `hidden @ weight.T`, then log_softmax, as a head written down plainly. Memory is the peak over
-what the inputs take; each case runs in a process of its own, so that no other case's memory is in it.
+Qwen3's vocabulary of 151,936. Peer in the same run: `hidden @ weight.T`, then log_softmax, as a
+head written down plainly. Memory is the peak over what the inputs take; each case runs in a process
+of its own, so that no other case's memory is in it.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Case
-from trainer_node.losses import LOGITS_PER_CHUNK, linear_statistics
+from trainer_node.training.losses import LOGITS_PER_CHUNK, linear_statistics
 
 VOCAB, HIDDEN, TIMEOUT_S = 151_936, 128, 300.0
 REPEATS = 1
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Peak bytes and seconds for two numbers of positions: the peer's memory grows with them, ours does not."""
+    """Peak bytes and seconds for two numbers of positions: the peer's memory grows with them, ours
+    does not.
+    """
     vocab = 32_000 if small else VOCAB
     per_chunk = 2**22 if small else 2**24
     cases = []
@@ -32,7 +36,13 @@ def run(*, device: str, small: bool) -> list[Case]:
             for name, chunk in (("chunked", per_chunk), ("default", LOGITS_PER_CHUNK), ("full", 0))
         }
         for name, chunk in (("chunked", per_chunk), ("default", LOGITS_PER_CHUNK)):
-            settings = {"positions": positions, "vocab": vocab, "hidden": HIDDEN, "logits_per_chunk": chunk, "dtype": "float32"}
+            settings = {
+                "positions": positions,
+                "vocab": vocab,
+                "hidden": HIDDEN,
+                "logits_per_chunk": chunk,
+                "dtype": "float32",
+            }
             for metric, unit in (("peak_bytes", "B"), ("seconds", "s")):
                 cases.append(
                     Case(
@@ -49,7 +59,15 @@ def run(*, device: str, small: bool) -> list[Case]:
 
 
 def _in_a_process(device: str, positions: int, vocab: int, chunk: int) -> dict[str, list[float]]:
-    command = [sys.executable, "-m", "benchmarks.logits", device, str(positions), str(vocab), str(chunk)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.logits",
+        device,
+        str(positions),
+        str(vocab),
+        str(chunk),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     found: dict[str, list[float]] = json.loads(ran.stdout.splitlines()[-1])
     return found
@@ -64,10 +82,15 @@ def _measure(device: str, positions: int, vocab: int, chunk: int) -> dict[str, l
     for _ in range(REPEATS):
         started = time.perf_counter()
         if chunk:
-            log_probs, entropy = linear_statistics(hidden, weight, targets, vocab_size=vocab, logits_per_chunk=chunk)
+            log_probs, entropy = linear_statistics(
+                hidden, weight, targets, vocab_size=vocab, logits_per_chunk=chunk
+            )
         else:
             table = (hidden @ weight.T).log_softmax(-1)
-            log_probs, entropy = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+            log_probs, entropy = (
+                table.gather(1, targets[:, None])[:, 0],
+                -(table.exp() * table).sum(-1),
+            )
             del table
         (log_probs.sum() + entropy.sum()).backward()
         if device == "cuda":

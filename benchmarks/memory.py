@@ -1,7 +1,10 @@
-"""Peak memory: of a call in this process (CUDA), and of other processes or whole GPUs while something happens to them.
+"""Peak memory: of a call in this process (CUDA), and of other processes or whole GPUs while
+something happens to them.
 
-A GPU's figure is what the driver says is in use, so it has everything: communicators, contexts, caches of allocators. A process's figure on a
-CPU is its resident bytes, which also grow when a page is touched for the first time: an upper bound, and with small models mostly that.
+A GPU's figure is what the driver says is in use, so it has everything: communicators, contexts,
+caches of allocators. A process's figure on a
+CPU is its resident bytes, which also grow when a page is touched for the first time: an upper
+bound, and with small models mostly that.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from orchestrator.launch import descendants
+from orchestrator.processes.child import descendants
 
 
 def allocated_beyond(call: Callable[[], object]) -> int:
-    """Bytes of CUDA memory that this process had allocated at most during the call, over what it had before."""
+    """Bytes of CUDA memory that this process had allocated at most during the call, over what it
+    had before.
+    """
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -43,7 +48,9 @@ class Peak:
 
 @contextlib.contextmanager
 def watched(readers: dict[str, Callable[[], int]], *, poll_s: float) -> Iterator[dict[str, Peak]]:
-    """Poll the readers on a thread until the block ends; a peak shorter than `poll_s` may be missed."""
+    """Poll the readers on a thread until the block ends; a peak shorter than `poll_s` may be
+    missed.
+    """
     peaks = {name: Peak() for name in readers}
     for name, read in readers.items():
         peaks[name].before = peaks[name].most = read()
@@ -79,8 +86,11 @@ def process_tree(pid: int) -> Callable[[], int]:
 def gpus(indices: tuple[int, ...]) -> Callable[[], int]:
     """A reader of the used bytes of whole GPUs, which nobody else should be using."""
     command = [
-        "nvidia-smi", f"--id={','.join(map(str, indices))}", "--query-gpu=memory.used", "--format=csv,noheader,nounits",
-    ]  # fmt: skip
+        "nvidia-smi",
+        f"--id={','.join(map(str, indices))}",
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+    ]
 
     def read() -> int:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

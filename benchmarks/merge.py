@@ -1,8 +1,10 @@
-"""Merging a MoE's adapters into its experts, layer by layer in the order of vLLM's fused tensors, in bytes written per second.
+"""Merging a MoE's adapters into its experts, layer by layer in the order of vLLM's fused tensors,
+in bytes written per second.
 
-Qwen3-30B-A3B's shape: 48 layers of 128 experts, gate and up [768, 2048] in one Megatron weight for each expert, down [2048, 768]; A and B of
-rank 16 in fp32. Peers in the same run: a plain copy of as many bytes, which reads and writes what a merge must at least, and `merge_tensor`
-in a Python loop over the tensors. `host_s` is the time to queue a layer: it must stay below the layer's own.
+Qwen3-30B-A3B's shape: 48 layers of 128 experts, gate and up [768, 2048] in one Megatron weight for
+each expert, down [2048, 768]; A and B of rank 16 in fp32. Peers in the same run: a plain copy of as
+many bytes, which reads and writes what a merge must at least, and `merge_tensor` in a Python loop
+over the tensors. `host_s` is the time to queue a layer: it must stay below the layer's own.
 """
 
 from __future__ import annotations
@@ -14,21 +16,30 @@ import torch
 
 from benchmarks.harness import Case
 from benchmarks.timing import seconds, wait
-from orchestrator.protocol.messages import TensorSpec
-from trainer_node.wire_export import ChunkMerger, Delta, MergeItem, Source, reference
+from trainer_node.adapters.merge import merge_tensor
+from trainer_node.export.wire_export import Delta, Member, Merger, Source
 
 SCALE = 2.0
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Bytes per second of the merge and of its peers; on CUDA also the kernel's other ways to multiply, for tuning."""
+    """Bytes per second of the merge and of its peers; on CUDA also the kernel's other ways to
+    multiply, for tuning.
+    """
     layers, experts, hidden, inner = (1, 8, 256, 96) if small else (48, 128, 2048, 768)
     repeats = 3 if small else 5
-    items, order = _model(layers, experts, hidden, inner, device)
-    merger = ChunkMerger(items, order, scale=SCALE, device=device)
+    chunks = _model(layers, experts, hidden, inner, device)
+    merger = Merger(
+        [(sum(map(_nbytes, chunk)), chunk) for chunk in chunks], scale=SCALE, device=device
+    )
     total = sum(merger.chunk_nbytes(c) for c in range(merger.num_chunks))
     ring = [
-        torch.empty(max(map(merger.chunk_nbytes, range(merger.num_chunks))), dtype=torch.uint8, device=device) for _ in range(2)
+        torch.empty(
+            max(map(merger.chunk_nbytes, range(merger.num_chunks))),
+            dtype=torch.uint8,
+            device=device,
+        )
+        for _ in range(2)
     ]
 
     def merge() -> None:
@@ -40,22 +51,49 @@ def run(*, device: str, small: bool) -> list[Case]:
             ring[c % 2].copy_(ring[(c + 1) % 2])
 
     def loop() -> None:
-        for c, indices in enumerate(order):
-            at, out_B = 0, ring[c % 2]
-            for n in indices:
-                flat_B = reference(items[n], SCALE).reshape(-1).view(torch.uint8)
-                out_B[at : at + flat_B.numel()].copy_(flat_B)
-                at += flat_B.numel()
+        for c, chunk in enumerate(chunks):
+            for member in chunk:
+                flat_B = _reference(member).reshape(-1).view(torch.uint8)
+                ring[c % 2][member.offset : member.offset + flat_B.numel()].copy_(flat_B)
 
     copied = merger.num_chunks * ring[0].numel()
-    settings = {"layers": layers, "experts": experts, "hidden": hidden, "inner": inner, "rank": 16, "bytes": total}
-    _check(merger, items, order, ring[0])
+    settings = {
+        "layers": layers,
+        "experts": experts,
+        "hidden": hidden,
+        "inner": inner,
+        "rank": 16,
+        "bytes": total,
+    }
+    _check(merger, chunks[0], ring[0])
     merged_s, copied_s = _times(merge, device, repeats), _times(copy, device, repeats)
     looped_s = _times(loop, device, 1 if layers > 1 else repeats)
     cases = [
-        _rate("merge/30b-a3b-experts", total, merged_s, "copy_ of the same bytes", copied, copied_s, settings),
-        _rate("merge/30b-a3b-experts-loop", total, merged_s, "merge_tensor in a loop", total, looped_s, settings),
-        Case(name="merge/30b-a3b-experts", metric="whole_s", unit="s", samples=tuple(merged_s), settings=settings),
+        _rate(
+            "merge/30b-a3b-experts",
+            total,
+            merged_s,
+            "copy_ of the same bytes",
+            copied,
+            copied_s,
+            settings,
+        ),
+        _rate(
+            "merge/30b-a3b-experts-loop",
+            total,
+            merged_s,
+            "merge_tensor in a loop",
+            total,
+            looped_s,
+            settings,
+        ),
+        Case(
+            name="merge/30b-a3b-experts",
+            metric="whole_s",
+            unit="s",
+            samples=tuple(merged_s),
+            settings=settings,
+        ),
         Case(
             name="merge/30b-a3b-experts",
             metric="host_s",
@@ -67,21 +105,24 @@ def run(*, device: str, small: bool) -> list[Case]:
     return cases + (_variants(merge, total, device, repeats, settings) if device == "cuda" else [])
 
 
-def _model(layers: int, experts: int, hidden: int, inner: int, device: str) -> tuple[list[MergeItem], list[list[int]]]:
+def _model(layers: int, experts: int, hidden: int, inner: int, device: str) -> list[list[Member]]:
     """Experts of all layers; a chunk is a layer's gate, up, gate, up, ... and then its downs."""
-    items: list[MergeItem] = []
-    order: list[list[int]] = []
-    for layer in range(layers):
-        parts = [_stack(experts, out, into, device) for out, into in ((inner, hidden), (inner, hidden), (hidden, inner))]
+    chunks: list[list[Member]] = []
+    for _ in range(layers):
+        parts = [
+            _stack(experts, out, into, device)
+            for out, into in ((inner, hidden), (inner, hidden), (hidden, inner))
+        ]
         fc1 = [_weight(2 * inner, hidden, device) for _ in range(experts)]
         fc2 = [_weight(hidden, inner, device) for _ in range(experts)]
-        first = len(items)
+        chunk: list[Member] = []
         for e in range(experts):
-            gate, up = Source.whole(fc1[e], rows=inner), Source.whole(fc1[e], first=inner, rows=inner)
-            items += [_item(f"{layer}.{e}.{n}", s, *parts[n], e) for n, s in enumerate((gate, up))]
-        items += [_item(f"{layer}.{e}.2", Source.whole(fc2[e]), *parts[2], e) for e in range(experts)]
-        order.append(list(range(first, len(items))))
-    return items, order
+            _append(chunk, Source.whole(fc1[e], rows=inner), *parts[0], e)
+            _append(chunk, Source.whole(fc1[e], first=inner, rows=inner), *parts[1], e)
+        for e in range(experts):
+            _append(chunk, Source.whole(fc2[e]), *parts[2], e)
+        chunks.append(chunk)
+    return chunks
 
 
 def _weight(out: int, into: int, device: str) -> torch.Tensor:
@@ -89,29 +130,52 @@ def _weight(out: int, into: int, device: str) -> torch.Tensor:
 
 
 def _stack(experts: int, out: int, into: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(experts, 16, into, device=device) * 0.02, torch.randn(experts, out, 16, device=device) * 0.02
+    return torch.randn(experts, 16, into, device=device) * 0.02, torch.randn(
+        experts, out, 16, device=device
+    ) * 0.02
 
 
-def _item(name: str, source: Source, lora_A: torch.Tensor, lora_B: torch.Tensor, expert: int) -> MergeItem:
-    spec = TensorSpec(name=name, dtype="bfloat16", shape=source.shape)
-    return MergeItem(spec=spec, source=source, delta=Delta(lora_A=lora_A, lora_B=lora_B, expert=expert))
+def _append(
+    chunk: list[Member], source: Source, lora_A: torch.Tensor, lora_B: torch.Tensor, expert: int
+) -> None:
+    """Put a merged tensor behind the last one."""
+    delta = Delta(lora_A=lora_A, lora_B=lora_B, expert=expert)
+    offset = chunk[-1].offset + _nbytes(chunk[-1]) if chunk else 0
+    chunk.append(Member(source=source, delta=delta, offset=offset, row_stride=source.columns))
 
 
-def _check(merger: ChunkMerger, items: Sequence[MergeItem], order: Sequence[Sequence[int]], out_B: torch.Tensor) -> None:
-    """What is measured is right: at most 1 element in 1000 of the first layer differs from the reference, by one bf16 step."""
+def _nbytes(member: Member) -> int:
+    return member.source.numel * member.source.param.element_size()
+
+
+def _reference(member: Member) -> torch.Tensor:
+    """The tensor as `merge_tensor` makes it."""
+    assert member.delta is not None
+    weight = member.source.view().reshape(member.source.shape)
+    return merge_tensor(weight, member.delta.matrices(), SCALE)
+
+
+def _check(merger: Merger, chunk: Sequence[Member], out_B: torch.Tensor) -> None:
+    """What is measured is right: at most 1 element in 1000 of the first layer differs from the
+    reference, by one bf16 step.
+    """
     merger.fill(0, out_B[: merger.chunk_nbytes(0)])
-    at = different = 0
-    for n in order[0]:
-        wanted = reference(items[n], SCALE)
-        got = out_B[at : at + items[n].spec.nbytes].view(torch.bfloat16).view(wanted.shape)
-        at += items[n].spec.nbytes
+    different, total = 0, sum(map(_nbytes, chunk)) // 2
+    for n, member in enumerate(chunk):
+        wanted, begin = _reference(member), member.offset
+        got = out_B[begin : begin + _nbytes(member)].view(torch.bfloat16).view(wanted.shape)
         steps = (got.view(torch.int16).int() - wanted.view(torch.int16).int()).abs()
         different += int((steps != 0).sum())
         if int(steps.max()) > 1:
-            raise AssertionError(f"{items[n].spec.name}: off by {int(steps.max())} bf16 steps")
-    if different * 2000 > at:
-        raise AssertionError(f"{different} of {at // 2} elements differ from the reference")
-    print(f"{different} of {at // 2} elements of the first layer differ from merge_tensor, by one bf16 step")
+            raise AssertionError(
+                f"tensor {n} of the first layer: off by {int(steps.max())} bf16 steps"
+            )
+    if different * 1000 > total:
+        raise AssertionError(f"{different} of {total} elements differ from the reference")
+    print(
+        f"{different} of {total} elements of the first layer differ from merge_tensor, by one bf16 "
+        "step"
+    )
 
 
 def _times(work: Callable[[], None], device: str, repeats: int) -> list[float]:
@@ -151,19 +215,36 @@ def _rate(
     )
 
 
-def _variants(merge: Callable[[], None], total: int, device: str, repeats: int, settings: dict[str, int]) -> list[Case]:
+def _variants(
+    merge: Callable[[], None], total: int, device: str, repeats: int, settings: dict[str, int]
+) -> list[Case]:
     """The same merge with other tiles and products than the default one."""
-    from trainer_node import merge_kernels
-    from trainer_node.merge_kernels import Tile
+    from trainer_node.export import merge_kernels
+    from trainer_node.export.merge_kernels import Tile
 
     usual, cases = merge_kernels.MERGE_TILE, []
     try:
         for precision in ("chain", "ieee", "tf32x3"):
-            for rows, columns, num_warps in ((32, 128, 8), (64, 128, 4), (64, 128, 8), (128, 128, 8)):
-                merge_kernels.MERGE_TILE = Tile(rows=rows, columns=columns, num_warps=num_warps, precision=precision)
+            for rows, columns, num_warps in (
+                (32, 128, 8),
+                (64, 128, 4),
+                (64, 128, 8),
+                (128, 128, 8),
+            ):
+                merge_kernels.MERGE_TILE = Tile(
+                    rows=rows, columns=columns, num_warps=num_warps, precision=precision
+                )
                 name = f"merge/tile-{rows}x{columns}x{num_warps}-{precision}"
                 rates = tuple(total / s for s in _times(merge, device, repeats))
-                cases.append(Case(name=name, metric="bytes_per_s", unit="B/s", samples=rates, settings=settings))
+                cases.append(
+                    Case(
+                        name=name,
+                        metric="bytes_per_s",
+                        unit="B/s",
+                        samples=rates,
+                        settings=settings,
+                    )
+                )
     finally:
         merge_kernels.MERGE_TILE = usual
     return cases

@@ -1,21 +1,32 @@
-"""64 concurrent streams (16 with --small) while versions are published to their vLLM: gaps between tokens, requests lost, tokens per second.
+"""64 concurrent streams (16 with --small) while versions are published to their vLLM: gaps between
+tokens, requests lost, tokens per second.
 
-    SHAPE/MODE  gap_beyond_step_s   largest gap between two tokens of any stream around a publication, less the usual time for a token; peer: the
-                                    same in the `window_s` before it, without a publication
-                largest_gap_s       the gap itself; peer: vLLM's own `/pause?mode=keep` and `/resume`, nothing in between, on an unmodified
-                                    server under the same streams
-                tokens_per_s        in the second(s) after all streams go on; peer: the same before the publication
-                requests_lost       ended with an error or short of tokens, in the whole run; 0 is the only good value
-    SHAPE/keep  reprefill_s         what `keep` costs beyond `keep_kv`: each `keep` gap beyond the pause (the orchestrator's time from pause
-                                    request to resume), less the median of the same for `keep_kv`, which keeps the KV cache
-    SHAPE/lora-attn/shadow   gap_beyond_step_s    the same gap where only the attention's tensors change and are received beside the live ones;
-                                                  peer: in_place, the same publication received while generation stands still
+    SHAPE/MODE  gap_beyond_step_s   largest gap between two tokens of any stream around a
+                                    publication, less the usual time for a token; peer: the same in
+                                    the `window_s` before it, without a publication
+                largest_gap_s       the gap itself; peer: vLLM's own `/pause?mode=keep` and
+                                    `/resume`, nothing in between, on an unmodified server under the
+                                    same streams
+                tokens_per_s        in the second(s) after all streams go on; peer: the same before
+                                    the publication
+                requests_lost       ended with an error or short of tokens, in the whole run; 0 is
+                                    the only good value
+    SHAPE/keep  reprefill_s         what `keep` costs beyond `keep_kv`: each `keep` gap beyond the
+                                    pause (the orchestrator's time from pause request to resume),
+                                    less the median of the same for `keep_kv`, which keeps the KV
+                                    cache
+    SHAPE/lora-attn/shadow   gap_beyond_step_s    the same gap where only the attention's tensors
+                                                  change and are received beside the live ones;
+                                                  peer: in_place, the same publication received
+                                                  while generation stands still
                              pause_s              pause request to resume; peer the same
-                             largest_gap_s, tokens_per_s, requests_lost    as above, peer of the first: in_place
+                             largest_gap_s        as above; peer: in_place
+                             tokens_per_s, requests_lost    as above
 
-A publication of the first kind is a `Resync`: all tensors, verified. One of the second kind is a `PublishJob` of an attention-only LoRA, verified, in
-pause mode keep_kv (SPLICE_BENCH_SHADOW_PAUSE names another): with `keep` the gap is mostly the re-prefill, which is measured above. The
-trainer does nothing else meanwhile.
+A publication of the first kind is a `Resync`: all tensors, verified. One of the second kind is a
+`PublishJob` of an attention-only LoRA, verified, in pause mode keep_kv (SPLICE_BENCH_SHADOW_PAUSE
+names another): with `keep` the gap is mostly the re-prefill, which is measured above. The trainer
+does nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -32,9 +43,16 @@ from typing import Any, cast
 from benchmarks import clusters
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import Streams, largest_gap_s, largest_gap_within_s, step_s, tokens_per_s
-from orchestrator.cluster import Cluster, ClusterConfig
-from orchestrator.preflight import read_model_config
-from orchestrator.protocol.messages import InitialSyncJob, JobSpec, PauseMode, PublicationMode, PublishJob, ResyncJob
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    JobSpec,
+    PauseMode,
+    PublicationMode,
+    PublishJob,
+    ResyncJob,
+)
+from splice.cluster import Cluster, ClusterConfig
+from splice.preflight import read_model_config
 
 STOCK = "stock pause and resume"
 PAUSES = ("keep", "keep_kv", "wait", "abort")
@@ -54,9 +72,15 @@ class Load:
 
 
 LOADS = {
-    "small": Load(streams=16, prompt_tokens=64, min_tokens=150, max_tokens=300, samples=3, window_s=1.0),
-    "cpu": Load(streams=64, prompt_tokens=128, min_tokens=150, max_tokens=300, samples=7, window_s=3.0),
-    "cuda": Load(streams=64, prompt_tokens=2048, min_tokens=1800, max_tokens=2400, samples=7, window_s=2.0),
+    "small": Load(
+        streams=16, prompt_tokens=64, min_tokens=150, max_tokens=300, samples=3, window_s=1.0
+    ),
+    "cpu": Load(
+        streams=64, prompt_tokens=128, min_tokens=150, max_tokens=300, samples=7, window_s=3.0
+    ),
+    "cuda": Load(
+        streams=64, prompt_tokens=2048, min_tokens=1800, max_tokens=2400, samples=7, window_s=2.0
+    ),
 }
 
 
@@ -77,22 +101,32 @@ class Seen:
 
     @property
     def beyond_pause(self) -> list[float]:
-        """What a stream waited beyond the pause itself: the step it was in, prefill, a first step."""
+        """What a stream waited beyond the pause itself: the step it was in, prefill, a
+        first step.
+        """
         return [gap - pause for gap, pause in zip(self.gaps, self.pauses, strict=True)]
 
 
 def run(*, device: str, small: bool) -> Iterator[Case]:
-    """Shape from SPLICE_BENCH_SHAPES (30b-a3b on cuda, tiny else); what is run from SPLICE_BENCH_PAUSE
-    (keep,keep_kv,stock,shadow): the pause modes on one cluster, shadow and its peer on another, stock on a server of its own. SPLICE_BENCH_EAGER=1: vLLM without
-    compiling and CUDA graphs."""
+    """Shape from SPLICE_BENCH_SHAPES (30b-a3b on cuda, tiny else); what is run from
+    SPLICE_BENCH_PAUSE (keep,keep_kv,stock,shadow): the pause modes on one cluster, shadow and its
+    peer on another, stock on a server of its own. SPLICE_BENCH_EAGER=1: vLLM without compiling and
+    CUDA graphs.
+    """
     load = LOADS["small" if small else device]
     shape = "tiny" if small or device == "cpu" else os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b")
     servers = os.environ.get("SPLICE_BENCH_PAUSE", "keep,keep_kv,stock,shadow").split(",")
     modes = [cast(PauseMode, name) for name in servers if name in PAUSES]
     settings = {
-        "streams": load.streams, "prompt_tokens": load.prompt_tokens, "min_tokens": load.min_tokens, "max_tokens": load.max_tokens, "window_s": load.window_s,
-        "verification": "on", "sent": "all tensors", "eager": clusters.is_eager(device),
-    }  # fmt: skip
+        "streams": load.streams,
+        "prompt_tokens": load.prompt_tokens,
+        "min_tokens": load.min_tokens,
+        "max_tokens": load.max_tokens,
+        "window_s": load.window_s,
+        "verification": "on",
+        "sent": "all tensors",
+        "eager": clusters.is_eager(device),
+    }
     with TemporaryDirectory(prefix="splice-bench-") as name:
         folder = Path(name)
         if "shadow" in servers:
@@ -107,33 +141,63 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
                 mode=_BESIDE[0],
                 max_num_seqs=load.streams,
             )
-            beside = _ours(config, load, folder / "model", [(pause_mode, mode) for mode in _BESIDE], PublishJob())
+            beside = _ours(
+                config,
+                load,
+                folder / "model",
+                [(pause_mode, mode) for mode in _BESIDE],
+                PublishJob(),
+            )
             seen = {mode: beside[pause_mode, mode] for mode in _BESIDE}
             more = {"pause_mode": pause_mode}
-            yield from _shadow_cases(f"{shape}/lora-attn/shadow", seen["shadow"], seen["in_place"], settings | more)
+            yield from _shadow_cases(
+                f"{shape}/lora-attn/shadow", seen["shadow"], seen["in_place"], settings | more
+            )
         stock = _stock(folder, shape, device=device, load=load) if "stock" in servers else Seen()
         if not modes:
             return
         config = clusters.cluster_config(
-            shape, folder, device=device, run="run-pause", pause_mode=modes[0], max_num_seqs=load.streams
+            shape,
+            folder,
+            device=device,
+            run="run-pause",
+            pause_mode=modes[0],
+            max_num_seqs=load.streams,
         )
-        ours = _ours(config, load, folder / "model", [(mode, "in_place") for mode in modes], ResyncJob())
+        ours = _ours(
+            config, load, folder / "model", [(mode, "in_place") for mode in modes], ResyncJob()
+        )
     for mode in modes:
         yield from _cases(f"{shape}/{mode}", ours[mode, "in_place"], stock, settings)
     if {"keep", "keep_kv"} <= set(modes):
-        keep, keep_kv = (ours[cast(PauseMode, mode), "in_place"].beyond_pause for mode in ("keep", "keep_kv"))
+        keep, keep_kv = (
+            ours[cast(PauseMode, mode), "in_place"].beyond_pause for mode in ("keep", "keep_kv")
+        )
         samples = tuple(beyond - median(keep_kv) for beyond in keep)
         more = {"beyond_pause_s": {"keep": keep, "keep_kv": keep_kv}}
-        yield Case(name=f"{shape}/keep", metric="reprefill_s", unit="s", samples=samples, settings=settings | more)
+        yield Case(
+            name=f"{shape}/keep",
+            metric="reprefill_s",
+            unit="s",
+            samples=samples,
+            settings=settings | more,
+        )
 
 
 def _shadow_cases(name: str, seen: Seen, peer: Seen, settings: dict[str, Any]) -> list[Case]:
     last = seen.results[-1]
     said = {k: last[k] for k in ("mode", "why_in_place", "sent", "bytes_sent", "unverified")}
-    settings = settings | said | {
-        "step_s": median(seen.steps), "peer_step_s": median(peer.steps), "phases": [r["seconds"] for r in seen.results],
-        "peer_phases": [r["seconds"] for r in peer.results], "quiet_gap_beyond_step_s": [g - median(seen.steps) for g in seen.quiet_gaps],
-    }  # fmt: skip
+    settings = (
+        settings
+        | said
+        | {
+            "step_s": median(seen.steps),
+            "peer_step_s": median(peer.steps),
+            "phases": [r["seconds"] for r in seen.results],
+            "peer_phases": [r["seconds"] for r in peer.results],
+            "quiet_gap_beyond_step_s": [g - median(seen.steps) for g in seen.quiet_gaps],
+        }
+    )
     pairs = {
         "gap_beyond_step_s": ([g - median(s.steps) for g in s.gaps] for s in (seen, peer)),
         "largest_gap_s": (s.gaps for s in (seen, peer)),
@@ -147,8 +211,21 @@ def _shadow_cases(name: str, seen: Seen, peer: Seen, settings: dict[str, Any]) -
     lost = settings | {"requests": seen.requests, "reasons": seen.lost[:10]}
     return [
         *cases,
-        Case(name=name, metric="tokens_per_s", unit="tokens/s", samples=tuple(seen.after), settings=settings, **before),
-        Case(name=name, metric="requests_lost", unit="requests", samples=(float(len(seen.lost)),), settings=lost),
+        Case(
+            name=name,
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=tuple(seen.after),
+            settings=settings,
+            **before,
+        ),
+        Case(
+            name=name,
+            metric="requests_lost",
+            unit="requests",
+            samples=(float(len(seen.lost)),),
+            settings=lost,
+        ),
     ]
 
 
@@ -157,24 +234,52 @@ def _cases(name: str, seen: Seen, stock: Seen, settings: dict[str, Any]) -> list
     settings = settings | {"step_s": step, "pause_s": seen.pauses}
     counted = {"requests": seen.requests, "reasons": seen.lost[:10]}
 
-    def seconds(metric: str, samples: list[float], peer: str | None, peer_samples: list[float]) -> Case:
+    def seconds(
+        metric: str, samples: list[float], peer: str | None, peer_samples: list[float]
+    ) -> Case:
         return Case(
-            name=name, metric=metric, unit="s", samples=tuple(samples), peer=peer, peer_samples=tuple(peer_samples), settings=settings
-        )  # fmt: skip
+            name=name,
+            metric=metric,
+            unit="s",
+            samples=tuple(samples),
+            peer=peer,
+            peer_samples=tuple(peer_samples),
+            settings=settings,
+        )
 
     return [
-        seconds("gap_beyond_step_s", [g - step for g in seen.gaps], "no publication", [g - step for g in seen.quiet_gaps]),
+        seconds(
+            "gap_beyond_step_s",
+            [g - step for g in seen.gaps],
+            "no publication",
+            [g - step for g in seen.quiet_gaps],
+        ),
         seconds("largest_gap_s", seen.gaps, STOCK if stock.gaps else None, stock.gaps),
         Case(
-            name=name, metric="tokens_per_s", unit="tokens/s", samples=tuple(seen.after), peer="before the publication",
-            peer_samples=tuple(seen.before), settings=settings,
+            name=name,
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=tuple(seen.after),
+            peer="before the publication",
+            peer_samples=tuple(seen.before),
+            settings=settings,
         ),
-        Case(name=name, metric="requests_lost", unit="requests", samples=(float(len(seen.lost)),), settings=settings | counted),
-    ]  # fmt: skip
+        Case(
+            name=name,
+            metric="requests_lost",
+            unit="requests",
+            samples=(float(len(seen.lost)),),
+            settings=settings | counted,
+        ),
+    ]
 
 
 def _ours(
-    config: ClusterConfig, load: Load, model: Path, ways: Sequence[tuple[PauseMode, PublicationMode]], job: JobSpec
+    config: ClusterConfig,
+    load: Load,
+    model: Path,
+    ways: Sequence[tuple[PauseMode, PublicationMode]],
+    job: JobSpec,
 ) -> dict[tuple[PauseMode, PublicationMode], Seen]:
     """One cluster, published to in each of the ways; the first one is the config's."""
     found = {}
@@ -192,7 +297,10 @@ def _ours(
 
             found[way] = _measure(cluster.base_urls[0], clusters.NAME, model, load, publish)
             found[way].results = results
-            print(f"{'/'.join(way)}: largest gaps {[round(gap, 4) for gap in found[way].gaps]} s", flush=True)
+            print(
+                f"{'/'.join(way)}: largest gaps {[round(gap, 4) for gap in found[way].gaps]} s",
+                flush=True,
+            )
     return found
 
 
@@ -202,9 +310,15 @@ def _stock(folder: Path, shape: str, *, device: str, load: Load) -> Seen:
     _, gpu = clusters.gpus()
     model = clusters.model_in(folder, shape)
     with StockServer(
-        python=inference_python(), model=model, gpu=gpu, log=folder / "stock.log", device=device,
-        max_model_len=8192 if device == "cuda" else 512, more=("--max-num-seqs", str(load.streams)), eager=clusters.is_eager(device),
-    ) as server:  # fmt: skip
+        python=inference_python(),
+        model=model,
+        gpu=gpu,
+        log=folder / "stock.log",
+        device=device,
+        max_model_len=8192 if device == "cuda" else 512,
+        more=("--max-num-seqs", str(load.streams)),
+        eager=clusters.is_eager(device),
+    ) as server:
 
         def pause() -> float:
             began = time.monotonic()
@@ -220,9 +334,14 @@ def _measure(base_url: str, model: str, model_dir: Path, load: Load, interrupt: 
     seen = Seen()
     vocab_size = int(read_model_config(model_dir)["vocab_size"])
     streams = Streams(
-        base_url=base_url, model=model, count=load.streams, prompt_tokens=load.prompt_tokens, min_tokens=load.min_tokens, max_tokens=load.max_tokens,
+        base_url=base_url,
+        model=model,
+        count=load.streams,
+        prompt_tokens=load.prompt_tokens,
+        min_tokens=load.min_tokens,
+        max_tokens=load.max_tokens,
         vocab_size=vocab_size,
-    )  # fmt: skip
+    )
     moments = []
     with streams:
         for _ in range(load.samples):
@@ -241,5 +360,7 @@ def _measure(base_url: str, model: str, model_dir: Path, load: Load, interrupt: 
         seen.quiet_gaps.append(largest_gap_within_s(streams.requests, **before))
         seen.steps.append(step_s(streams.requests, **before))
         seen.before.append(tokens_per_s(streams.requests, **before))
-        seen.after.append(tokens_per_s(streams.requests, start_s=again, end_s=again + load.window_s))
+        seen.after.append(
+            tokens_per_s(streams.requests, start_s=again, end_s=again + load.window_s)
+        )
     return seen

@@ -1,7 +1,9 @@
-"""vLLM's own `nccl` weight transfer as a peer: an unmodified server with its development routes, and a sender that only sends.
+"""vLLM's own `nccl` weight transfer as a peer: an unmodified server with its development routes,
+and a sender that only sends.
 
-The sender joins vLLM 0.26's group without vLLM: it serves the TCPStore, puts the pickled `ncclUniqueId` there under the key that vLLM reads,
-issues the warm-up all-reduce, and broadcasts buckets cut by vLLM's packed rule. Its tensors are random bytes made beforehand, so nothing
+The sender joins vLLM 0.26's group without vLLM: it serves the TCPStore, puts the pickled
+`ncclUniqueId` there under the key that vLLM reads, issues the warm-up all-reduce, and broadcasts
+buckets cut by vLLM's packed rule. Its tensors are random bytes made beforehand, so nothing
 of an export or merge is counted: the peer's best case.
 """
 
@@ -25,14 +27,15 @@ from typing import Any
 import httpx
 
 from orchestrator.protocol.messages import Manifest
-from weight_transfer.buckets import plan_buckets
 
 _MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
 BUCKET_BYTES = 2**30
 
 
 class StockServer:
-    """An unmodified vLLM OpenAI server with its development routes, on CUDA with backend "nccl"; use as a context manager."""
+    """An unmodified vLLM OpenAI server with its development routes, on CUDA with backend "nccl";
+    use as a context manager.
+    """
 
     def __init__(
         self,
@@ -51,9 +54,22 @@ class StockServer:
             self.port = probe.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._argv = [
-            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "stock",
-            "--load-format", "dummy", "--port", str(self.port), "--max-model-len", str(max_model_len), *(["--enforce-eager"] if eager else []), *more,
-        ]  # fmt: skip
+            str(python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--served-model-name",
+            "stock",
+            "--load-format",
+            "dummy",
+            "--port",
+            str(self.port),
+            "--max-model-len",
+            str(max_model_len),
+            *(["--enforce-eager"] if eager else []),
+            *more,
+        ]
         self._env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
         if device == "cuda":
             self._argv += [
@@ -73,16 +89,21 @@ class StockServer:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             }
         self._log = log
-        # One for all calls: a client of its own for each would load certificates first, 20 ms that are not vLLM's.
+        # One for all calls: a client of its own for each would load certificates first, 20 ms that
+        # are not vLLM's.
         self._http = httpx.Client(base_url=self.base_url, trust_env=False)
 
     def __enter__(self) -> StockServer:
         with self._log.open("wb") as out:
-            self._process = subprocess.Popen(self._argv, env=self._env, stdout=out, stderr=out, start_new_session=True)
+            self._process = subprocess.Popen(
+                self._argv, env=self._env, stdout=out, stderr=out, start_new_session=True
+            )
         deadline_s = time.monotonic() + 300
         while time.monotonic() < deadline_s:
             if self._process.poll() is not None:
-                raise RuntimeError(f"vLLM ended with {self._process.returncode}: {self._log.read_text()[-3000:]}")
+                raise RuntimeError(
+                    f"vLLM ended with {self._process.returncode}: {self._log.read_text()[-3000:]}"
+                )
             try:
                 if self._http.get("/health", timeout=2).status_code == 200:
                     return self
@@ -107,6 +128,18 @@ class StockServer:
             raise RuntimeError(f"{route} answered {response.status_code}: {response.text[:500]}")
 
 
+def packed_sizes(sizes: Sequence[int], limit: int) -> list[int]:
+    """Bytes of vLLM's packed buckets: tensors are appended until their sum exceeds `limit`, the
+    last one included. Pure.
+    """
+    packed = [0]
+    for nbytes in sizes:
+        if packed[-1] > limit:
+            packed.append(0)
+        packed[-1] += nbytes
+    return packed
+
+
 class StockSender:
     """Rank 0 of vLLM's group on one GPU, with one bucket of random bytes."""
 
@@ -118,14 +151,20 @@ class StockSender:
         self._device = torch.device(device)
         torch.cuda.set_device(self._device)
         self.use(manifest)
-        largest = max(b.nbytes for b in self._buckets)
-        self._bytes = [torch.randint(0, 64, (largest,), dtype=torch.uint8, device=self._device) for _ in range(2)]
+        largest = max(self._buckets)
+        self._bytes = [
+            torch.randint(0, 64, (largest,), dtype=torch.uint8, device=self._device)
+            for _ in range(2)
+        ]
         self._stream = torch.cuda.Stream(self._device)
         self._join()
 
     def use(self, manifest: Manifest) -> None:
         """Publish this from now on: the first manifest or a part of it."""
-        self._manifest, self._buckets = manifest, plan_buckets(manifest, BUCKET_BYTES)
+        self._manifest, self._buckets = (
+            manifest,
+            packed_sizes([t.nbytes for t in manifest.tensors], BUCKET_BYTES),
+        )
 
     def _join(self) -> None:
         torch, nccl = self._torch, self._nccl
@@ -135,27 +174,52 @@ class StockSender:
             listener.listen()
             port = listener.getsockname()[1]
             self._store = torch.distributed.TCPStore(
-                host_name="127.0.0.1", port=port, world_size=2, is_master=True, timeout=datetime.timedelta(seconds=120),
-                use_libuv=False, master_listen_fd=listener.detach(), wait_for_workers=False,
-            )  # fmt: skip
+                host_name="127.0.0.1",
+                port=port,
+                world_size=2,
+                is_master=True,
+                timeout=datetime.timedelta(seconds=120),
+                use_libuv=False,
+                master_listen_fd=listener.detach(),
+                wait_for_workers=False,
+            )
         self._store.set("broadcast_from/0/0", _pickled_id(bytes(c & 0xFF for c in unique_id)))
-        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        joining = threading.Thread(target=lambda: self._server.post("/init_weight_transfer_engine", init_info=info))
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
+        joining = threading.Thread(
+            target=lambda: self._server.post("/init_weight_transfer_engine", init_info=info)
+        )
         joining.start()
         self._communicator = nccl.NcclCommunicator(2, unique_id, 0)
         one = torch.zeros(1, device=self._device)
         self._communicator.allReduce(
-            one.data_ptr(), one.data_ptr(), 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream.cuda_stream
+            one.data_ptr(),
+            one.data_ptr(),
+            1,
+            nccl.NCCL_FLOAT32,
+            nccl.NCCL_SUM,
+            self._stream.cuda_stream,
         )
         self._stream.synchronize()
         joining.join(timeout=120)
 
     def publish(self, *, keep_kv: bool = False) -> dict[str, float]:
-        """Pause, start, update, finish, resume; seconds of each and of the whole. `keep_kv`: running requests are not prefilled again."""
+        """Pause, start, update, finish, resume; seconds of each and of the whole. `keep_kv`:
+        running requests are not prefilled again.
+        """
         seconds: dict[str, float] = {}
         began = time.monotonic()
         for phase, act in (
-            ("pause", lambda: self._server.post(f"/pause?mode=keep&clear_cache={'false' if keep_kv else 'true'}")),
+            (
+                "pause",
+                lambda: self._server.post(
+                    f"/pause?mode=keep&clear_cache={'false' if keep_kv else 'true'}"
+                ),
+            ),
             ("start", lambda: self._server.post("/start_weight_update")),
             ("update", self._update),
             ("finish", lambda: self._server.post("/finish_weight_update")),
@@ -170,9 +234,13 @@ class StockSender:
     def _update(self) -> None:
         tensors = self._manifest.tensors
         info = {
-            "names": [t.name for t in tensors], "dtype_names": [t.dtype for t in tensors], "shapes": [list(t.shape) for t in tensors],
-            "packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 2,
-        }  # fmt: skip
+            "names": [t.name for t in tensors],
+            "dtype_names": [t.dtype for t in tensors],
+            "shapes": [list(t.shape) for t in tensors],
+            "packed": True,
+            "packed_buffer_size_bytes": BUCKET_BYTES,
+            "packed_num_buffers": 2,
+        }
         failed: list[Exception] = []
 
         def update() -> None:
@@ -183,9 +251,11 @@ class StockSender:
 
         updating = threading.Thread(target=update)
         updating.start()
-        for k, bucket in enumerate(self._buckets):
+        for k, nbytes in enumerate(self._buckets):
             pointer = self._bytes[k % 2].data_ptr()
-            self._communicator.bcast(pointer, bucket.nbytes, self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
+            self._communicator.bcast(
+                pointer, nbytes, self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream
+            )
         updating.join(timeout=120)
         if failed:
             raise failed[0]

@@ -16,8 +16,10 @@ import httpx
 
 
 def warm_prefill(base_url: str, model: str, *, longest: int = 2048) -> None:
-    """Prompts of many lengths, one token each: kernels that a server compiles when it first sees a length's size and divisibility, it compiles now,
-    not when a stream is prefilled again after a pause. Sizes are those for which vLLM's fused MoE has configurations of their own."""
+    """Prompts of many lengths, one token each: kernels that a server compiles when it first sees a
+    length's size and divisibility, it compiles now, not when a stream is prefilled again after a
+    pause. Sizes are those for which vLLM's fused MoE has configurations of their own.
+    """
     sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048)
     lengths = [size + odd for size in sizes for odd in (0, 1, 2)]
     with httpx.Client(base_url=base_url, timeout=120) as http:
@@ -54,19 +56,32 @@ class TokenStream:
 
     def gap_s(self, *, start_s: float, end_s: float) -> float:
         """The largest gap between tokens that ends or begins within the interval."""
-        near = [(a, b) for a, b in zip(self.times_s, self.times_s[1:], strict=False) if b >= start_s and a <= end_s]
+        near = [
+            (a, b)
+            for a, b in zip(self.times_s, self.times_s[1:], strict=False)
+            if b >= start_s and a <= end_s
+        ]
         return max((b - a for a, b in near), default=float("nan"))
 
     def wait_for_token_after(self, moment_s: float, *, timeout_s: float = 60.0) -> None:
         """Wait until a token has come after `moment_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s and not self.errors and not (self.times_s and self.times_s[-1] > moment_s):
+        while (
+            time.monotonic() < deadline_s
+            and not self.errors
+            and not (self.times_s and self.times_s[-1] > moment_s)
+        ):
             time.sleep(0.002)
 
     def _run(self) -> None:
         body = {
-            "model": self._model, "prompt": [1, 2, 3], "max_tokens": self._max_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True,
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": [1, 2, 3],
+            "max_tokens": self._max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         with httpx.Client(base_url=self._url, timeout=120) as http:
             while not self._stop.is_set():
                 with http.stream("POST", "/v1/completions", json=body) as response:
@@ -82,7 +97,9 @@ class TokenStream:
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One streamed completion: when tokens came (`time.monotonic`), how many at a time, how many were asked for."""
+    """One streamed completion: when tokens came (`time.monotonic`), how many at a time, how many
+    were asked for.
+    """
 
     wanted: int
     start_s: float
@@ -93,7 +110,9 @@ class Request:
 
     @property
     def lost(self) -> str | None:
-        """Why this request counts as lost: an error, or an end before all its tokens. None: it is whole, or still running."""
+        """Why this request counts as lost: an error, or an end before all its tokens. None: it is
+        whole, or still running.
+        """
         got = f"{sum(self.tokens)} of {self.wanted} tokens"
         if self.error is not None:
             return f"{self.error}, after {got}"
@@ -101,7 +120,9 @@ class Request:
 
 
 def largest_gap_s(requests: Sequence[Request], *, start_s: float, end_s: float) -> float:
-    """The largest gap between two tokens of one request that ends after `start_s` and begins before `end_s`; nan without any."""
+    """The largest gap between two tokens of one request that ends after `start_s` and begins before
+    `end_s`; nan without any.
+    """
     pairs = (pair for r in requests for pair in itertools.pairwise(r.times_s))
     return max((b - a for a, b in pairs if b >= start_s and a <= end_s), default=float("nan"))
 
@@ -113,8 +134,9 @@ def largest_gap_within_s(requests: Sequence[Request], *, start_s: float, end_s: 
 
 
 def step_s(requests: Sequence[Request], *, start_s: float, end_s: float) -> float:
-    """Time for each token of a request within the interval: the median over requests of their means, because tokens may come several at a
-    time. nan without any."""
+    """Time for each token of a request within the interval: the median over requests of their
+    means, because tokens may come several at a time. nan without any.
+    """
     means = []
     for r in requests:
         came = [(t, n) for t, n in zip(r.times_s, r.tokens, strict=True) if start_s <= t <= end_s]
@@ -125,24 +147,40 @@ def step_s(requests: Sequence[Request], *, start_s: float, end_s: float) -> floa
 
 def tokens_per_s(requests: Sequence[Request], *, start_s: float, end_s: float) -> float:
     """Tokens of all requests that came within the interval, per second."""
-    came = (n for r in requests for t, n in zip(r.times_s, r.tokens, strict=True) if start_s <= t < end_s)
+    came = (
+        n
+        for r in requests
+        for t, n in zip(r.times_s, r.tokens, strict=True)
+        if start_s <= t < end_s
+    )
     return sum(came) / (end_s - start_s)
 
 
 class Streams:
-    """`count` completions at a time, each followed by another, on one thread; use as a context manager.
+    """`count` completions at a time, each followed by another, on one thread; use as a context
+    manager.
 
     On leaving, what runs may end by itself, so that every request is either whole or lost.
 
     Args:
-        prompt_tokens: length of each prompt, of random tokens, so that no two have a prefix in common.
-        min_tokens, max_tokens: each answer wants a random number between them, so that they do not end together. Where one ends, its
-            successor's prefill is a longer step for all: a gap that no publication made.
+        prompt_tokens: length of each prompt, of random tokens, so that no two have a prefix in
+            common.
+        min_tokens, max_tokens: each answer wants a random number between them, so that they do not
+            end together. Where one ends, its successor's prefill is a longer step for all: a gap
+            that no publication made.
     """
 
     def __init__(
-        self, *, base_url: str, model: str, count: int, prompt_tokens: int, min_tokens: int, max_tokens: int, vocab_size: int
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        base_url: str,
+        model: str,
+        count: int,
+        prompt_tokens: int,
+        min_tokens: int,
+        max_tokens: int,
+        vocab_size: int,
+    ) -> None:
         self.requests: list[Request] = []
         self._url, self._model, self._count = base_url, model, count
         self._prompt_tokens, self._min_tokens, self._max_tokens, self._vocab_size = (
@@ -154,7 +192,9 @@ class Streams:
         self._current: list[Request | None] = [None] * count
         self._random = random.Random(0)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="splice-streams", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="splice-streams", daemon=True
+        )
 
     def __enter__(self) -> Streams:
         self._thread.start()
@@ -176,9 +216,13 @@ class Streams:
             TimeoutError: a stream stands still.
         """
         deadline_s = time.monotonic() + timeout_s
-        while not all(r is not None and r.times_s and r.times_s[-1] > moment_s for r in self._current):
+        while not all(
+            r is not None and r.times_s and r.times_s[-1] > moment_s for r in self._current
+        ):
             if time.monotonic() > deadline_s or not self._thread.is_alive():
-                raise TimeoutError(f"not every stream has gone on within {timeout_s:.0f} s; lost: {self.lost()}")
+                raise TimeoutError(
+                    f"not every stream has gone on within {timeout_s:.0f} s; lost: {self.lost()}"
+                )
             time.sleep(0.005)
 
     def lost(self) -> list[str]:
@@ -186,7 +230,8 @@ class Streams:
         return [r.lost for r in list(self.requests) if r.lost is not None]
 
     async def _run(self) -> None:
-        # vLLM closes a connection after 5 s of idleness, or of its own: a request sent just then would count as lost. A connection for each.
+        # vLLM closes a connection after 5 s of idleness, or of its own: a request sent just then
+        # would count as lost. A connection for each.
         limits = httpx.Limits(max_connections=self._count, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as http:
             await asyncio.gather(*(self._stream(http, n) for n in range(self._count)))
@@ -208,12 +253,19 @@ class Streams:
     async def _complete(self, http: httpx.AsyncClient, request: Request) -> None:
         prompt = [self._random.randrange(10, self._vocab_size) for _ in range(self._prompt_tokens)]
         body = {
-            "model": self._model, "prompt": prompt, "max_tokens": request.wanted, "temperature": 0.0, "ignore_eos": True, "stream": True,
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": request.wanted,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
             "return_token_ids": True,
-        }  # fmt: skip
+        }
         async with http.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
-                request.error = f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}"
+                request.error = (
+                    f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}"
+                )
                 return
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):

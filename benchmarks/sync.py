@@ -1,23 +1,27 @@
-"""Publications of a whole model, splice against vLLM's unmodified `nccl` engine, both under a running stream, in one run.
+"""Publications of a whole model, splice against vLLM's unmodified `nccl` engine, both under a
+running stream, in one run.
 
     SHAPE/lora-all/1to1                `Resync`: every tensor is sent
-    SHAPE/lora-attn/1to1               `PublishJob`: what training changed, as far as the orchestrator leaves the rest out
-                                       (`settings["sent"]` and `bytes_sent` say so)
-    SHAPE/lora-attn/1to1-keep-kv       the same in pause mode keep_kv: the running request is not prefilled again
+    SHAPE/lora-attn/1to1               `PublishJob`: what training changed, as far as the
+                                       orchestrator leaves the rest out (`settings["sent"]` and
+                                       `bytes_sent` say so)
+    SHAPE/lora-attn/1to1-keep-kv       the same in pause mode keep_kv: the running request is not
+                                       prefilled again
     SHAPE/lora-attn/1to1-all-tensors   `Resync`
 
-The peer sends the same tensors: all of them, or where ours sent the changed ones those that have an adapter. It is measured once for both LoRAs of a
-shape.
-`pause_to_resume_s` is the largest gap between tokens of the running stream: from the last token before the pause to the first one after the
-resume, so re-prefill and verification are inside. Ours exports, merges and verifies; the peer only sends random bytes and checks nothing.
-Memory is watched during the first two publications, which are not timed.
+The peer sends the same tensors: all of them, or where ours sent the changed ones those that have an
+adapter. It is measured once for both LoRAs of a shape. `pause_to_resume_s` is the largest gap
+between tokens of the running stream: from the last token before the pause to the first one after
+the resume, so re-prefill and verification are inside. Ours exports, merges and verifies; the peer
+only sends random bytes and checks nothing. Memory is watched during the first two publications,
+which are not timed.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,16 +31,25 @@ from typing import Any
 from benchmarks import clusters, memory
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import TokenStream, warm_prefill
-from orchestrator.cluster import Cluster
-from orchestrator.protocol.messages import InitialSyncJob, JobSpec, Manifest, PublishJob, ResyncJob, TensorSpec
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    JobSpec,
+    Manifest,
+    PublishJob,
+    ResyncJob,
+    TensorSpec,
+)
+from splice.cluster import Cluster
 
 WARM = 4
 LONGEST = 256
-"""Tokens of the running stream before another begins: what is prefilled again after a pause (`pause` measures that for long ones). Lengths up to
-it are warm on both servers."""
+"""Tokens of the running stream before another begins: what is prefilled again after a pause
+(`pause` measures that for long ones). Lengths up to it are warm on both servers.
+"""
 SEQS = 256
-"""Both servers' `--max-num-seqs`. vLLM captures CUDA graphs for up to twice as many tokens, 512 at most; with fewer sequences what is prefilled again
-would run without them."""
+"""Both servers' `--max-num-seqs`. vLLM captures CUDA graphs for up to twice as many tokens, 512 at
+most; with fewer sequences what is prefilled again would run without them.
+"""
 PLANS = ("30b-a3b/lora-all", "30b-a3b/lora-attn", "8b/lora-all")
 
 
@@ -54,10 +67,18 @@ class Seen:
 
 
 def run(*, device: str, small: bool) -> Iterator[Case]:
-    """SHAPE/LORA from SPLICE_BENCH_SYNC (comma-separated; default 30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small
-    and on a cpu); samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1); SPLICE_BENCH_EAGER=1: both
-    vLLMs without compiling and CUDA graphs."""
-    usual = ("tiny/lora-attn",) if small else ("tiny/lora-all", "tiny/lora-attn") if device == "cpu" else PLANS
+    """SHAPE/LORA from SPLICE_BENCH_SYNC (comma-separated; default
+    30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small and on a cpu);
+    samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1);
+    SPLICE_BENCH_EAGER=1: both vLLMs without compiling and CUDA graphs.
+    """
+    usual = (
+        ("tiny/lora-attn",)
+        if small
+        else ("tiny/lora-all", "tiny/lora-attn")
+        if device == "cpu"
+        else PLANS
+    )
     plans = usual if small else os.environ.get("SPLICE_BENCH_SYNC", ",".join(usual)).split(",")
     samples = int(os.environ.get("SPLICE_BENCH_SAMPLES", "3" if small else "7"))
     for shape in dict.fromkeys(plan.partition("/")[0] for plan in plans):
@@ -68,7 +89,9 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way of publishing: the end of its case's name, the job, and what the peer does beside it."""
+    """One way of publishing: the end of its case's name, the job, and what the peer
+    does beside it.
+    """
 
     end: str
     job: JobSpec
@@ -78,17 +101,21 @@ class Way:
 
 
 def _ways(lora: str) -> list[Way]:
-    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob` would first save gigabytes of adapters.
+    # With an adapter on every linear the changed tensors are nearly all, and each `PublishJob`
+    # would first save gigabytes of adapters.
     if lora == "lora-all":
         return [Way(end="", job=ResyncJob())]
     changed = clusters.TARGETS[lora]
     return [
-        Way(end="", job=PublishJob(), linears=changed), Way(end="-all-tensors", job=ResyncJob()),
+        Way(end="", job=PublishJob(), linears=changed),
+        Way(end="-all-tensors", job=ResyncJob()),
         Way(end="-keep-kv", job=PublishJob(), linears=changed, keep_kv=True),
-    ]  # fmt: skip
+    ]
 
 
-def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, samples: int) -> Iterator[Case]:
+def _shape(
+    shape: str, loras: Sequence[str], folder: Path, *, device: str, samples: int
+) -> Iterator[Case]:
     """All of the peer's on one server, then ours for each kind of LoRA in a cluster of its own."""
     wanted = dict.fromkeys((way.linears, way.keep_kv) for lora in loras for way in _ways(lora))
     stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted)) if device == "cuda" else {}
@@ -96,28 +123,52 @@ def _shape(shape: str, loras: Sequence[str], folder: Path, *, device: str, sampl
         yield from _ours(shape, lora, folder, device=device, samples=samples, stock=stock)
 
 
-def _cases(name: str, lora: str, seen: Seen, peer: Seen | None, more: Mapping[str, Any]) -> list[Case]:
+def _cases(
+    name: str, lora: str, seen: Seen, peer: Seen | None, more: Mapping[str, Any]
+) -> list[Case]:
     last = seen.results[-1]
     settings = {
-        "bytes_sent": last["bytes_sent"], "num_tensors": last["num_tensors"], "sent": last.get("sent", "full"),
-        "lora_rank": clusters.RANK, "lora_targets": clusters.TARGETS[lora], "verification": "on", "unverified": last["unverified"],
-        "phases": seen.phases, "peer_phases": peer.phases if peer else [], **more,
-    }  # fmt: skip
+        "bytes_sent": last["bytes_sent"],
+        "num_tensors": last["num_tensors"],
+        "sent": last.get("sent", "full"),
+        "lora_rank": clusters.RANK,
+        "lora_targets": clusters.TARGETS[lora],
+        "verification": "on",
+        "unverified": last["unverified"],
+        "phases": seen.phases,
+        "peer_phases": peer.phases if peer else [],
+        **more,
+    }
     return [
         Case(
-            name=name, metric="pause_to_resume_s", unit="s", samples=tuple(seen.gaps), peer="stock nccl" if peer else None,
-            peer_samples=tuple(peer.gaps) if peer else (), settings=settings,
+            name=name,
+            metric="pause_to_resume_s",
+            unit="s",
+            samples=tuple(seen.gaps),
+            peer="stock nccl" if peer else None,
+            peer_samples=tuple(peer.gaps) if peer else (),
+            settings=settings,
         ),
         Case(name=name, metric="pause_s", unit="s", samples=tuple(p["pause"] for p in seen.phases)),
-        Case(name=name, metric="verify_s", unit="s", samples=tuple(p["verify"] for p in seen.phases)),
-    ]  # fmt: skip
+        Case(
+            name=name, metric="verify_s", unit="s", samples=tuple(p["verify"] for p in seen.phases)
+        ),
+    ]
 
 
 def _ours(
-    shape: str, lora: str, folder: Path, *, device: str, samples: int, stock: Mapping[tuple[tuple[str, ...], bool], Seen]
-) -> Iterator[Case]:  # fmt: skip
+    shape: str,
+    lora: str,
+    folder: Path,
+    *,
+    device: str,
+    samples: int,
+    stock: Mapping[tuple[tuple[str, ...], bool], Seen],
+) -> Iterator[Case]:
     """One cluster's cases, each as soon as it is measured."""
-    config = clusters.cluster_config(shape, folder, device=device, run=f"run-{lora}", lora=lora, max_num_seqs=SEQS)
+    config = clusters.cluster_config(
+        shape, folder, device=device, run=f"run-{lora}", lora=lora, max_num_seqs=SEQS
+    )
 
     def said(log: str, after: str) -> list[str]:
         lines = (config.run_dir / "logs" / log).read_text().splitlines()
@@ -129,37 +180,56 @@ def _ours(
             cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
         for side, peak in peaks.items():
             yield Case(
-                name=f"{shape}/{lora}/1to1", metric=f"{side}_memory_bytes", unit="B", samples=(float(peak.beyond),),
+                name=f"{shape}/{lora}/1to1",
+                metric=f"{side}_memory_bytes",
+                unit="B",
+                samples=(float(peak.beyond),),
                 settings={
-                    "measured": clusters.MEMORY_SETTINGS[device], "before_bytes": peak.before,
-                    "trainer_said": said("trainer.log", "bytes on the GPU: ")[:3],
+                    "measured": clusters.MEMORY_SETTINGS[device],
+                    "before_bytes": peak.before,
+                    "trainer_said": said("trainer.log", "GPU bytes: ")[:3],
                 },
-            )  # fmt: skip
+            )
         url = cluster.base_urls[0]
         warm_prefill(url, clusters.NAME, longest=LONGEST)
         for way in _ways(lora):
             if way.keep_kv:
-                clusters.restart_orchestrator(cluster, pause_mode="keep_kv", mode=config.mode)
+                clusters.restart_orchestrator(
+                    cluster, pause_mode="keep_kv", mode=config.publication.mode
+                )
             cluster.client.run(way.job)
             with TokenStream(base_url=url, model=clusters.NAME, max_tokens=LONGEST) as stream:
-                seen = _sampled(stream, samples, lambda job=way.job: cluster.client.run(job))  # type: ignore[misc]
-            print(f"{shape}/{lora}/1to1{way.end}: pause to resume {[round(gap, 4) for gap in seen.gaps]} s", flush=True)
+                seen = _sampled(stream, samples, partial(cluster.client.run, way.job))
+            print(
+                f"{shape}/{lora}/1to1{way.end}: pause to resume "
+                f"{[round(gap, 4) for gap in seen.gaps]} s",
+                flush=True,
+            )
             sent = clusters.TARGETS[lora] if seen.results[-1].get("sent") == "changed" else ()
             more = {
-                "layout": next(iter(said("orchestrator.log", "layout: ")), ""), "eager": clusters.is_eager(device),
-                "stream_tokens": LONGEST, "max_num_seqs": SEQS, "pause_mode": "keep_kv" if way.keep_kv else "keep",
+                "layout": next(iter(said("orchestrator.log", "layout: ")), ""),
+                "eager": clusters.is_eager(device),
+                "stream_tokens": LONGEST,
+                "max_num_seqs": SEQS,
+                "pause_mode": "keep_kv" if way.keep_kv else "keep",
                 # Kernels that vLLM compiled when it first met a length: what a gap of a second is.
-                "compiled_while_serving": [line[:200] for line in said("inference-0.vllm.log", "JIT compilation")][:50],
-            }  # fmt: skip
-            yield from _cases(f"{shape}/{lora}/1to1{way.end}", lora, seen, stock.get((sent, way.keep_kv)), more)
+                "compiled_while_serving": [
+                    line[:200] for line in said("inference-0.vllm.log", "JIT compilation")
+                ][:50],
+            }
+            yield from _cases(
+                f"{shape}/{lora}/1to1{way.end}", lora, seen, stock.get((sent, way.keep_kv)), more
+            )
 
 
 def _stock(
     shape: str, folder: Path, *, samples: int, wanted: Sequence[tuple[tuple[str, ...], bool]]
 ) -> dict[tuple[tuple[str, ...], bool], Seen]:
-    """The peer, sending the weights of these linears ((): all tensors), and whether it keeps the KV cache."""
+    """The peer, sending the weights of these linears ((): all tensors), and whether it keeps the KV
+    cache.
+    """
     from benchmarks.stock import StockSender, StockServer
-    from trainer_node.make_checkpoint import REAL_SHAPES, tensor_shapes
+    from trainer_node.tools.make_checkpoint import REAL_SHAPES, tensor_shapes
 
     shapes = tensor_shapes(REAL_SHAPES[clusters.SHAPES[shape][1]])
     everything = tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
@@ -167,9 +237,13 @@ def _stock(
     trainer_gpu, inference_gpu = clusters.gpus()
     seen: dict[tuple[tuple[str, ...], bool], Seen] = {}
     with StockServer(
-        python=inference_python(), model=model, gpu=inference_gpu, log=folder / "stock.log",
-        more=("--max-num-seqs", str(SEQS)), eager=clusters.is_eager("cuda"),
-    ) as server:  # fmt: skip
+        python=inference_python(),
+        model=model,
+        gpu=inference_gpu,
+        log=folder / "stock.log",
+        more=("--max-num-seqs", str(SEQS)),
+        eager=clusters.is_eager("cuda"),
+    ) as server:
         warm_prefill(server.base_url, "stock", longest=LONGEST)
         sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")
         try:
@@ -178,18 +252,29 @@ def _stock(
                 sender.use(Manifest(tensors=changed or everything))
                 publish = partial(sender.publish, keep_kv=keep_kv)
                 publish()
-                with TokenStream(base_url=server.base_url, model="stock", max_tokens=LONGEST) as stream:
-                    seen[linears, keep_kv] = found = _sampled(stream, samples, lambda: {"seconds": publish()})  # noqa: B023  (called at once)
+                with TokenStream(
+                    base_url=server.base_url, model="stock", max_tokens=LONGEST
+                ) as stream:
+                    found = _sampled(stream, samples, partial(_peer_publication, publish))
+                seen[linears, keep_kv] = found
                 what = f"{linears or 'all tensors'}{', KV cache kept' if keep_kv else ''}"
-                print(f"stock {shape} {what}: {[round(gap, 4) for gap in found.gaps]} s", flush=True)
+                print(
+                    f"stock {shape} {what}: {[round(gap, 4) for gap in found.gaps]} s", flush=True
+                )
         finally:
             sender.close()
     return seen
 
 
+def _peer_publication(publish: Callable[[], dict[str, float]]) -> dict[str, Any]:
+    """The peer's publication, reported as a job's result."""
+    return {"seconds": publish()}
+
+
 def _sampled(stream: TokenStream, samples: int, publish: Any) -> Seen:
-    """Publish `samples` times under the stream, after WARM times that do not count: what a server compiles for a prefill of a new length is not what
-    is measured."""
+    """Publish `samples` times under the stream, after WARM times that do not count: what a server
+    compiles for a prefill of a new length is not what is measured.
+    """
     seen = Seen()
     for _ in range(WARM):
         time.sleep(0.5)

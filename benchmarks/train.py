@@ -1,16 +1,22 @@
-"""Training: tokens per second of a LoRA step, beside a bare Megatron-Bridge loop and transformers + PEFT, on the same tokens.
+"""Training: tokens per second of a LoRA step, beside a bare Megatron-Bridge loop and transformers +
+PEFT, on the same tokens.
 
-Every contender runs in a process of its own (`benchmarks.train_worker`), with the same sequences of mixed length, adapters of rank 16 on all linear
-layers, random weights and AdamW; sequences, losses and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES
-(8b,30b-a3b), losses from SPLICE_BENCH_KINDS (rl,sft), steps from SPLICE_BENCH_SAMPLES (5), tokens of a step from SPLICE_BENCH_TOKENS (65536);
-a contender gets SPLICE_BENCH_TIMEOUT_S (570). With several SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
+Every contender runs in a process of its own (`benchmarks.train_worker`), with the same sequences of
+mixed length, adapters of rank 16 on all linear layers, random weights and AdamW; sequences, losses
+and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES (8b,30b-a3b),
+losses from SPLICE_BENCH_KINDS (rl,sft), steps from SPLICE_BENCH_SAMPLES (5), tokens of a step from
+SPLICE_BENCH_TOKENS (65536); a contender gets SPLICE_BENCH_TIMEOUT_S (570). With several
+SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
 
     SHAPE/lora-KIND/1           one rank, beside the peers
-    SHAPE/lora-KIND/TOPOLOGY    SPLICE_BENCH_TOPOLOGIES (dp2, ep2, tp2, dp4, ep4, tp2dp2; none): N ranks with N times the tokens, beside one rank
+    SHAPE/lora-KIND/TOPOLOGY    SPLICE_BENCH_TOPOLOGIES (dp2, ep2, tp2, dp4, ep4, tp2dp2; none): N
+                                ranks with N times the tokens, beside one rank
 
-`flops_per_s` counts, for each token: 4 FLOP for every frozen weight that it passes (the product forward, and the gradient of the input; a frozen
-weight has no gradient of its own), 6 for every adapter weight, and causal attention's 12 x heads x head_dim x mean context in each layer; the
-head only where there is loss. `matmul_flops_per_s` is what one large product reaches on the same device: the peak that can be had.
+`flops_per_s` counts, for each token: 4 FLOP for every frozen weight that it passes (the product
+forward, and the gradient of the input; a frozen weight has no gradient of its own), 6 for every
+adapter weight, and causal attention's 12 x heads x head_dim x mean context in each layer; the head
+only where there is loss. `matmul_flops_per_s` is what one large product reaches on the same device:
+the peak that can be had.
 """
 
 from __future__ import annotations
@@ -36,41 +42,74 @@ PEERS = {
 }
 WORKER_TIMEOUT_S = float(os.environ.get("SPLICE_BENCH_TIMEOUT_S", "570"))
 TOPOLOGIES: dict[str, tuple[int, dict[str, int]]] = {
-    "dp2": (2, {}), "ep2": (2, {"expert": 2}), "tp2": (2, {"tensor": 2}),
-    "dp4": (4, {}), "ep4": (4, {"expert": 4}), "tp2dp2": (4, {"tensor": 2}),
-}  # fmt: skip
+    "dp2": (2, {}),
+    "ep2": (2, {"expert": 2}),
+    "tp2": (2, {"tensor": 2}),
+    "dp4": (4, {}),
+    "ep4": (4, {"expert": 4}),
+    "tp2dp2": (4, {"tensor": 2}),
+}
 """Ranks, and what is not data parallel of them."""
 
 
 def run(*, device: str, small: bool) -> Iterator[Case]:
     """One GPU, or the CPU."""
-    shapes = ["tiny-dense"] if small else os.environ.get("SPLICE_BENCH_SHAPES", "8b,30b-a3b").split(",")
+    shapes = (
+        ["tiny-dense"] if small else os.environ.get("SPLICE_BENCH_SHAPES", "8b,30b-a3b").split(",")
+    )
     steps = int(os.environ.get("SPLICE_BENCH_SAMPLES", "2" if small else "5"))
     tokens = int(os.environ.get("SPLICE_BENCH_TOKENS", "256" if small else "65536"))
-    topologies = [t for t in os.environ.get("SPLICE_BENCH_TOPOLOGIES", "").split(",") if t and not small]
+    topologies = [
+        t for t in os.environ.get("SPLICE_BENCH_TOPOLOGIES", "").split(",") if t and not small
+    ]
     if unknown := set(topologies) - set(TOPOLOGIES):
         raise ConfigError(
-            f"SPLICE_BENCH_TOPOLOGIES: no topology {', '.join(sorted(unknown))}; there are {', '.join(TOPOLOGIES)}"
+            f"SPLICE_BENCH_TOPOLOGIES: no topology {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(TOPOLOGIES)}"
         )
     for shape in shapes:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(shape, Path(folder))
-            for kind in ("rl",) if small else os.environ.get("SPLICE_BENCH_KINDS", "rl,sft").split(","):
+            for kind in (
+                ("rl",) if small else os.environ.get("SPLICE_BENCH_KINDS", "rl,sft").split(",")
+            ):
                 if not topologies:
-                    yield from _cases(f"{shape}/lora-{kind}/1", model, kind=kind, device=device, steps=steps, tokens=tokens)
+                    yield from _cases(
+                        f"{shape}/lora-{kind}/1",
+                        model,
+                        kind=kind,
+                        device=device,
+                        steps=steps,
+                        tokens=tokens,
+                    )
                 else:
                     yield from _scaling(
-                        f"{shape}/lora-{kind}", topologies, model, kind=kind, device=device, steps=steps, tokens=tokens
+                        f"{shape}/lora-{kind}",
+                        topologies,
+                        model,
+                        kind=kind,
+                        device=device,
+                        steps=steps,
+                        tokens=tokens,
                     )
 
 
 def _scaling(
-    name: str, topologies: Sequence[str], model: Path, *, kind: str, device: str, steps: int, tokens: int
+    name: str,
+    topologies: Sequence[str],
+    model: Path,
+    *,
+    kind: str,
+    device: str,
+    steps: int,
+    tokens: int,
 ) -> Iterator[Case]:
     """Tokens per second of N ranks beside one, which has an Nth of the tokens."""
 
     def measured(what: str, tokens: int, **more: Any) -> dict[str, Any]:
-        result = _worker("splice", model, kind=kind, device=device, steps=steps, tokens=tokens, **more)
+        result = _worker(
+            "splice", model, kind=kind, device=device, steps=steps, tokens=tokens, **more
+        )
         if "error" in result:
             raise RuntimeError(f"{name}/{what}: {result['error']}")
         return result
@@ -84,22 +123,41 @@ def _scaling(
             "one_rank": {k: v for k, v in one.items() if k != "seconds"},
         }
         yield Case(
-            name=f"{name}/{topology}", metric="tokens_per_s", unit="tokens/s", samples=tuple(many["tokens"] / s for s in many["seconds"]),
-            peer="one rank", peer_samples=tuple(one["tokens"] / s for s in one["seconds"]), settings=settings,
-        )  # fmt: skip
+            name=f"{name}/{topology}",
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=tuple(many["tokens"] / s for s in many["seconds"]),
+            peer="one rank",
+            peer_samples=tuple(one["tokens"] / s for s in one["seconds"]),
+            settings=settings,
+        )
 
 
-def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens: int) -> list[Case]:
-    """A contender that fails (a peer that does not fit in memory, say) is in the settings with its error, not in the samples."""
+def _cases(
+    name: str, model: Path, *, kind: str, device: str, steps: int, tokens: int
+) -> list[Case]:
+    """A contender that fails (a peer that does not fit in memory, say) is in the settings with its
+    error, not in the samples.
+    """
     contenders, gpus = ("splice", *PEERS), os.environ.get("SPLICE_BENCH_TRAIN_GPUS", "0").split(",")
 
     def on_its_gpu(place: int) -> list[dict[str, Any]]:
-        run = partial(_worker, model=model, kind=kind, device=device, steps=steps, tokens=tokens, gpu=gpus[place])
+        run = partial(
+            _worker,
+            model=model,
+            kind=kind,
+            device=device,
+            steps=steps,
+            tokens=tokens,
+            gpu=gpus[place],
+        )
         return [run(contender) for contender in contenders[place :: len(gpus)]]
 
     with ThreadPoolExecutor(len(gpus)) as pool:
         done = list(pool.map(on_its_gpu, range(len(gpus))))
-    found = {contender: done[i % len(gpus)][i // len(gpus)] for i, contender in enumerate(contenders)}
+    found = {
+        contender: done[i % len(gpus)][i // len(gpus)] for i, contender in enumerate(contenders)
+    }
     ours = found["splice"]
     if "error" in ours:
         raise RuntimeError(f"{name}: {ours['error']}")
@@ -109,19 +167,38 @@ def _cases(name: str, model: Path, *, kind: str, device: str, steps: int, tokens
         return tuple(result[amount] / s for s in result.get("seconds", ()))
 
     cases = [
-        Case(name=f"{name}/{peer}", metric="tokens_per_s", unit="tokens/s", samples=rate(ours, "tokens"), peer=label, peer_samples=rate(found[peer], "tokens"),
-             settings={**settings, "peer": {k: v for k, v in found[peer].items() if k != "seconds"}})
+        Case(
+            name=f"{name}/{peer}",
+            metric="tokens_per_s",
+            unit="tokens/s",
+            samples=rate(ours, "tokens"),
+            peer=label,
+            peer_samples=rate(found[peer], "tokens"),
+            settings={**settings, "peer": {k: v for k, v in found[peer].items() if k != "seconds"}},
+        )
         for peer, label in PEERS.items()
-    ]  # fmt: skip
+    ]
     cases.append(
-        Case(name=name, metric="flops_per_s", unit="FLOP/s", samples=rate(ours, "flops"), peer="one large product on the same device",
-             peer_samples=(ours["matmul_flops_per_s"],))
-    )  # fmt: skip
+        Case(
+            name=name,
+            metric="flops_per_s",
+            unit="FLOP/s",
+            samples=rate(ours, "flops"),
+            peer="one large product on the same device",
+            peer_samples=(ours["matmul_flops_per_s"],),
+        )
+    )
     peaks = {peer: found[peer]["peak_bytes"] for peer in PEERS if "peak_bytes" in found[peer]}
     cases.append(
-        Case(name=name, metric="peak_memory_bytes", unit="B", samples=(ours["peak_bytes"],), peer=PEERS["bridge"],
-             peer_samples=(peaks["bridge"],) if "bridge" in peaks else ())
-    )  # fmt: skip
+        Case(
+            name=name,
+            metric="peak_memory_bytes",
+            unit="B",
+            samples=(ours["peak_bytes"],),
+            peer=PEERS["bridge"],
+            peer_samples=(peaks["bridge"],) if "bridge" in peaks else (),
+        )
+    )
     return cases
 
 
@@ -137,7 +214,11 @@ def _worker(
     sizes: dict[str, int] | None = None,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if ranks > 1
+        else []
+    )
     argv = [
         sys.executable,
         *torchrun,
@@ -154,16 +235,24 @@ def _worker(
     argv += ["--steps", str(steps), "--tokens", str(tokens)]
     argv += [word for name, size in (sizes or {}).items() for word in (f"--{name}", str(size))]
     try:
-        # As torchrun sets it: what little the CPU does per step, a large host's thread pool only delays.
-        env = {"OMP_NUM_THREADS": "1"} | os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu and device == "cuda" else {})
-        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False)
+        # As torchrun sets it: what little the CPU does per step, a large host's thread pool only
+        # delays.
+        env = (
+            {"OMP_NUM_THREADS": "1"}
+            | os.environ
+            | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu and device == "cuda" else {})
+        )
+        ran = subprocess.run(
+            argv, env=env, capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"no end within {WORKER_TIMEOUT_S} s"}
     if ran.returncode != 0:
         return {"error": (ran.stdout + ran.stderr)[-1500:]}
     result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     print(
-        f"{contender} {kind} on {ranks} {sizes or ''}: {[round(result['tokens'] / s) for s in result['seconds']]} tokens/s",
+        f"{contender} {kind} on {ranks} {sizes or ''}: "
+        f"{[round(result['tokens'] / s) for s in result['seconds']]} tokens/s",
         flush=True,
     )
     return result

@@ -1,15 +1,22 @@
-"""One contender of `benchmarks.train`: some optimizer steps over the same sequences, seconds of each as JSON on the last line.
+"""One contender of `benchmarks.train`: some optimizer steps over the same sequences, seconds of
+each as JSON on the last line.
 
-    python -m benchmarks.train_worker {splice,bridge,peft} --model DIR --kind {rl,sft} --device {cpu,cuda} --steps N --tokens N
-    torchrun ... -m benchmarks.train_worker splice ... --tensor N --expert N    ranks share the same sequences; rank 0 prints
+    python -m benchmarks.train_worker {splice,bridge,peft} --model DIR --kind {rl,sft} --device
+    {cpu,cuda} --steps N --tokens N
+    torchrun ... -m benchmarks.train_worker splice ... --tensor N --expert N    ranks share the same
+                                                                                sequences; rank 0
+                                                                                prints
 
-Sequences: lengths log-uniform between 1/16 of the longest and the longest, until `--tokens` are there; the second half of each carries loss.
-RL is the importance-sampling loss with given log-probs and advantages, SFT is cross-entropy; both divided by the number of loss tokens.
+Sequences: lengths log-uniform between 1/16 of the longest and the longest, until `--tokens` are
+there; the second half of each carries loss. RL is the importance-sampling loss with given log-probs
+and advantages, SFT is cross-entropy; both divided by the number of loss tokens.
 
-- splice: `TrainerRuntime.train_step`; sequences packed to `--pack` tokens, or as many as fit.
-- bridge: Megatron-Bridge's provider and its `LoRA` on linear_qkv, linear_proj, linear_fc1, linear_fc2 (one A for each fused part, one adapter for a
-  rank's experts), one sequence in a forward and backward pass, torch's AdamW.
-- peft: transformers' model, PEFT's LoRA on all linear layers, torch's SDPA attention, one sequence in a pass, torch's AdamW.
+- splice: `Trainer.train_step`; sequences packed to `--pack` tokens, or as many as fit.
+- bridge: Megatron-Bridge's provider and its `LoRA` on linear_qkv, linear_proj, linear_fc1,
+  linear_fc2 (one A for each fused part, one adapter for a rank's experts), one sequence in a
+  forward and backward pass, torch's AdamW.
+- peft: transformers' model, PEFT's LoRA on all linear layers, torch's SDPA attention, one sequence
+  in a pass, torch's AdamW.
 """
 
 from __future__ import annotations
@@ -42,7 +49,9 @@ def lengths_of(tokens: int, longest: int) -> list[int]:
 
 
 class Data:
-    """Token ids, loss mask, advantages and sampler log-probs of all sequences laid end to end, [T] each."""
+    """Token ids, loss mask, advantages and sampler log-probs of all sequences laid end to end, [T]
+    each.
+    """
 
     def __init__(self, config: dict[str, Any], *, tokens: int, longest: int) -> None:
         self.lengths = lengths_of(tokens, longest)
@@ -56,7 +65,10 @@ class Data:
 
     def sequences(self, device: str) -> list[tuple[torch.Tensor, ...]]:
         """(ids, mask, advantages, log-probs) of each, on `device`."""
-        fields = [torch.from_numpy(a).to(device) for a in (self.tokens, self.mask, self.advantages, self.logprobs)]
+        fields = [
+            torch.from_numpy(a).to(device)
+            for a in (self.tokens, self.mask, self.advantages, self.logprobs)
+        ]
         return list(zip(*(f.split(self.lengths) for f in fields), strict=True))
 
 
@@ -84,38 +96,52 @@ def loss_of(logprobs: torch.Tensor, rest: tuple[torch.Tensor, ...], kind: str) -
     return (per_token * mask).sum()
 
 
-# ---------------------------------------------------------------- contenders: each returns the function that does one step
+# ---------------------------------------------------------------- contenders: each returns the
+# function that does one step
 
 
-def splice(model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]) -> Callable[[], object]:
+def splice(
+    model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]
+) -> Callable[[], object]:
     """Ours."""
     from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
     from orchestrator.protocol.messages import LossSpec, OptimParams
-    from trainer_node.batch import Batch
-    from trainer_node.runtime import TrainerRuntime
+    from trainer_node.start import start
+    from trainer_node.training.batch import Batch
 
     dtype = "bfloat16" if device == "cuda" else "float32"
     config = TrainerConfig(
-        model=model, init="random", device=device, dtype=dtype, parallel=ParallelConfig(**sizes), lora=LoraConfig(rank=RANK, alpha=ALPHA), micro_batch_tokens=pack or "auto"  # type: ignore[arg-type]
-    )  # fmt: skip
-    runtime = TrainerRuntime(config)
+        model=model,
+        init="random",
+        device=device,
+        dtype=dtype,
+        parallel=ParallelConfig(**sizes),
+        lora=LoraConfig(rank=RANK, alpha=ALPHA),
+        micro_batch_tokens=pack or "auto",  # type: ignore[arg-type]
+    )
+    trainer = start(config)
     batch = Batch(
-        tokens_T=torch.from_numpy(data.tokens), loss_mask_T=torch.from_numpy(data.mask.astype(np.float32)),
-        advantages_T=torch.from_numpy(data.advantages), sampler_logprobs_T=torch.from_numpy(data.logprobs), lengths=tuple(data.lengths),
-    )  # fmt: skip
+        tokens_T=torch.from_numpy(data.tokens),
+        loss_mask_T=torch.from_numpy(data.mask.astype(np.float32)),
+        advantages_T=torch.from_numpy(data.advantages),
+        sampler_logprobs_T=torch.from_numpy(data.logprobs),
+        lengths=tuple(data.lengths),
+    )
     loss = LossSpec(name="cross_entropy" if kind == "sft" else "importance_sampling")
-    data.pack_tokens = runtime.micro_batch_tokens
-    return lambda: runtime.train_step(batch, loss, OptimParams(lr=LR))
+    data.pack_tokens = trainer.micro_batch_tokens
+    return lambda: trainer.train_step(batch, loss, OptimParams(lr=LR))
 
 
-def bridge(model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]) -> Callable[[], object]:
+def bridge(
+    model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]
+) -> Callable[[], object]:
     """A bare loop on Megatron-Bridge."""
     from orchestrator.protocol.config import TrainerConfig
-    from trainer_node.hf import read_config
-    from trainer_node.runtime import _init_distributed
+    from trainer_node.model import topology
+    from trainer_node.model.hf import read_config
 
     if device == "cpu":
-        from trainer_node import cpu_shims
+        from trainer_node.model import cpu_shims
 
         cpu_shims.apply()
         import megatron.bridge.peft.utils as peft_utils
@@ -125,11 +151,17 @@ def bridge(model: Path, data: Data, kind: str, device: str, pack: int, sizes: di
     from megatron.bridge.peft.lora import LoRA
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    _init_distributed(TrainerConfig(model=model, device=device))  # type: ignore[arg-type]
-    provider = AutoBridge.from_hf_config(read_config(model)).to_megatron_provider(load_weights=False)
+    topology.join(TrainerConfig(model=model, device=device))  # type: ignore[arg-type]
+    provider = AutoBridge.from_hf_config(read_config(model)).to_megatron_provider(
+        load_weights=False
+    )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     provider.params_dtype = provider.pipeline_dtype = dtype
-    provider.bf16, provider.moe_aux_loss_coeff, provider.gradient_accumulation_fusion = device == "cuda", 0.0, False
+    provider.bf16, provider.moe_aux_loss_coeff, provider.gradient_accumulation_fusion = (
+        device == "cuda",
+        0.0,
+        False,
+    )
     if device == "cpu":
         cpu_shims.prepare_provider(provider)
     provider.finalize()
@@ -144,7 +176,11 @@ def bridge(model: Path, data: Data, kind: str, device: str, pack: int, sizes: di
         positions = torch.arange(length, device=ids.device)[None]
         bounds = torch.tensor([0, length], dtype=torch.int32)
         # The CPU's attention knows packs only.
-        packed = None if device == "cuda" else PackedSeqParams("thd", bounds, bounds, max_seqlen_q=length, max_seqlen_kv=length)
+        packed = (
+            None
+            if device == "cuda"
+            else PackedSeqParams("thd", bounds, bounds, max_seqlen_q=length, max_seqlen_kv=length)
+        )
         result: torch.Tensor = -gpt(
             input_ids=ids[None, :-1],
             position_ids=positions,
@@ -157,7 +193,9 @@ def bridge(model: Path, data: Data, kind: str, device: str, pack: int, sizes: di
     return _plain_loop(logprobs, trainable, data, kind, device)
 
 
-def peft(model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]) -> Callable[[], object]:
+def peft(
+    model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict[str, int]
+) -> Callable[[], object]:
     """A bare loop on transformers and PEFT."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -167,19 +205,29 @@ def peft(model: Path, data: Data, kind: str, device: str, pack: int, sizes: dict
     config = AutoConfig.from_pretrained(model)
     with torch.device(device):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        base = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, attn_implementation="sdpa")
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM")
+        base = AutoModelForCausalLM.from_config(
+            config, torch_dtype=dtype, attn_implementation="sdpa"
+        )
+    lora = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM"
+    )
     policy: Any = get_peft_model(base, lora)
 
     def logprobs(ids: torch.Tensor) -> torch.Tensor:
         logits = policy(input_ids=ids[None, :-1], use_cache=False).logits[0]
         return -torch.nn.functional.cross_entropy(logits.float(), ids[1:], reduction="none")
 
-    return _plain_loop(logprobs, [p for p in policy.parameters() if p.requires_grad], data, kind, device)
+    return _plain_loop(
+        logprobs, [p for p in policy.parameters() if p.requires_grad], data, kind, device
+    )
 
 
 def _plain_loop(
-    logprobs: Callable[[torch.Tensor], torch.Tensor], trainable: list[Any], data: Data, kind: str, device: str
+    logprobs: Callable[[torch.Tensor], torch.Tensor],
+    trainable: list[Any],
+    data: Data,
+    kind: str,
+    device: str,
 ) -> Callable[[], object]:
     optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0, fused=device == "cuda")
     sequences, count = data.sequences(device), float(data.mask.sum())
@@ -207,7 +255,11 @@ def matmul_flops_per_s(device: str) -> float:
 
 def peak_bytes(device: str) -> int:
     """Allocated on the GPU at most; on a CPU the process's resident memory at most."""
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (
+        torch.cuda.max_memory_allocated()
+        if device == "cuda"
+        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
 
 
 def main() -> None:
@@ -220,9 +272,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--longest", type=int, default=0, help="0: 4096, on a CPU 48")
-    parser.add_argument("--pack", type=int, default=0, help="0: what the trainer measures that fits, on a CPU 128")
     parser.add_argument(
-        "--profile", type=Path, default=None, help="write there which kernels one more step takes its time with"
+        "--pack", type=int, default=0, help="0: what the trainer measures that fits, on a CPU 128"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        default=None,
+        help="write there which kernels one more step takes its time with",
     )
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--expert", type=int, default=1)
@@ -238,10 +295,17 @@ def main() -> None:
         step()
     samples = [seconds(step, a.device) for _ in range(a.steps)]
     result = {
-        "seconds": samples, "tokens": sum(data.lengths), "sequences": len(data.lengths), "loss_tokens": int(data.mask.sum()),
-        "flops": step_flops(config, data), "peak_bytes": peak_bytes(a.device), "matmul_flops_per_s": matmul_flops_per_s(a.device),
-        "pack_tokens": data.pack_tokens, "rank": RANK, **sizes,
-    }  # fmt: skip
+        "seconds": samples,
+        "tokens": sum(data.lengths),
+        "sequences": len(data.lengths),
+        "loss_tokens": int(data.mask.sum()),
+        "flops": step_flops(config, data),
+        "peak_bytes": peak_bytes(a.device),
+        "matmul_flops_per_s": matmul_flops_per_s(a.device),
+        "pack_tokens": data.pack_tokens,
+        "rank": RANK,
+        **sizes,
+    }
     if a.profile is not None:
         a.profile.write_text(kernel_profile.table_of(step, a.device))
     sys.stderr.flush()

@@ -1,8 +1,10 @@
-"""Bandwidth of the transport alone (TCP, or NCCL through cupy) for messages of several sizes, against torch.distributed's broadcast.
+"""Bandwidth of the transport alone (TCP, or NCCL through cupy) for messages of several sizes,
+against torch.distributed's broadcast.
 
-Two processes, one message size after the other; rank 0 sends so many messages that a sample is long enough to be timed. A sample begins and
-ends at a barrier of both, so that what the receiver has not got yet is not counted as sent. The peer sends the same buffers over a process
-group of torch.distributed with the same backend, between the same two processes. Axes: B = bytes.
+Two processes, one message size after the other; rank 0 sends so many messages that a sample is long
+enough to be timed. A sample begins and ends at a barrier of both, so that what the receiver has not
+got yet is not counted as sent. The peer sends the same buffers over a process group of
+torch.distributed with the same backend, between the same two processes. Axes: B = bytes.
 """
 
 from __future__ import annotations
@@ -43,14 +45,20 @@ def run(*, device: str, small: bool) -> list[Case]:
     gpus = [int(g) for g in os.environ.get("SPLICE_BENCH_GPUS", "0,1").split(",")]
     mine, other = (f"cuda:{gpus[0]}", f"cuda:{gpus[1]}") if cuda else ("cpu", "cpu")
     listener = open_listener(
-        transport="nccl" if cuda else "tcp", host="127.0.0.1", world_size=2, bucket_bytes=max(SIZES[kind]), device=mine
+        transport="nccl" if cuda else "tcp", host="127.0.0.1", world_size=2, device=mine
     )
     store = _store(port=0, is_master=True)
     plan = {
-        "device": other, "port": store.port, "sizes": SIZES[kind], "per_sample": PER_SAMPLE[kind], "samples": samples,
+        "device": other,
+        "port": store.port,
+        "sizes": SIZES[kind],
+        "per_sample": PER_SAMPLE[kind],
+        "samples": samples,
         "rendezvous": listener.rendezvous.model_dump_json(),
-    }  # fmt: skip
-    receiver = subprocess.Popen([sys.executable, "-m", "benchmarks.wire"], stdin=subprocess.PIPE, text=True)
+    }
+    receiver = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.wire"], stdin=subprocess.PIPE, text=True
+    )
     try:
         assert receiver.stdin is not None
         receiver.stdin.write(json.dumps(plan))
@@ -65,12 +73,20 @@ def run(*, device: str, small: bool) -> list[Case]:
     name = "nccl" if cuda else "gloo"
     return [
         Case(
-            name=f"wire/{_named(size)}", metric="bytes_per_s", unit="B/s", samples=tuple(ours[size]),
-            peer=f"torch.distributed {name}", peer_samples=tuple(peer[size]),
-            settings={"message_bytes": size, "messages": _messages(size, PER_SAMPLE[kind]), "receivers": 1},
+            name=f"wire/{_named(size)}",
+            metric="bytes_per_s",
+            unit="B/s",
+            samples=tuple(ours[size]),
+            peer=f"torch.distributed {name}",
+            peer_samples=tuple(peer[size]),
+            settings={
+                "message_bytes": size,
+                "messages": _messages(size, PER_SAMPLE[kind]),
+                "receivers": 1,
+            },
         )
         for size in SIZES[kind]
-    ]  # fmt: skip
+    ]
 
 
 def _rank(
@@ -83,9 +99,12 @@ def _rank(
     rates: tuple[dict[int, list[float]], dict[int, list[float]]] = ({}, {})
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=2,
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=2,
             timeout=datetime.timedelta(seconds=TIMEOUT_S),
-        )  # fmt: skip
+        )
         barrier = dist.new_group(backend="gloo")
         sends: tuple[Send, Send] = (
             lambda buffer_B: group.broadcast(buffer_B, deadline_s=TIMEOUT_S),
@@ -94,7 +113,9 @@ def _rank(
         for size in plan["sizes"]:
             buffer_B = torch.full((size,), 7 if rank == 0 else 0, dtype=torch.uint8, device=device)
             messages = _messages(size, plan["per_sample"])
-            for sample in range(plan["samples"] + 1):  # the first is not counted: connections, buffers, page faults
+            for sample in range(
+                plan["samples"] + 1
+            ):  # the first is not counted: connections, buffers, page faults
                 for rate, send in zip(rates, sends, strict=True):
                     seconds = _timed(send, buffer_B, messages, group, barrier)
                     if sample:
@@ -109,7 +130,9 @@ def _rank(
     return rates
 
 
-def _timed(send: Send, buffer_B: torch.Tensor, messages: int, group: TransferGroup, barrier: Any) -> float:
+def _timed(
+    send: Send, buffer_B: torch.Tensor, messages: int, group: TransferGroup, barrier: Any
+) -> float:
     _wait(buffer_B.device)
     dist.barrier(barrier)
     began = time.perf_counter()
@@ -122,7 +145,9 @@ def _timed(send: Send, buffer_B: torch.Tensor, messages: int, group: TransferGro
 
 
 class _CupyReceiver:
-    """Rank 1 of our NCCL group as a vLLM worker is on the wire: unique id from the rendezvous, one all-reduce, broadcasts."""
+    """Rank 1 of our NCCL group as a vLLM worker is on the wire: unique id from the rendezvous, one
+    all-reduce, broadcasts.
+    """
 
     rank, world_size = 1, 2
 
@@ -131,16 +156,26 @@ class _CupyReceiver:
 
         assert rendezvous.nccl_unique_id is not None
         self._nccl, self._stream = nccl, torch.cuda.Stream(device)
-        self._communicator = nccl.NcclCommunicator(rendezvous.world_size, rendezvous.nccl_unique_id, 1)
+        self._communicator = nccl.NcclCommunicator(
+            rendezvous.world_size, rendezvous.nccl_unique_id, 1
+        )
         one = torch.zeros(1, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         pointer = one.data_ptr()
-        self._communicator.allReduce(pointer, pointer, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream.cuda_stream)
+        self._communicator.allReduce(
+            pointer, pointer, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream.cuda_stream
+        )
         self._stream.synchronize()
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(buffer_B.device))
-        self._communicator.bcast(buffer_B.data_ptr(), buffer_B.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
+        self._communicator.bcast(
+            buffer_B.data_ptr(),
+            buffer_B.numel(),
+            self._nccl.NCCL_UINT8,
+            0,
+            self._stream.cuda_stream,
+        )
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
         self._stream.synchronize()
@@ -155,7 +190,10 @@ class _CupyReceiver:
 def _receive() -> None:
     """The other process: its plan comes on stdin."""
     plan = json.loads(sys.stdin.read())
-    device, rendezvous = torch.device(plan["device"]), Rendezvous.model_validate_json(plan["rendezvous"])
+    device, rendezvous = (
+        torch.device(plan["device"]),
+        Rendezvous.model_validate_json(plan["rendezvous"]),
+    )
     group: TransferGroup
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where cupy makes the communicator
@@ -166,8 +204,8 @@ def _receive() -> None:
 
 
 def _store(*, port: int, is_master: bool) -> Any:
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    return dist.TCPStore("127.0.0.1", port, 2, is_master, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+    options = {"timeout": datetime.timedelta(seconds=TIMEOUT_S), "wait_for_workers": False}
+    return dist.TCPStore("127.0.0.1", port, 2, is_master, **options)  # type: ignore[attr-defined]
 
 
 def _messages(size: int, per_sample: int) -> int:

@@ -1,11 +1,11 @@
-"""`python -m inference_node --endpoint tcp://... --node-id inference-0 --config FILE`; the run's token is in SPLICE_RUN_TOKEN.
+"""`python -m inference_node --endpoint tcp://... --node-id inference-0 --config FILE`.
 
-Exit codes:
+The run's token is in SPLICE_RUN_TOKEN. Exit codes:
 
-    0           told to end by the orchestrator
-    2           bad configuration, or rejected by the orchestrator: starting it again changes nothing
-    3           vLLM does not start or stay up: start it again a few times
-    75          the orchestrator is gone: start it again until it gets an answer (EX_TEMPFAIL)
+    0           the orchestrator ended the node
+    2           bad configuration, or rejected by the orchestrator: a restart changes nothing
+    3           vLLM does not start or keeps ending: restart it a few times
+    75          the orchestrator is gone: restart until it answers (EX_TEMPFAIL)
     128 + n     ended by signal n
 """
 
@@ -22,20 +22,31 @@ from pydantic import ValidationError
 
 from inference_node.names import RUN_TOKEN
 from orchestrator.errors import ConfigError, LinkLost, SpliceError
+from orchestrator.processes.restarts import EXIT_LINK_LOST
 from orchestrator.protocol.config import InferenceConfig
-from orchestrator.protocol.restarts import EXIT_LINK_LOST
 
 EXIT_CONFIG, EXIT_FAILED = 2, 3
 
 
 def main() -> int:
     """Run the node until it is told to end; the exit code says why it ended."""
-    parser = argparse.ArgumentParser(prog="inference_node", description="Supervise one vLLM server for a splice run")
-    parser.add_argument("--endpoint", required=True, help="the orchestrator's ROUTER, tcp://host:port")
+    parser = argparse.ArgumentParser(
+        prog="inference_node", description="Supervise one vLLM server for a splice run"
+    )
+    parser.add_argument(
+        "--endpoint", required=True, help="the orchestrator's ROUTER, tcp://host:port"
+    )
     parser.add_argument("--node-id", required=True)
-    parser.add_argument("--config", required=True, type=Path, help="JSON file of orchestrator.protocol.config.InferenceConfig")
+    parser.add_argument(
+        "--config",
+        required=True,
+        type=Path,
+        help="JSON file of orchestrator.protocol.config.InferenceConfig",
+    )
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
@@ -51,7 +62,7 @@ def main() -> int:
 
 
 def _run(endpoint: str, node_id: str, config_file: Path) -> None:
-    from inference_node.supervisor import InferenceNode
+    from inference_node.node import InferenceNode
 
     token = os.environ.get(RUN_TOKEN)
     if not token:
@@ -61,7 +72,9 @@ def _run(endpoint: str, node_id: str, config_file: Path) -> None:
     except (OSError, ValidationError) as error:
         raise ConfigError(f"{config_file} is no inference configuration: {error}") from error
     if not (config.model / "config.json").is_file():
-        raise ConfigError(f"model: {config.model} has no config.json; give a folder with an HF checkpoint")
+        raise ConfigError(
+            f"model: {config.model} has no config.json; give a folder with an HF checkpoint"
+        )
     InferenceNode(config, endpoint=endpoint, node_id=node_id, run_token=token).run()
 
 

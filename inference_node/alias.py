@@ -1,7 +1,8 @@
-"""The alias's rules: which name is served, by what, and what a request under another name is told. Pure; no sockets, no vLLM.
+"""The alias's rules: which name is served, and how requests under other names are refused. Pure.
 
-`name` is always the current version. `name@N` is served only while N is current. Before `@0`, and while the replica is poisoned,
-nothing is served. A request is *pinned* when it asked for `name@N`: it is answered by N or not at all.
+`name` is always the current version. `name@N` is served only while N is current. Nothing is served
+before `@0`, or while the replica is poisoned. A request for `name@N` is *pinned*: N answers it, or
+nobody.
 """
 
 from __future__ import annotations
@@ -23,20 +24,27 @@ class Refusal:
     param: str | None = None
 
     def body(self) -> dict[str, Any]:
-        """What OpenAI clients parse."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+        """The body that OpenAI clients parse."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
 
 
 @dataclass(slots=True, kw_only=True)
 class Alias:
-    """State of one replica's alias. Changed by the control routes only, on the event loop's thread."""
+    """One replica's alias. Only `Traffic` changes it, on the event loop's thread."""
 
     name: str
     version: int | None = None
     poisoned: str | None = None
-    """Why the replica serves nothing, or None."""
+    """Why the replica serves nothing. None: it serves `version`."""
     moving_to: int | None = None
-    """The version an update under way leads to: from the moment it drains pinned requests until commit, resume or poison."""
+    """The version that replaces the current one: from the drain until commit, resume or poison."""
     history: list[int] = field(default_factory=list)
 
     def versioned(self, version: int) -> str:
@@ -53,16 +61,19 @@ class Alias:
         return model is not None and model.startswith(f"{self.name}@")
 
     def refuse(self, model: str | None) -> Refusal | None:
-        """What a request for `model` (None: the alias) is told instead of being served; None: it is admitted."""
+        """Why a request for `model` (None: the alias) is not served. None: it is admitted."""
         if model is not None and model != self.name and not self.is_pinned(model):
             return self._unknown(model)
         if self.poisoned is not None:
             return self.not_served()
         if self.version is None:
             return Refusal(
-                status=503, kind="ServiceUnavailableError", retry_after_s=RETRY_AFTER_S,
-                message=f"{self.name} has no version yet: the first publication, {self.versioned(0)}, is not done",
-            )  # fmt: skip
+                status=503,
+                kind="ServiceUnavailableError",
+                retry_after_s=RETRY_AFTER_S,
+                message=f"{self.name} has no version yet: "
+                f"the first publication, {self.versioned(0)}, is not done",
+            )
         if self.is_pinned(model) and model != self.current:
             return self._unknown(model or "")
         if self.is_pinned(model) and self.moving_to is not None:
@@ -70,24 +81,33 @@ class Alias:
         return None
 
     def not_served(self) -> Refusal:
-        """What everybody is told while the replica is poisoned."""
+        """The answer to every request while the replica is poisoned."""
         return Refusal(
-            status=503, kind="ServiceUnavailableError", retry_after_s=RETRY_AFTER_S,
+            status=503,
+            kind="ServiceUnavailableError",
+            retry_after_s=RETRY_AFTER_S,
             message=f"{self.name} is not served here until a full resync: {self.poisoned}",
-        )  # fmt: skip
+        )
 
     def moving(self) -> Refusal:
-        """What a pinned request is told when its version is about to go."""
+        """The answer to a pinned request whose version is about to be replaced."""
         return Refusal(
-            status=409, kind="ConflictError", retry_after_s=1, param="model",
-            message=f"{self.current} is being replaced by {self.versioned(self.moving_to or 0)}; ask for {self.name}, or for the new version",
-        )  # fmt: skip
+            status=409,
+            kind="ConflictError",
+            retry_after_s=1,
+            param="model",
+            message=f"{self.current} is being replaced by {self.versioned(self.moving_to or 0)}; "
+            f"ask for {self.name}, or for the new version",
+        )
 
     def _unknown(self, model: str) -> Refusal:
         return Refusal(
-            status=404, kind="NotFoundError", param="model",
-            message=f"The model `{model}` does not exist here; the current version is `{self.current}` (alias `{self.name}`).",
-        )  # fmt: skip
+            status=404,
+            kind="NotFoundError",
+            param="model",
+            message=f"The model `{model}` does not exist here; "
+            f"the current version is `{self.current}` (alias `{self.name}`).",
+        )
 
     # ------------------------------------------------------------ transitions
 

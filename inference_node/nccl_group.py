@@ -1,11 +1,12 @@
-"""The NCCL transport's worker end: vLLM's own PyNcclCommunicator, with a unique id that came in a message instead of a store.
+"""The worker's end of the NCCL transport: vLLM's own PyNcclCommunicator.
 
-PyNcclCommunicator wants a process group to fetch the unique id from; `_SharedId` is one that already knows it, which works alike in
-vLLM 0.26 and 0.32. The communicator issues its one-element warm-up all-reduce itself; the trainer issues the same.
+PyNcclCommunicator fetches its unique id from a process group. `_SharedId` stands in for one and
+already has the id from the control message, in vLLM 0.26 and 0.32 alike. The communicator issues
+its own one-element warm-up all-reduce; the trainer issues the same.
 
-Hazards: ncclCommInitRank and the warm-up cannot be interrupted, so they run in a daemon thread with a deadline; if the communicator
-exists by then it is aborted. NCCL kernels of a dead peer never end, so `synchronize` polls its event and `abort` frees the kernels.
-Axes: B = bytes.
+Hazards: ncclCommInitRank and the warm-up cannot be interrupted, so they run in a daemon thread with
+a deadline. A communicator that exists by then is aborted. NCCL kernels of a dead peer never end, so
+`synchronize` polls its event and `abort` frees the kernels. Axes: B = bytes.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
-from weight_transfer.groups import WIRE_PRIORITY, wait_for_event
+from weight_transfer.cuda_events import WIRE_PRIORITY, wait_for_event
 
 UNIQUE_ID_BYTES = 128
 ABORT_WAIT_S = 2.0
 
 
 class _SharedId(StatelessProcessGroup):
-    """Answers the one question PyNcclCommunicator asks a group: what the unique id is."""
+    """Answers PyNcclCommunicator's one question to a group: the unique id."""
 
     def __init__(self, *, unique_id: bytes, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self._unique_id = rank, world_size, unique_id
 
     def broadcast_obj(self, obj: Any, src: int) -> Any:
-        """The unique id, whatever was offered."""
+        """The unique id; ignores the offered one."""
         shared = ncclUniqueId()
         for n, byte in enumerate(self._unique_id):
             shared.internal[n] = byte if byte < 128 else byte - 256
@@ -45,7 +46,7 @@ class NcclWorkerGroup:
     """A `weight_transfer.groups.TransferGroup` of an inference worker."""
 
     def __init__(self, *, communicator: PyNcclCommunicator, device: torch.device) -> None:
-        """Owns the communicator from here on."""
+        """Takes ownership of the communicator."""
         self._communicator, self._device = communicator, device
         self._stream = torch.cuda.Stream(device, priority=WIRE_PRIORITY)
         self._reason: str | None = None
@@ -62,7 +63,7 @@ class NcclWorkerGroup:
         return int(self._communicator.world_size)
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
-        """Queue the receipt of a buffer; the event lies behind it. See `TransferGroup.broadcast`."""
+        """Queue the receipt of a buffer; see `TransferGroup.broadcast`."""
         self._raise_if_aborted()
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -70,13 +71,15 @@ class NcclWorkerGroup:
                 self._communicator.broadcast(buffer_B, src=0, stream=self._stream)
             except RuntimeError as error:
                 self._raise_if_aborted()
-                raise TransferError(f"NCCL broadcast: {error}; the trainer is gone or a GPU failed") from error
-            # After an abort its owner may free it before the kernel has ended: nobody else gets it before that.
+                raise TransferError(
+                    f"NCCL broadcast: {error}; the trainer is gone or a GPU failed"
+                ) from error
+            # After an abort the owner may free the buffer too early: nobody else may get it.
             buffer_B.record_stream(self._stream)
             return self._recorded()
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Wait for `event` (None: for all that was queued), watching `abort` and the deadline."""
+        """Wait for `event` (None: for all queued work), watching `abort` and the deadline."""
         wait_for_event(
             event if event is not None else self._recorded(),
             deadline_s=deadline_s,
@@ -93,7 +96,7 @@ class NcclWorkerGroup:
             _abort(self._communicator, self._device)
 
     def close(self) -> None:
-        """Abort, not destroy: ncclCommDestroy waits for peers that may be gone. Safe to call twice."""
+        """Abort the communicator: ncclCommDestroy waits for peers. Safe to call twice."""
         self.abort("the transfer group is closed")
 
     def _recorded(self) -> torch.cuda.Event:
@@ -107,7 +110,7 @@ class NcclWorkerGroup:
 
 
 def _abort(communicator: PyNcclCommunicator, device: torch.device) -> None:
-    """ncclCommAbort, in a thread: it can wait for CUDA graphs that hold the communicator."""
+    """ncclCommAbort in a thread, because it can wait for CUDA graphs that hold the communicator."""
     if getattr(communicator, "comm", None) is None or getattr(communicator, "disabled", True):
         return
     communicator.disabled, communicator.available = True, False
@@ -121,18 +124,25 @@ def _abort(communicator: PyNcclCommunicator, device: torch.device) -> None:
     thread.join(timeout=ABORT_WAIT_S)
 
 
-def join_nccl(rendezvous: Rendezvous, *, rank: int, device: torch.device, deadline_s: float) -> NcclWorkerGroup:
+def join_nccl(
+    rendezvous: Rendezvous, *, rank: int, device: torch.device, deadline_s: float
+) -> NcclWorkerGroup:
     """Join the trainer's NCCL group as worker `rank` (1 ..).
 
     Raises:
         ConfigError: the rendezvous is not NCCL's, or the worker has no CUDA device.
-        TransferTimeout: the group was not complete in time. The thread inside NCCL is left behind and ends with the process.
+        TransferTimeout: the group was incomplete at the deadline; NCCL's thread stays.
         TransferError: NCCL refused.
     """
     unique_id = rendezvous.nccl_unique_id
     if unique_id is None or len(unique_id) != UNIQUE_ID_BYTES or device.type != "cuda":
-        raise ConfigError(f"transport nccl needs a unique id of {UNIQUE_ID_BYTES} bytes and a CUDA device; got {device}")
-    device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        raise ConfigError(
+            f"transport nccl needs a unique id of {UNIQUE_ID_BYTES} bytes and a CUDA device; "
+            f"got {device}"
+        )
+    device = (
+        device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    )
     group = _SharedId(unique_id=unique_id, rank=rank, world_size=rendezvous.world_size)
     communicator = PyNcclCommunicator.__new__(PyNcclCommunicator)
     failure: list[BaseException] = []
@@ -150,7 +160,8 @@ def join_nccl(rendezvous: Rendezvous, *, rank: int, device: torch.device, deadli
     if thread.is_alive():
         _abort(communicator, device)
         raise TransferTimeout(
-            f"rank {rank} of {rendezvous.world_size} waited {deadline_s:.0f} s for the NCCL group; is the trainer gone?"
+            f"rank {rank} of {rendezvous.world_size} waited {deadline_s:.0f} s for the NCCL group; "
+            "is the trainer gone?"
         )
     if failure:
         raise TransferError(f"joining the NCCL group failed: {failure[0]}") from failure[0]

@@ -1,10 +1,14 @@
-"""Where each element of each HF tensor lands in the model's parameters, found by running the model's own `load_weights` once.
+"""Where each element of each HF tensor lands in the model's parameters.
 
-Sources are meta tensors with the manifest's shapes; destinations are the model's parameters in checkpoint format, on meta too.
-Every loader (fused qkv, gate and up, experts' w13 and w2, tensor-parallel shards, padded vocabularies) ends in `copy_` from a
-strided view of a source into a strided view of a destination; a dispatch mode records those pairs and moves nothing. The result is
-plain data: what each parameter gets, and from which elements of which HF tensor. Two things are made from it: the check
-before a publication (`local_findings`, `judge`), and the read-back of live tensors (`verify`).
+The plan comes from one run of the model's own `load_weights`. Sources are meta tensors with the
+manifest's shapes; destinations are the model's parameters in checkpoint format, also on meta. Every
+loader (fused qkv, gate and up, experts' w13 and w2, tensor-parallel shards, padded vocabularies)
+ends in `copy_` from a strided view of a source into a strided view of a destination. A dispatch
+mode records these pairs and moves nothing.
+
+The result is plain data: which elements of which HF tensor each parameter gets. Two things use it:
+the check before a publication (`local_findings`, `judge`) and the read-back of live tensors
+(`verify`).
 """
 
 from __future__ import annotations
@@ -22,15 +26,26 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 
 NAMES_SHOWN = 5
 MAX_REFUSALS = 4
-"""After this many tensors whose loader raised, recording stops: the rest would say the same."""
-LOADER_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What a weight loader raises for a tensor it does not like; NotImplementedError is a RuntimeError."""
+"""Recording stops after this many tensors whose loader raised."""
+LOADER_ERRORS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions by which a loader refuses a tensor; NotImplementedError is a RuntimeError."""
 _LOSSLESS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Elements of one HF tensor and where they stand in a parameter. All counts in elements; row-major HF indices."""
+    """Elements of one HF tensor and their place in a parameter.
+
+    All counts are in elements; HF indices are row-major.
+    """
 
     name: str
     first_index: int
@@ -43,20 +58,23 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         count = 1
         for size in self.size:
             count *= size
         return count
 
     def view_in(self, live: torch.Tensor) -> torch.Tensor:
-        """Where the elements stand in the parameter's live tensor, which need not begin its storage."""
+        """View of the elements in the live tensor, which need not begin its storage."""
         return torch.as_strided(live, self.size, self.strides, live.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamFormat:
-    """A parameter as `load_weights` sees it. `numel` excludes declared padding; `alias_of` shares another's live tensor."""
+    """A parameter as `load_weights` sees it.
+
+    `numel` excludes declared padding; `alias_of` shares another parameter's live tensor.
+    """
 
     module: str
     param: str
@@ -79,7 +97,7 @@ class PlacementPlan:
     sent_dtypes: dict[str, str] = field(default_factory=dict)
     """HF name -> dtype in the manifest."""
     refused: dict[str, str] = field(default_factory=dict)
-    """HF name -> what its loader raised."""
+    """HF name -> the exception of its loader."""
 
     def regions_by_name(self) -> dict[str, list[Region]]:
         """HF name -> its regions on this worker."""
@@ -90,9 +108,9 @@ class PlacementPlan:
 
 
 def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
-    """Run `model.load_weights` over meta tensors of the manifest and write down every copy. The model is as before afterwards.
+    """Run `model.load_weights` over meta tensors of the manifest and record every copy.
 
-    A tensor whose loader raises is noted in `refused`, and recording goes on without it.
+    The model is unchanged afterwards. A tensor whose loader raises is noted in `refused`.
     """
     live = {(path, name): p for path, layer in model.named_modules() for name, p in _params(layer)}
     refused: dict[str, str] = {}
@@ -112,13 +130,21 @@ def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
                 if again or len(refused) >= MAX_REFUSALS:
                     break
     return PlacementPlan(
-        regions=tuple(recorder.regions), formats=formats, covered=dict(recorder.covered), refused=refused,
+        regions=tuple(recorder.regions),
+        formats=formats,
+        covered=dict(recorder.covered),
+        refused=refused,
         sent_dtypes={spec.name: spec.dtype for spec in manifest.tensors},
-    )  # fmt: skip
+    )
 
 
-def whole_layers(plan: PlacementPlan, manifest: Manifest, indices: Sequence[int]) -> tuple[int, ...]:
-    """The indices, and those of all tensors that share a layer with them on this worker: a reload builds a layer anew as a whole. Pure."""
+def whole_layers(
+    plan: PlacementPlan, manifest: Manifest, indices: Sequence[int]
+) -> tuple[int, ...]:
+    """The indices, with those of all tensors that share a layer with them on this worker. Pure.
+
+    A reload rebuilds a layer as a whole.
+    """
     by_name = plan.regions_by_name()
     layers_of = [{r.module for r in by_name.get(spec.name, ())} for spec in manifest.tensors]
     wanted, layers = set(indices), {m for i in indices for m in layers_of[i]}
@@ -129,14 +155,14 @@ def whole_layers(plan: PlacementPlan, manifest: Manifest, indices: Sequence[int]
 
 
 def only(plan: PlacementPlan, part: Manifest) -> PlacementPlan:
-    """The plan of a part of its manifest; pure."""
+    """The plan of a part of its manifest. Pure."""
     dtypes = {spec.name: spec.dtype for spec in part.tensors}
     regions = tuple(r for r in plan.regions if r.name in dtypes)
     return replace(plan, regions=regions, sent_dtypes=dict(dtypes))
 
 
 class _Feed:
-    """Yields meta sources and remembers the last name, so that a loader's exception can be pinned on a tensor."""
+    """Yields meta sources; the last name tells to which tensor a loader's exception belongs."""
 
     def __init__(self, specs: Iterator[TensorSpec]) -> None:
         self._specs, self.last = specs, ""
@@ -153,7 +179,9 @@ def _params(layer: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in layer._parameters.items() if p is not None]
 
 
-def _formats(model: torch.nn.Module, live: dict[tuple[str, str], torch.nn.Parameter]) -> dict[tuple[str, str], ParamFormat]:
+def _formats(
+    model: torch.nn.Module, live: dict[tuple[str, str], torch.nn.Parameter]
+) -> dict[tuple[str, str], ParamFormat]:
     skip = dialect.skip_load_tensors()
     first_owner: dict[int, tuple[str, str]] = {}
     formats: dict[tuple[str, str], ParamFormat] = {}
@@ -161,19 +189,27 @@ def _formats(model: torch.nn.Module, live: dict[tuple[str, str], torch.nn.Parame
         for name, param in _params(layer):
             key = (path, name)
             shared = live.get(key)
-            owner = first_owner.setdefault(id(shared), key) if shared is not None and shared.numel() > 0 else key
+            owner = (
+                first_owner.setdefault(id(shared), key)
+                if shared is not None and shared.numel() > 0
+                else key
+            )
             formats[key] = ParamFormat(
-                module=path, param=name, shape=tuple(param.shape), stride=tuple(param.stride()),
-                dtype=str(param.dtype).removeprefix("torch."), numel=dialect.loadable_numel(param),
+                module=path,
+                param=name,
+                shape=tuple(param.shape),
+                stride=tuple(param.stride()),
+                dtype=str(param.dtype).removeprefix("torch."),
+                numel=dialect.loadable_numel(param),
                 alias_of=owner if owner != key else None,
                 optional=name in skip or dialect.is_deferred_attention(layer),
-            )  # fmt: skip
+            )
     return formats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Derived:
-    """A fresh dense tensor (a cast, a contiguous copy) whose element at coordinate c is the source's element at c."""
+    """A fresh dense tensor whose element at coordinate c is the source's element at c."""
 
     name: str
     first_index: int
@@ -183,7 +219,7 @@ class _Derived:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes `copy_` from a known source into a known parameter, by storage, and does not carry it out."""
+    """Records `copy_` from a known source into a known parameter, by storage, without copying."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -192,10 +228,14 @@ class _Recorder(TorchDispatchMode):
         self._seen: set[tuple[Any, ...]] = set()
         self._sources: dict[int, str | _Derived] = {}
         self._keep: list[torch.Tensor] = []
-        self._targets = {_storage(p): (path, name) for path, layer in model.named_modules() for name, p in _params(layer)}
+        self._targets = {
+            _storage(p): (path, name)
+            for path, layer in model.named_modules()
+            for name, p in _params(layer)
+        }
 
     def add_source(self, name: str, tensor: torch.Tensor) -> None:
-        """Know a contiguous tensor as HF tensor `name`. It is kept alive, or its storage's address would be used again."""
+        """Register a contiguous tensor as HF tensor `name`, and keep it: addresses are reused."""
         self._sources[_storage(tensor)] = name
         self._keep.append(tensor)
 
@@ -203,13 +243,19 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._on_copy(func, args, kwargs)
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
+        if func in (
+            torch.ops.aten.fill_.Scalar,
+            torch.ops.aten.fill_.Tensor,
+            torch.ops.aten.zero_.default,
+        ):
             target = self._targets.get(_storage(args[0]))
             if target is not None:
                 self._cover(target, args[0])
                 return args[0]
         out = func(*args, **kwargs)
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) and isinstance(out, torch.Tensor):
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) and isinstance(
+            out, torch.Tensor
+        ):
             self._on_dense_copy(args[0], out)
         return out
 
@@ -220,18 +266,31 @@ class _Recorder(TorchDispatchMode):
         destination, view = args[0], args[1].expand(args[0].shape)
         origin = _origin(source, view)
         if origin is None:
-            raise NotImplementedError(f"the loader of {target} rearranges a copy of its tensor; its placement is unknown")
+            raise NotImplementedError(
+                f"the loader of {target} rearranges a copy of its tensor; its placement is unknown"
+            )
         name, first_index, index_strides = origin
         region = Region(
-            name=name, first_index=first_index, index_strides=index_strides, size=tuple(destination.shape), module=target[0],
-            param=target[1], offset=int(destination.storage_offset()), strides=tuple(destination.stride()),
-        )  # fmt: skip
+            name=name,
+            first_index=first_index,
+            index_strides=index_strides,
+            size=tuple(destination.shape),
+            module=target[0],
+            param=target[1],
+            offset=int(destination.storage_offset()),
+            strides=tuple(destination.stride()),
+        )
         if self._cover(target, destination):
             self.regions.append(region)
         return destination
 
     def _cover(self, target: tuple[str, str], destination: torch.Tensor) -> bool:
-        key = (target, destination.storage_offset(), tuple(destination.shape), tuple(destination.stride()))
+        key = (
+            target,
+            destination.storage_offset(),
+            tuple(destination.shape),
+            tuple(destination.stride()),
+        )
         if key in self._seen:
             return False
         self._seen.add(key)
@@ -245,7 +304,11 @@ class _Recorder(TorchDispatchMode):
             return
         name, first_index, index_strides = origin
         self._sources[_storage(out)] = _Derived(
-            name=name, first_index=first_index, size=tuple(out.shape), index_strides=index_strides, strides=tuple(out.stride())
+            name=name,
+            first_index=first_index,
+            size=tuple(out.shape),
+            index_strides=index_strides,
+            strides=tuple(out.stride()),
         )
         self._keep.append(out)
 
@@ -255,10 +318,15 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _origin(source: str | _Derived, view: torch.Tensor) -> tuple[str, int, tuple[int, ...]] | None:
-    """(HF name, first index, index strides) of a view of a source; None where the view does not follow the copy's dimensions."""
+    """(HF name, first index, index strides) of a view of a source.
+
+    None: the view does not follow the copy's dimensions.
+    """
     if isinstance(source, str):
         return source, int(view.storage_offset()), tuple(view.stride())
-    dims = sorted((d for d in range(len(source.size)) if source.size[d] > 1), key=lambda d: -source.strides[d])
+    dims = sorted(
+        (d for d in range(len(source.size)) if source.size[d] > 1), key=lambda d: -source.strides[d]
+    )
     start, rest = dict.fromkeys(dims, 0), int(view.storage_offset())
     for d in dims:
         start[d], rest = divmod(rest, source.strides[d])
@@ -268,7 +336,10 @@ def _origin(source: str | _Derived, view: torch.Tensor) -> tuple[str, int, tuple
             strides.append(0)
             continue
         along = next((d for d in dims if stride % source.strides[d] == 0), None)
-        if along is None or start[along] + (size - 1) * (stride // source.strides[along]) >= source.size[along]:
+        if (
+            along is None
+            or start[along] + (size - 1) * (stride // source.strides[along]) >= source.size[along]
+        ):
             return None
         strides.append(stride // source.strides[along] * source.index_strides[along])
     first = source.first_index + sum(start[d] * source.index_strides[d] for d in dims)
@@ -280,28 +351,32 @@ def _origin(source: str | _Derived, view: torch.Tensor) -> tuple[str, int, tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What one worker has to say about a manifest; plain data that travels to the API process."""
+    """One worker's findings about a manifest; plain data that travels to the API process."""
 
     loaded: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]
-    """HF name -> (first index, size, index strides) of the parts this worker takes."""
+    """HF name -> (first index, size, index strides) of the parts that this worker takes."""
     refused: dict[str, str]
     uncovered: dict[str, str]
     """"module.param" -> what is missing."""
     lossy: dict[str, str]
-    """HF name -> which cast would change its values."""
+    """HF name -> the cast that would change its values."""
 
 
 def local_findings(plan: PlacementPlan, manifest: Manifest) -> Findings:
-    """This worker's part of the check; pure."""
+    """This worker's part of the check. Pure."""
     specs = {spec.name: spec for spec in manifest.tensors}
     loaded: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
     lossy: dict[str, str] = {}
     for region in plan.regions:
-        loaded.setdefault(region.name, []).append((region.first_index, region.size, region.index_strides))
+        loaded.setdefault(region.name, []).append(
+            (region.first_index, region.size, region.index_strides)
+        )
         sent, kept = specs[region.name].dtype, plan.formats[(region.module, region.param)].dtype
         if sent != kept and (sent, kept) not in _LOSSLESS:
             lossy[region.name] = f"sent as {sent}, kept as {kept} in {region.module}.{region.param}"
-    return Findings(loaded=loaded, refused=dict(plan.refused), uncovered=_uncovered(plan), lossy=lossy)
+    return Findings(
+        loaded=loaded, refused=dict(plan.refused), uncovered=_uncovered(plan), lossy=lossy
+    )
 
 
 def _uncovered(plan: PlacementPlan) -> dict[str, str]:
@@ -316,14 +391,19 @@ def _uncovered(plan: PlacementPlan) -> dict[str, str]:
 
 
 def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
-    """Refuse a manifest that the replica could not load whole; pure.
+    """Refuse a manifest that the replica could not load whole. Pure.
 
     Raises:
-        ManifestError: names the tensors that no worker takes, that a loader refuses, that would be rounded, or that get no data.
+        ManifestError: names tensors that no worker takes, that a loader refuses, that would be
+            rounded, or that get no data.
     """
     problems: list[str] = []
     refused = {name: why for worker in workers for name, why in worker.refused.items()}
-    unknown = [s.name for s in manifest.tensors if s.name not in refused and not any(s.name in w.loaded for w in workers)]
+    unknown = [
+        s.name
+        for s in manifest.tensors
+        if s.name not in refused and not any(s.name in w.loaded for w in workers)
+    ]
     if refused:
         problems.append(f"the model refuses {some([f'{n} ({why})' for n, why in refused.items()])}")
     if unknown and len(refused) < MAX_REFUSALS:
@@ -333,7 +413,8 @@ def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
         count = sum(_count(size) for _, size, _ in taken)
         if taken and count < spec.numel:
             problems.append(
-                f"only {count} of {spec.numel} elements of {spec.name} are taken; its shape {spec.shape} does not fit"
+                f"only {count} of {spec.numel} elements of {spec.name} are taken; "
+                f"its shape {spec.shape} does not fit"
             )
     lossy = {name: why for w in workers for name, why in w.lossy.items()}
     if lossy:
@@ -358,6 +439,6 @@ def _count(size: Sequence[int]) -> int:
 
 
 def some(items: Sequence[str]) -> str:
-    """The first of them, and how many more."""
+    """The first names, and the number of the others."""
     shown = ", ".join(items[:NAMES_SHOWN])
     return shown if len(items) <= NAMES_SHOWN else f"{shown} and {len(items) - NAMES_SHOWN} more"

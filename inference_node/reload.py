@@ -1,15 +1,18 @@
-"""vLLM's layerwise reload, with the repairs it needs: an update that can fail and be repeated, and nothing packed twice or not at all.
+"""vLLM's layerwise reload, repaired: updates can fail and be repeated, and pack each weight once.
 
-vLLM puts a layer's parameters on the meta device, collects what `load_weights` brings until the layer is complete, builds it,
-packs it, and copies the result into the live ("kernel") tensors. Three things go wrong there (seen on 0.32, code read in 0.26):
+vLLM puts a layer's parameters on the meta device and collects what `load_weights` brings. Once the
+layer is complete, vLLM builds it, packs it, and copies the result into the live ("kernel") tensors.
+Three things go wrong there (seen on 0.32, code read in 0.26):
 
-* *MoE on the CPU, 0.28 to 0.32*: `UnquantizedFusedMoEMethod._setup_kernel` skips the experts' packing hook when a kernel exists
-  already, so an update copies raw weights into packed storage, silently. `mend_moe_prepack` runs the skipped hook. It can go
-  when vLLM calls the hook on updates too; until then it notices such a version by itself and does nothing.
-* *Tied embeddings on the CPU*: the head holds its own packed copy of the embedding, receives no tensor, and goes on with the
-  old copy. `repack_tied` packs it again. It can go when vLLM's reload processes a layer whose parameter is shared with one that loaded.
-* *A failed update*: half-loaded layers stay registered and the next start skips them, which leaves uninitialised memory. `reset`
-  puts every kernel tensor back and forgets what was half loaded.
+* *MoE on the CPU, 0.28 to 0.32*: `UnquantizedFusedMoEMethod._setup_kernel` skips the experts'
+  packing hook if a kernel exists. An update then silently copies raw weights into packed storage.
+  `mend_moe_prepack` runs the skipped hook, and does nothing where vLLM calls it. It can go when
+  vLLM calls the hook on updates too.
+* *Tied embeddings on the CPU*: the head has its own packed copy of the embedding, receives no
+  tensor, and keeps the old copy. `repack_tied` packs it again. It can go when vLLM's reload
+  processes a layer whose parameter is shared with one that loaded.
+* *A failed update*: half-loaded layers stay registered and the next start skips them, which leaves
+  uninitialised memory. `reset` restores every kernel tensor and forgets what was half loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload import layerwise as vllm_layerwise
 
 from inference_node import dialect
@@ -35,16 +41,15 @@ def start(model: torch.nn.Module) -> None:
 
 
 def finish(model: torch.nn.Module, model_config: Any) -> None:
-    """Process what is left, put the kernel tensors back, and repack what shares a parameter with another layer."""
+    """Finish the reload: kernel tensors are back, and shared parameters repacked."""
     finalize_layerwise_reload(model, model_config)
     repack_tied(model)
 
 
 def reset(model: torch.nn.Module) -> int:
-    """Put the kernel tensors of every half-loaded layer back and forget what it had collected; safe at any time.
+    """Restore the kernel tensors of every half-loaded layer and drop its tensors; safe at any time.
 
-    Returns:
-        How many layers were in the middle of an update. Layers that had been completed keep their new values.
+    Returns: the number of half-loaded layers. Completed layers keep their new values.
     """
     layers = 0
     for layer in model.modules():
@@ -61,7 +66,7 @@ def reset(model: torch.nn.Module) -> int:
 
 @contextlib.contextmanager
 def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model's parameters are checkpoint-format meta tensors with their own loaders; outside all is as before.
+    """Inside, the parameters are meta tensors in checkpoint format with their own loaders.
 
     Raises:
         RuntimeError: an update is under way.
@@ -71,13 +76,15 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
         for layer in model.modules():
             info = vllm_layerwise.get_layerwise_info(layer)
             if info.can_load():
-                raise RuntimeError(f"a weight update is under way in {type(layer).__name__}; reset it first")
+                raise RuntimeError(
+                    f"a weight update is under way in {type(layer).__name__}; reset it first"
+                )
             info.kernel_tensors = vllm_layerwise.get_layer_params_buffers(layer)
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             swapped.append((layer, info))
             vllm_layerwise.restore_layer_on_meta(layer, info)
             for tensor in layer._parameters.values():
-                # An earlier update left its collecting loader on the recorded parameter; outside an update it does nothing.
+                # An earlier update left its loader here; it does nothing outside an update.
                 if tensor is not None and _is_collecting_loader(tensor):
                     setattr(tensor, "weight_loader", vllm_layerwise._get_original_loader(tensor))  # noqa: B010 - mypy: a Parameter has none
         yield
@@ -88,14 +95,20 @@ def checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_collecting_loader(tensor: torch.Tensor) -> bool:
-    return getattr(getattr(tensor, "weight_loader", None), "__name__", "") == "online_process_loader"
+    return (
+        getattr(getattr(tensor, "weight_loader", None), "__name__", "") == "online_process_loader"
+    )
 
 
 def mend_moe_prepack(model: torch.nn.Module) -> None:
-    """Make each MoE method run its experts' packing hook exactly once per update, whether or not vLLM runs it itself."""
+    """Run each MoE method's packing hook exactly once per update, whether or not vLLM runs it."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if method is None or getattr(method, _MENDED, False) or not dialect.moe_prepack_is_skipped_on_reload(method):
+        if (
+            method is None
+            or getattr(method, _MENDED, False)
+            or not dialect.moe_prepack_is_skipped_on_reload(method)
+        ):
             continue
         method.process_weights_after_loading = _with_hook_once(method)
         setattr(method, _MENDED, True)
@@ -124,7 +137,7 @@ def _with_hook_once(method: Any) -> Any:
 
 
 def repack_tied(model: torch.nn.Module) -> None:
-    """Run the packing of layers that hold a packed copy (`cpu_linear`) of a parameter which another layer owns."""
+    """Pack layers again whose `cpu_linear` copies a parameter that another layer owns."""
     owners: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")

@@ -1,7 +1,7 @@
-"""vLLM's OpenAI server on a socket that somebody else bound: `python -m inference_node.serve --listen-fd N <vLLM's own arguments>`.
+"""vLLM's OpenAI server on an inherited socket: `python -m inference_node.serve --listen-fd N ...`.
 
-The supervisor binds the port and keeps the socket, so that no port is guessed, released or lost over a restart of vLLM.
-vLLM's own entry point can only bind by itself; apart from that this is what it does.
+The node binds the port and keeps the socket, so no port is guessed or lost when vLLM restarts.
+vLLM's own entry point can only bind by itself; apart from that this module does the same.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from inference_node import dialect, plugin
 
 
 def main(argv: list[str]) -> None:
-    """Serve until a signal comes. The first two arguments are `--listen-fd N`."""
+    """Serve until a signal. The first two arguments are `--listen-fd N`; the rest are vLLM's."""
     if len(argv) < 2 or argv[0] != "--listen-fd":
         raise SystemExit("usage: python -m inference_node.serve --listen-fd N <vLLM arguments>")
-    plugin.die_with_supervisor()
+    plugin.die_with_node()
     listener = socket.socket(fileno=int(argv[1]))
     run_server_worker, make_arg_parser, validate, cli_env_setup = dialect.server_parts()
     import uvloop

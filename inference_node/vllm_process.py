@@ -1,4 +1,4 @@
-"""One vLLM server as a child: its command line, its environment, its process group, and calls to our routes inside it."""
+"""Runs one vLLM server as a child process, and calls our routes inside it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,44 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
 import httpx
-import psutil
 
 from inference_node import names
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
-from orchestrator.protocol.aside import call_aside
+from orchestrator.processes.aside import call_aside
+from orchestrator.processes.child import ChildProcess
+from orchestrator.processes.interfaces import gloo_variables
 from orchestrator.protocol.config import InferenceConfig
-from orchestrator.protocol.interfaces import gloo_variables
 from orchestrator.protocol.messages import ErrorCode
 
-TERM_GRACE_S = 15.0
-KILL_GRACE_S = 10.0
 HEALTH_POLL_S = 0.25
 DEATH_POLL_S = 0.2
+QUICK_S = 60.0
+"""Timeout for calls that move no weights."""
+CALL_GRACE_S = 10.0
+"""Added to a request's deadline, so that the worker's watchdog speaks before the call times out."""
 LOOPBACK = "127.0.0.1"
-LOG_TAIL_LINES = 30
-LOG_TAIL_BYTES = 16384
+
+
+class Request(Protocol):
+    """A request of the orchestrator."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds within which it must end."""
+
+    def model_dump_json(self) -> str:
+        """The message as JSON."""
 
 
 class CallFailed(SpliceError):
-    """A control action answered with an error."""
+    """An action inside vLLM answered with an error."""
 
     def __init__(self, *, action: str, code: str, message: str, answer: Mapping[str, Any]) -> None:
         super().__init__(f"{action}: {message}")
@@ -47,7 +55,7 @@ def bind(host: str, port: int) -> socket.socket:
     """The API's listening address, bound and kept; port 0 lets the kernel choose.
 
     Raises:
-        ConfigError: the port is taken, or the host is not one of this machine.
+        ConfigError: the port is taken, or the host does not belong to this machine.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,22 +63,26 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot serve on {host}:{port}: {error.strerror}; choose another port, or 0") from error
+        raise ConfigError(
+            f"cannot serve on {host}:{port}: {error.strerror}; choose another port, or 0"
+        ) from error
     return listener
 
 
 def arguments(config: InferenceConfig) -> list[str]:
     """vLLM's command line for a node's configuration."""
     args = [
-        "--model", str(config.model), "--served-model-name", config.name, "--dtype", config.dtype, "--load-format", config.load_format,
-        "--tensor-parallel-size", str(config.tensor_parallel), "--max-model-len", str(config.max_model_len),
+        "--model", str(config.model), "--served-model-name", config.name, "--dtype", config.dtype,
+        "--load-format", config.load_format,
+        "--tensor-parallel-size", str(config.tensor_parallel), "--max-model-len",
+        str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs), "--api-server-count", "1",
         "--weight-transfer-config", json.dumps({"backend": names.ENGINE_NAME}),
         "--worker-extension-cls", names.WORKER_EXTENSION,
         "--middleware", names.MIDDLEWARE,
-        # Rollouts may restrict the tokens; their log-probs must be of the distribution that was sampled from.
+        # Rollouts may restrict the tokens. Their log-probs must be of the sampled distribution.
         "--logprobs-mode", "processed_logprobs",
-    ]  # fmt: skip
+    ]  # fmt: skip # a command line
     if config.enforce_eager:
         args.append("--enforce-eager")
     if config.device == "cpu":
@@ -81,7 +93,8 @@ def arguments(config: InferenceConfig) -> list[str]:
 
 
 def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str) -> dict[str, str]:
-    """vLLM's environment: ours, without the run's token, with what plug-in, workers and middleware need."""
+    """Return vLLM's environment: ours without the run's token, plus our settings for plug-in,
+    workers and middleware."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SPLICE_")}
     env |= {
         names.SUPERVISED: str(os.getpid()),
@@ -92,7 +105,7 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    # All of a node's vLLM processes are on this host.
+    # All vLLM processes of a node are on this host.
     env.setdefault("VLLM_HOST_IP", LOOPBACK)
     env |= gloo_variables(LOOPBACK)
     if env.get("VLLM_PLUGINS") and names.ENGINE_NAME not in env["VLLM_PLUGINS"].split(","):
@@ -107,58 +120,66 @@ def environment(config: InferenceConfig, *, secret: str, watchdog_endpoint: str)
 
 
 class VllmProcess:
-    """Starts, watches, calls and ends one vLLM server. Use from one thread, the main one: the child dies with the thread.
+    """Starts, watches, calls and ends one vLLM server. Use it from the main thread: the child dies
+    with the thread.
 
     Args:
-        listener: the bound socket of the API; stays ours over a restart.
+        listener: the bound socket of the API, which outlives a restart.
         watchdog_endpoint: where the workers listen for aborts.
     """
 
-    def __init__(self, config: InferenceConfig, *, listener: socket.socket, watchdog_endpoint: str) -> None:
+    def __init__(
+        self, config: InferenceConfig, *, listener: socket.socket, watchdog_endpoint: str
+    ) -> None:
         self._config, self._listener = config, listener
         self._watchdog_endpoint = watchdog_endpoint
         self._secret = ""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
         host, port = listener.getsockname()[:2]
         reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._reached_at = f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
         self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._http = httpx.Client()
+        self._child = ChildProcess(
+            argv=(),
+            env={},
+            log_file=config.log_file,
+            inherits_env=False,
+            dies_with_parent=False,  # our plug-in inside vLLM does it
+        )
 
     # ------------------------------------------------------------ the process
 
     def start(self) -> None:
-        """Start the server in a process group of its own.
+        """Start the server.
 
-        The listener's queue outlives a server: what is in it is read by the next one. With another secret for each, that one refuses what was
-        meant for the one before.
+        The listener's queue outlives a server. Each server has its own secret, so the next one
+        refuses requests that were queued for the last one.
         """
         self._secret = secrets.token_urlsafe(32)
         self._http.close()
-        # A connection for each call: one that is kept may be dropped by the server just as the next call takes it, which looks like its end.
+        # One connection for each call: the server may drop a kept one just as the next call takes
+        # it.
         self._http = httpx.Client(
-            base_url=self._reached_at, trust_env=False, headers={names.SECRET_HEADER: self._secret}, limits=httpx.Limits(max_keepalive_connections=0)
-        )  # fmt: skip
+            base_url=self._reached_at,
+            trust_env=False,
+            headers={names.SECRET_HEADER: self._secret},
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         fd = self._listener.fileno()
-        argv = [sys.executable, "-m", "inference_node.serve", "--listen-fd", str(fd), *arguments(self._config)]
-        env = environment(self._config, secret=self._secret, watchdog_endpoint=self._watchdog_endpoint)
-        self._log = self._open_log()
-        self._process = subprocess.Popen(
-            argv, env=env, pass_fds=[fd], start_new_session=True, stdin=subprocess.DEVNULL,
-            stdout=self._log or sys.stderr.fileno(), stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def _open_log(self) -> IO[bytes] | None:
-        if self._config.log_file is None:
-            return None
-        self._config.log_file.parent.mkdir(parents=True, exist_ok=True)
-        return open(self._config.log_file, "ab")
+        self._child.argv = [
+            *(sys.executable, "-m", "inference_node.serve", "--listen-fd", str(fd)),
+            *arguments(self._config),
+        ]
+        self._child.env = environment(
+            self._config, secret=self._secret, watchdog_endpoint=self._watchdog_endpoint
+        )
+        self._child.pass_fds = [fd]
+        self._child.start()
 
     @property
     def is_running(self) -> bool:
         """Whether the API process lives."""
-        return self._process is not None and self._process.poll() is None
+        return self._child.is_running
 
     def wait_healthy(self, *, deadline_s: float, on_tick: Callable[[], None]) -> None:
         """Wait until the server answers.
@@ -172,10 +193,15 @@ class VllmProcess:
         deadline = time.monotonic() + deadline_s
         while True:
             if not self.is_running:
-                code = self._process.returncode if self._process is not None else None
-                raise NodeLost(f"vLLM ended with exit code {code} while starting.\n{self.log_tail()}")
+                code = self._child.exit_code
+                raise NodeLost(
+                    f"vLLM ended with exit code {code} while starting.\n{self.log_tail()}"
+                )
             if time.monotonic() > deadline:
-                raise NodeLost(f"vLLM did not answer within {deadline_s:.0f} s (startup_timeout_s).\n{self.log_tail()}")
+                raise NodeLost(
+                    f"vLLM did not answer within {deadline_s:.0f} s "
+                    f"(startup_timeout_s).\n{self.log_tail()}"
+                )
             with contextlib.suppress(httpx.TransportError):
                 if self._http.get("/health", timeout=2.0).status_code == 200:
                     return
@@ -183,34 +209,13 @@ class VllmProcess:
             time.sleep(HEALTH_POLL_S)
 
     def log_tail(self) -> str:
-        """The last lines of the log, for an error message."""
-        path: Path | None = self._config.log_file
-        if path is None or not path.exists():
-            return "(its output went to this process's stderr)"
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return f"Last lines of {path}:\n" + "\n".join(lines)
+        """Return the last lines of the log, for an error message."""
+        return self._child.log_tail()
 
     def stop(self) -> None:
-        """SIGTERM to the group, a deadline, SIGKILL; nobody is left. Safe to call twice."""
-        process, self._process = self._process, None
-        if process is not None:
-            family = _family(process.pid)
-            _signal_group(process.pid, signal.SIGTERM)
-            _, alive = psutil.wait_procs(family, timeout=TERM_GRACE_S)
-            if alive:
-                _signal_group(process.pid, signal.SIGKILL)
-                for straggler in alive:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        straggler.kill()
-                psutil.wait_procs(alive, timeout=KILL_GRACE_S)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=KILL_GRACE_S)
-            _signal_group(process.pid, signal.SIGKILL)
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        """End the server and all of its processes. Safe to call twice."""
+        self._child.stop()
+        self._child.process = None
 
     def close(self) -> None:
         """`stop`, and free the HTTP client."""
@@ -220,34 +225,50 @@ class VllmProcess:
     # ------------------------------------------------------------ calls
 
     def call(
-        self, action: str, *, timeout_s: float, on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
-        on_poll: Callable[[], None] = lambda: None, **arguments: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Run a control action inside the server.
+        self,
+        action: str,
+        message: Request | None = None,
+        *,
+        timeout_s: float | None = None,
+        on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
+        on_poll: Callable[[], None] = lambda: None,
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        """Run an action inside the server.
 
         Args:
-            on_progress: called on another thread with what the action says before its end, each time one object.
-            on_poll: called on this thread every `DEATH_POLL_S` meanwhile.
+            message: the request that the action takes. Actions without one take `arguments`.
+            timeout_s: None: the message's deadline and `CALL_GRACE_S`.
+            on_progress: called on another thread with each object that the action sends before its
+                answer.
+            on_poll: called on this thread every `DEATH_POLL_S` during the wait.
 
         Raises:
-            CallFailed: it answered with an error.
-            NodeLost: no answer; the server is dead (noticed at once) or stuck.
+            CallFailed: the action answered with an error.
+            NodeLost: no answer. The server has ended (noticed at once) or is stuck.
         """
+        if timeout_s is None:
+            assert message is not None
+            timeout_s = message.deadline_s + CALL_GRACE_S
         timeout = httpx.Timeout(timeout_s, connect=5.0)
+        body = json.dumps(arguments) if message is None else message.model_dump_json()
+        url = f"{names.CONTROL_PREFIX}{action}"
 
         def post() -> tuple[int, dict[str, Any]]:
-            with self._http.stream("POST", f"{names.CONTROL_PREFIX}{action}", json=arguments, timeout=timeout) as response:
-                for said in map(json.loads, response.iter_lines()):
-                    if "progress" in said:
-                        on_progress(said)
-                    elif "answer" in said:
-                        return int(said["status"]), said["answer"]
+            with self._http.stream("POST", url, content=body, timeout=timeout) as response:
+                for line in map(json.loads, response.iter_lines()):
+                    if "progress" in line:
+                        on_progress(line)
+                    elif "answer" in line:
+                        return int(line["status"]), line["answer"]
                     else:
-                        return response.status_code, said
+                        return response.status_code, line
             raise ValueError("it ended without an answer")
 
         try:
-            status, answer = self._while_running(post, action, on_poll, until_s=time.monotonic() + timeout_s + 1.0)
+            status, answer = self._while_running(
+                post, action, on_poll, until_s=time.monotonic() + timeout_s + 1.0
+            )
         except (httpx.HTTPError, ValueError) as error:
             state = "runs but did not answer" if self.is_running else "has ended"
             raise NodeLost(f"vLLM {state} ({action}: {type(error).__name__}: {error})") from error
@@ -263,36 +284,36 @@ class VllmProcess:
             )
         return answer
 
+    def insist(self, action: str, **arguments: Any) -> None:
+        """Make a call without which nobody knows what vLLM serves.
+
+        Raises:
+            NodeLost: the call failed, so vLLM must be ended.
+        """
+        try:
+            self.call(action, timeout_s=QUICK_S, **arguments)
+        except CallFailed as error:
+            raise NodeLost(f"vLLM failed a call that must succeed: {error}") from error
+
     def _while_running(
-        self, post: Callable[[], tuple[int, dict[str, Any]]], action: str, on_poll: Callable[[], None], *, until_s: float
+        self,
+        post: Callable[[], tuple[int, dict[str, Any]]],
+        action: str,
+        on_poll: Callable[[], None],
+        *,
+        until_s: float,
     ) -> tuple[int, dict[str, Any]]:
-        """The answer. A dead server's connections do not always break: one that it had not accepted waits in our listener's queue."""
+        """Wait for the answer while the server runs.
+
+        A dead server's connections do not always break: unaccepted ones wait in our listener's
+        queue.
+        """
 
         def check() -> None:
             if not self.is_running:
                 raise NodeLost(f"vLLM has ended ({action})")
-            if time.monotonic() > until_s:  # the client's own timeout begins anew with each line
+            if time.monotonic() > until_s:  # the client's timeout restarts with each line
                 raise NodeLost(f"vLLM runs but did not answer ({action})")
             on_poll()
 
         return call_aside(post, check=check, poll_s=DEATH_POLL_S, name="splice-call")
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return [p for p in psutil.process_iter() if _group_of(p.pid) == pid]
-
-
-def _group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)

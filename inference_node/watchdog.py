@@ -1,8 +1,9 @@
-"""A thread in the worker that can end a transfer the worker is stuck in.
+"""A thread in the worker that can end a transfer in which the worker is stuck.
 
-A worker inside a collective hears neither HTTP nor RPC. This thread has a socket of its own (SUB; the supervisor publishes on
-loopback, so nobody can send to it but the supervisor) and a deadline of its own. When either says so, it aborts the group, and the
-worker gets `TransferAborted`. An abort that comes before its update has begun is remembered, and the update ends as it begins.
+A worker inside a collective hears neither HTTP nor RPC. This thread has a socket of its own: SUB on
+loopback, so only the node can send to it. It also has a deadline of its own. On either it aborts
+the group, and the worker gets `TransferAborted`. An abort that arrives before its update ends the
+update as it begins.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Abortable(Protocol):
 
 
 class AbortSender:
-    """The supervisor's end: publishes aborts to every worker. Usable from any thread."""
+    """The node's end: publishes aborts to every worker. Usable from any thread."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -65,7 +66,7 @@ class Watchdog:
     """The worker's end. Start it once; `guard` each update; `close` it.
 
     Args:
-        endpoint: the supervisor's socket; None: deadlines only (a worker without our supervisor).
+        endpoint: the node's socket. None: deadlines only, in a worker without our node.
     """
 
     def __init__(self, endpoint: str | None) -> None:
@@ -79,7 +80,7 @@ class Watchdog:
 
     @staticmethod
     def from_environment() -> Watchdog:
-        """With the endpoint that the supervisor put into the environment."""
+        """With the endpoint that the node put into the environment."""
         return Watchdog(os.environ.get(WATCHDOG))
 
     @contextlib.contextmanager
@@ -87,9 +88,9 @@ class Watchdog:
         """While inside, an abort of `update_id` or the deadline aborts the group.
 
         Raises:
-            TransferAborted: the abort was there first.
+            TransferAborted: the abort arrived first.
         """
-        with self._lock:  # one of the two sees the other: an abort this update, or this update the abort
+        with self._lock:  # either the abort sees this update, or this update sees the abort
             self._raise_if_aborted(update_id)
             self._guarded = (update_id, group, time.monotonic() + deadline_s, deadline_s)
         try:
@@ -99,7 +100,7 @@ class Watchdog:
                 self._guarded = None
 
     def raise_if_aborted(self, update_id: str) -> None:
-        """Raise `TransferAborted` if that update was."""
+        """Raise `TransferAborted` if this update was aborted."""
         with self._lock:
             self._raise_if_aborted(update_id)
 

@@ -1,7 +1,7 @@
-"""Methods that `--worker-extension-cls` adds to every vLLM worker; the API process calls them through `collective_rpc`.
+"""Methods that `--worker-extension-cls` adds to every vLLM worker; called through `collective_rpc`.
 
-Each returns plain data. Failures come back as {"error": {"code", "message"}} instead of an exception, because vLLM passes only an
-exception's text on and one worker's exception hides what the others say.
+Each returns plain data. A failure is an answer {"error": {"code", "message"}}, because vLLM passes
+on only an exception's text, and one worker's exception hides the other answers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,21 @@ from typing import Any, ParamSpec
 import torch
 
 from inference_node.engine import SpliceEngine
-from orchestrator.errors import ManifestError, TransferAborted, TransferError, TransferTimeout, VerificationError
-from orchestrator.protocol.messages import ErrorCode, Manifest
+from orchestrator.errors import (
+    ManifestError,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+    VerificationError,
+)
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    JoinTransferGroup,
+    Manifest,
+    PrepareShadow,
+    ReceiveWeights,
+    SwapWeights,
+)
 
 _log = logging.getLogger("vllm.splice")
 _P = ParamSpec("_P")
@@ -38,8 +51,10 @@ def code_of(error: BaseException, default: ErrorCode) -> ErrorCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), default)
 
 
-def _answers(default: ErrorCode) -> Callable[[Callable[_P, dict[str, Any]]], Callable[_P, dict[str, Any]]]:
-    """Turn exceptions into answers. Broad on purpose: this is the edge of the process."""
+def _answers(
+    default: ErrorCode,
+) -> Callable[[Callable[_P, dict[str, Any]]], Callable[_P, dict[str, Any]]]:
+    """Turn exceptions into answers. Catches all, because this is the edge of the process."""
 
     def wrap(method: Callable[_P, dict[str, Any]]) -> Callable[_P, dict[str, Any]]:
         @functools.wraps(method)
@@ -50,7 +65,12 @@ def _answers(default: ErrorCode) -> Callable[[Callable[_P, dict[str, Any]]], Cal
             except Exception as error:  # noqa: BLE001 - see the module: every failure is an answer
                 _log.exception("splice: %s failed", method.__name__)
                 code = code_of(error, default)
-                return {"error": {"code": code.value, "message": f"{type(error).__name__}: {error}"[:3000]}}
+                return {
+                    "error": {
+                        "code": code.value,
+                        "message": f"{type(error).__name__}: {error}"[:3000],
+                    }
+                }
 
         return answer
 
@@ -67,7 +87,10 @@ class SpliceWorkerExtension:
     def _splice_engine(self) -> SpliceEngine:
         engine = self.weight_transfer_engine
         if not isinstance(engine, SpliceEngine):
-            raise RuntimeError('this server was not started with --weight-transfer-config \'{"backend": "splice"}\'')
+            raise RuntimeError(
+                "this server was not started with "
+                '--weight-transfer-config \'{"backend": "splice"}\''
+            )
         return engine
 
     @_answers(ErrorCode.INTERNAL)
@@ -78,14 +101,17 @@ class SpliceWorkerExtension:
         if engine.device.type == "cuda":
             packages["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         return {
-            "rank": engine.rank, "device": str(engine.device), "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
+            "rank": engine.rank,
+            "device": str(engine.device),
+            "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "packages": packages,
-        }  # fmt: skip
+        }
 
     @_answers(ErrorCode.TRANSFER_FAILED)
-    def splice_join(self, rendezvous: str, deadline_s: float) -> dict[str, Any]:
-        """Join the trainer's group."""
-        self.init_weight_transfer_engine({"rendezvous": rendezvous, "deadline_s": deadline_s})  # type: ignore[attr-defined]
+    def splice_join(self, request: str) -> dict[str, Any]:
+        """Join the trainer's group; `request`: a `JoinTransferGroup` as JSON."""
+        message = JoinTransferGroup.model_validate_json(request)
+        self.init_weight_transfer_engine({"request": message})  # type: ignore[attr-defined]
         return {}
 
     @_answers(ErrorCode.TRANSFER_FAILED)
@@ -96,7 +122,7 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_plan_check(self, manifest: str) -> dict[str, Any]:
-        """This worker's `Findings` about a manifest (JSON), and the indices that it cannot put in their places, by reason."""
+        """This worker's `Findings` about a manifest (JSON), and tensors that it cannot place."""
         engine = self._splice_engine
         findings = asdict(engine.plan_check(Manifest.model_validate_json(manifest)))
         reasons: dict[str, list[int]] = {}
@@ -106,41 +132,52 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_whole_layers(self, indices: list[int]) -> dict[str, Any]:
-        """The indices, and those of all tensors that share a layer with them on this worker."""
+        """The indices, with those of all tensors that share a layer with them on this worker."""
         return {"indices": self._splice_engine.whole_layers(indices)}
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_lay_out(self, reload_indices: list[int], part: list[int] | None) -> dict[str, Any]:
-        """Plan updates of the planned manifest or of a part of it; `chunks`: [kind, indices] rows, None: manifest order."""
+        """Plan updates of the planned manifest or of a part; `chunks` has [kind, indices] rows."""
         chunks = self._splice_engine.lay_out(reload_indices, None if part is None else tuple(part))
-        return {"chunks": None if chunks is None else [[c.kind, list(c.tensors)] for c in chunks]}
+        return {"chunks": [[c.kind, list(c.tensors)] for c in chunks]}
 
     @_answers(ErrorCode.APPLY_FAILED)
-    def splice_update(self, update_id: str, deadline_s: float, direct: bool, changed_only: bool) -> dict[str, Any]:
-        """Receive and load an update, also on top of one that failed; `direct`: in the layout, `changed_only`: of the part. See `_update`."""
+    def splice_update(self, request: str) -> dict[str, Any]:
+        """Receive and load an update, also on top of one that failed. See `_update`.
+
+        Args:
+            request: a `ReceiveWeights` as JSON.
+        """
+        message = ReceiveWeights.model_validate_json(request)
         self._splice_engine.drop_shadow()
-        self._splice_engine.choose(is_direct=direct, changed_only=changed_only)
-        return self._update({"update_id": update_id, "deadline_s": deadline_s, "direct": direct})
+        self._splice_engine.choose(changed_only=message.base_version is not None)
+        return self._update(message)
 
-    def _update(self, info: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's own three calls, then the live tensors' digests, in one call of ours: each would cost a way to this process and back.
+    def _update(self, request: ReceiveWeights | SwapWeights) -> dict[str, Any]:
+        """Make vLLM's own three calls, then digest the live tensors.
 
-        `phases` has the seconds of each. After an error, `phase` says where, and `tensors` how many had been loaded.
+        One call of ours does all four, because each call costs a round trip to this process.
+        `phases` has the seconds of each. After an error, `phase` names the step, and `tensors`
+        counts the tensors loaded by then.
         """
         engine, seconds, answer = self._splice_engine, dict[str, float](), dict[str, Any]()
         engine.reset_weight_update_target()
         self._weight_update_active = False
         steps: dict[str, Callable[[], Any]] = {
-            "start": self.start_weight_update, "apply": lambda: self.update_weights(info),  # type: ignore[attr-defined]
-            "finish": self.finish_weight_update, "verify": lambda: answer.update(self._digests()),  # type: ignore[attr-defined]
-        }  # fmt: skip
+            "start": self.start_weight_update,  # type: ignore[attr-defined]
+            "apply": lambda: self.update_weights({"request": request}),  # type: ignore[attr-defined]
+            "finish": self.finish_weight_update,  # type: ignore[attr-defined]
+            "verify": lambda: answer.update(self._digests()),
+        }
         for phase, step in steps.items():
             began = time.monotonic()
             try:
                 step()
             except Exception as error:  # noqa: BLE001 - see the module
                 _log.exception("splice: an update failed in its phase %s", phase)
-                default = ErrorCode.VERIFICATION_FAILED if phase == "verify" else ErrorCode.APPLY_FAILED
+                default = (
+                    ErrorCode.VERIFICATION_FAILED if phase == "verify" else ErrorCode.APPLY_FAILED
+                )
                 message = f"{type(error).__name__}: {error}"[:3000]
                 tensors = 0 if phase == "start" else engine.applied.tensors
                 self.splice_reset()
@@ -151,35 +188,57 @@ class SpliceWorkerExtension:
                 }
             seconds[phase] = time.monotonic() - began
         applied = engine.applied
-        return {**answer, "tensors": applied.tensors, "nbytes": applied.nbytes, "phases": {**applied.seconds, **seconds}}
+        return {
+            **answer,
+            "tensors": applied.tensors,
+            "nbytes": applied.nbytes,
+            "phases": {**applied.seconds, **seconds},
+        }
 
     def _digests(self) -> dict[str, Any]:
-        """`WorkerDigests` of the live tensors: [name, [[first_index, size, strides, numel, digest], ...]] rows, `arrived` as int64 (base64)."""
+        """`WorkerDigests` of the live tensors, as plain data.
+
+        `parts` has [name, [[first_index, size, strides, numel, digest], ...]] rows; `arrived` is
+        int64 in base64.
+        """
         found = self._splice_engine.digests()
         rows = [
             [name, [[p.key[0], list(p.key[1]), list(p.key[2]), p.numel, p.digest] for p in parts]]
             for name, parts in found.parts.items()
         ]
-        arrived = None if found.arrived is None else base64.b64encode(array.array("q", found.arrived).tobytes()).decode()
+        arrived = (
+            None
+            if found.arrived is None
+            else base64.b64encode(array.array("q", found.arrived).tobytes()).decode()
+        )
         return {"parts": rows, "unverified": found.unverified, "arrived": arrived}
 
     # ------------------------------------------------------------ shadow mode
 
     @_answers(ErrorCode.TRANSFER_FAILED)
-    def splice_shadow_open(self, direct: bool, changed_only: bool, budget_bytes: int) -> dict[str, Any]:
-        """Make room for an update beside the live tensors; `why_not` says why there is none."""
-        self._splice_engine.choose(is_direct=direct, changed_only=changed_only)
-        return {"why_not": self._splice_engine.open_shadow(budget_bytes=budget_bytes)}
+    def splice_shadow_open(self, request: str) -> dict[str, Any]:
+        """Make room for an update beside the live tensors; `why_not` says why there is none.
+
+        Args:
+            request: a `PrepareShadow` as JSON.
+        """
+        message = PrepareShadow.model_validate_json(request)
+        self._splice_engine.choose(changed_only=message.base_version is not None)
+        return {"why_not": self._splice_engine.open_shadow(budget_bytes=message.budget_bytes)}
 
     @_answers(ErrorCode.TRANSFER_FAILED)
-    def splice_shadow_start(self, update_id: str, deadline_s: float) -> dict[str, Any]:
-        """Begin to receive beside the live tensors, on a thread: this returns at once, and the engine steps on."""
-        self._splice_engine.start_shadow(update_id=update_id, deadline_s=deadline_s)
+    def splice_shadow_start(self, request: str) -> dict[str, Any]:
+        """Begin to receive beside the live tensors, on a thread; returns at once.
+
+        Args:
+            request: a `ReceiveWeights` as JSON.
+        """
+        self._splice_engine.start_shadow(ReceiveWeights.model_validate_json(request))
         return {}
 
     @_answers(ErrorCode.TRANSFER_FAILED)
     def splice_shadow_poll(self) -> dict[str, Any]:
-        """`digests` (int64, base64) of what came, in manifest order; None while it comes."""
+        """`digests` (int64, base64) of what arrived, in manifest order; None while bytes arrive."""
         arrived = self._splice_engine.poll_shadow()
         if arrived is None:
             return {"digests": None}
@@ -188,21 +247,25 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.TRANSFER_FAILED)
     def splice_shadow_drop(self) -> dict[str, Any]:
-        """Forget what was received, or is being received, beside the live tensors."""
+        """Drop what arrived, or arrives, beside the live tensors."""
         self._splice_engine.drop_shadow()
         return {}
 
     @_answers(ErrorCode.APPLY_FAILED)
-    def splice_shadow_swap(self, update_id: str) -> dict[str, Any]:
-        """Put what came beside the live tensors into them, digest those, free the rest. See `_update`."""
+    def splice_shadow_swap(self, request: str) -> dict[str, Any]:
+        """Copy what arrived into the live tensors, digest those, free the rest. See `_update`.
+
+        Args:
+            request: a `SwapWeights` as JSON.
+        """
         try:
-            return self._update({"update_id": update_id, "deadline_s": 0.0, "shadow": True})
+            return self._update(SwapWeights.model_validate_json(request))
         finally:
             self._splice_engine.drop_shadow()
 
     @_answers(ErrorCode.INTERNAL)
     def splice_reset(self) -> dict[str, Any]:
-        """Kernel tensors back in place, no update active."""
+        """Put kernel tensors back in place and end the update."""
         layers = self._splice_engine.reset()
         self._splice_engine.reset_weight_update_target()
         self._weight_update_active = False

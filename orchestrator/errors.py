@@ -1,32 +1,73 @@
-"""splice's exception tree.
+"""splice's exceptions, the error code of each, and what to do about it.
 
-SpliceError
-├── ConfigError (ValueError)          bad input, found before anything starts
-├── ProtocolError (ValueError)        a frame or message that is not of this protocol
-├── PublicationError (RuntimeError)   a version could not be published; @N goes on, or the replica is poisoned
-│   ├── MergePlanError                an adapter or weight has no target, two targets, or another shape
-│   ├── ManifestError                 names, dtypes or shapes that the receiver does not know
-│   └── VerificationError             what is served is not what was sent
-│       └── ContentChanged            a version's content is not what it was when it was first sent
-├── TransferError (RuntimeError)      bytes did not arrive
-│   ├── TransferAborted               told to stop (watchdog, operator, or the peer's failure)
-│   └── TransferTimeout (TimeoutError) the deadline passed
-├── JobFailed (RuntimeError)          a job ended in `Failed`; carries code, node, phase and what to do
-└── NodeLost (ConnectionError)        a node stopped answering or its process ended
-    └── LinkLost                      the orchestrator stopped answering: start the process again
+SpliceError                              code
+├── ConfigError (ValueError)             bad_input            bad input, found before work starts
+├── ProtocolError (ValueError)           internal             not a message of this protocol
+├── PublicationError (RuntimeError)      apply_failed         a version could not be published
+│   ├── MergePlanError                   plan_refused         an adapter does not fit the model
+│   ├── ManifestError                    plan_refused         tensors that the receiver lacks
+│   └── VerificationError                verification_failed  the served bytes are not those sent
+│       └── ContentChanged                                    a version differs from its first send
+├── TransferError (RuntimeError)         transfer_failed      bytes did not arrive
+│   ├── TransferAborted                  transfer_aborted     told to stop
+│   └── TransferTimeout (TimeoutError)   transfer_timeout     the deadline passed
+├── JobFailed (RuntimeError)             its own              a job or request ended in `Failed`
+└── NodeLost (ConnectionError)           node_lost            a node is silent, or its process ended
+    └── LinkLost                                              the orchestrator is silent
 
-JournalError (RuntimeError)           the run's journal cannot be read or written; apart, because no job's failure: it ends the orchestrator
+JournalError (RuntimeError) is apart, because it ends the orchestrator and not just a job.
+
+A class states its code and remedy as attributes; a subclass inherits them. The orchestrator reads
+them with `code_and_remedy`. The nodes choose remedies by their own tables: `trainer_node.request`
+and `inference_node.node`.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a job or request failed. `Failed.remedy` tells the reader what to do."""
+
+    BAD_INPUT = "bad_input"
+    NOT_READY = "not_ready"
+    PLAN_REFUSED = "plan_refused"
+    TRAINING_FAILED = "training_failed"
+    NON_FINITE_GRADIENT = "non_finite_gradient"
+    LOGPROB_GAP = "logprob_gap"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    TRANSFER_FAILED = "transfer_failed"
+    TRANSFER_TIMEOUT = "transfer_timeout"
+    TRANSFER_ABORTED = "transfer_aborted"
+    APPLY_FAILED = "apply_failed"
+    VERIFICATION_FAILED = "verification_failed"
+    NODE_LOST = "node_lost"
+    BASE_MISSING = "base_missing"
+    PROTOCOL = "protocol"
+    TOO_MANY_JOBS = "too_many_jobs"
+    STOPPED = "stopped"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal"
+
 
 class SpliceError(Exception):
-    """Base of everything splice raises on purpose."""
+    """Base of everything splice raises on purpose.
+
+    Attributes:
+        code: an `ErrorCode`.
+        remedy: what to do next.
+    """
+
+    code: ErrorCode = ErrorCode.INTERNAL
+    remedy: str = "Report this with the log of the node named."
 
 
 class ConfigError(SpliceError, ValueError):
-    """Bad input, found before anything starts."""
+    """Bad input, found before any work starts."""
+
+    code = ErrorCode.BAD_INPUT
+    remedy = "Correct the request, then submit it again."
 
 
 class ProtocolError(SpliceError, ValueError):
@@ -36,62 +77,102 @@ class ProtocolError(SpliceError, ValueError):
 class PublicationError(SpliceError, RuntimeError):
     """A version could not be published."""
 
+    code = ErrorCode.APPLY_FAILED
+    remedy = "Read the nodes' logs, then submit a new job, which rolls forward."
+
 
 class MergePlanError(PublicationError):
     """An adapter or weight has no target, two targets, or another shape; names the tensors."""
+
+    code = ErrorCode.PLAN_REFUSED
+    remedy = "The adapters or the export do not fit the manifest; plan the publication again."
 
 
 class ManifestError(PublicationError):
     """Names, dtypes or shapes that the receiver does not know; names the tensors."""
 
+    code = ErrorCode.PLAN_REFUSED
+    remedy = (
+        "Trainer and served model differ; start both from the same checkpoint and dtype, "
+        "then plan the publication again."
+    )
+
 
 class VerificationError(PublicationError):
     """The live tensors are not what the trainer sent; names the tensors."""
 
+    code = ErrorCode.VERIFICATION_FAILED
+    remedy = "Read the inference node's log, then submit the job under a new id to roll forward."
+
 
 class ContentChanged(VerificationError):
-    """What a version would be made of is not what it was when it was first sent."""
+    """A version's content is not what it was when it was first sent."""
 
 
 class TransferError(SpliceError, RuntimeError):
     """Bytes did not arrive."""
 
+    code = ErrorCode.TRANSFER_FAILED
+    remedy = "Open a new transfer group and publish the version again."
+
 
 class TransferAborted(TransferError):
-    """The transfer was told to stop: by the watchdog, an operator, or the peer's failure."""
+    """The watchdog, an operator, or the peer's failure stopped the transfer."""
+
+    code = ErrorCode.TRANSFER_ABORTED
 
 
 class TransferTimeout(TransferError, TimeoutError):
     """The transfer's deadline passed."""
 
+    code = ErrorCode.TRANSFER_TIMEOUT
+
 
 class JournalError(RuntimeError):
-    """The run's journal cannot be read or written; nothing goes on without it."""
+    """The run's journal cannot be read or written; the orchestrator ends."""
 
 
 class JobFailed(SpliceError, RuntimeError):
-    """A job ended in `Failed`.
+    """A job or request ended in `Failed`.
 
     Attributes:
-        code: one of `orchestrator.protocol.messages.ErrorCode`.
+        code: an `ErrorCode`.
         node: the node that failed, or "orchestrator".
-        phase: the phase it was in.
+        phase: the phase in which it failed.
         remedy: what to do next.
-        steps_taken: optimizer steps of the job that were taken before and stand.
-        is_answer: the node said so itself; False: it overran the request's deadline, and what it did is not known.
+        steps_taken: optimizer steps that the job took before the failure. They remain.
+        is_answer: the node answered. False: it overran the deadline, and its state is unknown.
     """
 
     def __init__(
-        self, *, code: str, node: str, phase: str, message: str, remedy: str, steps_taken: int = 0, is_answer: bool = True
+        self,
+        *,
+        code: str,
+        node: str,
+        phase: str,
+        message: str,
+        remedy: str,
+        steps_taken: int = 0,
+        is_answer: bool = True,
     ) -> None:
         super().__init__(f"{code} on {node} while {phase}: {message} What to do: {remedy}")
-        self.code, self.node, self.phase, self.message, self.remedy = code, node, phase, message, remedy
+        self.code, self.remedy = ErrorCode(code), remedy
+        self.node, self.phase, self.message = node, phase, message
         self.steps_taken, self.is_answer = steps_taken, is_answer
 
 
 class NodeLost(SpliceError, ConnectionError):
     """A node stopped answering or its process ended."""
 
+    code = ErrorCode.NODE_LOST
+    remedy = "Restart the node, then submit the job again under a new id."
+
 
 class LinkLost(NodeLost):
-    """The orchestrator stopped answering this process, or never answered; exit code `restarts.EXIT_LINK_LOST`."""
+    """The orchestrator does not answer this process; exit code `restarts.EXIT_LINK_LOST`."""
+
+
+def code_and_remedy(error: BaseException) -> tuple[ErrorCode, str]:
+    """Return an exception's code and remedy. One that is not ours is a defect: `internal`."""
+    known = error if isinstance(error, SpliceError) else SpliceError
+    return known.code, known.remedy

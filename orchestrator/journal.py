@@ -1,13 +1,15 @@
-"""The run's memory: jobs, their outcomes, every step of every publication, and facts (what the trainer holds, how far a job has
-come), in SQLite (WAL, synchronous=FULL).
+"""The run's journal: jobs, outcomes, publication steps and facts, in SQLite (WAL,
+synchronous=FULL).
 
-What is written here is on disk when the call returns; what is written inside `together()` when its block ends, all of it or nothing. One file
-per run; a file of another run is refused.
+A write is durable when its call returns. Writes inside `together()` are durable when the block
+ends, all or nothing. Each run has one file; that of another run is refused. A large batch becomes a
+file of its own in `batches`, because SQLite would block the event loop for seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sqlite3
 import time
@@ -19,60 +21,68 @@ from typing import Any
 import msgpack
 
 from orchestrator.errors import ConfigError, JournalError
+from orchestrator.protocol.messages import PROTOCOL_VERSION
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (token TEXT NOT NULL, name TEXT NOT NULL, started REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS jobs (
-  job_id TEXT PRIMARY KEY, kind TEXT NOT NULL, client BLOB NOT NULL, request BLOB NOT NULL, submitted REAL NOT NULL,
-  state TEXT NOT NULL, outcome BLOB, ended REAL);
+  job_id TEXT PRIMARY KEY, kind TEXT NOT NULL, client BLOB NOT NULL, request BLOB NOT NULL,
+  submitted REAL NOT NULL, state TEXT NOT NULL, outcome BLOB, ended REAL);
 CREATE TABLE IF NOT EXISTS publications (
-  id INTEGER PRIMARY KEY, version INTEGER NOT NULL, state TEXT NOT NULL, checkpoint_dir TEXT, detail TEXT, at REAL NOT NULL);
+  id INTEGER PRIMARY KEY, version INTEGER NOT NULL, state TEXT NOT NULL,
+  checkpoint_dir TEXT, detail TEXT, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS digests (version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value BLOB NOT NULL);
 """
-_SCHEMA_VERSION = 4
-"""In the file's header; counts up with the tables and with `PROTOCOL_VERSION`, because jobs are kept as wire frames."""
+_SCHEMA_VERSION = PROTOCOL_VERSION
+"""In the file's header. It counts up with the wire format, because jobs are stored as wire frames.
+"""
+LARGE_BYTES = 2**20
+"""Smallest batch that becomes a file."""
+HEAD = 3
+"""Number of frames before the buffers."""
 VERSIONS_KEPT = 10_000
-"""Versions whose publication steps are kept. Digests of all versions are."""
+"""Number of versions whose publication steps are kept. All digests are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """One job as journaled. `request` and `outcome` are wire frames; `client` submitted it first."""
+    """One job as journaled. `outcome` has wire frames; `client` submitted the job first."""
 
     job_id: str
     kind: str
     client: str
-    request: tuple[bytes, ...]
     state: str
     outcome: tuple[bytes, ...] | None
 
 
 class Journal:
-    """Opens (or creates) the journal of one run.
+    """Opens or creates the journal of one run.
 
     Raises:
-        ConfigError: the file belongs to another run, or its tables are another version's.
-        JournalError: from every method, where the file cannot be read or written (a full disk, say).
+        ConfigError: the file belongs to another run, name or version of splice.
+        JournalError: from every method: the file cannot be read or written.
     """
 
     def __init__(self, path: Path, *, run_token: str, name: str) -> None:
         self._path = path
-        with self._said():
+        self._batches = path.with_name("batches")
+        self._spent: list[Path] = []  # files of jobs that ended in the open transaction
+        with self._errors_named():
             self._open(run_token=run_token, name=name)
 
     def _open(self, *, run_token: str, name: str) -> None:
         path = self._path
-        # It holds the run's token. SQLite gives its other files the same mode.
+        # The file holds the run's token. SQLite gives its other files the same mode.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         path.chmod(0o600)
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
-        # Some builds write zeros over what goes: once more all of a job's batch, when it ends.
+        # Some builds overwrite deleted data with zeros, which would write each batch twice.
         self._db.execute("PRAGMA secure_delete=OFF")
         self._db.executescript(_SCHEMA)
-        row = self._db.execute("SELECT token FROM run").fetchone()
+        row = self._db.execute("SELECT token, name FROM run").fetchone()
         if row is None:
             self._db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             self._db.execute("INSERT INTO run VALUES (?, ?, ?)", (run_token, name, time.time()))
@@ -82,120 +92,220 @@ class Journal:
         elif self._db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA_VERSION:
             self._db.close()
             raise ConfigError(
-                f"{path} was written by another version of splice; end the run with that one, or choose a new run folder"
+                f"{path} was written by another version of splice; end the run with that one, or "
+                "choose a new run folder"
+            )
+        elif row[1] != name:
+            self._db.close()
+            raise ConfigError(
+                f"{path}: the run is named {row[1]!r}, not {name!r}; its replicas serve that name"
             )
         self._facts = self._read_facts()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What one moment changes, in one durable commit: all of it or, where the block or the disk fails, nothing. No `await` inside.
+        """Make the writes of the block one durable commit, or none of them. No `await` inside.
 
-        A block inside another is part of it.
+        An inner block is part of the outer one.
         """
         if self._db.in_transaction:
             yield
             return
         try:
-            with self._said(), self._db:  # commits, or rolls back
+            with self._errors_named(), self._db:  # commits, or rolls back
                 self._db.execute("BEGIN")
                 yield
         except BaseException:
+            self._spent.clear()
             self._facts = self._read_facts()
             raise
+        self._drop_spent()
 
     @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
+    def _errors_named(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
             raise JournalError(
-                f"the journal {self._path} cannot be read or written: {error}; see to its disk, then go on with --resume"
+                f"Cannot read or write the journal {self._path}: {error}. "
+                "Check the disk, then restart with --resume."
             ) from error
 
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
-        with self._said():
+        with self._errors_named():
             return self._db.execute(sql, parameters)
 
-    def add_job(self, *, job_id: str, kind: str, client: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Journal a job before it is acknowledged."""
-        request = msgpack.packb([bytes(f) for f in frames])
+    def keep_batch(self, job_id: str, buffers: Sequence[bytes | memoryview]) -> None:
+        """Write large buffers of a job to a file, from any thread, before `add_job`.
+
+        Raises:
+            JournalError: the write failed.
+        """
+        if not _is_large(buffers):
+            return
+        try:
+            self._batches.mkdir(mode=0o700, exist_ok=True)
+            with open(self._batch(job_id), "wb", opener=_private) as file:
+                for buffer in buffers:
+                    file.write(buffer)
+                file.flush()
+                os.fsync(file.fileno())
+            _sync_folder(self._batches)
+        except OSError as error:
+            raise JournalError(
+                f"Cannot write the batch of a job to {self._batches}: {error}. "
+                "Check the disk, then restart with --resume."
+            ) from error
+
+    def _batch(self, job_id: str) -> Path:
+        return self._batches / hashlib.sha256(job_id.encode()).hexdigest()
+
+    def _drop_spent(self) -> None:
+        while self._spent:
+            with contextlib.suppress(OSError):  # the next start removes it instead
+                self._spent.pop().unlink(missing_ok=True)
+
+    def drop_stray_batches(self) -> None:
+        """Remove files of jobs that ended or were never added. Call it at the start, before any
+        write."""
+        wanted = {self._batch(job_id) for job_id in self.unfinished_jobs()}
+        if self._batches.is_dir():
+            self._spent = [path for path in self._batches.iterdir() if path not in wanted]
+            self._drop_spent()
+
+    def add_job(
+        self, *, job_id: str, kind: str, client: str, frames: Sequence[bytes | memoryview]
+    ) -> None:
+        """Journal a job before it is acknowledged, after `keep_batch` with its buffers,
+        `frames[HEAD:]`."""
+        head, buffers = [bytes(f) for f in frames[:HEAD]], frames[HEAD:]
+        kept = [len(b) for b in buffers] if _is_large(buffers) else [bytes(b) for b in buffers]
         self._execute(
-            "INSERT INTO jobs (job_id, kind, client, request, submitted, state) VALUES (?, ?, ?, ?, ?, 'open')",
-            (job_id, kind, client.encode(errors="surrogateescape"), request, time.time()),
+            "INSERT INTO jobs (job_id, kind, client, request, submitted, state) VALUES (?, ?, ?, "
+            "?, ?, 'open')",
+            (
+                job_id,
+                kind,
+                client.encode(errors="surrogateescape"),
+                msgpack.packb([*head, *kept]),
+                time.time(),
+            ),
         )
 
+    def request(self, job_id: str) -> tuple[bytes, ...]:
+        """Return the wire frames of an open job.
+
+        Raises:
+            JournalError: the file of its batch is gone or has another size.
+        """
+        (packed,) = self._execute("SELECT request FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
+        frames: list[Any] = msgpack.unpackb(packed)
+        sizes = [f for f in frames[HEAD:] if isinstance(f, int)]
+        if not sizes:
+            return tuple(frames)
+        try:
+            with open(self._batch(job_id), "rb") as file:
+                buffers = [file.read(size) for size in sizes]
+                is_whole = [len(b) for b in buffers] == sizes and not file.read(1)
+        except OSError as error:
+            raise JournalError(f"the batch of job {job_id} cannot be read: {error}") from error
+        if not is_whole:
+            raise JournalError(
+                f"the batch of job {job_id}, {self._batch(job_id)}, has another size than it was "
+                "written with"
+            )
+        return (*frames[:HEAD], *buffers)
+
     def end_job(self, job_id: str, *, state: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Journal the one terminal message, before it is sent. The request's buffers are no longer needed and go."""
+        """Journal the terminal message before it is sent, and drop the job's buffers."""
         outcome = msgpack.packb([bytes(f) for f in frames])
         self._execute(
             "UPDATE jobs SET state = ?, outcome = ?, request = x'90', ended = ? WHERE job_id = ?",
             (state, outcome, time.time(), job_id),
         )
+        self._spent.append(self._batch(job_id))
+        if not self._db.in_transaction:
+            self._drop_spent()
 
     def job(self, job_id: str) -> JobRow | None:
-        """The job, or None."""
+        """Return the job, or None."""
         row = self._execute(
-            "SELECT job_id, kind, client, request, state, outcome FROM jobs WHERE job_id = ?", (job_id,)
+            "SELECT job_id, kind, client, state, outcome FROM jobs WHERE job_id = ?", (job_id,)
         ).fetchone()
         if row is None:
             return None
-        outcome = None if row[5] is None else tuple(msgpack.unpackb(row[5]))
+        outcome = None if row[4] is None else tuple(msgpack.unpackb(row[4]))
         return JobRow(
             job_id=row[0],
             kind=row[1],
-            client=row[2].decode(errors="surrogateescape"),  # a ROUTER's name of it: any bytes
-            request=tuple(msgpack.unpackb(row[3])),
-            state=row[4],
+            client=row[2].decode(errors="surrogateescape"),  # a client's id may hold any bytes
+            state=row[3],
             outcome=outcome,
         )
 
     def unfinished_jobs(self) -> list[str]:
-        """Ids of jobs without an outcome, oldest first."""
-        return [r[0] for r in self._execute("SELECT job_id FROM jobs WHERE outcome IS NULL ORDER BY rowid")]
+        """Return the ids of jobs without an outcome, oldest first."""
+        return [
+            r[0]
+            for r in self._execute("SELECT job_id FROM jobs WHERE outcome IS NULL ORDER BY rowid")
+        ]
 
-    def record_publication(self, *, version: int, state: str, checkpoint_dir: str | None = None, detail: str = "") -> None:
+    def record_publication(
+        self, *, version: int, state: str, checkpoint_dir: str | None = None, detail: str = ""
+    ) -> None:
         """Journal one step of a publication."""
         with self.together():
             self._execute(
-                "INSERT INTO publications (version, state, checkpoint_dir, detail, at) VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO publications (version, state, checkpoint_dir, detail, at) VALUES (?, "
+                "?, ?, ?, ?)",
                 (version, state, checkpoint_dir, detail, time.time()),
             )
             if state == "committed":
-                self._execute("DELETE FROM publications WHERE version < ?", (version - VERSIONS_KEPT,))
+                self._execute(
+                    "DELETE FROM publications WHERE version < ?", (version - VERSIONS_KEPT,)
+                )
 
     def set_digest(self, version: int, digest: str) -> None:
-        """Journal what a version is: the digest of its content."""
+        """Journal the digest of a version's content."""
         self._execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (version, digest))
 
+    def forget_digest(self, version: int) -> None:
+        """Drop the digest of a version that was never served and is made anew."""
+        self._execute("DELETE FROM digests WHERE version = ?", (version,))
+
     def digest(self, version: int) -> str | None:
-        """The digest of the version's content when it was first committed, or None."""
+        """Return the digest of the version's content at its first commit, or None."""
         row = self._execute("SELECT digest FROM digests WHERE version = ?", (version,)).fetchone()
         return None if row is None else row[0]
 
     def committed_version(self) -> int | None:
-        """The newest version that was committed, or None."""
-        row = self._execute("SELECT MAX(version) FROM publications WHERE state = 'committed'").fetchone()
+        """Return the newest committed version, or None."""
+        row = self._execute(
+            "SELECT MAX(version) FROM publications WHERE state = 'committed'"
+        ).fetchone()
         return None if row is None else row[0]
 
     def checkpoint_dir(self, version: int) -> str | None:
-        """Where what `version` is made of lies on disk, or None."""
+        """Return the folder with the version's checkpoint, or None."""
         row = self._execute(
-            "SELECT checkpoint_dir FROM publications WHERE version = ? AND checkpoint_dir IS NOT NULL ORDER BY id DESC",
+            "SELECT checkpoint_dir FROM publications WHERE version = ? AND checkpoint_dir IS NOT "
+            "NULL ORDER BY id DESC",
             (version,),
         ).fetchone()
         return None if row is None else row[0]
 
-    def publication_steps(self, version: int) -> list[str]:
-        """Every state that the publication of `version` went through, in order."""
-        return [r[0] for r in self._execute("SELECT state FROM publications WHERE version = ? ORDER BY id", (version,))]
-
-    def all_publication_steps(self) -> list[tuple[int, str]]:
-        """(version, state) of every step of every publication, in order."""
-        return [(r[0], r[1]) for r in self._execute("SELECT version, state FROM publications ORDER BY id")]
+    def publication_steps(self) -> list[tuple[int, str]]:
+        """Return (version, state) of every step of every publication, in order."""
+        return [
+            (r[0], r[1])
+            for r in self._execute("SELECT version, state FROM publications ORDER BY id")
+        ]
 
     def set_facts(self, facts: Mapping[str, dict[str, Any] | None]) -> None:
-        """All of them or none; None: the fact goes. What the journal says already is not written again."""
-        packed = {key: None if value is None else msgpack.packb(value) for key, value in facts.items()}
+        """Set facts, all or none; None deletes one. Unchanged facts are not written again."""
+        packed = {
+            key: None if value is None else msgpack.packb(value) for key, value in facts.items()
+        }
         changed = {key: value for key, value in packed.items() if self._facts.get(key) != value}
         if not changed:
             return
@@ -206,12 +316,14 @@ class Journal:
                     del self._facts[key]
                 else:
                     self._execute(
-                        "INSERT INTO facts VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
+                        "INSERT INTO facts VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = "
+                        "excluded.value",
+                        (key, value),
                     )
                     self._facts[key] = value
 
     def fact(self, key: str) -> dict[str, Any]:
-        """What was set last; empty without it."""
+        """Return a fact, or an empty dict."""
         found: dict[str, Any] = msgpack.unpackb(self._facts[key]) if key in self._facts else {}
         return found
 
@@ -221,3 +333,19 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def _is_large(buffers: Sequence[bytes | memoryview]) -> bool:
+    return sum(map(len, buffers)) >= LARGE_BYTES
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

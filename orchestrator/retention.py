@@ -1,17 +1,20 @@
-"""Which versions' checkpoints are no longer kept. Pure."""
+"""Which versions' checkpoints to delete: a pure function."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 
-def expired(versions: Sequence[int], *, new: int, keep: int | None, protected: Iterable[int | None]) -> list[int]:
-    """The versions that go once `new` is durable, oldest first, so that `new` and the newest others make `keep`.
+def expired(
+    versions: Sequence[int], *, new: int, keep: int | None, protected: Iterable[int | None]
+) -> list[int]:
+    """Return the versions to delete once `new` is durable, oldest first.
 
     Args:
-        versions: those on disk, without `new`.
-        keep: None: all.
-        protected: never go, whatever `keep` says: what is served, and what a restarted trainer would be put back to.
+        versions: versions on disk.
+        keep: number of versions that remain, `new` included. None: all.
+        protected: versions that always remain: the served one, and the one to which a restarted
+            trainer returns.
     """
     if keep is None:
         return []

@@ -1,9 +1,11 @@
 """Requests to the trainer, and what it holds in memory that the disk does not.
 
-A trainer that was restarted stands at its base weights. So before every request the process is compared with the one that was
-asked last: another one is first put back to the last durable state. Where the old one held more than that (optimizer steps
-that no checkpoint has, gradients of batches that no step has used), it is lost, and the job fails and says so: it is never
-repeated on a state that the client does not know of. Found out between jobs, it is what the next one fails with.
+A restarted trainer has its base weights. Before every request, the orchestrator therefore compares
+the process with the one that it asked last. A new process first loads the last durable state.
+
+The old process may have held more: optimizer steps without a checkpoint, or pending gradients. The
+job then fails and says so. It is never repeated on a state that the client does not know. If the
+loss is found between jobs, the next job fails with it.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ from typing import Any
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.protocol.config import MemoryMode
-from orchestrator.protocol.messages import AnyMessage, Completed, ErrorCode, LoadCheckpoint, Progress
-from orchestrator.router import ControlRouter, OnProgress, new_id
+from orchestrator.protocol.messages import (
+    AnyMessage,
+    Completed,
+    ErrorCode,
+    LoadCheckpoint,
+    Progress,
+)
+from orchestrator.router import ControlRouter, new_id
 
 log = logging.getLogger("splice.orchestrator")
 MESSAGE_CHARS = 2000
-"""Of what is lost: a job's failure has room for it."""
+"""Longest description of a loss, so that it fits into a `Failed`."""
 Report = Callable[[str, dict[str, object]], None]
-Staged = Callable[[str | None], str | None]
-"""A process of the trainer -> the id under which it was sent the batch ahead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,56 +38,59 @@ class TrainerMemory:
     """What the trainer's process holds."""
 
     incarnation: str | None = None
-    """The process that was asked last; None: none yet."""
+    """The process that was asked last, or None."""
     durable_dir: str = ""
-    """The checkpoint that its state came from or went to last; empty: the base weights."""
+    """The checkpoint last saved or loaded; empty: the base weights."""
     steps: int = 0
-    """Optimizer steps since then."""
+    """Optimizer steps since that checkpoint."""
     adapter: str = ""
-    """The PEFT folder that its adapters came from since then; empty: from none."""
+    """The PEFT folder loaded since that checkpoint; empty: none."""
     version: int = 0
-    """The newest version that was made of its state."""
+    """The newest version made from its state."""
     mode: MemoryMode | None = None
-    """What becomes of it between jobs; None: it was never there yet."""
+    """Its memory mode between jobs. None: unknown, because no trainer has joined yet."""
     pending: int = 0
-    """Batches whose gradients wait for a step."""
+    """Number of batches with pending gradients."""
     saving: str = ""
-    """The folder that a client's save last went to; whether it was written whole is not known before the answer."""
+    """Folder of a client's save in progress. It may be complete although no answer came."""
     unsaid: str = ""
-    """What was lost with an earlier process, in words, as long as no job has said so."""
+    """Description of lost state, until a failed job reports it."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields; `dataclasses.asdict` without the copies."""
+        """Return its fields. `dataclasses.asdict` would copy them."""
         return {name: getattr(self, name) for name in _REMEMBERED}
 
     def free_folder(self, folder: str) -> str:
-        """This one or the one beside it: that which is not the last durable state, and may be written over."""
+        """Return `folder` or its alternative: the one that is not the last durable state."""
         return folder if folder != self.durable_dir else f"{folder}-2"
 
     def saved(self, folder: str) -> None:
-        """The state is in `folder`; pending gradients are in no checkpoint."""
+        """Note a save to `folder`. Pending gradients stay, because no checkpoint contains them."""
         self.durable_dir, self.steps, self.adapter, self.saving = folder, 0, "", ""
 
     def loaded(self, folder: str) -> None:
-        """The state came from `folder`."""
+        """Note that the state came from `folder`."""
         self.durable_dir, self.steps, self.pending, self.adapter, self.saving = folder, 0, 0, "", ""
 
     def took_adapter(self, folder: str) -> None:
-        """Its adapters came from `folder`; what was pending is gone."""
+        """Note that the adapters came from `folder`, which drops the pending gradients."""
         self.adapter, self.pending = folder, 0
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it holds what no checkpoint has, pending gradients aside."""
+        """Whether it has steps or adapters that no checkpoint has."""
         return bool(self.steps or self.adapter)
 
     def stepped(self, count: int = 1) -> None:
-        """Optimizer steps used up what was pending."""
+        """Note optimizer steps, which use the pending gradients."""
         self.steps, self.pending, self.saving = self.steps + count, 0, ""
 
     def failed(self, code: str, *, steps_taken: int) -> None:
-        """A request failed: a refused one changed nothing, a later failure dropped what was pending; steps that were taken before, or could
-        not be saved, stand all the same."""
+        """Note a failed request.
+
+        A refused request changed nothing. A later failure dropped the pending gradients. Earlier
+        steps remain, also those that could not be saved.
+        """
         if steps_taken:
             self.stepped(steps_taken)
         elif code == ErrorCode.CHECKPOINT_FAILED:
@@ -90,14 +99,15 @@ class TrainerMemory:
             self.pending = 0
 
     def take_loss(self) -> str | None:
-        """What is lost if the process is gone, in words, or None; asked once, and kept in `unsaid`."""
+        """Describe what a lost process took with it, or None, and keep it in `unsaid`."""
         saving, self.saving = self.saving, ""
         if not self.is_ahead and not self.pending:
             return None
         where = self.durable_dir or "the base weights"
         loaded = f"the adapter {self.adapter}, " if self.adapter else ""
         said = (
-            f"{loaded}{self.steps} optimizer steps and the gradients of {self.pending} batches since {where} are lost with it"
+            f"{loaded}{self.steps} optimizer steps and the gradients of {self.pending} batches "
+            f"since {where} are lost with it"
         )
         if saving and saving == self.durable_dir and self.is_ahead:
             said += ", unless the last save to that folder had come to its end"
@@ -106,7 +116,7 @@ class TrainerMemory:
         return self.unsaid
 
     def was_said(self, message: str) -> None:
-        """A job failed with this message."""
+        """Note the message of a failed job, which may report the loss."""
         if self.unsaid in message:
             self.unsaid = ""
 
@@ -115,11 +125,7 @@ _REMEMBERED = tuple(field.name for field in fields(TrainerMemory))
 
 
 class TrainerRequests:
-    """Sends requests to the trainer; one at a time.
-
-    Args:
-        on_working: called whenever the trainer says that it works on one.
-    """
+    """Sends requests to the trainer, one at a time."""
 
     def __init__(
         self,
@@ -128,19 +134,18 @@ class TrainerRequests:
         attempts: int,
         ready_timeout_s: float,
         load_timeout_s: float,
-        remember: Callable[[], None] = lambda: None,
-        on_working: Callable[[], None] = lambda: None,
+        memory: TrainerMemory,
+        remember: Callable[[], None],
     ) -> None:
         self._router, self._attempts = router, attempts
         self._ready_timeout_s, self._load_timeout_s = ready_timeout_s, load_timeout_s
-        self._remember, self._on_working = remember, on_working
-        self.memory = TrainerMemory()
+        self.memory, self._remember = memory, remember
 
     async def ready(self, report: Report) -> None:
-        """Wait for the trainer; another process than the last one is put back to the last durable state.
+        """Wait for the trainer. A new process first loads the last durable state.
 
         Raises:
-            NodeLost: it is not ready in time, or something was lost with the old one.
+            NodeLost: the trainer is not ready in time, or state was lost with the old process.
         """
         await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
         await self._settle(report)
@@ -150,28 +155,30 @@ class TrainerRequests:
 
     async def ask(
         self,
-        make_request: Callable[[], AnyMessage],
+        request: AnyMessage,
         buffers: Sequence[bytes] = (),
         *,
         phase: str,
         report: Report,
-        key: str | None = None,
-        staged: Staged | None = None,
         replaces_state: bool = False,
     ) -> tuple[Completed, tuple[bytes, ...]]:
-        """Run one request, once in each of the trainer's processes if it has a `key`: a node that is asked the same again, by an
-        orchestrator that was restarted meanwhile, repeats its answer. A trainer that is lost in it is waited for: the same process is asked again, another
-        one is put back to the last durable state first, if that is all that the old one held. `staged` says whether a process of it was sent the batch ahead,
-        and under which id. `replaces_state`: what it held and where it stands does not matter to the request, whose success makes up for both.
+        """Run one request, at most once in each of the trainer's processes.
+
+        The process's id becomes part of the request's. A process that a restarted orchestrator asks
+        again therefore repeats its answer. If the trainer is lost, this method waits for it. The
+        same process is asked again. A new one first loads the last durable state, if the old one
+        held no more than that.
+
+        Args:
+            replaces_state: success makes up for whatever the process held before.
 
         Raises:
             JobFailed: the trainer answered `Failed`.
-            NodeLost: the trainer was lost, and something with it that cannot be repeated, or it did not come back.
+            NodeLost: the trainer did not come back, or work was lost that cannot be repeated.
         """
 
         def on_progress(_: str, progress: Progress) -> None:
             report(progress.phase, progress.detail)
-            self._on_working()
 
         for attempt in range(1, self._attempts + 1):
             await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
@@ -180,11 +187,15 @@ class TrainerRequests:
                 if not replaces_state:
                     await self._settle(report)
                 self._remember()
-                request, incarnation = make_request(), self._incarnation()
-                if key is not None:
-                    request = request.model_copy(update={"request_id": f"{key}-{incarnation[:12]}"})
-                id_there = None if staged is None else staged(incarnation)
-                answer = await self._request(request, buffers, staged=id_there, phase=phase, on_progress=on_progress)
+                incarnation = self._incarnation()
+                own_id = f"{request.request_id}-{incarnation[:12]}"  # type: ignore[union-attr]
+                answer = await self._router.request(
+                    "trainer",
+                    request.model_copy(update={"request_id": own_id}),
+                    buffers,
+                    phase=phase,
+                    on_progress=on_progress,
+                )
             except JobFailed as error:
                 if error.is_answer:
                     self.memory.saving = ""
@@ -192,12 +203,13 @@ class TrainerRequests:
                     self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise
             except NodeLost as error:
-                # What it held is lost only if another process comes back: this one may have been silent, and be at work.
+                # Its state is lost only if a new process joins. This one may be silent and at work.
                 if attempt == self._attempts or (self.memory.unsaid and not replaces_state):
                     raise
-                log.warning("the trainer was lost while %s, waiting for it: %s", phase, error)
+                log.warning("the trainer was lost while %s; waiting for it: %s", phase, error)
                 report("trainer lost", {"error": str(error)})
-                # Its connection may be known to be gone before the process is: asked again at once it would be lost as often as there are attempts.
+                # The connection may end before the process. Immediate retries would use up the
+                # attempts.
                 await self._router.wait_heard(["trainer"], since_s=time.monotonic())
             else:
                 if replaces_state:
@@ -205,45 +217,25 @@ class TrainerRequests:
                 return answer
         raise AssertionError("unreachable")
 
-    async def _request(
-        self,
-        request: AnyMessage,
-        buffers: Sequence[bytes],
-        *,
-        staged: str | None,
-        phase: str,
-        on_progress: OnProgress,
-    ) -> tuple[Completed, tuple[bytes, ...]]:
-        """With the batch that was sent ahead; where the trainer does not have it, with the batch.
-
-        That may be the answer to an orchestrator that ended meanwhile, so it counts whether or not this one named a batch.
-        """
-        named = request if staged is None else request.model_copy(update={"staged": staged})
-        try:
-            return await self._router.request(
-                "trainer", named, buffers if staged is None else (), phase=phase, on_progress=on_progress
-            )
-        except JobFailed as error:
-            if error.code != ErrorCode.NOT_STAGED:
-                raise
-            log.info("%s; the job is sent with its batch", error)
-        # The trainer repeats what it answered under an id: this one is another request.
-        whole = request.model_copy(update={"request_id": f"{request.request_id}-whole"})  # type: ignore[union-attr]
-        return await self._router.request("trainer", whole, buffers, phase=phase, on_progress=on_progress)
-
     async def _settle(self, report: Report) -> None:
-        """Put another process than the last one back to the last durable state."""
+        """Have a new process load the last durable state."""
         memory, incarnation = self.memory, self._incarnation()
         if memory.incarnation not in (None, incarnation):
             if memory.durable_dir:
                 report("restoring", {"checkpoint_dir": memory.durable_dir})
                 load = LoadCheckpoint(
-                    request_id=new_id("load"), deadline_s=self._load_timeout_s, checkpoint_dir=memory.durable_dir
+                    request_id=new_id("load"),
+                    deadline_s=self._load_timeout_s,
+                    checkpoint_dir=memory.durable_dir,
                 )
-                await self._router.request("trainer", load, phase="restoring the last durable state")
-            # Only now: until the load is done the loss is still to be said, by this orchestrator or the next.
+                await self._router.request(
+                    "trainer", load, phase="restoring the last durable state"
+                )
+            # After the load, so that a restarted orchestrator still finds the loss.
             lost = memory.take_loss()
             memory.incarnation = incarnation
             if lost is not None:
-                raise NodeLost(f"the trainer was restarted; {lost}; it stands there again")
+                raise NodeLost(
+                    f"the trainer was restarted; {lost}; the new process has loaded that state"
+                )
         memory.incarnation = incarnation

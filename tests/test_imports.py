@@ -1,13 +1,22 @@
-"""The import rule, by importing every module in a fresh interpreter and by reading every import statement.
+"""The import rule, by importing every module in a fresh interpreter and by reading every import
+statement.
 
-orchestrator      imports neither torch, Megatron, vLLM nor transformers, nor any other package of ours
+splice            imports neither torch, Megatron, vLLM nor transformers; of ours the orchestrator
+                  and the trainer's launcher
+orchestrator      imports neither torch, Megatron, vLLM nor transformers, nor any other package of
+                  ours
 weight_transfer   imports torch; of ours only message types and errors
-trainer_node      never vLLM;      inference_node  never Megatron;      of ours: weight_transfer, message types and errors
+trainer_node      never vLLM;      inference_node  never Megatron;      of ours: weight_transfer,
+                                                                        message types and errors
+
+No two modules import each other, not even over a third one, within a function or for a type
+checker.
 """
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -16,17 +25,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("orchestrator", "weight_transfer", "trainer_node", "inference_node", "benchmarks")
-HEAVY = ("torch", "megatron", "vllm", "transformers", "peft", "cupy", "triton", "numpy", "safetensors")
-SHARED_BY_ALL = ("orchestrator.protocol", "orchestrator.errors")
+OURS = ("splice", "orchestrator", "weight_transfer", "trainer_node", "inference_node", "benchmarks")
+HEAVY = (
+    "torch",
+    "megatron",
+    "vllm",
+    "transformers",
+    "peft",
+    "cupy",
+    "triton",
+    "numpy",
+    "safetensors",
+)
+SHARED_BY_ALL = ("orchestrator.protocol", "orchestrator.errors", "orchestrator.processes")
 
 MAY_IMPORT_OF_OURS = {
+    "splice": ("splice", "orchestrator", "trainer_node.launcher"),
     "orchestrator": ("orchestrator",),
     "weight_transfer": ("weight_transfer", *SHARED_BY_ALL),
     "trainer_node": ("trainer_node", "weight_transfer", *SHARED_BY_ALL),
     "inference_node": ("inference_node", "weight_transfer", *SHARED_BY_ALL),
 }
 NEVER = {
+    "splice": HEAVY,
     "orchestrator": HEAVY,
     "weight_transfer": ("megatron", "vllm", "transformers", "peft"),
     "trainer_node": ("vllm",),
@@ -36,12 +57,16 @@ NEVER = {
 
 def modules_of(package: str) -> list[str]:
     files = sorted((ROOT / package).rglob("*.py"))
-    names = [".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files]
+    names = [
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files
+    ]
     return [n for n in names if not n.endswith("__main__")]
 
 
 def imported_names(source: str, *, module: str) -> set[str]:
-    """Every module that the source names in an import statement, wherever it stands; "typing only" counts as well."""
+    """Every module that the source names in an import statement, wherever it stands; "typing only"
+    counts as well.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -61,9 +86,17 @@ def loaded_after_importing(modules: list[str]) -> set[str]:
     script = (
         "import importlib, json, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
-        "print(json.dumps(sorted({n.partition('.')[0] for n in sys.modules} | {n for n in sys.modules if 'orchestrator' in n})))"
+        "print(json.dumps(sorted({n.partition('.')[0] for n in sys.modules} | {n for n in "
+        "sys.modules if 'orchestrator' in n})))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -74,21 +107,85 @@ def test_import_statements_point_one_way(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for name in sorted(imported_names(path.read_text(encoding="utf-8"), module=module)):
-            ours_but_not_allowed = is_within(name, OURS) and not _allowed(name, MAY_IMPORT_OF_OURS[package])
+            ours_but_not_allowed = is_within(name, OURS) and not _allowed(
+                name, MAY_IMPORT_OF_OURS[package]
+            )
             if ours_but_not_allowed or is_within(name, NEVER[package]):
                 wrong.setdefault(module, []).append(name)
     assert not wrong
 
 
+def imports_within(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> those of `sources` that its source imports. `from a import b` imports a.b if that
+    is a module, else a.
+    """
+
+    def imported(node: ast.AST) -> set[str]:
+        if isinstance(node, ast.Import):
+            return {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            return full if full <= sources.keys() else {str(node.module)} | full
+        return set()
+
+    return {
+        module: set().union(*map(imported, ast.walk(ast.parse(source)))) & sources.keys() - {module}
+        for module, source in sources.items()
+    }
+
+
+def test_no_import_circle() -> None:
+    paths = [path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))]
+    names = {
+        p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for p in paths
+    }
+    graph = imports_within({name: path.read_text(encoding="utf-8") for path, name in names.items()})
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize(
+    "late", ["def f():\n    from p import a", "if TYPE_CHECKING:\n    from p.a import X"]
+)
+def test_a_circle_is_found(late: str) -> None:
+    graph = imports_within({"p": "", "p.a": "import p.b", "p.b": late, "p.c": "from p import a, b"})
+    assert graph == {"p": set(), "p.a": {"p.b"}, "p.b": {"p.a"}, "p.c": {"p.a", "p.b"}}
+    with pytest.raises(graphlib.CycleError, match=r"'p\.a'"):
+        graphlib.TopologicalSorter(graph).prepare()
+
+
 def _allowed(name: str, allowed: tuple[str, ...]) -> bool:
     # `from orchestrator import errors` names "orchestrator" too, which by itself is empty.
-    return is_within(name, allowed) or (name == "orchestrator" and any(a.startswith("orchestrator.") for a in allowed))
+    return is_within(name, allowed) or (
+        name == "orchestrator" and any(a.startswith("orchestrator.") for a in allowed)
+    )
 
 
 def test_orchestrator_loads_nothing_heavy() -> None:
-    """Every module of it, the command line included: the orchestrator runs where no torch is."""
+    """Every module of it: the orchestrator runs where no torch is."""
     loaded = loaded_after_importing(modules_of("orchestrator"))
-    assert not loaded & {*HEAVY, "weight_transfer", "trainer_node", "inference_node"}
+    assert not loaded & {*HEAVY, "splice", "weight_transfer", "trainer_node", "inference_node"}
+
+
+def test_what_a_user_imports_and_types_loads_nothing_heavy() -> None:
+    loaded = loaded_after_importing(modules_of("splice"))
+    assert not loaded & {*HEAVY, "weight_transfer", "inference_node"}
+
+
+def test_what_a_user_may_import_stays() -> None:
+    """A name that goes breaks somebody's loop: it may only be added to this list."""
+    import splice
+
+    assert " ".join(splice.__all__) == (
+        "AsyncSpliceClient BatchBuffers ConfigError ContentChanged ExportHfJob ForwardBackwardJob "
+        "ForwardJob ForwardResult "
+        "InitialSyncJob JobFailed LinkLost LoadAdapterJob LoadCheckpointJob LossSpec NodeLost "
+        "OptimParams OptimStepJob ProtocolError "
+        "PublishJob ResyncJob SaveCheckpointJob SpliceClient SpliceError Status TensorSpec "
+        "TrainLoraJob TrainMergedJob "
+        "VerificationError batch_specs"
+    )
+    assert all(getattr(splice, name).__doc__ for name in splice.__all__)
 
 
 def test_weight_transfer_loads_torch_and_message_types_only() -> None:
@@ -96,19 +193,34 @@ def test_weight_transfer_loads_torch_and_message_types_only() -> None:
     modules = [m for m in modules_of("weight_transfer") if m != "weight_transfer.digest_kernels"]
     loaded = loaded_after_importing(modules)
     assert "torch" in loaded
-    assert not loaded & {"megatron", "vllm", "transformers", "trainer_node", "inference_node", "cupy"}
+    assert not loaded & {
+        "megatron",
+        "vllm",
+        "transformers",
+        "trainer_node",
+        "inference_node",
+        "cupy",
+    }
     ours = {n for n in loaded if n.startswith("orchestrator.")}
     assert all(is_within(n, SHARED_BY_ALL) for n in ours), ours
 
 
-@pytest.mark.parametrize("package", ["trainer_node", "inference_node", "weight_transfer", "orchestrator"])
+@pytest.mark.parametrize(
+    "package", ["splice", "trainer_node", "inference_node", "weight_transfer", "orchestrator"]
+)
 def test_importing_a_package_is_light(package: str) -> None:
     """vLLM's plug-in and torchrun's ranks import the package before they know what they need."""
     assert not loaded_after_importing([package]) & set(HEAVY)
 
 
 def test_the_scan_sees_what_it_must(tmp_path: Path) -> None:
-    """The scan itself: imports inside functions and under TYPE_CHECKING count, look-alikes do not."""
-    source = "def f():\n    import vllm.config\nif TYPE_CHECKING:\n    from megatron import core\nimport vllm_like\n"
+    """The scan itself: imports inside functions and under TYPE_CHECKING count, look-
+    alikes do not.
+    """
+    source = "def f():\n    import vllm.config\nif TYPE_CHECKING:\n    from megatron import core\nimport vllm_like\n"  # noqa: E501
     names = imported_names(source, module="x")
-    assert {n for n in names if is_within(n, ("vllm", "megatron"))} == {"vllm.config", "megatron", "megatron.core"}
+    assert {n for n in names if is_within(n, ("vllm", "megatron"))} == {
+        "vllm.config",
+        "megatron",
+        "megatron.core",
+    }

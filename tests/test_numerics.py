@@ -8,7 +8,9 @@ import torch
 from tests.numerics import chain_error_bound, gamma, sum_error_bound, unit_roundoff
 
 
-@pytest.mark.parametrize(("dtype", "u"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float64, 2**-53)])
+@pytest.mark.parametrize(
+    ("dtype", "u"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float64, 2**-53)]
+)
 def test_unit_roundoff(dtype: torch.dtype, u: float) -> None:
     one = torch.ones((), dtype=dtype)
     assert unit_roundoff(dtype) == u and gamma(dtype, 1) == u / (1 - u)
@@ -29,7 +31,9 @@ def test_a_sum_in_any_order_is_within_its_bound_and_a_lost_term_is_not(count: in
 
 
 def test_a_chain_of_products_is_within_its_bound() -> None:
-    """Twelve layers of 64, in fp32 against fp64: the bound holds, and is no more than a hundred times what there is."""
+    """Twelve layers of 64, in fp32 against fp64: the bound holds, and is no more than a hundred
+    times what there is.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(64, 64, generator=generator, dtype=torch.float64) / 8 for _ in range(12)]
     one = torch.randn(500, 64, generator=generator, dtype=torch.float64)
@@ -39,7 +43,9 @@ def test_a_chain_of_products_is_within_its_bound() -> None:
         other = other @ w
         one = one @ w.double()
     found = (one - other).abs().max().item()
-    bound = chain_error_bound(torch.float32, roundings=12 * 64, magnitude=one.square().mean().sqrt().item())
+    bound = chain_error_bound(
+        torch.float32, roundings=12 * 64, magnitude=one.square().mean().sqrt().item()
+    )
     assert found <= bound <= 100 * found
 
 
@@ -47,6 +53,12 @@ def test_a_constant_for_each_term_is_not_a_bound() -> None:
     """26 terms that add up to 152.457: their order alone moves the sum by more than 1e-6 a term."""
     terms = torch.rand(26, generator=torch.Generator().manual_seed(26)) * 6 + 1
     terms *= 152.457 / terms.sum()
-    orders = [torch.randperm(26, generator=torch.Generator().manual_seed(seed)) for seed in range(50)]
+    orders = [
+        torch.randperm(26, generator=torch.Generator().manual_seed(seed)) for seed in range(50)
+    ]
     sums = [sum(terms[order].tolist(), torch.zeros(())).item() for order in orders]
-    assert 26e-6 < max(sums) - min(sums) <= sum_error_bound(torch.float32, count=26, magnitude=terms.max().item())
+    assert (
+        26e-6
+        < max(sums) - min(sums)
+        <= sum_error_bound(torch.float32, count=26, magnitude=terms.max().item())
+    )

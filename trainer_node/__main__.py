@@ -3,11 +3,11 @@
 import os
 import sys
 
-from orchestrator.protocol.parent import die_with_parent
+from orchestrator.processes.parent import die_with_parent
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A killed torchrun's ranks would go on, with their device memory, beside those of the next one.
+        # Without it, the ranks of a killed torchrun would keep their device memory.
         die_with_parent()
     from trainer_node.node import main
 

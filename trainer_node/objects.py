@@ -1,10 +1,12 @@
-"""Small Python values between ranks, without pickle: whoever can write to a rank's socket must not be able to run code there.
+"""Exchanges small Python values between ranks without pickle.
 
-`all_gather` and `broadcast` carry what msgpack knows: None, bool, int, float, str, bytes, and lists, tuples and dicts of these. Lists and tuples
-arrive as tuples.
+A writer to a rank's socket must not be able to run code there.
 
-torch's checkpoint planner and Megatron-Bridge use torch's own object collectives, which unpickle. `restrict_torch` lets these make the
-classes that the two exchange, and nothing else.
+`all_gather` and `broadcast` carry msgpack's types: None, bool, int, float, str, bytes, and lists,
+tuples and dicts of these. Lists and tuples arrive as tuples.
+
+torch's checkpoint planner and Megatron-Bridge use torch's own object collectives, which unpickle.
+`restrict_torch` allows them only the classes that the two exchange.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ def all_gather(value: Any, *, group: Any = None) -> list[Any]:
 
 
 def broadcast(value: Any, *, group: Any = None) -> Any:
-    """Rank 0's value; what the others give does not count. A collective of a group that has rank 0."""
+    """Return rank 0's value on every rank. A collective of a group with rank 0."""
     mine = _packed(value, group)
     size = torch.tensor([mine.numel()], device=mine.device)
     dist.broadcast(size, src=0, group=group)
-    data = mine if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8, device=mine.device)
+    data = (
+        mine
+        if dist.get_rank() == 0
+        else torch.empty(int(size), dtype=torch.uint8, device=mine.device)
+    )
     dist.broadcast(data, src=0, group=group)
     return _unpacked(data)
 
@@ -54,36 +60,47 @@ def _packed(value: Any, group: Any) -> torch.Tensor:
 
 def _unpacked(data: torch.Tensor) -> Any:
     raw = data.cpu().numpy().tobytes()
-    return msgpack.unpackb(raw, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
+    return msgpack.unpackb(
+        raw, use_list=False, strict_map_key=False, unicode_errors="surrogatepass"
+    )
 
 
 # ------------------------------------------------------------ what torch itself unpickles
 
 
 def restrict_torch() -> None:
-    """From here on torch's object collectives make no objects but those of `Unpickler`."""
+    """Limit torch's object collectives to the objects of `Unpickler`."""
     if not hasattr(distributed_c10d, "_unpickler"):
-        raise RuntimeError(f"torch {torch.__version__} unpickles what ranks send elsewhere; trainer_node.objects has to follow")
+        raise RuntimeError(
+            f"torch {torch.__version__} unpickles what ranks send elsewhere; trainer_node.objects "
+            "has to follow"
+        )
     distributed_c10d._unpickler = Unpickler  # type: ignore[attr-defined]
 
 
-_MODULES = frozenset(f"torch.distributed.checkpoint.{name}" for name in ("api", "filesystem", "metadata", "planner", "storage"))
+_MODULES = frozenset(
+    f"torch.distributed.checkpoint.{name}"
+    for name in ("api", "filesystem", "metadata", "planner", "storage")
+)
 _TRACEBACK = (traceback.FrameSummary, traceback.StackSummary)
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
 
 
 class Unpickler(pickle.Unpickler):
-    """Makes plain values, torch's checkpoint plans, and exceptions of modules that are imported already."""
+    """Makes plain values, torch's checkpoint plans, and exceptions of imported modules."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class or dtype that may be made."""
+        """Return a class or dtype that may be made."""
         found = getattr(sys.modules.get(module), name, None)  # never imports
         if (module, name) == ("builtins", "getattr"):
             return enum_member
-        if isinstance(found, torch.dtype) or (module, name) == ("torch.serialization", "_get_layout"):
+        if isinstance(found, torch.dtype) or (module, name) == (
+            "torch.serialization",
+            "_get_layout",
+        ):
             return found
         if not isinstance(found, type) or not _may_be_made(found):
-            raise pickle.UnpicklingError(f"{module}.{name} has no business between trainer ranks")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed between trainer ranks")
         return found
 
 
@@ -94,7 +111,7 @@ def _may_be_made(kind: type) -> bool:
 
 
 def enum_member(kind: Any, name: str) -> enum.Enum:
-    """What `getattr` is for in a pickle of Python 3.11.0 to 3.11.3, which writes an enum's member so; for anything else it is not to be had."""
+    """Replace `getattr` in a pickle: Python 3.11.0 to 3.11.3 writes an enum's member with it."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) has no business in a pickle")
+        raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) is not allowed in a pickle")
     return kind[name]

@@ -1,1 +1,4 @@
-"""Merged tensors in, bytes on the wire. Imports torch (and cupy for NCCL), nothing of the other packages but message types."""
+"""Sends merged tensors over NCCL or TCP, and digests them.
+
+This package imports torch, cupy for NCCL, and the message types of `orchestrator.protocol`.
+"""

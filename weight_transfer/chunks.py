@@ -1,8 +1,11 @@
-"""The trainer's end of a publication in the receiver's own order: chunks are merged straight into a ring and leave from there.
+"""The trainer's end of a publication: merges chunks into a ring buffer, sends and digests them.
 
-The receiver says which tensors travel side by side (`WireLayout`), so that they arrive in place. `fill(k, out_B)` writes chunk k's merged
-bytes. On CUDA three streams run: filling chunk k+1, the wire of chunk k, and the digest of what leaves; the host only queues. The
-ring holds at most `RING_BYTES`. A chunk that lies somewhere already (an embedding without an adapter) leaves from there.
+The receiver's `WireLayout` groups tensors into chunks, so that they arrive in place.
+`fill(k, out_B)` writes the merged bytes of chunk k. On CUDA three streams run side by side: one
+fills chunk k+1, one sends chunk k, one digests what is sent. The host only queues the work.
+The ring holds at most `RING_BYTES`. A chunk that already has its bytes in memory (an embedding
+without an adapter) is sent from there. Any failure aborts every group, so no replica waits for the
+second half of a version.
 
 Axes: B = bytes, N = tensors of the manifest.
 """
@@ -10,18 +13,20 @@ Axes: B = bytes, N = tensors of the manifest.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from orchestrator.errors import ManifestError, TransferTimeout
+from orchestrator.errors import ManifestError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
+from weight_transfer.cuda_events import wait_for_event
 from weight_transfer.digest import PreparedDigest
-from weight_transfer.groups import GroupOwner, TransferGroup, wait_for_event
+from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import view_of
-from weight_transfer.sender import SendReport, named_replica
 
 RING_BYTES = 2 * 2**30
 RING_CHUNKS = 3
@@ -29,15 +34,31 @@ RING_CHUNKS = 3
 RING_ALIGN = 512
 Fill = Callable[[int, torch.Tensor], None]
 _Use = tuple[str | None, torch.cuda.Event]
-"""A chunk on its way to a replica, or (None) being digested; until the event."""
+"""(replica, event): until the event, the chunk is being sent to the replica, or digested (None)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """What was sent. `digests_N` is int64 on the CPU, in manifest order.
+
+    `seconds` that the sending thread spent: "fill", "digest", "wire" (waiting for the groups),
+    "total". On CUDA "fill" and "digest" only queue work, which then runs beside the wire.
+    """
+
+    digests_N: torch.Tensor
+    nbytes: int
+    seconds: dict[str, float]
 
 
 def ring_bytes(sizes: Sequence[int], usual: int, *, at_once: int) -> int:
-    """Room for `at_once` usual chunks, or for the largest and a usual one beside it; at most `RING_BYTES`, unless one chunk needs more. Pure.
+    """Bytes of a ring for `at_once` usual chunks, or for the largest and a usual one. Pure.
+
+    The ring exceeds `RING_BYTES` only if a single chunk does.
 
     Args:
         sizes: bytes of every chunk.
-        usual: of the largest that is not an outlier (a tensor larger than what chunks are cut to, as an embedding).
+        usual: bytes of the largest chunk of several tensors. A single tensor, such as an
+            embedding, can be larger.
     """
     sizes = [_aligned(s) for s in sizes]
     largest, usual = max(sizes), _aligned(usual)
@@ -46,7 +67,7 @@ def ring_bytes(sizes: Sequence[int], usual: int, *, at_once: int) -> int:
 
 
 def ring_places(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Where each chunk begins: behind the one before it, or at the front where it would not fit. Pure."""
+    """Offset of each chunk: behind the previous one, or 0 where it would not fit. Pure."""
     places, at = [], 0
     for size in sizes:
         at = 0 if at + size > capacity else at
@@ -59,14 +80,16 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // RING_ALIGN) * RING_ALIGN
 
 
-class ChunkSender(GroupOwner):
+class ChunkSender:
     """Sends one manifest in one layout, again and again.
 
     Args:
-        groups: replica's node id -> its joined group (rank 0). Owned from here on: `close` closes them.
+        groups: replica's node id -> its joined group (rank 0). `close` closes them.
         chunks: manifest indices of each chunk; every tensor of the manifest once.
-        fill: writes the merged bytes of a chunk into a uint8 buffer; on CUDA queues that on the current stream. It is called for every chunk, in order.
-        lies_at: the memory that has a chunk's bytes already, today; None: it is to be filled. Which chunks these are never changes.
+        fill: writes the merged bytes of a chunk into a uint8 buffer. On CUDA it queues the work on
+            the current stream. The sender calls it for every chunk, in order.
+        resident: returns the memory that already holds a chunk's bytes, or None for a chunk to be
+            filled. The set of resident chunks never changes; their addresses may.
 
     Raises:
         ManifestError: the chunks are not a partition of the manifest.
@@ -80,49 +103,63 @@ class ChunkSender(GroupOwner):
         chunks: Sequence[Sequence[int]],
         fill: Fill,
         device: torch.device | str,
-        lies_at: Callable[[int], torch.Tensor | None] = lambda _: None,
+        resident: Callable[[int], torch.Tensor | None] = lambda _: None,
     ) -> None:
         if sorted(i for c in chunks for i in c) != list(range(len(manifest.tensors))):
             raise ManifestError(
-                f"the layout's {len(chunks)} chunks are not a partition of the manifest's {len(manifest.tensors)} tensors"
+                f"the layout's {len(chunks)} chunks do not hold each of the manifest's "
+                f"{len(manifest.tensors)} tensors exactly once"
             )
-        super().__init__(groups)
-        self._manifest, self._fill, self._lies_at, self._device = manifest, fill, lies_at, torch.device(device)
+        self._groups = dict(groups)
+        self._aborted: str | None = None
+        self._lock = threading.Lock()
+        self._manifest, self._fill, self._resident = manifest, fill, resident
+        self._device = torch.device(device)
         self._chunks = [tuple(c) for c in chunks]
         self._nbytes = [sum(manifest.tensors[i].nbytes for i in c) for c in self._chunks]
         self._is_cuda = self._device.type == "cuda"
-        self._is_lying = [lies_at(k) is not None for k in range(len(self._chunks))]
-        in_ring = [0 if lying else n for n, lying in zip(self._nbytes, self._is_lying, strict=True)]
-        usual = max((n for n, c in zip(in_ring, self._chunks, strict=True) if len(c) > 1), default=max(in_ring))
+        self._is_resident = [resident(k) is not None for k in range(len(self._chunks))]
+        in_ring = [0 if r else n for n, r in zip(self._nbytes, self._is_resident, strict=True)]
+        usual = max(
+            (n for n, c in zip(in_ring, self._chunks, strict=True) if len(c) > 1),
+            default=max(in_ring),
+        )
         capacity = ring_bytes(in_ring, usual, at_once=RING_CHUNKS if self._is_cuda else 1)
         self._places = ring_places(in_ring, capacity)
         self._ring_B = torch.empty(capacity, dtype=torch.uint8, device=self._device)
-        self._digests = [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
+        self._digests = (
+            [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []
+        )
         self._digested_at = [self._buffer(k).data_ptr() for k in range(len(self._chunks))]
-        """Where each digest's table says that its chunk is."""
-        self._streams = (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)) if self._is_cuda else None
+        """Address of each chunk in its digest's table."""
+        self._streams = (
+            (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device))
+            if self._is_cuda
+            else None
+        )
         for stream in self._streams or ():
-            # A send that failed may leave work queued: the memory is not given away before it is done.
+            # A failed send may leave work queued, which must end before the memory is reused.
             self._ring_B.record_stream(stream)
         self._busy: deque[tuple[int, list[_Use]]] = deque()
-        """Chunks that have not left the ring, oldest first, and what has yet to be done with them."""
+        """Chunks that still occupy the ring, oldest first, with their pending uses."""
 
     def _buffer(self, k: int) -> torch.Tensor:
-        """Chunk k's part of the ring, or where it lies."""
-        if self._is_lying[k]:
-            there_B = self._lies_at(k)
-            assert there_B is not None, f"chunk {k} lay in memory when the ring was planned, which has no room for it"
-            return there_B
+        """Chunk k's part of the ring, or its resident memory."""
+        if self._is_resident[k]:
+            resident_B = self._resident(k)
+            assert resident_B is not None, f"chunk {k} was resident when the ring was planned"
+            return resident_B
         return self._ring_B[self._places[k] : self._places[k] + self._nbytes[k]]
 
     def _views(self, k: int) -> list[torch.Tensor]:
-        """Chunk k's tensors, in the ring or where they lie."""
+        """Views of chunk k's tensors."""
         buffer_B, offset, views = self._buffer(k), 0, []
         for index in self._chunks[k]:
             spec = self._manifest.tensors[index]
             if offset % DTYPE_BYTES[spec.dtype]:
                 raise ManifestError(
-                    f"{spec.name} ({spec.dtype}) would lie at byte {offset} of a chunk, which its element size does not divide"
+                    f"{spec.name} ({spec.dtype}) would begin at byte {offset} of a chunk, "
+                    "which is no multiple of its element size"
                 )
             views.append(view_of(buffer_B, spec, offset))
             offset += spec.nbytes
@@ -135,7 +172,8 @@ class ChunkSender(GroupOwner):
         """Send every chunk to every group.
 
         Raises:
-            TransferTimeout, TransferAborted, TransferError: the wire; names the replica. Every group is then aborted.
+            TransferTimeout, TransferAborted, TransferError: the text names the replica. Every
+                group is then aborted.
         """
         self._raise_if_aborted()
         try:
@@ -143,6 +181,33 @@ class ChunkSender(GroupOwner):
         except BaseException as error:
             self.abort(f"{type(error).__name__}: {error}")
             raise
+
+    def abort(self, reason: str) -> None:
+        """End every group and a running `send`, from any thread. The first reason counts."""
+        self._note(reason)
+        for group in list(self._groups.values()):
+            group.abort(reason)
+
+    def release(self) -> None:
+        """Leave the groups open for another sender. This one then refuses use."""
+        self._note("the sender was replaced")
+        self._groups.clear()
+
+    def close(self) -> None:
+        """Close every group. Safe to call twice."""
+        self._note("the sender is closed")
+        for group in list(self._groups.values()):
+            group.close()
+        self._groups.clear()
+
+    def _note(self, reason: str) -> None:
+        with self._lock:
+            if self._aborted is None:
+                self._aborted = reason
+
+    def _raise_if_aborted(self) -> None:
+        if self._aborted is not None:
+            raise TransferAborted(f"transfer aborted: {self._aborted}")
 
     # ------------------------------------------------------------ one send
 
@@ -181,7 +246,7 @@ class ChunkSender(GroupOwner):
     def _broadcast(self, k: int, deadline: float) -> list[_Use]:
         uses: list[_Use] = []
         for name, group in self._groups.items():
-            with named_replica(name):
+            with _named_replica(name):
                 if self._streams is None:
                     group.broadcast(self._buffer(k), deadline_s=self._left_s(deadline))
                     continue
@@ -192,12 +257,12 @@ class ChunkSender(GroupOwner):
         return uses
 
     def _digest(self, k: int, digests_N: torch.Tensor) -> list[_Use]:
-        """Of what leaves, from the ring, beside the wire."""
+        """Digest chunk k's bytes from the ring, beside the wire."""
         if self._streams is None:
             PreparedDigest(self._views(k), rows=self._chunks[k]).launch(digests_N)
             return []
         filling, digesting = self._streams
-        if self._is_lying[k] and (at := self._buffer(k).data_ptr()) != self._digested_at[k]:
+        if self._is_resident[k] and (at := self._buffer(k).data_ptr()) != self._digested_at[k]:
             self._digests[k], self._digested_at[k] = self._prepare(k), at
         digesting.wait_stream(filling)
         with torch.cuda.stream(digesting):
@@ -207,12 +272,15 @@ class ChunkSender(GroupOwner):
         return [(None, event)]
 
     def _wait_for_room(self, k: int, deadline: float) -> None:
-        """Until no earlier chunk is where chunk k goes; they leave in their order."""
-        if self._is_lying[k]:
+        """Wait until no earlier chunk occupies chunk k's place. Chunks leave in order."""
+        if self._is_resident[k]:
             return
         first, end = self._places[k], self._places[k] + self._nbytes[k]
         while any(
-            not self._is_lying[j] and self._places[j] < end and first < self._places[j] + self._nbytes[j] for j, _ in self._busy
+            not self._is_resident[j]
+            and self._places[j] < end
+            and first < self._places[j] + self._nbytes[j]
+            for j, _ in self._busy
         ):
             self._wait_for_oldest(deadline)
 
@@ -220,18 +288,32 @@ class ChunkSender(GroupOwner):
         _, uses = self._busy.popleft()
         for name, event in uses:
             if name is None:
-                late = "the digest of a chunk was not done before the send's deadline; the GPU is stuck"
-                wait_for_event(event, deadline_s=self._left_s(deadline), check=self._raise_if_aborted, late=late)
+                late = "a chunk's digest missed the send's deadline; the GPU is stuck"
+                wait_for_event(
+                    event,
+                    deadline_s=self._left_s(deadline),
+                    check=self._raise_if_aborted,
+                    late=late,
+                )
                 continue
-            with named_replica(name):
+            with _named_replica(name):
                 self._groups[name].synchronize(event, deadline_s=self._left_s(deadline))
 
     def _left_s(self, deadline: float) -> float:
         self._raise_if_aborted()
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise TransferTimeout("the send's deadline passed before all chunks had left")
+            raise TransferTimeout("the deadline passed before all chunks were sent")
         return left_s
+
+
+@contextlib.contextmanager
+def _named_replica(replica: str) -> Iterator[None]:
+    """Prefix the text of a transfer error with the replica's name."""
+    try:
+        yield
+    except TransferError as error:
+        raise type(error)(f"replica {replica!r}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -1,50 +1,48 @@
-"""Copies of strided parts of a byte buffer into tensors that stay where they are: all of a chunk's in a few launches.
+"""Copies strided parts of a byte buffer into fixed tensors: a whole chunk in a few launches.
 
-Where the parts lie and where they go is worked out once; the buffer may be another one each time, so that a ring of two does. On CUDA a
-Triton kernel walks over a table of all parts (`copy_kernels`); without Triton, and on the CPU, it is `torch._foreach_copy_`.
+Sources and targets are planned once. The buffer may change from launch to launch, so a ring of two
+suffices. On CUDA a Triton kernel walks a table of all parts (`copy_kernels`). On the CPU, and
+without Triton, `torch._foreach_copy_` does the same.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Elements of a buffer and the view they are copied to: the element at j of `target` is the one at offset + sum_d j_d * strides[d]."""
-
-    target: torch.Tensor
-    offset_bytes: int
-    """Of the first element."""
-    strides: tuple[int, ...]
-    """In elements of the target's dtype."""
+from weight_transfer.strides import Part
 
 
 class PreparedCopy:
-    """Copies from a buffer to the targets of `parts`, again and again.
+    """A reusable copy from a buffer to the targets of `parts`.
 
     Args:
-        parts: their targets must lie on one device, and neither move nor be freed while this is in use.
+        parts: all targets are on one device. They must neither move nor be freed while the copy is
+            in use.
 
     Raises:
-        ValueError: a part does not lie at a multiple of its element size.
+        ValueError: a part's offset is no multiple of its element size.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         for part in parts:
             if part.offset_bytes % part.target.element_size():
-                raise ValueError(f"a part of {part.target.dtype} would lie at byte {part.offset_bytes} of its buffer")
+                raise ValueError(
+                    f"a part of {part.target.dtype} would begin at byte {part.offset_bytes}, "
+                    "which is no multiple of its element size"
+                )
         self._parts = [p for p in parts if p.target.numel()]
         kernels = _kernels() if self._parts and self._parts[0].target.is_cuda else None
         self._launches = [] if kernels is None else kernels.prepare(self._parts)
 
     def launch(self, buffer_B: torch.Tensor) -> None:
-        """Copy every part; queued on the current stream. `buffer_B` (uint8, on the targets' device) must live until that is through."""
+        """Queue the copy of every part on the current stream.
+
+        `buffer_B` (uint8, on the targets' device) must live until the copy is done.
+        """
         if self._launches:
             for launch in self._launches:
                 launch(buffer_B)
@@ -55,7 +53,11 @@ class PreparedCopy:
         for dtype, parts in by_dtype.items():
             flat = buffer_B[: buffer_B.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
             sources = [
-                flat.as_strided(p.target.shape, p.strides, flat.storage_offset() + p.offset_bytes // dtype.itemsize)
+                flat.as_strided(
+                    p.target.shape,
+                    p.strides,
+                    flat.storage_offset() + p.offset_bytes // dtype.itemsize,
+                )
                 for p in parts
             ]
             torch._foreach_copy_([p.target for p in parts], sources)
@@ -63,7 +65,7 @@ class PreparedCopy:
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """The Triton kernel, or None where Triton is not installed."""
+    """The Triton kernels, or None where Triton is not installed."""
     try:
         import triton  # noqa: F401  - only to see whether it is there
     except ImportError:

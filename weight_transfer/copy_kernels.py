@@ -1,7 +1,8 @@
-"""The Triton kernel of `copies`: strided parts of a byte buffer to where a table says, one launch for all parts of a kind.
+"""The Triton kernel of `copies`: one launch copies all parts of a kind from a byte buffer.
 
-Each program copies one tile of one part, in pieces as wide as addresses and strides of that part allow (at most 8 bytes an element: a warp
-then moves 256 bytes at a time). The kernel carries no annotations, which Triton would take for globals. Axes: R = parts, B = blocks.
+Each program copies one tile of one part. It uses the widest elements that the part's addresses and
+strides allow, up to 8 bytes: a warp then moves 256 bytes at a time. The kernel has no annotations,
+because Triton would take them for globals. Axes: R = parts, B = blocks.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from weight_transfer.copies import Part
 from weight_transfer.digest_kernels import UNSIGNED
-from weight_transfer.strides import Box, block_table, boxes_2d, tile_of
+from weight_transfer.strides import Box, Part, block_table, boxes_2d, tile_of
 
 BLOCK = 4096
 FIELDS = 8
-"""Of a table's row: target address, source offset in bytes, rows, columns, then row and column strides of target and source."""
+"""Fields of a table row.
+
+They are: target address, source offset in bytes, rows, columns, then row and column strides of the
+target and of the source.
+"""
 
 
 @triton.jit
@@ -54,28 +58,33 @@ def _copy_kernel(
 
 
 def prepare(parts: Sequence[Part]) -> list[Callable[[torch.Tensor], None]]:
-    """Launches that copy every part from a buffer; tables are made and uploaded here, once."""
+    """Launches that copy every part from a buffer. Their tables are made and uploaded here."""
     kinds: dict[tuple[int, bool, tuple[int, int]], list[list[int]]] = {}
     for part in parts:
         size = part.target.element_size()
         for box in boxes_2d(part.target.shape, part.target.stride(), part.strides):
             width, entry = _entry(box, part.target.data_ptr(), part.offset_bytes, size)
-            kinds.setdefault((width, box.column == (1, 1), tile_of(entry[3], BLOCK)), []).append(entry)
+            kinds.setdefault((width, box.column == (1, 1), tile_of(entry[3], BLOCK)), []).append(
+                entry
+            )
     device = parts[0].target.device
-    return [_launch(table, width, is_dense, tile, device) for (width, is_dense, tile), table in kinds.items()]
+    return [
+        _launch(table, width, is_dense, tile, device)
+        for (width, is_dense, tile), table in kinds.items()
+    ]
 
 
 def _entry(box: Box, address: int, offset: int, size: int) -> tuple[int, list[int]]:
-    """(bytes of an element as it is copied, the table's row): dense columns are copied as the widest integers that fit."""
+    """(bytes per copied element, table row). Dense columns are copied as the widest integers."""
     target, source = address + box.start[0] * size, offset + box.start[1] * size
     width = size
     if box.column == (1, 1):
         every = target | source | box.columns * size | box.row[0] * size | box.row[1] * size
         width = max(size, min(8, every & -every))
     row = [step * size // width for step in box.row]
-    return width, [
-        target, source, box.rows, box.columns * size // width, row[0], box.column[0], row[1], box.column[1]
-    ]  # fmt: skip
+    columns = box.columns * size // width
+    strides = [row[0], box.column[0], row[1], box.column[1]]
+    return width, [target, source, box.rows, columns, *strides]
 
 
 def _launch(
@@ -84,11 +93,15 @@ def _launch(
     table_R8 = torch.tensor(table, dtype=torch.int64).view(len(table), FIELDS)
     blocks_B2 = block_table(table_R8[:, 2], table_R8[:, 3], tile)
     on_device, grid = (table_R8.to(device), blocks_B2.to(device)), (len(blocks_B2),)
+    constants = {
+        "DTYPE": UNSIGNED[width],
+        "IS_DENSE": is_dense,
+        "BLOCK_R": tile[0],
+        "BLOCK_C": tile[1],
+    }
 
     def launch(buffer_B: torch.Tensor) -> None:
         with torch.cuda.device_of(buffer_B):
-            _copy_kernel[grid](
-                *on_device, buffer_B, DTYPE=UNSIGNED[width], IS_DENSE=is_dense, BLOCK_R=tile[0], BLOCK_C=tile[1], num_warps=8
-            )  # fmt: skip
+            _copy_kernel[grid](*on_device, buffer_B, **constants, num_warps=8)
 
     return launch

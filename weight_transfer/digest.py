@@ -2,18 +2,20 @@
 
     digest(T) = sum_i mix(bits(T[i]), i)  mod 2^64          i = row-major index in the HF tensor
 
-So the trainer digests `q_proj` whole, the inference workers digest the slices of it that lie in their fused, sharded kernel tensors,
-and the sums must be equal. `mix(., i)` is a bijection of the bits, so a single changed element always changes the digest;
-anything else that changes goes unseen with a chance of 2^-64. Elements are taken by their bits: -0.0 is not 0.0, and NaN payloads count.
+The trainer digests `q_proj` whole. The inference workers digest its slices in their fused, sharded
+kernel tensors. The sums must be equal. `mix(., i)` is a bijection of the bits, so one changed
+element always changes the digest. Any other change goes unseen with a chance of 2^-64. A digest
+reads bits: -0.0 differs from 0.0, and NaN payloads count.
 
     >>> w_OI = torch.randn(8, 4)
     >>> top, bottom = w_OI[:4], w_OI[4:]
-    >>> parts = region_digest(top, first_index=0, index_strides=(4, 1)) + region_digest(bottom, first_index=16, index_strides=(4, 1))
-    >>> bool(parts == tensor_digest(w_OI))
+    >>> total = region_digest(top, first_index=0, index_strides=(4, 1))
+    >>> total += region_digest(bottom, first_index=16, index_strides=(4, 1))
+    >>> bool(total == tensor_digest(w_OI))
     True
 
-uint64 arithmetic is done in int64, which wraps around the same way. On CUDA a Triton kernel gives exactly the numbers of the torch
-path; no call waits for the GPU.
+uint64 arithmetic runs in int64, which wraps around the same way. On CUDA a Triton kernel returns
+exactly the numbers of the torch path. No call waits for the GPU.
 """
 
 from __future__ import annotations
@@ -25,46 +27,48 @@ from types import ModuleType
 
 import torch
 
+from weight_transfer.splitmix import GOLDEN, MUL_1, MUL_2, SPREAD
 from weight_transfer.strides import boxes_2d
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements that the torch path holds as int64 at a time (about 3 * 8 MiB of scratch)."""
+"""Elements that the torch path holds as int64 at a time, about 3 * 8 MiB of scratch."""
 
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-# splitmix64: the state's increment, then the finaliser's two multipliers. SPREAD (odd) lifts 8..32-bit elements into 64 bits.
-GOLDEN = 0x9E3779B97F4A7C15
-MUL_1 = 0xBF58476D1CE4E5B9
-MUL_2 = 0x94D049BB133111EB
-SPREAD = 0xD6E8FEB86659FD93
-
 _INT_VIEW: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_digest(t: torch.Tensor) -> torch.Tensor:
-    """Digest of a whole HF tensor, any shape, strides and dtype; an int64 0-dim tensor on `t`'s device."""
+    """Digest of a whole HF tensor of any shape, strides and dtype.
+
+    Returns an int64 0-dim tensor on `t`'s device.
+    """
     if t.is_contiguous():
         return region_digest(t.reshape(-1), first_index=0, index_strides=(1,))
     return region_digest(t, first_index=0, index_strides=row_major_strides(t.shape))
 
 
-def region_digest(region: torch.Tensor, *, first_index: int, index_strides: Sequence[int]) -> torch.Tensor:
-    """Digest of a part of an HF tensor; an int64 0-dim tensor on the region's device.
+def region_digest(
+    region: torch.Tensor, *, first_index: int, index_strides: Sequence[int]
+) -> torch.Tensor:
+    """Digest of a part of an HF tensor, as an int64 0-dim tensor on the region's device.
 
     Args:
         region: any rank, strides and dtype.
-        first_index: row-major index in the HF tensor of the region's element (0, ..., 0).
-        index_strides: one per dimension; element j is element first_index + sum_d j_d * index_strides[d] of the HF tensor.
+        first_index: row-major index, in the HF tensor, of the region's element (0, ..., 0).
+        index_strides: one per dimension. Element j of the region has index
+            first_index + sum_d j_d * index_strides[d] in the HF tensor.
 
     Raises:
         ValueError: `index_strides` does not have one entry per dimension.
     """
     if len(index_strides) != region.dim():
         raise ValueError(
-            f"region of shape {tuple(region.shape)} needs {region.dim()} index strides, got {tuple(index_strides)}"
+            f"a region of shape {tuple(region.shape)} needs {region.dim()} index strides, "
+            f"got {tuple(index_strides)}"
         )
     bits = region.detach().view(_int_dtype(region.dtype))
     strides = tuple(int(s) for s in index_strides)
@@ -78,16 +82,21 @@ def region_digest(region: torch.Tensor, *, first_index: int, index_strides: Sequ
 
 
 def digest_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Digests of N whole tensors, all on one device: int64 [N] there. On CUDA one kernel launch per element size."""
+    """Digests of N whole tensors on one device, as int64 [N] on that device.
+
+    On CUDA each element size takes one kernel launch.
+    """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
     device = tensors[0].device
     if any(t.device != device for t in tensors):
-        raise ValueError(f"digest_many wants tensors of one device, got {sorted({str(t.device) for t in tensors})}")
+        raise ValueError(
+            f"tensors of one device expected, got {sorted({str(t.device) for t in tensors})}"
+        )
     kernels = _kernels() if device.type == "cuda" else None
     if kernels is None:
         return torch.stack([tensor_digest(t) for t in tensors])
-    # .contiguous() copies the few strided ones; `whole` keeps the copies alive until the kernels are queued.
+    # .contiguous() copies strided tensors. `whole` keeps the copies until the kernels are queued.
     whole = [t.detach().contiguous() for t in tensors]
     out_N = torch.zeros(len(whole), dtype=torch.int64, device=device)
     by_size: dict[int, list[int]] = {}
@@ -95,18 +104,21 @@ def digest_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if t.numel():
             by_size.setdefault(t.element_size(), []).append(n)
     for size, rows in by_size.items():
-        table_R3 = torch.tensor([[whole[n].data_ptr(), whole[n].numel(), n] for n in rows], dtype=torch.int64)
+        table_R3 = torch.tensor(
+            [[whole[n].data_ptr(), whole[n].numel(), n] for n in rows], dtype=torch.int64
+        )
         kernels.launch_many(table_R3=table_R3, element_bytes=size, out_N=out_N)
     return out_N
 
 
 class PreparedDigest:
-    """`region_digest` of tensors that stay where they are, with all its tables made once: a launch costs some microseconds of host time.
+    """A reusable `region_digest` of fixed tensors. A launch costs microseconds of host time.
 
     Args:
-        tensors: on one device; their storage must neither move nor be freed while this is in use.
-        rows: where each tensor's digest is added in the output.
-        origins: (first_index, index_strides) of each, as `region_digest` takes them; None: whole HF tensors, contiguous.
+        tensors: all on one device. Their storage must neither move nor be freed while in use.
+        rows: index in the output to which each tensor's digest is added.
+        origins: each tensor's (first_index, index_strides), as `region_digest` takes them. None:
+            the tensors are whole HF tensors, contiguous.
 
     Raises:
         ValueError: without `origins` a tensor is not contiguous.
@@ -122,17 +134,26 @@ class PreparedDigest:
         if origins is None and any(not t.is_contiguous() for t in tensors):
             raise ValueError("a prepared digest of whole tensors reads contiguous ones only")
         self._tensors, self._rows = list(tensors), list(rows)
-        self._origins = [(0, row_major_strides(t.shape)) for t in tensors] if origins is None else list(origins)
+        self._origins = (
+            [(0, row_major_strides(t.shape)) for t in tensors] if origins is None else list(origins)
+        )
         kernels = _kernels() if tensors and tensors[0].is_cuda else None
-        self._launches = [] if kernels is None else kernels.prepare(self._tensors, self._rows, self._origins)
+        self._launches = (
+            [] if kernels is None else kernels.prepare(self._tensors, self._rows, self._origins)
+        )
 
     def launch(self, out_N: torch.Tensor) -> None:
-        """Add every tensor's digest to its row of out_N (int64, zeroed by the caller); queued on the current stream."""
+        """Queue the digests on the current stream; each is added to its row of out_N.
+
+        out_N is int64; the caller zeroes it.
+        """
         if self._launches:
             for launch in self._launches:
                 launch(out_N)
             return
-        for row, tensor, (first, strides) in zip(self._rows, self._tensors, self._origins, strict=True):
+        for row, tensor, (first, strides) in zip(
+            self._rows, self._tensors, self._origins, strict=True
+        ):
             out_N[row] += region_digest(tensor, first_index=first, index_strides=strides)
 
 
@@ -154,8 +175,13 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 # ------------------------------------------------------------ torch path
 
 
-def _sum_of_mixes(bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]) -> torch.Tensor:
-    """Sum of mixes over an integer tensor of any rank, in chunks: cuts the longest dimension until a piece is small enough."""
+def _sum_of_mixes(
+    bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]
+) -> torch.Tensor:
+    """Sum of mixes over an integer tensor of any rank.
+
+    Cuts the longest dimension until a piece has at most CHUNK_ELEMENTS.
+    """
     if bits.numel() <= CHUNK_ELEMENTS:
         return _chunk_digest(bits, first_index, index_strides)
     dim = max(range(bits.dim()), key=lambda d: bits.shape[d])
@@ -168,13 +194,20 @@ def _sum_of_mixes(bits: torch.Tensor, first_index: int, index_strides: tuple[int
     return total
 
 
-def _chunk_digest(bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]) -> torch.Tensor:
-    z = torch.full((1,) * bits.dim(), _signed(((first_index + 1) * GOLDEN) % (1 << 64)), dtype=torch.int64, device=bits.device)
+def _chunk_digest(
+    bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]
+) -> torch.Tensor:
+    z = torch.full(
+        (1,) * bits.dim(),
+        _signed(((first_index + 1) * GOLDEN) % (1 << 64)),
+        dtype=torch.int64,
+        device=bits.device,
+    )
     for d, stride in enumerate(index_strides):
         steps = torch.arange(bits.shape[d], dtype=torch.int64, device=bits.device)
         steps *= _signed((stride * GOLDEN) % (1 << 64))
         z = z + steps.view([-1 if e == d else 1 for e in range(bits.dim())])
-    x = bits.to(torch.int64, copy=True)  # a copy also where it is int64 already: the rest works in place
+    x = bits.to(torch.int64, copy=True)  # always a copy, since the rest works in place
     if bits.element_size() < 8:
         x &= (1 << (8 * bits.element_size())) - 1  # int16/int32 views are sign-extended
     x *= _signed(SPREAD)
@@ -188,7 +221,7 @@ def _chunk_digest(bits: torch.Tensor, first_index: int, index_strides: tuple[int
 
 
 def _xor_shift(x: torch.Tensor, shift: int) -> None:
-    """x ^= x >> shift in place, the shift a logical one (torch's on int64 is arithmetic)."""
+    """x ^= x >> shift, in place and logical (torch's int64 shift is arithmetic)."""
     x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
@@ -197,7 +230,7 @@ def _xor_shift(x: torch.Tensor, shift: int) -> None:
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """The Triton kernels, or None where Triton is not installed (the torch path gives the same numbers)."""
+    """The Triton kernels, or None without Triton. The torch path returns the same numbers."""
     try:
         import triton  # noqa: F401  - only to see whether it is there
     except ImportError:
@@ -207,8 +240,10 @@ def _kernels() -> ModuleType | None:
     return digest_kernels
 
 
-def _as_2d(bits: torch.Tensor, index_strides: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]] | None:
-    """The same elements with dimensions merged to two, or None if they do not merge."""
+def _as_2d(
+    bits: torch.Tensor, index_strides: tuple[int, ...]
+) -> tuple[torch.Tensor, tuple[int, int]] | None:
+    """The same elements as a two-dimensional view, or None if the dimensions do not merge."""
     box, *more = itertools.islice(boxes_2d(bits.shape, bits.stride(), index_strides), 2)
     if more:
         return None
@@ -216,9 +251,13 @@ def _as_2d(bits: torch.Tensor, index_strides: tuple[int, ...]) -> tuple[torch.Te
     return bits.as_strided((box.rows, box.columns), memory), (index[0], index[1])
 
 
-def _triton_digest(bits_RC: torch.Tensor, index_strides: tuple[int, int], *, first_index: int) -> torch.Tensor:
+def _triton_digest(
+    bits_RC: torch.Tensor, index_strides: tuple[int, int], *, first_index: int
+) -> torch.Tensor:
     kernels = _kernels()
     assert kernels is not None
     out = torch.zeros(1, dtype=torch.int64, device=bits_RC.device)
-    kernels.launch_region(bits_RC=bits_RC, first_index=first_index, index_strides=index_strides, out=out)
+    kernels.launch_region(
+        bits_RC=bits_RC, first_index=first_index, index_strides=index_strides, out=out
+    )
     return out[0]

@@ -1,7 +1,8 @@
-"""Triton kernels of `digest`: the same numbers as its torch path, at the memory's speed. Imported only where Triton is installed.
+"""Triton kernels of `digest`: the numbers of its torch path, at memory speed.
 
-Each program mixes one block of elements, sums it and adds the sum to the tensor's digest with one 64-bit atomic; integer addition
-commutes, so the result does not depend on the order. The kernels carry no annotations, which Triton would take for globals.
+Imported only where Triton is installed. Each program mixes and sums one block of elements. It adds
+the sum to the tensor's digest with one 64-bit atomic. Integer addition commutes, so the order does
+not matter. The kernels have no annotations, because Triton would take them for globals.
 Axes: R = rows of a region, C = its columns; N = tensors.
 """
 
@@ -15,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from weight_transfer import digest
+from weight_transfer import splitmix
 from weight_transfer.strides import Box, block_table, boxes_2d, tile_of
 
-GOLDEN: Any = tl.constexpr(digest.GOLDEN)
-SPREAD: Any = tl.constexpr(digest.SPREAD)
-MUL_1: Any = tl.constexpr(digest.MUL_1)
-MUL_2: Any = tl.constexpr(digest.MUL_2)
+GOLDEN: Any = tl.constexpr(splitmix.GOLDEN)
+SPREAD: Any = tl.constexpr(splitmix.SPREAD)
+MUL_1: Any = tl.constexpr(splitmix.MUL_1)
+MUL_2: Any = tl.constexpr(splitmix.MUL_2)
 BLOCK = 4096
 PREPARED_BLOCK = 8192
 UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
@@ -80,7 +81,12 @@ def _many_kernel(table_ptr, block_table_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK
 
 @triton.jit
 def _prepared_kernel(
-    table_ptr, block_table_ptr, out_ptr, ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    table_ptr,
+    block_table_ptr,
+    out_ptr,
+    ELEMENT_BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(block_table_ptr + 2 * program).to(tl.int64)
@@ -91,7 +97,7 @@ def _prepared_kernel(
     first = tl.load(table_ptr + 4 * row + 3)
     start = block * BLOCK
     i = start + tl.arange(0, BLOCK).to(tl.int64)
-    if ELEMENT_BYTES == 2:  # noqa: SIM108 - Triton: one branch is compiled, the types differ
+    if ELEMENT_BYTES == 2:  # Triton compiles one branch; the types differ
         pointer = address.to(tl.pointer_type(tl.uint16))
     else:
         pointer = address.to(tl.pointer_type(tl.uint32))
@@ -146,9 +152,14 @@ def _prepared_region_kernel(
 
 
 def prepare(
-    tensors: Sequence[torch.Tensor], rows: Sequence[int], origins: Sequence[tuple[int, Sequence[int]]]
+    tensors: Sequence[torch.Tensor],
+    rows: Sequence[int],
+    origins: Sequence[tuple[int, Sequence[int]]],
 ) -> list[Callable[[torch.Tensor], None]]:
-    """Launches that add each region's digest to its row of an output; tables are made and uploaded here, once."""
+    """Launches that add each region's digest to its row of an output.
+
+    Their tables are made and uploaded here.
+    """
     runs: dict[tuple[int, bool], list[list[int]]] = {}
     boxes: dict[_RegionKind, list[list[int]]] = {}
     for tensor, row, (first, strides) in zip(tensors, rows, origins, strict=True):
@@ -163,12 +174,14 @@ def prepare(
             entry = [address, row, box.rows, box.columns, *sides[0], *sides[1], at]
             boxes.setdefault(_RegionKind.of(box, address, size), []).append(entry)
     launches = [_prepared_launch(table, *kind, tensors[0].device) for kind, table in runs.items()]
-    return launches + [_region_launch(table, kind, tensors[0].device) for kind, table in boxes.items()]
+    return launches + [
+        _region_launch(table, kind, tensors[0].device) for kind, table in boxes.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class _RegionKind:
-    """What all boxes of one launch have in common."""
+    """Properties that all boxes of one launch share."""
 
     size: int
     is_dense: bool
@@ -182,19 +195,30 @@ class _RegionKind:
         return _RegionKind(size, is_dense, aligned, tile_of(box.columns, PREPARED_BLOCK))
 
 
-def _prepared_launch(table: list[list[int]], size: int, aligned: bool, device: torch.device) -> Callable[[torch.Tensor], None]:
+def _prepared_launch(
+    table: list[list[int]], size: int, aligned: bool, device: torch.device
+) -> Callable[[torch.Tensor], None]:
     table_R4 = torch.tensor(table, dtype=torch.int64)
     blocks_B2 = block_table(torch.ones_like(table_R4[:, 1]), table_R4[:, 1], (1, PREPARED_BLOCK))
     on_device, grid = (table_R4.to(device), blocks_B2.to(device)), (len(blocks_B2),)
 
     def launch(out_N: torch.Tensor) -> None:
         with torch.cuda.device_of(out_N):
-            _prepared_kernel[grid](*on_device, out_N, ELEMENT_BYTES=size, ALIGNED=aligned, BLOCK=PREPARED_BLOCK, num_warps=8)
+            _prepared_kernel[grid](
+                *on_device,
+                out_N,
+                ELEMENT_BYTES=size,
+                ALIGNED=aligned,
+                BLOCK=PREPARED_BLOCK,
+                num_warps=8,
+            )
 
     return launch
 
 
-def _region_launch(table: list[list[int]], kind: _RegionKind, device: torch.device) -> Callable[[torch.Tensor], None]:
+def _region_launch(
+    table: list[list[int]], kind: _RegionKind, device: torch.device
+) -> Callable[[torch.Tensor], None]:
     table_R9 = torch.tensor(table, dtype=torch.int64)
     blocks_B2 = block_table(table_R9[:, 2], table_R9[:, 3], kind.tile)
     on_device, grid = (table_R9.to(device), blocks_B2.to(device)), (len(blocks_B2),)
@@ -202,15 +226,26 @@ def _region_launch(table: list[list[int]], kind: _RegionKind, device: torch.devi
     def launch(out_N: torch.Tensor) -> None:
         with torch.cuda.device_of(out_N):
             _prepared_region_kernel[grid](
-                *on_device, out_N, DTYPE=UNSIGNED[kind.size], IS_DENSE=kind.is_dense, ALIGNED=kind.aligned,
-                BLOCK_R=kind.tile[0], BLOCK_C=kind.tile[1], num_warps=8,
-            )  # fmt: skip
+                *on_device,
+                out_N,
+                DTYPE=UNSIGNED[kind.size],
+                IS_DENSE=kind.is_dense,
+                ALIGNED=kind.aligned,
+                BLOCK_R=kind.tile[0],
+                BLOCK_C=kind.tile[1],
+                num_warps=8,
+            )
 
     return launch
 
 
-def launch_region(*, bits_RC: torch.Tensor, first_index: int, index_strides: tuple[int, int], out: torch.Tensor) -> None:
-    """Add the digest of an integer [R, C] region to out[0] (int64, zeroed by the caller); queued on the current stream."""
+def launch_region(
+    *, bits_RC: torch.Tensor, first_index: int, index_strides: tuple[int, int], out: torch.Tensor
+) -> None:
+    """Queue, on the current stream, adding an integer [R, C] region's digest to out[0].
+
+    out is int64; the caller zeroes it.
+    """
     rows, columns = bits_RC.shape
     block_c = min(BLOCK, triton.next_power_of_2(columns))
     block_r = BLOCK // block_c
@@ -232,9 +267,10 @@ def launch_region(*, bits_RC: torch.Tensor, first_index: int, index_strides: tup
 
 
 def launch_many(*, table_R3: torch.Tensor, element_bytes: int, out_N: torch.Tensor) -> None:
-    """Add the digest of each row's tensor to out_N; queued on the current stream.
+    """Queue, on the current stream, adding the digest of each row's tensor to out_N.
 
-    table_R3 (CPU, int64): address, number of elements and position in out_N of R tensors of one element size.
+    table_R3 (CPU, int64): address, number of elements and position in out_N of R tensors of one
+    element size.
     """
     blocks_R = (table_R3[:, 1] + BLOCK - 1) // BLOCK
     rows_B = torch.repeat_interleave(torch.arange(len(blocks_R)), blocks_R)
@@ -251,5 +287,9 @@ def launch_many(*, table_R3: torch.Tensor, element_bytes: int, out_N: torch.Tens
 
 
 def _to_device(table: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Copy without making the host wait for what the stream still has to do: from pinned memory."""
-    return table.contiguous().pin_memory().to(like.device, non_blocking=True) if like.is_cuda else table.contiguous()
+    """Copy from pinned memory, so that the host does not wait for the stream."""
+    return (
+        table.contiguous().pin_memory().to(like.device, non_blocking=True)
+        if like.is_cuda
+        else table.contiguous()
+    )

@@ -1,11 +1,13 @@
-"""Who is on the wire: rank 0 is the trainer, ranks 1.. are the inference workers of one replica. One group per replica.
+"""Transfer groups, one per replica: rank 0 is the trainer, ranks 1.. are the inference workers.
 
-A group carries uint8 buffers from rank 0 to all others and can be ended from any thread: after `abort` whoever waits is freed within
-some 50 ms and every later call raises `TransferAborted` with the reason. Every wait has a deadline. A group whose call raised
-anything is of no more use: abort and close it, open a new one.
+A group carries uint8 buffers from rank 0 to all others. Any thread can end it: `abort` frees every
+waiting call within some 50 ms, and every later call raises `TransferAborted` with the reason. Every
+wait has a deadline. After any exception a group must be aborted, closed and replaced.
 
-    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1 << 30, device=torch.device("cpu"))
-    ...                                            # send listener.rendezvous to the worker, which calls join_tcp(rendezvous, ...)
+    listener = open_listener(
+        transport="tcp", host="127.0.0.1", world_size=2, device=torch.device("cpu")
+    )
+    ...  # send listener.rendezvous to the worker, which calls join_tcp(rendezvous, ...)
     group = listener.join(deadline_s=30)
     group.broadcast(buffer_B, deadline_s=60)
     group.close()
@@ -15,19 +17,16 @@ Axes: B = bytes.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
-from orchestrator.errors import ConfigError, TransferAborted, TransferTimeout
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import Rendezvous, Transport
 
 
 class TransferGroup(Protocol):
-    """What the sender and the receiver need of a group."""
+    """A transport, as the sender and the receiver see it."""
 
     @property
     def rank(self) -> int:
@@ -38,10 +37,10 @@ class TransferGroup(Protocol):
         """1 + receivers."""
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
-        """Carry a contiguous uint8 buffer from rank 0 into the others' buffers of the same size.
+        """Copy rank 0's contiguous uint8 buffer into the others' buffers of the same size.
 
-        On CUDA this may only queue the transfer, behind what the current stream holds: the event returned lies behind it, and
-        the buffer must live until then. None: the transfer is over.
+        On CUDA the call may only queue the transfer behind the work of the current stream. It then
+        returns an event, and the buffer must live until that event. None: the transfer is done.
 
         Raises:
             TransferAborted: `abort` was called.
@@ -50,59 +49,66 @@ class TransferGroup(Protocol):
         """
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Wait until the broadcast behind `event` (None: all of them) is over. Raises as `broadcast` does."""
+        """Wait for the broadcast of `event`, or for all of them (None). Raises as `broadcast`."""
 
     def abort(self, reason: str) -> None:
-        """End the group at once, from any thread; the first reason counts. Never blocks for more than a moment."""
+        """End the group at once, from any thread. The first reason counts."""
 
     def close(self) -> None:
-        """Free everything, whatever state the group is in. Safe to call twice."""
+        """Free everything, in any state. Safe to call twice."""
 
 
 class GroupListener(Protocol):
-    """The trainer's open door: the workers can join as soon as it exists."""
+    """The trainer's listening end. Workers can join as soon as it exists."""
 
     @property
     def rendezvous(self) -> Rendezvous:
         """What the workers need to join."""
 
     def join(self, deadline_s: float) -> TransferGroup:
-        """Wait for all workers; once. The listener is then spent, and on failure closed.
+        """Wait for all workers. A listener joins once; on failure it is closed.
 
         Raises:
-            TransferTimeout: not all of them came in time.
-            TransferAborted: `close` was called meanwhile.
-            TransferError: a worker broke off while joining.
+            TransferTimeout: a worker did not join in time.
+            TransferAborted: `close` was called.
+            TransferError: a worker disconnected while joining.
         """
 
     def close(self) -> None:
-        """Stop listening; a `join` under way raises. Does nothing to a group that has joined. Safe to call twice, from any thread."""
+        """Stop listening; a running `join` raises. A joined group is left open.
+
+        Safe to call twice and from any thread.
+        """
 
 
 def open_listener(
-    *, transport: Transport, host: str, world_size: int, bucket_bytes: int, device: torch.device | str
+    *, transport: Transport, host: str, world_size: int, device: torch.device | str
 ) -> GroupListener:
     """Open the trainer's end of a group.
 
     Args:
-        host: address that the workers reach this process at; tcp listens on it alone, on a port that the kernel chooses.
+        host: address of this process for the workers. tcp listens on it alone, on a port that the
+            kernel chooses.
         world_size: 1 + workers.
-        bucket_bytes: travels in the rendezvous, so that both ends cut the same buckets.
-        device: where the buffers lie; "cpu" for tcp, a CUDA device for nccl.
+        device: device of the buffers: "cpu" for tcp, a CUDA device for nccl.
 
     Raises:
-        ConfigError: the transport does not fit the device, or `host` is not an address of this machine.
+        ConfigError: the transport does not support the device, or `host` is not an address of this
+            machine.
     """
     device = torch.device(device)
     if (transport == "nccl") != (device.type == "cuda"):
-        raise ConfigError(f"transport {transport!r} does not carry {device.type} buffers; use nccl on cuda and tcp on the cpu")
+        raise ConfigError(
+            f"transport {transport!r} cannot send {device.type} buffers; "
+            "use nccl on cuda and tcp on the cpu"
+        )
     if transport == "tcp":
         from weight_transfer.socket_group import SocketListener
 
-        return SocketListener(host=host, world_size=world_size, bucket_bytes=bucket_bytes)
+        return SocketListener(host=host, world_size=world_size)
     from weight_transfer.nccl_group import NcclListener
 
-    return NcclListener(host=host, world_size=world_size, bucket_bytes=bucket_bytes, device=device)
+    return NcclListener(host=host, world_size=world_size, device=device)
 
 
 def join_tcp(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> TransferGroup:
@@ -111,71 +117,8 @@ def join_tcp(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> Transfe
     Raises:
         ConfigError: the rendezvous is not tcp's, or the rank is not a worker's.
         TransferTimeout: the group was not complete in time.
-        TransferError: the trainer is gone, or whoever listens there does not have the rendezvous's secret.
+        TransferError: the trainer is gone, or the listener lacks the rendezvous's secret.
     """
     from weight_transfer.socket_group import join
 
     return join(rendezvous, rank=rank, deadline_s=deadline_s)
-
-
-FIRST_POLL_S, LAST_POLL_S = 0.00005, 0.002
-WIRE_PRIORITY = -1
-"""Of a CUDA stream with NCCL's kernels: they wait for the other end, so they go before the merges, copies and digests that are queued beside them."""
-
-
-def wait_for_event(event: torch.cuda.Event, *, deadline_s: float, check: Callable[[], None], late: str) -> None:
-    """Wait for a CUDA event by polling, so that an abort and the deadline are heard.
-
-    Args:
-        check: called between polls; raises what should end the wait.
-        late: what to say when the deadline has passed.
-
-    Raises:
-        TransferTimeout: not done after `deadline_s`.
-    """
-    deadline, poll_s = time.monotonic() + deadline_s, FIRST_POLL_S
-    while not event.query():
-        check()
-        if time.monotonic() > deadline:
-            raise TransferTimeout(late)
-        time.sleep(poll_s)
-        poll_s = min(2 * poll_s, LAST_POLL_S)
-
-
-class GroupOwner:
-    """The groups of one sender, ended together, and the ring of buffers beside them."""
-
-    def __init__(self, groups: Mapping[str, TransferGroup]) -> None:
-        self._groups = dict(groups)
-        self._ring: list[torch.Tensor] = []
-        self._aborted: str | None = None
-        self._lock = threading.Lock()
-
-    def abort(self, reason: str) -> None:
-        """End a `send` under way and every group; from any thread. The first reason counts."""
-        self._note(reason)
-        for group in list(self._groups.values()):
-            group.abort(reason)
-
-    def release(self) -> None:
-        """Free the ring but leave the groups open, for another sender. This one is of no more use."""
-        self._note("the sender was replaced")
-        self._groups.clear()
-        self._ring.clear()
-
-    def close(self) -> None:
-        """Close every group and free the ring. Safe to call twice."""
-        self._note("the sender is closed")
-        for group in list(self._groups.values()):
-            group.close()
-        self._groups.clear()
-        self._ring.clear()
-
-    def _note(self, reason: str) -> None:
-        with self._lock:
-            if self._aborted is None:
-                self._aborted = reason
-
-    def _raise_if_aborted(self) -> None:
-        if self._aborted is not None:
-            raise TransferAborted(f"transfer aborted: {self._aborted}")

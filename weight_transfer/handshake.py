@@ -1,14 +1,17 @@
-"""Who may take part in a TCP transfer: both ends of a new connection prove that they have the secret of the rendezvous.
+"""The handshake of a TCP transfer: each end proves that it knows the rendezvous's secret.
 
-The secret itself never travels here. It came over the control channel and is good for one join.
+The secret reaches the worker over the control channel and serves one join. It is never sent here.
 
     trainer -> worker    challenge                                      32 random bytes
     worker -> trainer    rank, challenge, HMAC(secret, "worker", all)   4 + 32 + 32 bytes
     trainer -> worker    HMAC(secret, "trainer", all)                   32 bytes
-    trainer -> worker    length, text                                   2 bytes and more, once all ranks are there: why they may not go, or nothing
+    trainer -> worker    length, text                                   2 bytes and more
 
-A connection without a proof is dropped after `PROOF_S`. All connections prove themselves at the same time. A worker whose connection was dropped
-(more than `MOST_UNPROVEN` strangers push it out) tries again. So a stranger can delay a join, but not take part in it or end it.
+The last message follows once all ranks have joined. Its text says why the join failed, or is empty.
+
+The trainer drops a connection that has not proved itself within `PROOF_S`. All connections run the
+handshake at the same time. More than `MOST_UNPROVEN` strangers can push out a worker's connection;
+the worker then tries again. A stranger can delay a join, but neither take part in it nor end it.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ RANK_BYTES, LENGTH_BYTES = 4, 2
 ANSWER_BYTES = RANK_BYTES + CHALLENGE_BYTES + PROOF_BYTES
 MOST_TEXT_BYTES = 300
 PROOF_S = 5.0
-"""How long a new connection may take to prove itself."""
+"""Time that a new connection has to prove itself."""
 MOST_UNPROVEN = 128
-"""Connections that have yet to prove themselves. One more drops the oldest."""
+"""Connections that may be unproven at a time. One more drops the oldest."""
 POLL_S = 0.05
 """How soon a join notices that its listener was closed."""
 RETRY_S = 0.1
@@ -43,34 +46,44 @@ class Dropped(Exception):
     """The connection ended before the trainer had proved itself."""
 
 
-def proof(secret: bytes, who: bytes, said: bytes) -> bytes:
-    """What only an owner of the secret can make of both challenges and the rank. `who` differs, so an end's proof cannot be sent back to it."""
-    return hmac.digest(secret, who + said, "sha256")
+def proof(secret: bytes, who: bytes, transcript: bytes) -> bytes:
+    """HMAC of both challenges and the rank, which only an owner of the secret can compute.
+
+    `who` differs between the ends, so that a proof cannot be reflected.
+    """
+    return hmac.digest(secret, who + transcript, "sha256")
 
 
 # ------------------------------------------------------------ the worker
 
 
 def introduce(connection: socket.socket, secret: bytes, *, rank: int, deadline: float) -> None:
-    """Prove this end, check the other, wait until all ranks are there.
+    """Prove this end, check the other, wait until all ranks have joined.
 
     Raises:
-        Dropped, ConnectionError: before the trainer had proved itself; another connection may have more luck.
-        TransferError: it is not the trainer, or the trainer broke off the join.
+        Dropped, ConnectionError: the connection ended before the trainer proved itself. The caller
+            may try another connection.
+        TransferError: the listener is not the trainer, or the trainer ended the join.
         TimeoutError: past the deadline.
     """
     challenge = _receive(connection, CHALLENGE_BYTES, deadline)
     answer = rank.to_bytes(RANK_BYTES) + secrets.token_bytes(CHALLENGE_BYTES)
     connection.sendall(answer + proof(secret, b"worker", challenge + answer))
-    if not hmac.compare_digest(_receive(connection, PROOF_BYTES, deadline), proof(secret, b"trainer", challenge + answer)):
-        raise TransferError("whoever listens there does not have the trainer's secret; nothing was received from it")
+    if not hmac.compare_digest(
+        _receive(connection, PROOF_BYTES, deadline), proof(secret, b"trainer", challenge + answer)
+    ):
+        raise TransferError(
+            "the listener does not know the trainer's secret; nothing was received from it"
+        )
     try:
         length = int.from_bytes(_receive(connection, LENGTH_BYTES, deadline))
         why = _receive(connection, length, deadline).decode(errors="replace")
     except (Dropped, ConnectionError) as error:
-        raise TransferError("the trainer is gone; its connection ended while the others joined") from error
+        raise TransferError(
+            "the trainer is gone: its connection ended while other ranks joined"
+        ) from error
     if why:
-        raise TransferError(f"the trainer broke off the join: {why}")
+        raise TransferError(f"the trainer ended the join: {why}")
 
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -88,10 +101,10 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 class Reception:
-    """Lets in one worker for each rank. A context manager: at its end every connection without a proof is closed, after an error all are.
+    """Admits one worker for each rank.
 
-    Args:
-        listening: stays the caller's.
+    A context manager: on exit it closes every unproven connection, and after an error every
+    connection. The caller closes `listening`.
     """
 
     def __init__(self, listening: socket.socket, rendezvous: Rendezvous) -> None:
@@ -110,14 +123,18 @@ class Reception:
         self._waiting.close()
         if self._num_dropped:
             where = f"{self._rendezvous.host}:{self._rendezvous.port}"
-            log.warning("dropped %d connections to %s, which did not prove to be workers", self._num_dropped, where)
+            log.warning(
+                "dropped %d connections to %s that did not prove to be workers",
+                self._num_dropped,
+                where,
+            )
         if error is not None:
             self._tell_workers(str(error) or type(error).__name__)
         for connection in [*self._unproven, *(self._workers if error is not None else ())]:
             connection.close()
 
     def wait(self, deadline: float, closed: threading.Event) -> dict[int, socket.socket]:
-        """The workers' connections by rank, as soon as all are there.
+        """The workers' connections by rank, once all have joined.
 
         Raises:
             TransferTimeout, TransferAborted, TransferError: as `GroupListener.join` does.
@@ -125,9 +142,14 @@ class Reception:
         missing = set(range(1, self._rendezvous.world_size))
         while missing:
             if closed.is_set():
-                raise TransferAborted("transfer aborted: the listener was closed while it waited for the workers")
+                raise TransferAborted(
+                    "transfer aborted: the listener was closed while it waited for the workers"
+                )
             if time.monotonic() > deadline:
-                raise TransferTimeout(f"the transfer group was not complete in time; still missing: ranks {sorted(missing)}")
+                raise TransferTimeout(
+                    "the transfer group was not complete in time; "
+                    f"still missing: ranks {sorted(missing)}"
+                )
             for key, _ in self._waiting.select(POLL_S):
                 self._hear(key.fileobj)  # type: ignore[arg-type]
             for late in [c for c, one in self._unproven.items() if one.until < time.monotonic()]:
@@ -139,10 +161,12 @@ class Reception:
     def _hear(self, connection: socket.socket) -> None:
         if connection is self._listening:
             self._accept()
-        elif connection in self._workers:  # a worker says nothing more
-            rank, num_missing = self._workers[connection], self._rendezvous.world_size - 1 - len(self._workers)
+        elif connection in self._workers:  # a proven worker sends nothing more
+            rank = self._workers[connection]
+            num_missing = self._rendezvous.world_size - 1 - len(self._workers)
             raise TransferError(
-                f"rank {rank} broke off while {num_missing} others were missing; it is gone, or its time was up"
+                f"rank {rank} disconnected while {num_missing} others were missing; "
+                "it is gone, or its deadline passed"
             )
         elif connection in self._unproven:
             one = self._unproven[connection]
@@ -154,7 +178,7 @@ class Reception:
     def _accept(self) -> None:
         try:
             connection, _ = self._listening.accept()
-        except OSError:  # it is gone again
+        except OSError:  # the peer is gone again
             return
         if len(self._unproven) >= MOST_UNPROVEN:
             self._drop(next(iter(self._unproven)))
@@ -162,15 +186,20 @@ class Reception:
         self._waiting.register(connection, selectors.EVENT_READ)
 
     def _judge(self, one: _Unproven) -> None:
-        said, came = one.challenge + one.came[:-PROOF_BYTES], one.came[-PROOF_BYTES:]
+        transcript = one.challenge + one.came[:-PROOF_BYTES]
+        expected = proof(self._rendezvous.secret, b"worker", transcript)
         rank = int.from_bytes(one.came[:RANK_BYTES])
-        is_proven = hmac.compare_digest(came, proof(self._rendezvous.secret, b"worker", said))
-        if not is_proven or not 0 < rank < self._rendezvous.world_size or rank in self._workers.values():
+        is_proven = hmac.compare_digest(one.came[-PROOF_BYTES:], expected)
+        if (
+            not is_proven
+            or not 0 < rank < self._rendezvous.world_size
+            or rank in self._workers.values()
+        ):
             self._drop(one.connection)
             return
         del self._unproven[one.connection]
         self._workers[one.connection] = rank
-        _tell(one.connection, proof(self._rendezvous.secret, b"trainer", said))
+        _tell(one.connection, proof(self._rendezvous.secret, b"trainer", transcript))
 
     def _tell_workers(self, why_not: str) -> None:
         text = why_not.encode()[:MOST_TEXT_BYTES]
@@ -185,7 +214,7 @@ class Reception:
 
 
 class _Unproven:
-    """A new connection, and what came over it."""
+    """A new connection and the bytes received over it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.until = time.monotonic() + PROOF_S
@@ -195,7 +224,7 @@ class _Unproven:
         _tell(connection, self.challenge)
 
     def read(self) -> bool:
-        """Take what is there; False: the other end is gone."""
+        """Receive available bytes. False: the other end is gone."""
         try:
             fresh = self.connection.recv(ANSWER_BYTES - len(self.came))
         except BlockingIOError:
@@ -207,6 +236,9 @@ class _Unproven:
 
 
 def _tell(connection: socket.socket, data: bytes) -> None:
-    """A few bytes, for which a connection always has room. Whether it is gone shows when it is read."""
+    """Send a few bytes, for which the socket's buffer has room.
+
+    The next read reports a lost connection.
+    """
     with contextlib.suppress(OSError):
         connection.send(data)

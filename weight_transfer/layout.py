@@ -1,4 +1,7 @@
-"""How tensors lie in a bucket: end to end in manifest order, row-major, without padding. Pure functions and views. B = bytes."""
+"""The layout of a chunk: tensors end to end, row-major, without padding.
+
+Pure functions and views. Axes: B = bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ def torch_dtype(name: Dtype) -> torch.dtype:
     return _DTYPES[name]
 
 
-def bucket_layout(specs: Iterable[TensorSpec]) -> list[int]:
-    """Offset in bytes of each tensor of a bucket."""
+def chunk_offsets(specs: Iterable[TensorSpec]) -> list[int]:
+    """Offset in bytes of each tensor of a chunk."""
     offsets, at = [], 0
     for spec in specs:
         offsets.append(at)
@@ -26,12 +29,12 @@ def bucket_layout(specs: Iterable[TensorSpec]) -> list[int]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements, row-major, as a flat uint8 tensor; a view where it is contiguous."""
+    """The tensor's bytes in row-major order, as flat uint8; a view if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def view_of(buffer_B: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
-    """The tensor at `offset` of a bucket: a view, or a copy where the offset is not aligned to the element size."""
+    """The tensor at `offset` of a chunk: a view, or a copy if the offset is misaligned."""
     flat_B = buffer_B[offset : offset + spec.nbytes]
     if (buffer_B.storage_offset() + offset) % DTYPE_BYTES[spec.dtype]:
         flat_B = flat_B.clone()

@@ -1,15 +1,16 @@
-"""The NCCL transport's trainer end: cupy's communicator, speaking to vLLM's pynccl without importing vLLM.
+"""The trainer's end of the NCCL transport: cupy's communicator talks to vLLM's pynccl.
 
-Rank 0 makes the unique id, all ranks call ncclCommInitRank with it, and right after it every vLLM worker issues a one-element float32
-all-reduce: the trainer must issue the same or all hang. From then on: broadcasts of uint8 from rank 0.
+Rank 0 makes the unique id, and all ranks call ncclCommInitRank with it. Right after it every vLLM
+worker issues a one-element float32 all-reduce. The trainer must issue the same, or all ranks hang.
+Then rank 0 broadcasts uint8 buffers. The trainer does not import vLLM.
 
-Hazards, and what is done about them:
-- ncclCommInitRank blocks until all ranks are there and cannot be interrupted: it runs in a thread of its own. Past the deadline that
-  thread is left behind (a daemon, ended with the process) and aborts its communicator should it still get one.
-- A kernel of NCCL whose peer died never ends: `synchronize` polls the event, NCCL's asynchronous error and the deadline, and `abort`
-  ends the communicator, which ends the kernel.
-- ncclCommAbort frees the communicator, so no other call may be inside it: a lock keeps them apart, for at most ABORT_GRACE_S, because
-  a call stuck in NCCL is just what abort is for.
+Hazards and their answers:
+- ncclCommInitRank blocks until all ranks call it, and nothing interrupts it. It runs in a daemon
+  thread. After the deadline the thread is abandoned; it aborts a communicator that it still gets.
+- An NCCL kernel whose peer died never ends. `synchronize` polls the event, NCCL's asynchronous
+  error and the deadline. `abort` ends the communicator, and with it the kernel.
+- ncclCommAbort frees the communicator, so no other call may be inside. A lock separates them for at
+  most ABORT_GRACE_S, because `abort` must also end a call that is stuck in NCCL.
 
 Axes: B = bytes.
 """
@@ -25,7 +26,7 @@ import torch
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
-from weight_transfer.groups import WIRE_PRIORITY, wait_for_event
+from weight_transfer.cuda_events import WIRE_PRIORITY, wait_for_event
 
 ABORT_GRACE_S = 0.2
 
@@ -34,9 +35,13 @@ def _cupy_nccl() -> Any:
     try:
         from cupy.cuda import nccl
     except ImportError as error:
-        raise ConfigError("transport 'nccl' needs cupy with NCCL on the trainer (pip install cupy-cuda13x)") from error
+        raise ConfigError(
+            "transport 'nccl' needs cupy with NCCL on the trainer (pip install cupy-cuda13x)"
+        ) from error
     if not nccl.available:
-        raise ConfigError("cupy is installed but found no NCCL library; install nvidia-nccl-cu13 beside it")
+        raise ConfigError(
+            "cupy is installed but found no NCCL library; install nvidia-nccl-cu13 beside it"
+        )
     return nccl
 
 
@@ -44,7 +49,7 @@ class NcclSenderGroup:
     """A `TransferGroup` over NCCL, rank 0. Made by `NcclListener.join`."""
 
     def __init__(self, *, communicator: Any, world_size: int, device: torch.device) -> None:
-        """Owns the communicator from here on."""
+        """Take ownership of the communicator."""
         self._nccl, self._communicator = _cupy_nccl(), communicator
         self._world_size, self._device = world_size, device
         self._stream = torch.cuda.Stream(device, priority=WIRE_PRIORITY)
@@ -63,7 +68,7 @@ class NcclSenderGroup:
         return self._world_size
 
     def warm_up(self, *, deadline_s: float) -> None:
-        """The one-element float32 all-reduce that every vLLM worker issues right after joining."""
+        """Issue the one-element float32 all-reduce that every vLLM worker issues after joining."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             one = torch.zeros(1, dtype=torch.float32, device=self._device)
             self._call(
@@ -78,16 +83,36 @@ class NcclSenderGroup:
             self.synchronize(self._recorded(), deadline_s=deadline_s)
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
-        """Queue the buffer on the group's stream, behind what the current stream holds. See `TransferGroup.broadcast`."""
-        if buffer_B.dtype != torch.uint8 or buffer_B.device != self._device or not buffer_B.is_contiguous():
-            raise ValueError(f"expected a contiguous uint8 buffer on {self._device}, got {buffer_B.dtype} on {buffer_B.device}")
+        """Queue the buffer on the group's stream, behind the current stream's work.
+
+        See `TransferGroup.broadcast`.
+        """
+        if (
+            buffer_B.dtype != torch.uint8
+            or buffer_B.device != self._device
+            or not buffer_B.is_contiguous()
+        ):
+            raise ValueError(
+                f"expected a contiguous uint8 buffer on {self._device}, "
+                f"got {buffer_B.dtype} on {buffer_B.device}"
+            )
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._call("bcast", buffer_B.data_ptr(), buffer_B.numel(), self._nccl.NCCL_UINT8, 0, self._stream.cuda_stream)
+            self._call(
+                "bcast",
+                buffer_B.data_ptr(),
+                buffer_B.numel(),
+                self._nccl.NCCL_UINT8,
+                0,
+                self._stream.cuda_stream,
+            )
             return self._recorded()
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Wait for `event` (None: for all that was queued), watching NCCL's asynchronous error, `abort` and the deadline."""
+        """Wait for `event`, or for all queued work (None).
+
+        The wait ends on NCCL's asynchronous errors, on `abort` and at the deadline.
+        """
         wait_for_event(
             event if event is not None else self._recorded(),
             deadline_s=deadline_s,
@@ -97,7 +122,7 @@ class NcclSenderGroup:
         self._raise_if_aborted()
 
     def abort(self, reason: str) -> None:
-        """See `TransferGroup.abort`; the kernels in flight end."""
+        """See `TransferGroup.abort`. Running kernels end."""
         with self._abort_lock:
             if self._reason is None:
                 self._reason = reason
@@ -106,14 +131,17 @@ class NcclSenderGroup:
             return
         held = self._lock.acquire(timeout=ABORT_GRACE_S)
         try:
-            with torch.cuda.device(self._device), contextlib.suppress(self._nccl.NcclError, KeyError):
+            with (
+                torch.cuda.device(self._device),
+                contextlib.suppress(self._nccl.NcclError, KeyError),
+            ):
                 communicator.abort()
         finally:
             if held:
                 self._lock.release()
 
     def close(self) -> None:
-        """Abort, not destroy: ncclCommDestroy waits for the peers, of which one may be gone. Nothing is in flight by then."""
+        """Abort the idle communicator: ncclCommDestroy would wait for peers that may be gone."""
         self.abort("the transfer group is closed")
 
     def _recorded(self) -> torch.cuda.Event:
@@ -122,7 +150,7 @@ class NcclSenderGroup:
         return event
 
     def _call(self, method: str, *args: Any) -> None:
-        """One call into the communicator, which `abort` keeps out of."""
+        """Call the communicator under the lock that `abort` takes."""
         with self._lock:
             communicator = self._communicator
             self._raise_if_aborted()
@@ -130,9 +158,12 @@ class NcclSenderGroup:
                 raise TransferAborted("transfer aborted: the transfer group is closed")
             try:
                 getattr(communicator, method)(*args)
-            except (self._nccl.NcclError, KeyError) as error:  # KeyError: a status that cupy has no name for (ncclRemoteError)
+            # KeyError: a status that cupy has no name for, such as ncclRemoteError
+            except (self._nccl.NcclError, KeyError) as error:
                 self._raise_if_aborted()
-                raise TransferError(f"NCCL {method}: {error}; a worker is gone or its GPU failed") from error
+                raise TransferError(
+                    f"NCCL {method}: {error}; a worker is gone or its GPU failed"
+                ) from error
 
     def _raise_if_aborted(self) -> None:
         if self._reason is not None:
@@ -140,21 +171,25 @@ class NcclSenderGroup:
 
 
 class NcclListener:
-    """The trainer's unique id, waiting for the workers."""
+    """Makes the unique id and waits for the workers."""
 
-    def __init__(self, *, host: str, world_size: int, bucket_bytes: int, device: torch.device) -> None:
-        """Make the unique id; NCCL's bootstrap listens from here on."""
+    def __init__(self, *, host: str, world_size: int, device: torch.device) -> None:
+        """Make the unique id. NCCL's bootstrap then listens."""
         nccl = _cupy_nccl()
-        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._device = (
+            device
+            if device.index is not None
+            else torch.device("cuda", torch.cuda.current_device())
+        )
         with torch.cuda.device(self._device):
-            self._unique_id: Any = nccl.get_unique_id()  # bytes; before cupy 14 a tuple of signed chars
+            # bytes; before cupy 14 a tuple of signed chars
+            self._unique_id: Any = nccl.get_unique_id()
         self._closed = threading.Event()
         self._rendezvous = Rendezvous(
             transport="nccl",
             host=host,
             nccl_unique_id=bytes(c & 0xFF for c in self._unique_id),
             world_size=world_size,
-            bucket_bytes=bucket_bytes,
         )
 
     @property
@@ -169,8 +204,12 @@ class NcclListener:
             raise TransferAborted("this listener is closed or has joined already; open a new one")
         deadline = time.monotonic() + deadline_s
         world_size = self._rendezvous.world_size
-        communicator = _Init(unique_id=unique_id, world_size=world_size, device=self._device).wait(deadline, self._closed)
-        group = NcclSenderGroup(communicator=communicator, world_size=world_size, device=self._device)
+        communicator = _Init(unique_id=unique_id, world_size=world_size, device=self._device).wait(
+            deadline, self._closed
+        )
+        group = NcclSenderGroup(
+            communicator=communicator, world_size=world_size, device=self._device
+        )
         try:
             group.warm_up(deadline_s=max(0.1, deadline - time.monotonic()))
         except BaseException:
@@ -185,7 +224,7 @@ class NcclListener:
 
 
 class _Init:
-    """ncclCommInitRank on a thread of its own."""
+    """ncclCommInitRank in its own thread."""
 
     def __init__(self, *, unique_id: Any, world_size: int, device: torch.device) -> None:
         self._args, self._device = (world_size, unique_id, 0), device
@@ -207,8 +246,12 @@ class _Init:
                 return self._communicator
             self._given_up = True
         if closed.is_set():
-            raise TransferAborted("transfer aborted: the listener was closed while it waited for the workers")
-        raise TransferTimeout(f"not all {self._args[0]} ranks had joined the NCCL group in time; is a worker gone?")
+            raise TransferAborted(
+                "transfer aborted: the listener was closed while it waited for the workers"
+            )
+        raise TransferTimeout(
+            f"not all {self._args[0]} ranks had joined the NCCL group in time; is a worker gone?"
+        )
 
     def _run(self) -> None:
         nccl = _cupy_nccl()
@@ -216,7 +259,7 @@ class _Init:
         try:
             with torch.cuda.device(self._device):  # the current device belongs to a thread
                 communicator = nccl.NcclCommunicator(*self._args)
-        except Exception as error:  # noqa: BLE001  - whatever it is, the thread that waits raises it
+        except Exception as error:  # noqa: BLE001  - the waiting thread raises it
             failure = error
         with self._lock:
             if not self._given_up:

@@ -1,8 +1,9 @@
-"""The TCP transport: one connection from the trainer (rank 0) to each worker, for tensors in CPU memory. Broadcasts block.
+"""The TCP transport for tensors in CPU memory: the trainer (rank 0) connects to each worker.
 
-A connection begins with the handshake of `handshake.py`. After it, for each buffer, a worker says how many bytes it wants, and the trainer sends
-them. So no buffer leaves before its receiver is there: what one update left in the kernel would be read as the beginning of the next.
-Bytes are not encrypted, and nothing protects them from whoever can change packets on their way: see docs/security.md.
+Broadcasts block. A connection begins with the handshake of `handshake.py`. Then, for each buffer,
+a worker requests a number of bytes and the trainer sends them. So the trainer sends no buffer
+early: bytes left in the kernel by one update would be read as the beginning of the next.
+The bytes are neither encrypted nor authenticated: see docs/security.md.
 
 Axes: B = bytes.
 """
@@ -20,22 +21,28 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.processes.interfaces import refuse_loopback_name
 from orchestrator.protocol.messages import Rendezvous
 from weight_transfer.handshake import RETRY_S, SECRET_BYTES, Dropped, Reception, introduce
 
 SIZE_BYTES = 8
 KEEPALIVE_IDLE_S = 60
-"""A connection may be idle for hours between two publications; probes keep routers from forgetting it."""
+"""Idle time before TCP keepalive probes.
+
+A connection may idle for hours between publications; probes keep routers from dropping it.
+"""
 
 
 class SocketGroup:
-    """A `TransferGroup` over TCP. Made by `SocketListener.join` and `join`; owns its connections.
+    """A `TransferGroup` over TCP, made by `SocketListener.join` and `join`.
 
     Args:
-        connections: by rank of the other end; a worker has one, to rank 0.
+        connections: by rank of the other end. A worker has one, to rank 0. The group closes them.
     """
 
-    def __init__(self, *, rank: int, world_size: int, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self, *, rank: int, world_size: int, connections: Mapping[int, socket.socket]
+    ) -> None:
         self._rank, self._world_size = rank, world_size
         self._connections = dict(connections)
         self._reason: str | None = None
@@ -57,10 +64,17 @@ class SocketGroup:
         return self._world_size
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> None:
-        """See `TransferGroup.broadcast`; returns when this end is done."""
+        """See `TransferGroup.broadcast`. Returns when this end is done."""
         deadline = time.monotonic() + deadline_s
-        if buffer_B.dtype != torch.uint8 or buffer_B.device.type != "cpu" or not buffer_B.is_contiguous():
-            raise ValueError(f"tcp carries contiguous uint8 CPU buffers, got {buffer_B.dtype} on {buffer_B.device}")
+        if (
+            buffer_B.dtype != torch.uint8
+            or buffer_B.device.type != "cpu"
+            or not buffer_B.is_contiguous()
+        ):
+            raise ValueError(
+                "tcp carries contiguous uint8 CPU buffers, "
+                f"got {buffer_B.dtype} on {buffer_B.device}"
+            )
         whole = buffer_B.view(-1).numpy().data
         with self._in_use, selectors.PollSelector() as waiting:
             self._raise_if_aborted()
@@ -75,22 +89,22 @@ class SocketGroup:
                         self._move(waiting, left, ready)
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Nothing to wait for: broadcasts block."""
+        """Check for an abort; broadcasts block, so nothing is pending."""
         self._raise_if_aborted()
 
     def abort(self, reason: str) -> None:
-        """See `TransferGroup.abort`; the peers see their connections end."""
+        """See `TransferGroup.abort`. The peers see their connections end."""
         with self._abort_lock:
             if self._reason is None:
                 self._reason = reason
             for connection in self._connections.values():
-                with contextlib.suppress(OSError):  # the peer was faster
+                with contextlib.suppress(OSError):  # the peer closed first
                     connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """See `TransferGroup.close`."""
         self.abort("the transfer group is closed")
-        with self._in_use, self._abort_lock:  # whoever waited has been freed
+        with self._in_use, self._abort_lock:  # no call waits any more
             for connection in self._connections.values():
                 connection.close()
             self._connections.clear()
@@ -100,17 +114,19 @@ class SocketGroup:
         self._raise_if_aborted()
         if time.monotonic() >= deadline:
             late = {key.data.rank: len(key.data.view_B) for key in waiting.get_map().values()}
-            raise TransferTimeout(f"the time was up with bytes left (rank: bytes) {late}; is the peer stopped?")
+            raise TransferTimeout(
+                f"the deadline passed with unsent bytes (rank: bytes) {late}; is the peer stopped?"
+            )
         return [(key.data, events) for key, events in ready]
 
     def _move(self, waiting: selectors.BaseSelector, left: _Left, ready: int) -> None:
-        """Receive what the connection has; or hear what the worker wants, then send what the connection takes."""
+        """Receive available bytes (worker), or read the request and then send (trainer)."""
         if self._rank == 0 and len(left.wanted) < SIZE_BYTES:
             self._hear(waiting, left)
             return
         if self._rank:
             moved = left.connection.recv_into(left.view_B)
-        else:  # a worker has nothing to say now: what can be read is its end
+        else:  # the worker sends nothing now, so a readable connection has ended
             moved = 0 if ready & selectors.EVENT_READ else left.connection.send(left.view_B)
         _check_open(moved)
         left.view_B = left.view_B[moved:]
@@ -126,7 +142,8 @@ class SocketGroup:
         wanted, size = int.from_bytes(left.wanted), len(left.view_B)
         if wanted != size:
             raise TransferError(
-                f"rank {left.rank} wants {wanted} bytes where {size} are sent; the two ends have different plans"
+                f"rank {left.rank} requests {wanted} bytes, the trainer sends {size}; "
+                "the two ends have different plans"
             )
         waiting.modify(left.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, left)
 
@@ -139,7 +156,9 @@ class SocketGroup:
             pass
         except OSError as error:
             self._raise_if_aborted()
-            raise TransferError(f"the peer is gone: the connection to rank {rank} broke ({error})") from error
+            raise TransferError(
+                f"the peer is gone: the connection to rank {rank} broke ({error})"
+            ) from error
 
     def _raise_if_aborted(self) -> None:
         if self._reason is not None:
@@ -152,7 +171,7 @@ def _check_open(moved: int) -> None:
 
 
 class _Left:
-    """What still has to go over a connection."""
+    """The rest of a buffer that a connection has yet to carry."""
 
     def __init__(self, rank: int, connection: socket.socket, view_B: memoryview) -> None:
         self.rank, self.connection, self.view_B = rank, connection, view_B
@@ -160,22 +179,35 @@ class _Left:
 
 
 class SocketListener:
-    """The trainer's open port, on `host` alone; the kernel chooses its number."""
+    """The trainer's listening socket, on `host` alone and on a port that the kernel chooses."""
 
-    def __init__(self, *, host: str, world_size: int, bucket_bytes: int) -> None:
-        """Bind and listen at once."""
+    def __init__(self, *, host: str, world_size: int) -> None:
+        """Bind and listen.
+
+        Raises:
+            ConfigError: `host` is not an address of this machine, or is a name that resolves to
+                loopback here only.
+        """
+        if host != "localhost":
+            refuse_loopback_name(host, what="the trainer's `host`")
         self._closed = threading.Event()
         try:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            self._listening: socket.socket | None = socket.create_server(address[:2], family=family, backlog=256)
+            self._listening: socket.socket | None = socket.create_server(
+                address[:2], family=family, backlog=256
+            )
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on host {host!r}: {error}; set the trainer's `host` to its own address"
+                f"cannot listen on host {host!r}: {error}; "
+                "set the trainer's `host` to its own address"
             ) from error
         self._rendezvous = Rendezvous(
-            transport="tcp", host=host, port=self._listening.getsockname()[1], secret=secrets.token_bytes(SECRET_BYTES),
-            world_size=world_size, bucket_bytes=bucket_bytes,
-        )  # fmt: skip
+            transport="tcp",
+            host=host,
+            port=self._listening.getsockname()[1],
+            secret=secrets.token_bytes(SECRET_BYTES),
+            world_size=world_size,
+        )
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -203,7 +235,10 @@ class SocketListener:
 def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup:
     """See `groups.join_tcp`."""
     if rendezvous.transport != "tcp" or len(rendezvous.secret) != SECRET_BYTES:
-        raise ConfigError(f"no tcp rendezvous: transport {rendezvous.transport}, a secret of {len(rendezvous.secret)} bytes")
+        raise ConfigError(
+            f"not a tcp rendezvous: transport {rendezvous.transport}, "
+            f"a secret of {len(rendezvous.secret)} bytes"
+        )
     if not 0 < rank < rendezvous.world_size:
         raise ConfigError(f"worker ranks are 1 to {rendezvous.world_size - 1}, got {rank}")
     deadline = time.monotonic() + deadline_s
@@ -211,10 +246,14 @@ def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup
         while True:
             try:
                 connection = _connect(rendezvous, rank=rank, deadline=deadline)
-                return SocketGroup(rank=rank, world_size=rendezvous.world_size, connections={0: connection})
+                return SocketGroup(
+                    rank=rank, world_size=rendezvous.world_size, connections={0: connection}
+                )
             except (Dropped, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() + RETRY_S > deadline:
-                    raise TransferTimeout("the trainer dropped every connection; has it another rendezvous by now?") from error
+                    raise TransferTimeout(
+                        "the trainer dropped every connection; it may have a newer rendezvous"
+                    ) from error
                 time.sleep(RETRY_S)
 
 
@@ -231,7 +270,7 @@ def _connect(rendezvous: Rendezvous, *, rank: int, deadline: float) -> socket.so
 
 @contextlib.contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """Turn the operating system's errors into ours, and say what failed."""
+    """Raise the operating system's errors as ours; `doing` says what failed."""
     try:
         yield
     except TransferError as error:
@@ -239,4 +278,6 @@ def _translated(doing: str) -> Iterator[None]:
     except TimeoutError as error:
         raise TransferTimeout(f"{doing}: the transfer group was not complete in time") from error
     except OSError as error:
-        raise TransferError(f"{doing}: the trainer is gone or cannot be reached ({error})") from error
+        raise TransferError(
+            f"{doing}: the trainer is gone or cannot be reached ({error})"
+        ) from error

@@ -1,6 +1,7 @@
-"""Strided boxes as a few two-dimensional ones, and the tables that one kernel launch walks over many of them. Pure; R = boxes, B = blocks.
+"""Splits strided boxes into two-dimensional ones and makes the tables that a kernel walks. Pure.
 
-A box is a size and, for each of two sides (memory and HF index, or target and source), one stride per dimension.
+A box is a size and, for each of two sides, one stride per dimension. The sides are memory and HF
+index, or target and source. Axes: R = boxes, B = blocks.
 
     >>> [(b.rows, b.columns, b.row, b.column) for b in boxes_2d((2, 3, 4), (12, 4, 1), (48, 4, 1))]
     [(2, 12, (12, 48), (1, 1))]
@@ -20,7 +21,7 @@ SMALLEST_WIDTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Rows and columns; `start`, `row` and `column` are offset and strides on the first and the second side."""
+    """Rows and columns. `start`, `row`, `column`: offset and strides on each side."""
 
     rows: int
     columns: int
@@ -29,8 +30,25 @@ class Box:
     column: Pair
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Elements of a buffer and the view that they are copied to.
+
+    Element j of `target` comes from offset + sum_d j_d * strides[d].
+    """
+
+    target: torch.Tensor
+    offset_bytes: int
+    """Offset of the first element in the buffer."""
+    strides: tuple[int, ...]
+    """Strides in the buffer, in elements of the target's dtype."""
+
+
 def boxes_2d(size: Sequence[int], first: Sequence[int], second: Sequence[int]) -> Iterator[Box]:
-    """The same elements in boxes of two dimensions, the one that is denser on the first side last; nothing for an empty box."""
+    """The same elements in two-dimensional boxes; none for an empty box.
+
+    The dimension that is denser on the first side comes last.
+    """
     if 0 in size:
         return
     dims = _merged(size, first, second) or [(1, 1, 1)]
@@ -38,14 +56,25 @@ def boxes_2d(size: Sequence[int], first: Sequence[int], second: Sequence[int]) -
     (rows, *row), (columns, *column) = dims[-2:]
     outer = dims[:-2]
     for place in itertools.product(*(range(n) for n, _, _ in outer)):
-        start = tuple(sum(i * dim[side] for i, dim in zip(place, outer, strict=True)) for side in (1, 2))
+        start = tuple(
+            sum(i * dim[side] for i, dim in zip(place, outer, strict=True)) for side in (1, 2)
+        )
         yield Box(
-            rows=rows, columns=columns, start=(start[0], start[1]), row=(row[0], row[1]), column=(column[0], column[1])
-        )  # fmt: skip
+            rows=rows,
+            columns=columns,
+            start=(start[0], start[1]),
+            row=(row[0], row[1]),
+            column=(column[0], column[1]),
+        )
 
 
-def _merged(size: Sequence[int], first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(size, stride, stride) of the dimensions, outermost on the first side first, neighbours merged where both sides allow it."""
+def _merged(
+    size: Sequence[int], first: Sequence[int], second: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(size, stride, stride) of each dimension, from the outermost on the first side.
+
+    Neighbours are merged where both sides allow it.
+    """
     dims: list[tuple[int, int, int]] = []
     for n, a, b in sorted(zip(size, first, second, strict=True), key=lambda dim: -dim[1]):
         if n == 1:
@@ -58,7 +87,10 @@ def _merged(size: Sequence[int], first: Sequence[int], second: Sequence[int]) ->
 
 
 def tile_of(columns: int, block: int) -> Pair:
-    """(rows, columns) of a tile of `block` elements, powers of two: the widest of which at most a sixteenth lies beside the columns."""
+    """(rows, columns) of a tile of `block` elements, both powers of two.
+
+    The widest tile whose columns exceed the box's by at most a sixteenth.
+    """
     widths = [SMALLEST_WIDTH]
     while widths[-1] < min(block, columns):
         widths.append(2 * widths[-1])
@@ -69,8 +101,10 @@ def tile_of(columns: int, block: int) -> Pair:
 
 
 def block_table(rows_R: torch.Tensor, columns_R: torch.Tensor, tile: Pair) -> torch.Tensor:
-    """int32 [B, 2]: which box each block works on, and the how manieth tile of it that is."""
+    """int32 [B, 2]: each block's box, and the index of its tile in that box."""
     tiles_R = ((rows_R + tile[0] - 1) // tile[0]) * ((columns_R + tile[1] - 1) // tile[1])
     boxes_B = torch.repeat_interleave(torch.arange(len(tiles_R)), tiles_R)
     first_R = torch.cumsum(tiles_R, 0) - tiles_R
-    return torch.stack([boxes_B, torch.arange(len(boxes_B)) - first_R[boxes_B]], dim=1).to(torch.int32)
+    return torch.stack([boxes_B, torch.arange(len(boxes_B)) - first_R[boxes_B]], dim=1).to(
+        torch.int32
+    )

@@ -1,4 +1,4 @@
 """The control protocol: message types, wire frames, and the node's end of the control socket.
 
-The only part of `orchestrator` that the other packages import. It needs pydantic, msgpack and pyzmq, nothing else.
+All packages import this one. It needs pydantic, msgpack and pyzmq only.
 """

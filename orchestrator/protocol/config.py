@@ -1,6 +1,6 @@
-"""Configuration of the two nodes: written to a JSON file by whoever launches them, read by the node.
+"""Configuration of the two nodes: the launcher writes it to a JSON file, which the node reads.
 
-Plain data, so that bad input is refused before anything heavy is imported.
+It is plain data, so bad input is refused before any heavy import.
 """
 
 from __future__ import annotations
@@ -19,26 +19,33 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def check_alias_name(name: str) -> str:
-    """The name, if it can be an alias: versions of it are served as name@N.
+    """Return the name if it can be an alias, whose versions are served as name@N.
 
     Raises:
-        ValueError: it cannot; says why.
+        ValueError: the name cannot be an alias.
     """
     if not name or any(char in "@/" or char.isspace() for char in name):
-        raise ValueError(f"{name!r} cannot be the served name: it must not be empty, nor contain '@', '/' or white space")
+        raise ValueError(
+            f"{name!r} cannot be the served name: "
+            "it must not be empty, nor contain '@', '/' or white space"
+        )
     return name
 
 
 class LoraConfig(Message):
-    """PEFT's semantics: one A and one B for each HF linear layer, experts included; delta = (alpha / rank) * B @ A."""
+    """LoRA as in PEFT: A and B for each HF linear layer, experts included.
+
+    delta = (alpha / rank) * B @ A
+    """
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0)
     targets: tuple[str, ...] = LORA_TARGETS
-    """Last component of the HF module names that get an adapter."""
+    """Last component of the names of HF modules with an adapter."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability that an element of an adapter's input is dropped, in training passes only: never in `Forward`, nor in a KL term's
-    reference, nor in what is exported."""
+    """Probability of dropping an element of an adapter's input, in training passes only.
+
+    `Forward`, a KL term's reference and exports use no dropout."""
 
     @field_validator("targets")
     @classmethod
@@ -50,34 +57,38 @@ class LoraConfig(Message):
 
 
 class ParallelConfig(Message):
-    """Megatron's parallel sizes. The world size must be a multiple of tensor * pipeline * context."""
+    """Megatron's parallel sizes. world_size must be a multiple of tensor * pipeline * context."""
 
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
     sequence: bool = True
-    """Sequence parallelism: tensor ranks share the tokens between their linears. Has no effect where tensor is 1."""
+    """Sequence parallelism: tensor ranks share the tokens between their linears. No effect
+    if tensor is 1."""
     context: int = Field(default=1, ge=1)
-    """Ranks that share each sequence, for long ones: every rank has two chunks of it, and attention passes keys and values around."""
+    """Ranks that share each sequence. Each has two chunks; attention passes keys and values around.
+    """
     expert_tensor: int = Field(default=1, ge=1)
-    """Ranks that share each expert, whatever `tensor` is: its rows of gate and up, its columns of down."""
+    """Ranks that share each expert, independent of `tensor`: rows of gate and up, columns of down.
+    """
     world_size: int = Field(default=1, ge=1)
 
     @property
     def splits_the_model(self) -> bool:
-        """Whether no rank has all of it."""
+        """Whether no rank holds the whole model."""
         return self.tensor * self.pipeline * self.expert * self.expert_tensor > 1
 
     @model_validator(mode="after")
     def _divides(self) -> ParallelConfig:
         if self.world_size % (self.tensor * self.pipeline * self.context):
             raise ValueError(
-                f"world_size {self.world_size} is not a multiple of tensor {self.tensor} * pipeline {self.pipeline} * context {self.context}"
+                f"world_size {self.world_size} is not a multiple of tensor {self.tensor} "
+                f"* pipeline {self.pipeline} * context {self.context}"
             )
         if (self.world_size // self.pipeline) % (self.expert * self.expert_tensor):
             raise ValueError(
-                f"expert {self.expert} * expert_tensor {self.expert_tensor} does not divide world_size / pipeline = "
-                f"{self.world_size // self.pipeline}"
+                f"expert {self.expert} * expert_tensor {self.expert_tensor} does not divide "
+                f"world_size / pipeline = {self.world_size // self.pipeline}"
             )
         return self
 
@@ -86,41 +97,60 @@ class TrainerConfig(Message):
     """The trainer node: model, adapters, parallelism."""
 
     model: Path
-    """HF checkpoint folder (config.json, tokenizer, safetensors); with init="random" config.json alone is enough. Or a hub id, org/name or
-    org/name@revision, which is fetched once on each host."""
+    """HF checkpoint folder (config.json, tokenizer, safetensors), or a hub id.
+
+    With init="random", config.json is enough. A hub id, org/name or org/name@revision, is
+    downloaded once on each host."""
     model_fetch_timeout_s: float = Field(default=3600.0, gt=0)
-    """Deadline of that."""
+    """Timeout for downloading a Hub model, in seconds."""
     init: Literal["hf", "random"] = "hf"
     device: Device = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     finetuning_type: FinetuningType = "lora"
-    """What trains: adapters on the frozen model, or every parameter of it (`lora` is then not used). Of bf16 parameters AdamW keeps fp32
-    masters."""
+    """lora: train adapters on the frozen model. full: train every parameter; AdamW keeps fp32
+    masters of bf16 parameters."""
     lora: LoraConfig = LoraConfig()
     adapter: Path | None = None
-    """A PEFT adapter folder to start from, on every host; its r, lora_alpha and target_modules must be those of `lora`. None: PEFT's
-    initial values (B is zero)."""
+    """PEFT folder with initial adapters, on every host. Its r, lora_alpha and target_modules must
+    match `lora`. None: PEFT's initial values, where B is zero."""
     parallel: ParallelConfig = ParallelConfig()
     transport: Transport = "tcp"
     host: str = "127.0.0.1"
-    """Address that inference workers reach the trainer at."""
+    """Address at which inference workers reach the trainer. On Debian a host's own name means
+    loopback, so give the address."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Most tokens that go through a rank's model at once: sequences are packed up to it, without seeing each other; a longer sequence
-    goes alone. Context-parallel ranks share them. Memory and speed, not numbers, depend on it. auto: on a GPU as many as its memory takes, measured at the start
-    (at most 65,536), the same on all ranks; on a CPU 4096."""
+    """Most tokens in one pass of a rank's model.
+
+    Sequences are packed up to this number without attending to each other. A longer sequence goes
+    alone. Context-parallel ranks share the tokens. The number affects memory and speed, not
+    results. auto: on a GPU, as many as fit into its memory, measured at the start, at most 65,536,
+    and the same on all ranks; on a CPU, 4096."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations made again in the backward pass instead of kept: none, core attention's, or everything but each layer's input."""
+    """Activations that the backward pass recomputes: none, those of core attention, or all but each
+    layer's input."""
     compile: bool = False
-    """torch.compile each decoder layer; the first steps are slow."""
+    """Compile each decoder layer with torch.compile. The first steps are then slow."""
     loss_modules: tuple[str, ...] = ()
-    """Python modules imported at the start, which register losses of the user's own (`trainer_node.losses.register_loss`)."""
+    """Python modules to import at the start, which register the user's losses
+    (`trainer_node.training.losses.register_loss`)."""
     memory: MemoryMode = "resident"
-    """What the trainer holds between jobs. resident: everything, nothing is rebuilt or moved. offload: weights, adapters, optimizer state and
-    pending gradients lie in (pinned) host memory until the next request needs them. exit: its processes end after each job, so that all
-    GPU memory is free; `splice trainer` starts them again for the next one, from the last durable state. `ForwardBackward` is refused then."""
+    """What the trainer holds between jobs.
+
+    resident: everything stays on the device.
+    offload: weights, adapters, optimizer state and pending gradients move to (pinned) host memory
+    until
+        the next request needs them.
+    exit: the processes end after each job and free all GPU memory. `splice trainer` starts them
+    again
+        for the next job, from the last durable state. `ForwardBackward` is refused.
+    """
     seed: int = 1234
     collective_timeout_s: float = Field(default=120.0, gt=0)
-    """How long ranks wait for each other. Where the model is split over ranks and goes out in manifest order, a publication may take four fifths of it."""
+    """Timeout of the ranks' collectives, in seconds.
+
+    A publication may take four fifths of it if the model is split over ranks and only Bridge can
+    export.
+    """
 
 
 class InferenceConfig(Message):
@@ -134,21 +164,21 @@ class InferenceConfig(Message):
     load_format: Literal["auto", "dummy"] = "auto"
     tensor_parallel: int = Field(default=1, ge=1)
     gpus: tuple[int, ...] = ()
-    """CUDA device indices of this node; empty on the CPU."""
+    """CUDA devices of this node; empty on a CPU."""
     transport: Transport = "tcp"
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the OpenAI API; 0 lets the kernel choose (the socket is bound and handed on, never released)."""
+    """Port of the OpenAI API. With 0 the kernel chooses; vLLM inherits the bound socket."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=2**16)
-    """Largest body of a request to the OpenAI API; a larger one is answered 413. The default takes two million tokens as a list."""
+    """Largest body of a request to the OpenAI API; a larger one gets 413. The default holds a list
+    of two million tokens."""
     max_model_len: int = Field(default=512, ge=16)
     max_num_seqs: int = Field(default=64, ge=1)
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     cpu_kv_cache_gb: float = Field(default=0.5, gt=0)
     enforce_eager: bool = True
     extra_args: tuple[str, ...] = ()
-    """More arguments for vLLM's server."""
+    """Additional arguments for vLLM's server."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
-    receive_timeout_s: float = Field(default=300.0, gt=0)
     log_file: Path | None = None
-    """Where vLLM's output goes; None: the supervisor's own stderr."""
+    """File for vLLM's output. None: the supervisor's stderr."""

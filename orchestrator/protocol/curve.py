@@ -1,12 +1,16 @@
-"""Who may use the control socket: CURVE keys, made from the run's token or read from the folders of `splice keys`.
+"""Who may use the control socket: CURVE keys, made from the run's token or read from the folders of
+`splice keys`.
 
-ZeroMQ checks the keys in its handshake, before it hands on a single message. A stranger therefore reaches no code of ours, and cannot
-read what others send. Without key folders every process derives the same two key pairs from the run's token, so the token itself never travels
-to a stranger. With key folders each node has a key of its own, and the orchestrator knows which role and node id the key stands for.
+ZeroMQ checks the keys in its handshake, before it delivers any message. A stranger therefore
+reaches no code of ours, and cannot read what others send.
+
+Without key folders, every process derives the same two key pairs from the run's token, so the token
+never travels to a stranger. With key folders, each node has its own key, and the orchestrator knows
+the role and node id of each key.
 
     DIR/orchestrator/server.key_secret          `splice serve --curve-dir DIR/orchestrator`
     DIR/orchestrator/peers/ROLE.NODE_ID.key     public keys of those that may join
-    DIR/NAME/server.key, ROLE.NODE_ID.key_secret    SPLICE_CURVE_DIR=DIR/NAME on the host of that node or client
+    DIR/NAME/server.key, ROLE.NODE_ID.key_secret    SPLICE_CURVE_DIR=DIR/NAME on that peer's host
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.auth
@@ -25,7 +30,7 @@ from zmq.utils import z85
 from orchestrator.errors import ConfigError
 
 Principal = tuple[str, str]
-"""(role, node id). A client's key is good for every client id."""
+"""(role, node id). A client's key is valid for every client id."""
 _SALT = b"splice control channel"
 
 
@@ -38,46 +43,58 @@ class PeerKeys:
     secret: bytes
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Use the keys on a socket that will connect."""
+        """Apply the keys to a socket before it connects."""
         socket.curve_serverkey = self.server_public
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKeys:
-    """What the orchestrator needs to bind. `principals`: public key -> whom it stands for; None: the keys come from the token."""
+    """What the orchestrator needs to bind.
+
+    `principals`: public key -> role and node id. None: the keys come from the token.
+    """
 
     public: bytes
     secret: bytes
     principals: Mapping[bytes, Principal] | None = None
 
-    def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Use the keys on a socket that will bind."""
-        socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
+    def secure(self, socket: zmq.Socket[Any]) -> None:
+        """Apply the keys to a socket before it binds."""
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_server = (
+            self.public,
+            self.secret,
+            True,
+        )
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether a key may connect; pyzmq's authenticator asks."""
+        """Whether a key may connect. pyzmq's authenticator calls this."""
         return self.principals is None or key in self.principals
 
 
 @functools.lru_cache(maxsize=8)
 def _derived(token: str) -> tuple[bytes, bytes]:
-    """Secret keys of the orchestrator and of its peers (RFC 7914: scrypt, because a person may have chosen the token).
+    """Derive the secret keys of the orchestrator and of its peers.
+
+    scrypt (RFC 7914), because a person may have chosen the token.
+
 
     Raises:
         ConfigError: there is no token.
     """
     if not token:
-        raise ConfigError("there is no run token; set SPLICE_RUN_TOKEN to the run's secret, the same on all hosts")
+        raise ConfigError(
+            "there is no run token; set SPLICE_RUN_TOKEN to the run's secret, the same on all hosts"
+        )
     material = hashlib.scrypt(token.encode(), salt=_SALT, n=2**14, r=8, p=1, dklen=64)
     return z85.encode(material[:32]), z85.encode(material[32:])
 
 
 def server_keys(run_token: str, curve_dir: Path | None = None) -> ServerKeys:
-    """The orchestrator's keys: those in `curve_dir`, or without a folder those derived from the token.
+    """Return the orchestrator's keys, from `curve_dir` or else from the token.
 
     Raises:
-        ConfigError: the folder does not hold them.
+        ConfigError: the folder lacks them.
     """
     if curve_dir is None:
         secret, _ = _derived(run_token)
@@ -88,40 +105,58 @@ def server_keys(run_token: str, curve_dir: Path | None = None) -> ServerKeys:
         role, _, node_id = path.stem.partition(".")
         principals[_read(path)[0]] = (role, node_id)
     if not principals:
-        raise ConfigError(f"{curve_dir}/peers has no ROLE.NODE_ID.key; make keys with `splice keys`")
+        raise ConfigError(
+            f"{curve_dir}/peers has no ROLE.NODE_ID.key; make keys with `splice keys`"
+        )
     return ServerKeys(public=public, secret=secret, principals=principals)
 
 
 def peer_keys(run_token: str, *, role: str, node_id: str) -> PeerKeys:
-    """A peer's keys: those in the folder that SPLICE_CURVE_DIR names, or without the variable those derived from the token.
+    """Return a peer's keys, from the folder in SPLICE_CURVE_DIR or else from the token.
 
     Raises:
-        ConfigError: the folder does not hold them.
+        ConfigError: the folder lacks them.
     """
     folder = os.environ.get("SPLICE_CURVE_DIR")
     if not folder:
         server, peer = _derived(run_token)
-        return PeerKeys(server_public=zmq.curve_public(server), public=zmq.curve_public(peer), secret=peer)
+        return PeerKeys(
+            server_public=zmq.curve_public(server), public=zmq.curve_public(peer), secret=peer
+        )
     pattern = f"{role}.*.key_secret" if role == "client" else f"{role}.{node_id}.key_secret"
     own = sorted(Path(folder).glob(pattern))
     if not own:
-        raise ConfigError(f"SPLICE_CURVE_DIR={folder} has no {pattern}; make one with `splice keys`, and copy its folder here")
+        raise ConfigError(
+            f"SPLICE_CURVE_DIR={folder} has no {pattern}; "
+            "make one with `splice keys`, and copy its folder here"
+        )
     public, secret = _read(own[0], wants_secret=True)
-    return PeerKeys(server_public=_read(Path(folder) / "server.key")[0], public=public, secret=secret)
+    return PeerKeys(
+        server_public=_read(Path(folder) / "server.key")[0], public=public, secret=secret
+    )
 
 
 def _read(path: Path, *, wants_secret: bool = False) -> tuple[bytes, bytes]:
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the key {path}: {error}; make keys with `splice keys`") from error
+        raise ConfigError(
+            f"cannot read the key {path}: {error}. `splice keys DIR` makes keys: the "
+            "orchestrator's "
+            "folder is DIR/orchestrator, a node's DIR/<its id>"
+        ) from error
     if wants_secret and secret is None:
         raise ConfigError(f"{path} holds no secret key; make keys with `splice keys`")
     return public, secret or b""
 
 
 def make_keys(directory: Path, *, hosts: Mapping[str, Sequence[Principal]]) -> None:
-    """Write the folder of the orchestrator and one for each of `hosts`: name -> the nodes and clients that run there. Folders are 0700, keys 0600.
+    """Write a folder for the orchestrator and one for each host. Folders are 0700, keys 0600.
+
+    Args:
+        directory: the new folder.
+        hosts: name -> the nodes and clients that run there.
+
 
     Raises:
         ConfigError: `directory` exists; keys are never overwritten.

@@ -1,9 +1,11 @@
 """A node's end of the control socket, on a thread of its own.
 
-The thread answers heartbeats while the GPUs are busy, hands requests to the main thread one at a time, and runs urgent messages
-(`AbortSend`, `AbortUpdate`) at once through callbacks, because the main thread is then inside a transfer. What a node takes beside its requests
-(`StageBatch`) goes to a callback too, with its buffers. A request that comes twice is answered with the first one's outcome. The socket
-belongs to the thread alone, so that no signal's exception leaves half a message in it; others talk to it through a queue and an eventfd.
+The thread answers heartbeats while the GPUs are busy. It hands requests to the main thread one at a
+time. It handles urgent messages (`AbortSend`, `AbortUpdate`) at once through callbacks, because the
+main thread is then inside a transfer. A repeated request gets the first outcome.
+
+Only this thread uses the socket, so that no signal's exception leaves half a message in it. Other
+threads reach it through a queue and an eventfd.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import zmq.utils.monitor
 
 from orchestrator.errors import ConfigError, LinkLost, ProtocolError
 from orchestrator.protocol.curve import PeerKeys, peer_keys
-from orchestrator.protocol.frames import MAX_FRAME_BYTES, Envelope, Frames, decode, encode, from_wire, to_wire
+from orchestrator.protocol.frames import (
+    MAX_FRAME_BYTES,
+    Envelope,
+    Frames,
+    decode,
+    encode,
+    from_wire,
+    to_wire,
+)
 from orchestrator.protocol.messages import (
     AnyMessage,
     Completed,
@@ -38,28 +48,32 @@ from orchestrator.protocol.messages import (
 )
 
 log = logging.getLogger("splice.link")
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 Urgent = Mapping[str, Callable[[AnyMessage], None]]
-Aside = Mapping[str, Callable[[Envelope], None]]
 OUTCOMES_KEPT, OUTCOME_BYTES_KEPT = 64, 64 * 2**20
-"""Outcomes that are repeated when their request comes again. The newest one is kept whatever its size."""
+"""Limits of the outcomes kept for repeated requests. The newest is kept whatever its size."""
 REDIAL_AFTER_S = 10.0
-"""Without a word from the orchestrator for this long the link opens a new connection: the old one may be cut without either end knowing."""
+"""Silence of the orchestrator after which the link opens a new connection. Neither end may notice
+that the old one is cut."""
 SUSPENDED_S = 10.0
-"""Between two looks at the socket, which are a heartbeat apart: this process, not the orchestrator, stood still."""
+"""Gap between two polls after which this process counts as suspended. Polls are a heartbeat apart.
+"""
 
 
 class NodeLink:
-    """Connects a node to the orchestrator; use as a context manager, which starts it if `start` was not called.
+    """Connects a node to the orchestrator. As a context manager it also starts the link if needed.
 
     Args:
         endpoint: the orchestrator's ROUTER, e.g. "tcp://127.0.0.1:40001".
-        hello: who we are.
-        urgent: kind -> callback, called on the link's thread; must not block. "Hello": the orchestrator does not know us, or no longer;
-            called for another orchestrator's `Welcome` too.
-        aside: the same for messages that are taken whole, with their buffers.
-        curve: CURVE keys; None: those of `peer_keys`.
-        lost_after_s: without a word from the orchestrator for this long, `recv` raises `LinkLost`.
+        hello: the peer's greeting.
+        urgent: kind -> callback on the link's thread, which must not block. "Hello": the
+            orchestrator does not know this peer; also called for a new orchestrator's `Welcome`.
+        curve: CURVE keys. None: those of `peer_keys`.
+        lost_after_s: silence of the orchestrator after which `recv` raises `LinkLost`.
     """
 
     def __init__(
@@ -68,12 +82,11 @@ class NodeLink:
         endpoint: str,
         hello: Hello,
         urgent: Urgent | None = None,
-        aside: Aside | None = None,
         curve: PeerKeys | None = None,
         lost_after_s: float = 60.0,
     ) -> None:
         self._endpoint, self._hello = endpoint, hello
-        self._urgent, self._aside = dict(urgent or {}), dict(aside or {})
+        self._urgent = dict(urgent or {})
         self._curve = curve or peer_keys(hello.run_token, role=hello.role, node_id=hello.node_id)
         self._lost_after_s = lost_after_s
         self._context = zmq.Context()
@@ -86,14 +99,16 @@ class NodeLink:
         self._welcomed = threading.Event()
         self._rejected: Rejected | None = None
         self._was_refused = False
-        """The last connection ended in its handshake."""
-        self._last_heard = self._last_looked = time.monotonic()
+        """Whether the last connection ended in its handshake."""
+        self._last_heard = self._last_frame = self._last_looked = time.monotonic()
+        """Heard: from an orchestrator that accepted this peer. Frame: any message, also a refusal.
+        """
         self._heartbeat_s = 1.0
         self._outcomes: OrderedDict[str, tuple[AnyMessage, tuple[bytes, ...]]] = OrderedDict()
         self._running: set[str] = set()
         self._progress_counts: dict[str, int] = {}
         self._last_word: AnyMessage | None = None
-        """Ready or Unready."""
+        """The latest `Ready` or `Unready`."""
         self._dialled_s = 0.0
         self._orchestrator = ""
         self._waited_s, self._looked_before = 0.0, 0.0
@@ -108,8 +123,9 @@ class NodeLink:
         """Connect and say Hello.
 
         Raises:
-            ConfigError: the orchestrator rejected us; says why.
-            LinkLost: no answer within `timeout_s`, or it ends our connections unread: another token or key.
+            ConfigError: the orchestrator rejected this peer; says why.
+            LinkLost: no answer within `timeout_s`, or a token or key that the orchestrator does not
+                accept.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
@@ -119,46 +135,64 @@ class NodeLink:
         was_refused = self._was_refused
         self.close()
         if rejected is not None and rejected.retry:
-            raise LinkLost(f"the orchestrator at {self._endpoint} does not take in {self.node_id} yet: {rejected.reason}")
+            raise LinkLost(
+                f"the orchestrator at {self._endpoint} does not take in {self.node_id} yet: "
+                f"{rejected.reason}"
+            )
         if rejected is not None:
-            raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {rejected.reason}")
+            raise ConfigError(
+                f"the orchestrator at {self._endpoint} rejected {self.node_id}: {rejected.reason}"
+            )
         if was_refused:
             raise LinkLost(
-                f"{self._endpoint} ends every connection of {self.node_id} in its handshake: start both sides with the same "
-                "SPLICE_RUN_TOKEN (with `splice keys`: with keys of one set), and look whether another program has the port"
+                f"{self._endpoint} ends every connection of {self.node_id} in its handshake: "
+                "start both sides with the same "
+                "SPLICE_RUN_TOKEN (with `splice keys`: with keys of one set), and look whether "
+                "another program has the port"
             )
-        raise LinkLost(f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it running?")
+        raise LinkLost(
+            f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it "
+            "running?"
+        )
 
     def recv(self, *, timeout_s: float) -> Envelope | None:
-        """The next request (or `Shutdown`), or None after `timeout_s`.
+        """Return the next request or `Shutdown`, or None after `timeout_s`.
 
         Raises:
-            LinkLost: the orchestrator has been silent for `lost_after_s`, time in which this process was suspended not counted.
-            ConfigError: it has rejected us since.
+            LinkLost: the orchestrator was silent for `lost_after_s`, without time when this process
+                was suspended.
+            ConfigError: the orchestrator has rejected this peer since.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=timeout_s)
         if self._rejected is not None and self._is_rejected_for_good():
-            raise ConfigError(f"the orchestrator at {self._endpoint} rejected {self.node_id}: {self._rejected.reason}")
+            raise ConfigError(
+                f"the orchestrator at {self._endpoint} rejected {self.node_id}: "
+                f"{self._rejected.reason}"
+            )
         if not self._thread.is_alive():
             raise LinkLost(f"the connection to the orchestrator at {self._endpoint} is closed")
         if self._last_looked != self._looked_before:
             self._looked_before, self._waited_s = self._last_looked, 0.0
-        self._waited_s += timeout_s  # a thread that no longer looks counts as silence, the time in which nobody ran does not
+        # A stopped thread counts as silence; a suspended process does not.
+        self._waited_s += timeout_s
         silent_s = self._last_looked - self._last_heard + self._waited_s
         if silent_s > self._lost_after_s:
-            raise LinkLost(f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s")
+            raise LinkLost(
+                f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s"
+            )
         return None
 
     def is_open(self, request_id: str) -> bool:
-        """Whether the request has come and has no outcome yet."""
+        """Whether the request has arrived and has no outcome yet."""
         return request_id in self._running
 
     def send(self, message: AnyMessage, buffers: Frames = ()) -> None:
-        """Queue a message; never blocks. A terminal message is kept to answer a repeated request.
+        """Queue a message without blocking. A terminal message is kept for a repeated request.
 
         Raises:
-            ProtocolError: it cannot be sent: a buffer's size is not what the message says, or a number does not fit.
+            ProtocolError: a buffer has another size than the message says, or a number does not
+                fit.
         """
         frames = encode(message, buffers)
         if message.kind in ("Completed", "Failed", "Cancelled"):
@@ -172,13 +206,17 @@ class NodeLink:
         self._wake()
 
     def _forget_outcomes(self) -> None:
-        kept_bytes = sum(len(buffer) for _, buffers in self._outcomes.values() for buffer in buffers)
-        while len(self._outcomes) > OUTCOMES_KEPT or (len(self._outcomes) > 1 and kept_bytes > OUTCOME_BYTES_KEPT):
+        kept_bytes = sum(
+            len(buffer) for _, buffers in self._outcomes.values() for buffer in buffers
+        )
+        while len(self._outcomes) > OUTCOMES_KEPT or (
+            len(self._outcomes) > 1 and kept_bytes > OUTCOME_BYTES_KEPT
+        ):
             _, (_, buffers) = self._outcomes.popitem(last=False)
             kept_bytes -= sum(map(len, buffers))
 
     def progress(self, request_id: str, phase: str, **detail: object) -> None:
-        """Send the request's next `Progress`; numbers it."""
+        """Number and send the request's next `Progress`."""
         sequence = self._progress_counts.get(request_id, 0)
         self._progress_counts[request_id] = sequence + 1
         self.send(Progress(request_id=request_id, sequence=sequence, phase=phase, detail=detail))
@@ -191,19 +229,35 @@ class NodeLink:
         tensors: Sequence[TensorSpec] = (),
         buffers: Sequence[bytes] = (),
     ) -> None:
-        """End a request well."""
-        self.send(Completed(request_id=request_id, result=result or {}, tensors=tuple(tensors)), buffers)
+        """End a request with `Completed`."""
+        self.send(
+            Completed(request_id=request_id, result=result or {}, tensors=tuple(tensors)), buffers
+        )
 
-    def fail(self, request_id: str, *, code: ErrorCode, phase: str, message: str, remedy: str, steps_taken: int = 0) -> None:
-        """End a request badly."""
+    def fail(
+        self,
+        request_id: str,
+        *,
+        code: ErrorCode,
+        phase: str,
+        message: str,
+        remedy: str,
+        steps_taken: int = 0,
+    ) -> None:
+        """End a request with `Failed`."""
         failed = Failed(
-            request_id=request_id, code=code, node=self.node_id, phase=phase, message=message[:4000], remedy=remedy,
+            request_id=request_id,
+            code=code,
+            node=self.node_id,
+            phase=phase,
+            message=message[:4000],
+            remedy=remedy,
             steps_taken=steps_taken,
-        )  # fmt: skip
+        )
         self.send(failed)
 
     def close(self) -> None:
-        """Flush what is queued (at most 2 s), then end the thread and the sockets. Safe to call twice."""
+        """Flush the queue for at most 2 s, then end thread and sockets. Safe to call twice."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -230,7 +284,7 @@ class NodeLink:
                 os.eventfd_write(self._wake_fd, 1)
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """The control socket, and one that says how its connections fare."""
+        """Return the control socket, and one that reports its connections."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 2000)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -242,7 +296,9 @@ class NodeLink:
         self._dialled_s = time.monotonic()
         return socket, monitor
 
-    def _disconnect(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], *, linger_ms: int) -> None:
+    def _disconnect(
+        self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], *, linger_ms: int
+    ) -> None:
         with contextlib.suppress(zmq.ZMQError):
             socket.disable_monitor()
         monitor.close(linger=0)
@@ -268,10 +324,13 @@ class NodeLink:
         return self._rejected is not None and not self._rejected.retry
 
     def _is_cut_off(self) -> bool:
-        return not self._is_rejected_for_good() and time.monotonic() - max(self._last_heard, self._dialled_s) > REDIAL_AFTER_S
+        return (
+            not self._is_rejected_for_good()
+            and time.monotonic() - max(self._last_frame, self._dialled_s) > REDIAL_AFTER_S
+        )
 
     def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-        """Until this connection is cut off or the link closes."""
+        """Send and receive until this connection is cut off or the link closes."""
         connections, wake_fd = 0, self._wake_fd
         assert wake_fd is not None
         poller = zmq.Poller()
@@ -287,7 +346,7 @@ class NodeLink:
                 self._was_refused = bool(event & _REFUSED)
                 connections += not self._was_refused
                 if connections > 1 and not self._was_refused:
-                    # What was on its way over the connection before may be lost, on either side, without a word.
+                    # Messages in flight on the old connection may be lost.
                     self._introduce(socket)
             if socket in events:
                 self._on_frames(socket, socket.recv_multipart())
@@ -295,13 +354,16 @@ class NodeLink:
             self._note_look()
             if time.monotonic() >= next_beat and not self._is_rejected_for_good():
                 is_taken_in = self._welcomed.is_set() and self._rejected is None
-                self._send_now(socket, Heartbeat(node_id=self.node_id) if is_taken_in else self._hello, ())
+                self._send_now(
+                    socket, Heartbeat(node_id=self.node_id) if is_taken_in else self._hello, ()
+                )
                 next_beat = time.monotonic() + self._heartbeat_s
 
     def _note_look(self) -> None:
         now_s = time.monotonic()
         if now_s - self._last_looked > SUSPENDED_S:
             self._last_heard = min(now_s, self._last_heard + now_s - self._last_looked)
+            self._last_frame = min(now_s, self._last_frame + now_s - self._last_looked)
         self._last_looked = now_s
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
@@ -311,25 +373,29 @@ class NodeLink:
         while self._unsent and self._send_frames(socket, self._unsent[0]):
             self._unsent.popleft()
 
-    def _send_now(self, socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]) -> None:
+    def _send_now(
+        self, socket: zmq.Socket[bytes], message: AnyMessage, buffers: Sequence[bytes | memoryview]
+    ) -> None:
         self._send_frames(socket, encode(message, buffers))
 
     @staticmethod
     def _send_frames(socket: zmq.Socket[bytes], frames: list[bytes | memoryview]) -> bool:
         try:
             socket.send_multipart(to_wire(frames), zmq.NOBLOCK)
-        except zmq.Again:  # not connected and the high-water mark reached: what must arrive is kept and tried again
+        except zmq.Again:  # unconnected and at the high-water mark: try again later
             return False
         return True
 
     def _on_frames(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        self._last_heard = time.monotonic()
+        self._last_frame = time.monotonic()
         try:
             envelope = decode(from_wire(frames))
         except ProtocolError as error:
             log.warning("dropped a message of the orchestrator: %s", error)
             return
         message = envelope.message
+        if not isinstance(message, Rejected):
+            self._last_heard = self._last_frame
         if self._is_rejected_for_good():
             return
         if isinstance(message, Welcome):
@@ -339,21 +405,23 @@ class NodeLink:
                 if self._orchestrator:
                     self._be_forgotten(message)
                 self._orchestrator = message.incarnation
+            if self._last_word is not None:
+                self._send_now(socket, self._last_word, ())
             self._welcomed.set()
         elif isinstance(message, Rejected):
             self._rejected = message
             if not message.retry:
                 self._welcomed.set()
         elif isinstance(message, Hello):
-            # The orchestrator forgot us: it restarted, or had not heard of us for too long.
-            self._be_forgotten(message)
-            self._introduce(socket)
+            # The orchestrator restarted, or lost this peer. A refused peer repeats its Hello with
+            # each beat.
+            if self._rejected is None:
+                self._be_forgotten(message)
+                self._introduce(socket)
         elif isinstance(message, Heartbeat):
             pass
         elif message.kind in self._urgent:
             self._urgent[message.kind](message)
-        elif message.kind in self._aside:
-            self._aside[message.kind](envelope)
         elif isinstance(message, Shutdown) or self._hello.role == "client":
             self._inbox.put(envelope)
         else:
@@ -364,11 +432,12 @@ class NodeLink:
             self._urgent["Hello"](message)
 
     def _introduce(self, socket: zmq.Socket[bytes]) -> None:
-        """Say again who we are and whether we are ready. After it the orchestrator sends again what it waits for, and a client, which finds a
-        Hello, its jobs; what arrives twice does no harm."""
+        """Send `Hello` again.
+
+        The orchestrator then repeats its open requests, and a client its jobs. Duplicates are
+        harmless.
+        """
         self._send_now(socket, self._hello, ())
-        if self._last_word is not None:
-            self._send_now(socket, self._last_word, ())
         if self._hello.role == "client":
             self._inbox.put(Envelope(message=self._hello))
 
@@ -376,7 +445,8 @@ class NodeLink:
         request_id = getattr(envelope.message, "request_id", None)
         if request_id is None:
             return
-        if request_id in self._running:  # asked first: `send` notes the outcome before it takes the request from here
+        # Checked first, because `send` stores the outcome before it removes the request.
+        if request_id in self._running:
             return
         if request_id in self._outcomes:
             outcome, buffers = self._outcomes[request_id]

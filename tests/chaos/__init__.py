@@ -1,1 +1,3 @@
-"""`python -m tests.chaos`: a real orchestrator under a nemesis, and a checker that reads what happened."""
+"""`python -m tests.chaos`: a real orchestrator under a nemesis, and a checker that reads what
+happened.
+"""

@@ -1,7 +1,9 @@
-"""`python -m tests.chaos --seed N --minutes M [--runs K]`: exit code 0 only if no run violated an invariant.
+"""`python -m tests.chaos --seed N --minutes M [--runs K]`: exit code 0 only if no run violated an
+invariant.
 
-A seed fixes the settings, every fault, its target, point and length, and every client's jobs. It does not fix how the kernel schedules: a
-replay meets the same faults in the same order, at moments that differ by milliseconds. Faults at named points are the exactly repeatable ones.
+A seed fixes the settings, every fault, its target, point and length, and every client's jobs. It
+does not fix how the kernel schedules: a replay meets the same faults in the same order, at moments
+that differ by milliseconds. Faults at named points are the exactly repeatable ones.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def one_run(settings: Settings, folder: Path) -> list[str]:
                 raise TimeoutError(f"no @0 within {FIRST_JOB_S} s; see {folder}")
         until_s = time.monotonic() + 60 * settings.minutes
         workers = [
-            threading.Thread(target=run.work, args=(f"client-{i}", until_s), daemon=True) for i in range(settings.clients)
+            threading.Thread(target=run.work, args=(f"client-{i}", until_s), daemon=True)
+            for i in range(settings.clients)
         ]
         for worker in workers:
             worker.start()
@@ -44,8 +47,14 @@ def one_run(settings: Settings, folder: Path) -> list[str]:
         healthy_s = run.wait_healthy()
         run.history.note("final", healthy_s=healthy_s)
         run.end()
-        print(f"  {nemesis.count} faults, {run.jobs_done} jobs, healthy {_seconds(healthy_s)} after the last fault", flush=True)
-    return checker.check(history.read(folder / "history"), job_within_s=JOB_WITHIN_S / settings.pace)
+        print(
+            f"  {nemesis.count} faults, {run.jobs_done} jobs, healthy {_seconds(healthy_s)} after "
+            "the last fault",
+            flush=True,
+        )
+    return checker.check(
+        history.read(folder / "history"), job_within_s=JOB_WITHIN_S / settings.pace
+    )
 
 
 def _seconds(value: float | None) -> str:
@@ -54,15 +63,24 @@ def _seconds(value: float | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.chaos", description=__doc__)
-    parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, which is printed")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="default: a fresh one, which is printed"
+    )
     parser.add_argument("--minutes", type=float, default=1.0, help="of faults, for each run")
     parser.add_argument("--runs", type=int, default=1, help="with seeds SEED, SEED + 1, ...")
     parser.add_argument(
-        "--hours", type=float, default=0.0, help="runs of five minutes until then, with fake and with real nodes in turn"
+        "--hours",
+        type=float,
+        default=0.0,
+        help="runs of five minutes until then, with fake and with real nodes in turn",
     )
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs that held")
-    parser.add_argument("--matrix", action="store_true", help="every fault at every phase, into docs/reliability.md")
-    parser.add_argument("--real", action="store_true", help="real Megatron and vLLM with the tiny model, on the CPU")
+    parser.add_argument(
+        "--matrix", action="store_true", help="every fault at every phase, into docs/reliability.md"
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="real Megatron and vLLM with the tiny model, on the CPU"
+    )
     given = parser.parse_args()
     first = given.seed if given.seed is not None else random.SystemRandom().randrange(10**9)
     if given.matrix:
@@ -70,7 +88,9 @@ def main() -> int:
     until_s, seed, failed = time.monotonic() + 3600 * given.hours, first, 0
     while seed < first + given.runs or time.monotonic() < until_s:
         is_real = given.real or (given.hours > 0 and (seed - first) % 2 == 1)
-        failed += not _held(seed, LONG_MINUTES if given.hours else given.minutes, is_real=is_real, keep=given.keep)
+        failed += not _held(
+            seed, LONG_MINUTES if given.hours else given.minutes, is_real=is_real, keep=given.keep
+        )
         seed += 1
     print(f"{seed - first - failed} of {seed - first} runs held every invariant")
     return 1 if failed else 0

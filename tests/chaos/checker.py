@@ -1,12 +1,17 @@
-"""What must hold of every history. Pure: events in, violations out; knows the formats of `tests.chaos.history`, not the program.
+"""What must hold of every history. Pure: events in, violations out; knows the formats of
+`tests.chaos.history`, not the program.
 
-one outcome       a job has exactly one outcome, whoever is told it and however often, and the journal says the same
-runs once         no process of the trainer runs a job's request twice; no batch is in a state twice; a cancelled job never ran
-nothing lost      the trainer stands where the completed jobs have brought it, unless a failed job has said that something is lost
+one outcome       a job has exactly one outcome, whoever is told it and however often, and the
+                  journal says the same
+runs once         no process of the trainer runs a job's request twice; no batch is in a state
+                  twice; a cancelled job never ran
+nothing lost      the trainer stands where the completed jobs have brought it, unless a failed job
+                  has said that something is lost
 one content       a version has one content, the trainer's for that version
 committed         what is served was committed, or was given up at once
 by one            versions are made one after the other, and completed ones go up
-in time           every job ends within the limit after it was submitted or the last fault was healed; at the end all serve the same
+in time           every job ends within the limit after it was submitted or the last fault was
+                  healed; at the end all serve the same
 nothing left      no process, file, lock or shared memory
 no growth         memory, descriptors and threads of one orchestrator
 """
@@ -34,7 +39,9 @@ LOST_WORDS = "are lost"
 
 def check(events: Sequence[Event], *, job_within_s: float = 60.0) -> list[str]:
     """Every violation, in words that name the invariant."""
-    found = [f"{name}: {what}" for name, invariant in INVARIANTS.items() for what in invariant(events)]
+    found = [
+        f"{name}: {what}" for name, invariant in INVARIANTS.items() for what in invariant(events)
+    ]
     return [*found, *(f"in time: {what}" for what in in_time(events, job_within_s))]
 
 
@@ -58,8 +65,10 @@ def one_outcome(events: Sequence[Event]) -> Iterable[str]:
     for job, outcomes in told.items():
         if len({o["outcome"] for o in outcomes}) > 1:
             yield f"{job} was told {[o['outcome'] for o in outcomes]}"
-        if journaled and [o["outcome"] for o in outcomes[:1]] != [j["outcome"] for j in journaled.get(job, ())]:
-            yield f"{job} was told {outcomes[0]['outcome']}, the journal says {[j['outcome'] for j in journaled.get(job, ())]}"
+        if journaled and [o["outcome"] for o in outcomes[:1]] != [
+            j["outcome"] for j in journaled.get(job, ())
+        ]:
+            yield f"{job} was told {outcomes[0]['outcome']}, the journal says {[j['outcome'] for j in journaled.get(job, ())]}"  # noqa: E501
     for job, rows in journaled.items():
         if len(rows) > 1 or rows[0]["outcome"] not in ("completed", "failed", "cancelled"):
             yield f"{job} stands in the journal as {[r['outcome'] for r in rows]}"
@@ -97,34 +106,49 @@ def _batches_once(events: Sequence[Event]) -> Iterable[str]:
 def nothing_lost(events: Sequence[Event]) -> Iterable[str]:
     """Follows the jobs in the journal's order with all states that the trainer may be in."""
     alias = {e["is_now"]: e["was"] for e in of(events, "rotted")}
-    saved = {BASE} | {(e["state"],) for e in of(events, "made")} | {(e["is_now"],) for e in of(events, "rotted")}
+    saved = (
+        {BASE}
+        | {(e["state"],) for e in of(events, "made")}
+        | {(e["is_now"],) for e in of(events, "rotted")}
+    )
     ran, submitted = by_job(events, "ran"), {e["job"]: e for e in of(events, "submit")}
     now: set[State] = {BASE}
     for row in sorted(of(events, "journaled"), key=lambda e: e["number"]):
         job, did = (
             row["job"],
-            [r for r in ran[row["job"]] if r["kind"] != "LoadCheckpoint" or row["kind"] == "LoadCheckpointJob"],
+            [
+                r
+                for r in ran[row["job"]]
+                if r["kind"] != "LoadCheckpoint" or row["kind"] == "LoadCheckpoint"
+            ],
         )
         if row["outcome"] == "cancelled":
             continue
         own = [r for r in did if r["kind"] in _OWN_REQUEST.get(row["kind"], ())]
         possible = {_unrotted(s, alias) for s in now}
         for run in own:
-            if row["kind"] != "LoadCheckpointJob" and _unrotted(tuple(run["before"]), alias) not in possible | _dropped(
-                possible, row
-            ):
+            if row["kind"] != "LoadCheckpoint" and _unrotted(
+                tuple(run["before"]), alias
+            ) not in possible | _dropped(possible, row):
                 yield (
-                    f"{job} ({row['kind']}) found the trainer at {_short(run['before'])}; by the jobs before it is at one of "
+                    f"{job} ({row['kind']}) found the trainer at {_short(run['before'])}; by the "
+                    "jobs before it is at one of "
                     f"{[_short(s) for s in sorted(possible)[:4]]}, and nobody was told of a loss"
                 )
         now = _after(row, own, now, saved, submitted.get(job, {}))
 
 
 _OWN_REQUEST = {
-    "TrainMergedJob": ("TrainMerged",), "TrainLoraJob": ("TrainLora",), "ForwardBackwardJob": ("ForwardBackward",),
-    "OptimStepJob": ("OptimStep",), "PublishJob": ("SaveCheckpoint",), "SaveCheckpointJob": ("SaveCheckpoint",),
-    "LoadCheckpointJob": ("LoadCheckpoint",), "ForwardJob": ("Forward",), "InitialSyncJob": ("SaveCheckpoint",),
-}  # fmt: skip
+    "TrainMergedJob": ("TrainMerged",),
+    "TrainLora": ("TrainLora",),
+    "ForwardBackward": ("ForwardBackward",),
+    "OptimStep": ("OptimStep",),
+    "PublishJob": ("SaveCheckpoint",),
+    "SaveCheckpointJob": ("SaveCheckpoint",),
+    "LoadCheckpoint": ("LoadCheckpoint",),
+    "Forward": ("Forward",),
+    "InitialSyncJob": ("SaveCheckpoint",),
+}
 """Kind of job -> the request that is its work."""
 
 
@@ -133,7 +157,9 @@ def _dropped(possible: set[State], row: Event) -> set[State]:
     return {s[:1] for s in possible} if LOST_WORDS in (row.get("message") or "") else set()
 
 
-def _after(row: Event, own: Sequence[Event], now: set[State], saved: set[State], submit: Event) -> set[State]:
+def _after(
+    row: Event, own: Sequence[Event], now: set[State], saved: set[State], submit: Event
+) -> set[State]:
     ends = {tuple(r["after"]) for r in own}
     if row["outcome"] == "completed":
         last = [tuple(r["after"]) for r in own if r["ended"] == "Completed"]
@@ -144,7 +170,10 @@ def _after(row: Event, own: Sequence[Event], now: set[State], saved: set[State],
 
 
 def _unrotted(state: Sequence[str], alias: dict[str, str]) -> State:
-    return (alias.get(state[0], state[0]), *state[1:])
+    content = state[0]
+    for _ in alias:  # a folder may rot more than once
+        content = alias.get(content, content)
+    return (content, *state[1:])
 
 
 def _short(state: Sequence[str]) -> str:
@@ -164,16 +193,19 @@ def one_content(events: Sequence[Event]) -> Iterable[str]:
         if served.setdefault(version, content) != content:
             yield f"@{version} was {served[version]} and is {content} on {event['node']}"
         if content not in made[version]:
-            yield f"{event['node']} serves {content} as @{version}, which the trainer made as {sorted(made[version])}"
+            yield f"{event['node']} serves {content} as @{version}, which the trainer made as {sorted(made[version])}"  # noqa: E501
 
 
 def committed(events: Sequence[Event]) -> Iterable[str]:
-    """A single replica in shadow mode commits by itself; what then fails is taken from it at once."""
+    """A single replica in shadow mode commits by itself; what then fails is taken from
+    it at once.
+    """
     known = {e["version"] for e in of(events, "committed")}
     if not of(events, "journaled"):
         return
     for node, shown in itertools.groupby(
-        sorted(of(events, "serves", "silent"), key=lambda e: (e["node"], e["t"])), key=lambda e: e["node"]
+        sorted(of(events, "serves", "silent"), key=lambda e: (e["node"], e["t"])),
+        key=lambda e: e["node"],
     ):
         rows = list(shown)
         for event, after in itertools.zip_longest(rows, rows[1:]):
@@ -184,9 +216,13 @@ def committed(events: Sequence[Event]) -> Iterable[str]:
 
 def by_one(events: Sequence[Event]) -> Iterable[str]:
     versions = {
-        e["job"]: e["version"] for e in of(events, "outcome") if e["outcome"] == "completed" and e.get("version") is not None
+        e["job"]: e["version"]
+        for e in of(events, "outcome")
+        if e["outcome"] == "completed" and e.get("version") is not None
     }
-    rows = sorted((e for e in of(events, "journaled") if e["kind"] in MADE_BY), key=lambda e: e["number"])
+    rows = sorted(
+        (e for e in of(events, "journaled") if e["kind"] in MADE_BY), key=lambda e: e["number"]
+    )
     before = -1
     for row in rows:
         version = versions.get(row["job"])
@@ -200,7 +236,7 @@ def by_one(events: Sequence[Event]) -> Iterable[str]:
         before = version
     made = {e["version"] for e in of(events, "made") if "/versions/" in e.get("folder", "")}
     if made and made != set(range(max(made) + 1)):
-        yield f"versions were made with gaps: {sorted(set(range(max(made))) - made)[:5]} are missing"
+        yield f"versions were made with gaps: {sorted(set(range(max(made))) - made)[:5]} are missing"  # noqa: E501
 
 
 # ------------------------------------------------------------ time, and what is left
@@ -216,7 +252,7 @@ def in_time(events: Sequence[Event], within_s: float) -> Iterable[str]:
         if event["job"] not in ended:
             yield f"{event['job']} ({event['kind']}) has no outcome"
         elif ended[event["job"]] - since > limit:
-            yield f"{event['job']} ({event['kind']}) took {ended[event['job']] - since:.0f} s after the last fault, {limit:.0f} are allowed"
+            yield f"{event['job']} ({event['kind']}) took {ended[event['job']] - since:.0f} s after the last fault, {limit:.0f} are allowed"  # noqa: E501
     for event in of(events, "final"):
         if event["healthy_s"] is None:
             yield "not all replicas served a new version in time after the last fault"
@@ -227,7 +263,7 @@ def nothing_left(events: Sequence[Event]) -> Iterable[str]:
         yield f"the {event['kind']} {event['name']}"
     for event in of(events, "twin"):
         if event["code"] != 2:
-            yield f"a second orchestrator in the run folder ended with {event['code']}; it has to refuse with 2"
+            yield f"a second orchestrator in the run folder ended with {event['code']}; it has to refuse with 2"  # noqa: E501
     for event in of(events, "ended"):
         if event["process"] == "orchestrator" and event["code"] not in (0, 2, -9):
             yield f"the orchestrator ended by itself with {event['code']}"
@@ -240,13 +276,23 @@ def no_growth(events: Sequence[Event]) -> Iterable[str]:
         if len(warm) < 6:
             continue
         early, late = warm[: len(warm) // 3], warm[-len(warm) // 3 :]
-        for what, most in (("rss", GROWTH_BYTES), ("descriptors", GROWTH_DESCRIPTORS), ("threads", GROWTH_THREADS)):
+        for what, most in (
+            ("rss", GROWTH_BYTES),
+            ("descriptors", GROWTH_DESCRIPTORS),
+            ("threads", GROWTH_THREADS),
+        ):
             grown = min(p[what] for p in late) - max(p[what] for p in early)
             if grown > most:
-                yield f"{what} of the orchestrator's life {life} grew by {grown} in {late[-1]['jobs'] - early[0]['jobs']} jobs"
+                yield f"{what} of the orchestrator's life {life} grew by {grown} in {late[-1]['jobs'] - early[0]['jobs']} jobs"  # noqa: E501
 
 
 INVARIANTS: dict[str, Callable[[Sequence[Event]], Iterable[Any]]] = {
-    "one outcome": one_outcome, "runs once": runs_once, "nothing lost": nothing_lost, "one content": one_content, "committed": committed,
-    "by one": by_one, "nothing left": nothing_left, "no growth": no_growth,
-}  # fmt: skip
+    "one outcome": one_outcome,
+    "runs once": runs_once,
+    "nothing lost": nothing_lost,
+    "one content": one_content,
+    "committed": committed,
+    "by one": by_one,
+    "nothing left": nothing_left,
+    "no growth": no_growth,
+}

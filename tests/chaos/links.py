@@ -1,5 +1,6 @@
-"""A TCP proxy for each link: reset, black hole, one way, slow, or cut after so many bytes. What travels is encrypted, so a fault goes by connection,
-direction and bytes."""
+"""A TCP proxy for each link: reset, black hole, one way, slow, or cut after so many bytes. What
+travels is encrypted, so a fault goes by connection, direction and bytes.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ class Link:
         for pair in self._pairs:
             for writer in pair:
                 with contextlib.suppress(OSError, AttributeError):
-                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    writer.get_extra_info("socket").setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                 writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,7 +103,9 @@ class Link:
             for one in pair:
                 one.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(SLOW_BYTES if self._faults.slow else 65536):
                 while direction in self._faults.held:

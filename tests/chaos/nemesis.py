@@ -1,7 +1,7 @@
 """What goes wrong, when, and how it is made right again.
 
-A fault comes at a random moment, or at a point where a process waits for it: before or after a request of each kind, at each state of a
-publication, before or after the Nth commit of the journal.
+A fault comes at a random moment, or at a point where a process waits for it: before or after a
+request of each kind, at each state of a publication, before or after the Nth commit of the journal.
 """
 
 from __future__ import annotations
@@ -17,18 +17,47 @@ from pathlib import Path
 
 from tests.chaos.run import Run
 
-STATES = ("planned", "durable", "shadowed", "paused", "applying", "finished", "verified", "committed")
+STATES = (
+    "planned",
+    "durable",
+    "shadowed",
+    "paused",
+    "applying",
+    "finished",
+    "verified",
+    "committed",
+)
 TRAINER_KINDS = (
-    "TrainMerged", "SaveCheckpoint", "LoadCheckpoint", "PlanPublication", "OpenTransferGroup", "UseLayout", "SendWeights",
-    "ForwardBackward", "OptimStep", "Forward", "TrainLora",
-)  # fmt: skip
+    "TrainMerged",
+    "SaveCheckpoint",
+    "LoadCheckpoint",
+    "PlanPublication",
+    "OpenTransferGroup",
+    "UseLayout",
+    "SendWeights",
+    "ForwardBackward",
+    "OptimStep",
+    "Forward",
+    "TrainLora",
+)
 REPLICA_KINDS = (
-    "JoinTransferGroup", "PrepareUpdate", "PrepareShadow", "ReceiveWeights", "SwapWeights", "CheckCanary", "CommitUpdate", "LeaveAlias",
-)  # fmt: skip
+    "JoinTransferGroup",
+    "PrepareUpdate",
+    "PrepareShadow",
+    "ReceiveWeights",
+    "SwapWeights",
+    "CheckCanary",
+    "CommitUpdate",
+    "LeaveAlias",
+)
 FAULTS = (
-    *6 * ("kill",), *4 * ("stop", "reset", "data cut", "server restart"), *2 * ("black hole", "one way", "slow", "cut", "data hole", "clock", "rot"),
-    "gone", "full disk", "twins",
-)  # fmt: skip
+    *6 * ("kill",),
+    *4 * ("stop", "reset", "data cut", "server restart"),
+    *2 * ("black hole", "one way", "slow", "cut", "data hole", "clock", "rot"),
+    "gone",
+    "full disk",
+    "twins",
+)
 
 
 class Nemesis:
@@ -56,11 +85,15 @@ class Nemesis:
     # ------------------------------------------------------------ where
 
     def _at_a_point(self) -> str | None:
-        """Wait until a process reaches a point, where it stays for a moment; which process, or None if it did not come there."""
+        """Wait until a process reaches a point, where it stays for a moment; which process, or None
+        if it did not come there.
+        """
         names = list(self.run.processes)
         name = self.dice.choice(["orchestrator", "orchestrator", *names])
         if name == "orchestrator":
-            point = self.dice.choice([*(f"state {s}" for s in STATES), "commit before", "commit after"])
+            point = self.dice.choice(
+                [*(f"state {s}" for s in STATES), "commit before", "commit after"]
+            )
         else:
             kinds = TRAINER_KINDS if name == "trainer" else REPLICA_KINDS
             point = f"{self.dice.choice(kinds)} {self.dice.choice(('before', 'after'))}"
@@ -84,12 +117,16 @@ class Nemesis:
 
     # ------------------------------------------------------------ what
 
-    def strike(self, kind: str | None = None, target: str | None = None, lasts_s: float | None = None) -> None:
+    def strike(
+        self, kind: str | None = None, target: str | None = None, lasts_s: float | None = None
+    ) -> None:
         """One fault."""
         kind = kind or self.dice.choice(FAULTS)
         replicas = [n for n in self.run.processes if n.startswith("inference")]
         target = target or self._target(kind, replicas)
-        lasts_s = self.dice.choice((0.05, 0.1, 0.3, 0.3, 1.0, 1.0, 5.0)) if lasts_s is None else lasts_s
+        lasts_s = (
+            self.dice.choice((0.05, 0.1, 0.3, 0.3, 1.0, 1.0, 5.0)) if lasts_s is None else lasts_s
+        )
         self.count += 1
         self.run.history.note("fault", kind=kind, target=target, lasts_s=lasts_s)
         getattr(self, "_" + kind.replace(" ", "_"))(target, lasts_s)
@@ -148,7 +185,9 @@ class Nemesis:
     _data_hole = _black_hole
 
     def _clock(self, target: str, _: float) -> None:
-        """The wall clock by days, either way; the monotonic one, as after a suspended machine, forward."""
+        """The wall clock by days, either way; the monotonic one, as after a suspended machine,
+        forward.
+        """
         wall_s, monotonic_s = self.dice.uniform(-1e6, 1e6), self.dice.choice((0.0, 0.0, 3.0, 30.0))
         self.run.processes[target].tell(f"clock {wall_s} {monotonic_s}")
 
@@ -162,7 +201,9 @@ class Nemesis:
         self._later(min(lasts_s, 2.0), lambda: file.unlink(missing_ok=True))
 
     def _rot(self, target: str, _: float) -> None:
-        """One bit of a version's checkpoint, of one that was served: what rots before its digest is known is not survived (docs/reliability.md)."""
+        """One bit of a version's checkpoint, of one that was served: what rots before its digest is
+        known is not survived (docs/reliability.md).
+        """
         versions = self.run.run_dir / "versions"
         served = max((v for v in self.run.served().values() if v is not None), default=-1)
         with contextlib.suppress(OSError):

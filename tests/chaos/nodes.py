@@ -1,7 +1,9 @@
-"""A fake trainer or replica as a process: the real protocol, a real TCP connection for the weights, a hash instead of a model.
+"""A fake trainer or replica as a process: the real protocol, a real TCP connection for the weights,
+a hash instead of a model.
 
-The trainer's state is a hash chain over the batches it was trained on, so that two histories never look alike. A replica follows the rules of
-`inference_node.supervisor`: what was not committed is given up on an abort, and what may be half written serves nothing.
+The trainer's state is a hash chain over the batches it was trained on, so that two histories never
+look alike. A replica follows the rules of `inference_node.node`: what was not committed is given up
+on an abort, and what may be half written serves nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from orchestrator.protocol.messages import ErrorCode, Hello, Manifest, Ready, Re
 from orchestrator.protocol.node_link import NodeLink
 from tests.chaos.history import History
 from tests.chaos.traps import Traps
+from tests.orchestrator.fake_nodes import whole_layout
 
 TENSORS = 6
 CHANGED = (0, 2, 4)
@@ -76,9 +79,13 @@ class Refused(Exception):
 
 
 class NoisyLink(NodeLink):
-    """Now and then a message, sent or received, is doubled, held back, or overtaken by the next one."""
+    """Now and then a message, sent or received, is doubled, held back, or overtaken by the next
+    one.
+    """
 
-    def __init__(self, *, noise: float, dice: random.Random, on_end: Callable[[Any], None], **kwargs: Any) -> None:
+    def __init__(
+        self, *, noise: float, dice: random.Random, on_end: Callable[[Any], None], **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self._noise, self._dice, self._on_end = noise, dice, on_end
         self._late_out: deque[tuple[float, list[Any]]] = deque()
@@ -112,7 +119,6 @@ class Node:
 
     role: Any = ""
     detail: dict[str, object] = {}  # noqa: RUF012 - replaced, never changed
-    aside: dict[str, Callable[[Envelope], None]] = {}  # noqa: RUF012
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.id = given, given.node_id
@@ -130,11 +136,20 @@ class Node:
             run_token=os.environ["SPLICE_RUN_TOKEN"],
             pid=os.getpid(),
         )
-        urgent = {"AbortSend": self.on_abort, "AbortUpdate": self.on_abort, "Hello": self.on_forgotten}
+        urgent = {
+            "AbortSend": self.on_abort,
+            "AbortUpdate": self.on_abort,
+            "Hello": self.on_forgotten,
+        }
         self.link = NoisyLink(
-            endpoint=given.endpoint, hello=hello, urgent=urgent, aside=self.aside, lost_after_s=60.0 / given.pace,
-            noise=given.noise, dice=self.dice, on_end=self.on_end,
-        )  # fmt: skip
+            endpoint=given.endpoint,
+            hello=hello,
+            urgent=urgent,
+            lost_after_s=60.0 / given.pace,
+            noise=given.noise,
+            dice=self.dice,
+            on_end=self.on_end,
+        )
 
     def run(self) -> int:
         """Until Shutdown (0), or until the orchestrator has been silent for too long (3)."""
@@ -197,8 +212,6 @@ class Trainer(Node):
     detail = {"memory": "resident"}  # noqa: RUF012
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.staged: dict[str, tuple[bytes, ...]] = {}
-        self.aside = {"StageBatch": self.on_aside, "DropBatch": self.on_aside}
         self.state, self.pending = BASE, list[str]()
         self.changed = CHANGED if given.changed_only else None
         self.part: tuple[int, ...] = ()
@@ -214,26 +227,9 @@ class Trainer(Node):
     def values(self) -> list[int]:
         return values_of(self.state, self.changed)
 
-    def on_aside(self, envelope: Envelope) -> None:
-        message: Any = envelope.message
-        if message.kind == "StageBatch":
-            self.staged[message.job_id] = envelope.buffers
-        else:
-            self.staged.pop(message.job_id, None)
-
     def answer(self, envelope: Envelope) -> None:
-        """With its batch, which may have come ahead."""
-        message: Any = envelope.message
-        staged = getattr(message, "staged", None)
-        if staged is not None:
-            batch = self.staged.pop(staged, None)
-            if batch is None:
-                self.link.fail(
-                    message.request_id, code=ErrorCode.NOT_STAGED, phase="chaos", message="not here", remedy="send it"
-                )
-                return
-            envelope = Envelope(message=message, buffers=batch)
-        self.answering = (message, [self.state, *self.pending])
+        """Note what the trainer held before the request."""
+        self.answering = (envelope.message, [self.state, *self.pending])
         super().answer(envelope)
 
     def on_end(self, message: Any) -> None:
@@ -243,9 +239,15 @@ class Trainer(Node):
         (request, before), self.answering = self.answering, None
         job = JOB_IN_ID.search(request.request_id)
         self.history.note(
-            "ran", request=request.request_id, kind=request.kind, job=job and job[0], life=self.life, ended=message.kind,
-            before=before, after=[self.state, *self.pending],
-        )  # fmt: skip
+            "ran",
+            request=request.request_id,
+            kind=request.kind,
+            job=job and job[0],
+            life=self.life,
+            ended=message.kind,
+            before=before,
+            after=[self.state, *self.pending],
+        )
 
     @staticmethod
     def batch(buffers: Any) -> str:
@@ -264,11 +266,17 @@ class Trainer(Node):
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
         except OSError as error:
-            raise Refused(ErrorCode.CHECKPOINT_FAILED, str(error), steps_taken=steps_taken) from error
+            raise Refused(
+                ErrorCode.CHECKPOINT_FAILED, str(error), steps_taken=steps_taken
+            ) from error
         for old in message.delete_after:
             shutil.rmtree(old, ignore_errors=True)
         self.history.note(
-            "made", folder=str(folder), version=message.version, state=self.state, content=content_of(self.values)
+            "made",
+            folder=str(folder),
+            version=message.version,
+            state=self.state,
+            content=content_of(self.values),
         )
 
     def on_SaveCheckpoint(self, message: Any, _: Any) -> None:
@@ -279,7 +287,9 @@ class Trainer(Node):
         self.link.progress(message.request_id, "training")
         self.step([self.batch(buffers)])
         self.save(message, steps_taken=1)
-        self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.1}})
+        self.link.complete(
+            message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.1}}
+        )
 
     def on_TrainLora(self, message: Any, buffers: Any) -> None:
         self.link.progress(message.request_id, "training")
@@ -289,7 +299,9 @@ class Trainer(Node):
     def on_ForwardBackward(self, message: Any, buffers: Any) -> None:
         self.link.progress(message.request_id, "forward and backward")
         self.pending.append(self.batch(buffers))
-        self.link.complete(message.request_id, result={"metrics": {}, "pending_batches": len(self.pending)})
+        self.link.complete(
+            message.request_id, result={"metrics": {}, "pending_batches": len(self.pending)}
+        )
 
     def on_OptimStep(self, message: Any, _: Any) -> None:
         if not self.pending:
@@ -299,7 +311,9 @@ class Trainer(Node):
 
     def on_Forward(self, message: Any, _: Any) -> None:
         count = message.tensors[0].numel
-        specs = tuple(TensorSpec(name=n, dtype="float32", shape=(count,)) for n in ("logprobs", "entropy"))
+        specs = tuple(
+            TensorSpec(name=n, dtype="float32", shape=(count,)) for n in ("logprobs", "entropy")
+        )
         self.link.complete(
             message.request_id,
             result={"seconds": {}},
@@ -313,29 +327,43 @@ class Trainer(Node):
         except (OSError, ValueError) as error:
             raise Refused(ErrorCode.BAD_INPUT, f"{message.checkpoint_dir}: {error}") from error
         dropped, self.pending, self.state = len(self.pending), [], state
-        self.link.complete(message.request_id, result={"version": 0, "client_state": {}, "dropped_batches": dropped})
+        self.link.complete(
+            message.request_id,
+            result={"version": 0, "client_state": {}, "dropped_batches": dropped},
+        )
 
     # -------------------------------------------------------- publication
 
     def on_PlanPublication(self, message: Any, _: Any) -> None:
-        tensors = tuple(TensorSpec(name=f"w{i}", dtype="float32", shape=(4, 2)) for i in range(TENSORS))
-        self.link.complete(message.request_id, result=Manifest(tensors=tensors, changed=self.changed).model_dump())
+        tensors = tuple(
+            TensorSpec(name=f"w{i}", dtype="float32", shape=(4, 2)) for i in range(TENSORS)
+        )
+        self.link.complete(
+            message.request_id, result=Manifest(tensors=tensors, changed=self.changed).model_dump()
+        )
 
     def on_UseLayout(self, message: Any, _: Any) -> None:
         self.part = message.part or ()
-        self.link.complete(message.request_id, result={"direct": False})
+        self.link.complete(message.request_id, result={"why_not": None})
 
     def on_OpenTransferGroup(self, message: Any, _: Any) -> None:
         self.leave()
         self.under_way, tag = message.request_id, uuid.uuid4().hex.encode()
         rendezvous = Rendezvous(
-            transport=message.transport, host="127.0.0.1", port=0, nccl_unique_id=tag, world_size=2, bucket_bytes=8
+            transport=message.transport, host="127.0.0.1", port=0, nccl_unique_id=tag, world_size=2
         )
-        where = {r: rendezvous.model_copy(update={"port": self.given.data_via[r]}).model_dump() for r in message.replicas}
+        where = {
+            r: rendezvous.model_copy(update={"port": self.given.data_via[r]}).model_dump()
+            for r in message.replicas
+        }
         self.link.progress(message.request_id, "listening", rendezvous=where)
         until = time.monotonic() + message.deadline_s
         while message.replicas.keys() - self.groups.keys():
-            if self.under_way != message.request_id or message.request_id in self.aborted_ids or time.monotonic() > until:
+            if (
+                self.under_way != message.request_id
+                or message.request_id in self.aborted_ids
+                or time.monotonic() > until
+            ):
                 self.leave()
                 raise Refused(ErrorCode.TRANSFER_ABORTED, "aborted, or nobody came")
             self.accept(tag, message.replicas)
@@ -380,7 +408,9 @@ class Trainer(Node):
         finally:
             self.under_way = ""
         digests = TensorSpec(name="digests", dtype="int64", shape=(len(values),))
-        self.link.complete(message.request_id, tensors=(digests,), buffers=[array.array("q", values).tobytes()])
+        self.link.complete(
+            message.request_id, tensors=(digests,), buffers=[array.array("q", values).tobytes()]
+        )
 
     def on_abort(self, message: Any) -> None:
         self.aborted_ids.add(message.request_id)
@@ -418,12 +448,18 @@ class Replica(Node):
 
     def say_what_is_served(self) -> None:
         """Whoever asks now gets this content under this name, or nothing."""
-        shown = None if self.served is None or self.poisoned or self.is_standing else (self.served, content_of(self.live))
+        shown = (
+            None
+            if self.served is None or self.poisoned or self.is_standing
+            else (self.served, content_of(self.live))
+        )
         if shown == self.said:
             return
         self.said = shown
         if shown is None:
-            self.history.note("silent", node=self.id, why="poisoned" if self.poisoned else "standing")
+            self.history.note(
+                "silent", node=self.id, why="poisoned" if self.poisoned else "standing"
+            )
         else:
             self.history.note("serves", node=self.id, version=shown[0], content=shown[1])
 
@@ -478,7 +514,9 @@ class Replica(Node):
     def on_JoinTransferGroup(self, message: Any, _: Any) -> None:
         self.leave()
         try:
-            self.group = socket.create_connection(("127.0.0.1", message.rendezvous.port), timeout=message.deadline_s)
+            self.group = socket.create_connection(
+                ("127.0.0.1", message.rendezvous.port), timeout=message.deadline_s
+            )
             self.group.sendall(message.rendezvous.nccl_unique_id + b" " + self.id.encode())
             if self.group.recv(1) != b"+":
                 raise OSError("another group")
@@ -498,15 +536,26 @@ class Replica(Node):
 
     def on_PrepareUpdate(self, message: Any, _: Any) -> None:
         self.part = message.manifest.changed or ()
-        self.link.complete(message.request_id, result={"changed": {"tensors": self.part}} if self.part else {})
+        changed = (
+            {"tensors": self.part, "layout": whole_layout(len(self.part))} if self.part else None
+        )
+        self.link.complete(
+            message.request_id, result={"layout": whole_layout(TENSORS), "changed": changed}
+        )
 
     def on_PrepareShadow(self, message: Any, _: Any) -> None:
-        why = "nothing is served" if self.served is None or self.poisoned else self.why_no_base(message.base_version)
+        why = (
+            "nothing is served"
+            if self.served is None or self.poisoned
+            else self.why_no_base(message.base_version)
+        )
         self.link.complete(message.request_id, result={"why_not": why})
 
     def why_no_base(self, base: int | None) -> str | None:
         return (
-            None if base is None or (base == self.served and not self.poisoned and self.part) else f"{base} is not served here"
+            None
+            if base is None or (base == self.served and not self.poisoned and self.part)
+            else f"{base} is not served here"
         )
 
     def on_ReceiveWeights(self, message: Any, _: Any) -> None:
@@ -517,7 +566,9 @@ class Replica(Node):
         self.begin(message)
         which = list(range(TENSORS)) if message.base_version is None else list(self.part)
         if message.mode == "shadow":
-            came = dict(zip(which, self.receive(len(which), message, lambda _n, _v: None), strict=True))
+            came = dict(
+                zip(which, self.receive(len(which), message, lambda _n, _v: None), strict=True)
+            )
             self.under_way, self.shadow = "", (message.version, came)
             self.complete_with(message, list(came.values()))
             return
@@ -577,7 +628,12 @@ class Replica(Node):
     def complete_with(self, message: Any, values: list[int], **more: bool) -> None:
         spec = TensorSpec(name="digests", dtype="int64", shape=(len(values),))
         result = {"seconds": {"apply": 0.01}, **more}
-        self.link.complete(message.request_id, result=result, tensors=(spec,), buffers=[array.array("q", values).tobytes()])
+        self.link.complete(
+            message.request_id,
+            result=result,
+            tensors=(spec,),
+            buffers=[array.array("q", values).tobytes()],
+        )
 
     def on_SwapWeights(self, message: Any, _: Any) -> None:
         if self.shadow is None or self.shadow[0] != message.version:
@@ -608,7 +664,11 @@ class Replica(Node):
             self.link.complete(message.request_id, result={"skipped": "it was serving"})
             return
         spec = TensorSpec(name="logprobs", dtype="float32", shape=(len(message.tokens),))
-        self.link.complete(message.request_id, tensors=(spec,), buffers=[logprobs_of(self.live, len(message.tokens))])
+        self.link.complete(
+            message.request_id,
+            tensors=(spec,),
+            buffers=[logprobs_of(self.live, len(message.tokens))],
+        )
 
     def on_CommitUpdate(self, message: Any, _: Any) -> None:
         if self.received == message.version:

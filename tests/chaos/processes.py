@@ -38,7 +38,13 @@ class Process:
         argv = [sys.executable, *(word.replace("LIFE", str(self.life)) for word in self.argv)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "SPLICE_RUN_TOKEN": self._token, **self.env}
         self.popen = subprocess.Popen(
-            argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0
+            argv,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            bufsize=0,
         )
         self._history.note("started", process=self.name, life=self.life, pid=self.popen.pid)
         threading.Thread(target=self._listen, args=(self.popen,), daemon=True).start()
@@ -87,7 +93,9 @@ class Process:
 
     def note_end(self) -> None:
         if self.popen is not None and self.popen.returncode is not None:
-            self._history.note("ended", process=self.name, life=self.life, code=self.popen.returncode)
+            self._history.note(
+                "ended", process=self.name, life=self.life, code=self.popen.returncode
+            )
             for pipe in (self.popen.stdin, self.popen.stdout):
                 if pipe is not None:
                     pipe.close()

@@ -1,7 +1,10 @@
-"""The same with real Megatron and real vLLM: processes killed and stopped at random moments of training, transfer and commit, while requests run.
+"""The same with real Megatron and real vLLM: processes killed and stopped at random moments of
+training, transfer and commit, while requests run.
 
-What a version's content is, is here what vLLM says: log-probs of a fixed prompt, under the name that the answer's header gives. The orchestrator's own
-points and the links belong to the fake nodes' runs; here every process of the cluster is a target, and the moment is drawn over the whole job.
+What a version's content is, is here what vLLM says: log-probs of a fixed prompt, under the name
+that the answer's header gives. The orchestrator's own points and the links belong to the fake
+nodes' runs; here every process of the cluster is a target, and the moment is drawn over the whole
+job.
 """
 
 from __future__ import annotations
@@ -24,12 +27,19 @@ from typing import Any
 import httpx
 import psutil
 
-from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.errors import JobFailed, NodeLost
-from orchestrator.launch import descendants
+from orchestrator.processes.child import descendants
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TrainMergedJob, batch_specs
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    LossSpec,
+    OptimParams,
+    TrainMergedJob,
+    batch_specs,
+)
+from orchestrator.publication.config import PublicationConfig
 from orchestrator.router import new_id
+from splice.cluster import Cluster, ClusterConfig
 from tests.chaos import history
 from tests.chaos.history import Event, History
 from tests.chaos.processes import ROOT
@@ -37,7 +47,9 @@ from tests.chaos.processes import ROOT
 PROMPT, ANSWER = [5, 17, 33, 101, 7, 9, 44, 12], [3, 4, 5, 6]
 NODES = {"orchestrator": "orchestrator", "trainer": "trainer", "inference": "inference-0"}
 SAME_NATS = 1e-4
-"""Two answers of one version differ by less; those of two versions by more, with this learning rate."""
+"""Two answers of one version differ by less; those of two versions by more, with this learning
+rate.
+"""
 JOB_S = 300.0
 
 
@@ -45,9 +57,11 @@ def batch(dice: random.Random) -> tuple[Any, list[bytes]]:
     """One sequence, whose answer carries the loss."""
     ids = [*PROMPT, *(dice.randrange(3, 100) for _ in ANSWER)]
     rows = [
-        array.array("i", ids), array.array("i", [len(ids)]), array.array("f", [0.0] * len(PROMPT) + [1.0] * len(ANSWER)),
+        array.array("i", ids),
+        array.array("i", [len(ids)]),
+        array.array("f", [0.0] * len(PROMPT) + [1.0] * len(ANSWER)),
         *(array.array("f", [0.0] * len(ids)),) * 2,
-    ]  # fmt: skip
+    ]
     return batch_specs(num_sequences=1, num_tokens=len(ids)), [row.tobytes() for row in rows]
 
 
@@ -59,20 +73,32 @@ class Asking(threading.Thread):
         self.url, self.notes, self.stop, self.count = url, notes, threading.Event(), 0
 
     def run(self) -> None:
-        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {
+            "model": "tiny",
+            "prompt": PROMPT,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
         while not self.stop.is_set():
             with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
-                answer = httpx.post(f"{self.url()}/v1/completions", json=body, timeout=60.0, trust_env=False)
+                answer = httpx.post(
+                    f"{self.url()}/v1/completions", json=body, timeout=60.0, trust_env=False
+                )
                 if answer.status_code == 200:
                     rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
                     said = [next(iter(row.values()))["logprob"] for row in rows]
-                    self.notes.note("answered", header=answer.headers.get("x-splice-version"), logprobs=said)
+                    self.notes.note(
+                        "answered", header=answer.headers.get("x-splice-version"), logprobs=said
+                    )
                     self.count += 1
             time.sleep(0.05)
 
 
 def apart(events: Iterable[Event]) -> list[str]:
-    """Answers that are not what their name's other answers are; a span of versions speaks for itself."""
+    """Answers that are not what their name's other answers are; a span of versions speaks for
+    itself.
+    """
     first: dict[str, list[float]] = {}
     found = []
     for event in events:
@@ -83,7 +109,10 @@ def apart(events: Iterable[Event]) -> list[str]:
             found.append("an answer names no version")
             continue
         nats = statistics.median(
-            abs(a - b) for a, b in zip(first.setdefault(name, event["logprobs"]), event["logprobs"], strict=True)
+            abs(a - b)
+            for a, b in zip(
+                first.setdefault(name, event["logprobs"]), event["logprobs"], strict=True
+            )
         )
         if nats > SAME_NATS:
             found.append(f"two answers under @{name} are {nats:.3g} nats apart")
@@ -95,16 +124,35 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
     dice, notes = random.Random(f"{seed} real"), History(folder / "history", "real")
     model = folder / "model"
     subprocess.run(
-        [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", "qwen3", "--out", str(model)],
-        check=True, timeout=180, cwd=ROOT, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "trainer_node.tools.make_checkpoint",
+            "--arch",
+            "qwen3",
+            "--out",
+            str(model),
+        ],
+        check=True,
+        timeout=180,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
     python = Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python"))
     config = ClusterConfig(
-        run_dir=folder / "run", name="tiny", trainer_python=Path(sys.executable), inference_python=python,
+        run_dir=folder / "run",
+        name="tiny",
+        trainer_python=Path(sys.executable),
+        inference_python=python,
         trainer=TrainerConfig(model=model, lora=LoraConfig(rank=8, alpha=16)),
-        inference=(InferenceConfig(model=model, name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1),),
-        trainer_restarts=1000, orchestrator_restarts=1000, keep_versions=3, mode=dice.choice(("in_place", "shadow")),
-    )  # fmt: skip
+        inference=(
+            InferenceConfig(model=model, name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1),
+        ),
+        trainer_restarts=1000,
+        orchestrator_restarts=1000,
+        keep_versions=3,
+        publication=PublicationConfig(mode=dice.choice(("in_place", "shadow"))),
+    )
     problems: list[str] = []
     with Cluster(config) as cluster:
         cluster.client.run(InitialSyncJob(), timeout_s=JOB_S)
@@ -115,18 +163,28 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         began = time.monotonic()
         last, problem = _job(cluster, dice)
         problems += problem
-        print(f"  {asking.count} answers; @{last} {time.monotonic() - began:.1f} s after the last fault", flush=True)
+        print(
+            f"  {asking.count} answers; @{last} {time.monotonic() - began:.1f} s after the last "
+            "fault",
+            flush=True,
+        )
         asking.stop.set()
         asking.join(60)
         pids = [p for n in NODES.values() for p in _processes(cluster, n)]
     time.sleep(1.0)
-    problems += [f"the process {p.pid} is left" for p in pids if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    problems += [
+        f"the process {p.pid} is left"
+        for p in pids
+        if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+    ]
     notes.close()
     return problems + apart(history.read(folder / "history"))
 
 
 def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: float) -> list[str]:
-    """Jobs, and a fault in each but the first: (which process, what, when) are drawn before it starts."""
+    """Jobs, and a fault in each but the first: (which process, what, when) are drawn before it
+    starts.
+    """
     problems, seconds, before = list[str](), 1.0, 0
     while time.monotonic() < until_s:
         node, fault, after_s = (
@@ -145,17 +203,25 @@ def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: flo
             problems.append(f"@{version} was made after @{before}")
         before = before if version is None else version
         seconds = min(seconds, time.monotonic() - began) if version is not None else seconds
-        print(f"  {fault} {node} after {after_s:.2f} s: @{version} in {time.monotonic() - began:.1f} s", flush=True)
+        print(
+            f"  {fault} {node} after {after_s:.2f} s: @{version} in {time.monotonic() - began:.1f} "
+            "s",
+            flush=True,
+        )
     return problems
 
 
 def _job(cluster: Cluster, dice: random.Random) -> tuple[int | None, list[str]]:
     specs, buffers = batch(dice)
-    job = TrainMergedJob(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs)
+    job = TrainMergedJob(
+        loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs
+    )
     job_id, until = new_id("job"), time.monotonic() + JOB_S
     while time.monotonic() < until:
         try:
-            return int(cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S)["version"]), []
+            return int(
+                cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S)["version"]
+            ), []
         except JobFailed as error:
             print(f"  the job failed: {error.code}: {error.message[:200]}", flush=True)
             return None, []
@@ -172,8 +238,14 @@ def _processes(cluster: Cluster, node: str) -> list[psutil.Process]:
 
 
 def _strike(cluster: Cluster, node: str, fault: str, which: float, notes: History) -> None:
-    """One process of the node. Never the launcher or the supervisor itself: it is what a cluster manager restarts."""
-    processes = [p for p in _processes(cluster, node) if node == "orchestrator" or p.pid != cluster.launcher.nodes[node].pid]
+    """One process of the node. Never the launcher or the inference node itself: it is what a
+    cluster manager restarts.
+    """
+    processes = [
+        p
+        for p in _processes(cluster, node)
+        if node == "orchestrator" or p.pid != cluster.launcher.nodes[node].pid
+    ]
     if not processes:
         return
     victim = processes[int(which * len(processes))]

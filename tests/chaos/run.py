@@ -1,4 +1,6 @@
-"""One run: an orchestrator, fake nodes and clients as processes and threads, a nemesis, and the history of it all."""
+"""One run: an orchestrator, fake nodes and clients as processes and threads, a nemesis, and the
+history of it all.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,6 @@ from typing import Any
 
 import psutil
 
-from orchestrator.client import SpliceClient
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.journal import Journal
 from orchestrator.protocol import frames
@@ -42,6 +43,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.router import new_id
+from splice.client import SpliceClient
 from tests.chaos.history import History
 from tests.chaos.links import Links
 from tests.chaos.processes import ROOT, Process
@@ -49,14 +51,23 @@ from tests.chaos.processes import ROOT, Process
 BATCH = batch_specs(num_sequences=1, num_tokens=2)
 FORWARD = forward_specs(num_sequences=1, num_tokens=2)
 JOB_WITHIN_S = 240.0
-"""After its submission or the last fault that was healed, whichever is later, a job has its outcome. Real pace; divided by the run's."""
+"""After its submission or the last fault that was healed, whichever is later, a job has its
+outcome. Real pace; divided by the run's.
+"""
 HEALTHY_WITHIN_S = 240.0
 DISK_BYTES = 24 * 2**20
 FIRST_JOB_S = 60.0
 KINDS = {
-    "TrainMergedJob": 30, "PublishJob": 8, "ResyncJob": 4, "ForwardJob": 8, "ForwardBackwardJob": 14, "OptimStepJob": 10,
-    "SaveCheckpointJob": 6, "LoadCheckpointJob": 4, "TrainLoraJob": 6,
-}  # fmt: skip
+    "TrainMergedJob": 30,
+    "PublishJob": 8,
+    "ResyncJob": 4,
+    "Forward": 8,
+    "ForwardBackward": 14,
+    "OptimStep": 10,
+    "SaveCheckpointJob": 6,
+    "LoadCheckpoint": 4,
+    "TrainLora": 6,
+}
 """Kind of job -> how often, relatively."""
 
 
@@ -80,10 +91,15 @@ def settings_of(seed: str, minutes: float) -> Settings:
     """All choices that are made before the first process starts."""
     dice = random.Random(f"{seed} settings")
     return Settings(
-        seed=seed, minutes=minutes, replicas=dice.choice((1, 2, 2, 3)), clients=dice.choice((2, 3, 4)),
-        mode=dice.choice(("in_place", "shadow")), changed_only=dice.random() < 0.5,
-        noise=dice.choice((0.0, 0.0, 0.05)), small_disk=dice.random() < 0.5,
-    )  # fmt: skip
+        seed=seed,
+        minutes=minutes,
+        replicas=dice.choice((1, 2, 2, 3)),
+        clients=dice.choice((2, 3, 4)),
+        mode=dice.choice(("in_place", "shadow")),
+        changed_only=dice.random() < 0.5,
+        noise=dice.choice((0.0, 0.0, 0.05)),
+        small_disk=dice.random() < 0.5,
+    )
 
 
 class Run:
@@ -118,9 +134,21 @@ class Run:
         names = [f"inference-{i}" for i in range(settings.replicas)]
         orchestrator = self._process("orchestrator")
         orchestrator.argv = [
-            "-m", "tests.chaos.serving", "serve", "--run-dir", str(self.run_dir), "--name", "m", "--replicas", str(settings.replicas),
-            "--mode", settings.mode, "--resume", "--keep-versions", "3",
-        ]  # fmt: skip
+            "-m",
+            "tests.chaos.serving",
+            "serve",
+            "--run-dir",
+            str(self.run_dir),
+            "--name",
+            "m",
+            "--replicas",
+            str(settings.replicas),
+            "--mode",
+            settings.mode,
+            "--resume",
+            "--keep-versions",
+            "3",
+        ]
         orchestrator.env = {"SPLICE_CHAOS_PACE": str(settings.pace)}
         orchestrator.start()
         self.endpoint = self._endpoint()
@@ -128,24 +156,49 @@ class Run:
         with socket.create_server(("127.0.0.1", 0)) as free:
             data_port = int(free.getsockname()[1])
         data_via = {name: self.links.add(f"data {name}", data_port).port for name in names}
-        self._node("trainer", "trainer", port, ["--data-port", str(data_port), "--data-via", json.dumps(data_via)])
+        self._node(
+            "trainer",
+            "trainer",
+            port,
+            ["--data-port", str(data_port), "--data-via", json.dumps(data_via)],
+        )
         for name in names:
             self._node(name, "inference", port, [])
         self._watch = threading.Thread(target=self._look_after, name="watch", daemon=True)
         self._watch.start()
 
     def _process(self, name: str) -> Process:
-        self.processes[name] = Process(name, history=self.history, log=self.folder / f"{name}.log", token=self.token)
+        self.processes[name] = Process(
+            name, history=self.history, log=self.folder / f"{name}.log", token=self.token
+        )
         return self.processes[name]
 
     def _node(self, name: str, role: str, port: int, more: list[str]) -> None:
         settings, link = self.settings, self.links.add(f"control {name}", port)
         node = self._process(name)
         node.argv = [
-            "-m", "tests.chaos.nodes", role, "--folder", str(self.folder), "--endpoint", f"tcp://127.0.0.1:{link.port}", "--node-id", name,
-            "--seed", settings.seed, "--life", "LIFE", "--noise", str(settings.noise), "--pace", str(settings.pace), "--work-s", "0.01",
-            *(["--changed-only"] if settings.changed_only else []), *more,
-        ]  # fmt: skip
+            "-m",
+            "tests.chaos.nodes",
+            role,
+            "--folder",
+            str(self.folder),
+            "--endpoint",
+            f"tcp://127.0.0.1:{link.port}",
+            "--node-id",
+            name,
+            "--seed",
+            settings.seed,
+            "--life",
+            "LIFE",
+            "--noise",
+            str(settings.noise),
+            "--pace",
+            str(settings.pace),
+            "--work-s",
+            "0.01",
+            *(["--changed-only"] if settings.changed_only else []),
+            *more,
+        ]
         node.start()
 
     def _mount(self) -> None:
@@ -165,7 +218,9 @@ class Run:
         return file.read_text()
 
     def _look_after(self) -> None:
-        """Launchers and init system in one: what has ended is started again; the orchestrator is measured."""
+        """Launchers and init system in one: what has ended is started again; the orchestrator is
+        measured.
+        """
         next_probe_s = 0.0
         while not self.stopping.wait(0.05):
             for process in list(self.processes.values()):
@@ -175,19 +230,36 @@ class Run:
                 self._probe()
 
     def start_twin(self) -> Callable[[], None]:
-        """A second orchestrator in the run folder; what is to be called when it should have ended."""
-        argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(self.run_dir), "--name", "m", "--resume"]
+        """A second orchestrator in the run folder; what is to be called when it should
+        have ended.
+        """
+        argv = [
+            sys.executable,
+            "-m",
+            "splice",
+            "serve",
+            "--run-dir",
+            str(self.run_dir),
+            "--name",
+            "m",
+            "--resume",
+        ]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "SPLICE_RUN_TOKEN": self.token}
-        twin, first = subprocess.Popen(argv, cwd=ROOT, env=env, stderr=subprocess.DEVNULL), self.processes["orchestrator"].popen
+        twin, first = (
+            subprocess.Popen(argv, cwd=ROOT, env=env, stderr=subprocess.DEVNULL),
+            self.processes["orchestrator"].popen,
+        )
 
         def look() -> None:
             try:
-                code = twin.wait(10)
+                code = twin.wait(60)  # a busy machine takes its time to import
             except subprocess.TimeoutExpired:
                 code = None
                 twin.kill()
                 twin.wait()
-            if first is not None and first is self.processes["orchestrator"].popen:  # else it may have come to be the only one
+            if (
+                first is not None and first is self.processes["orchestrator"].popen
+            ):  # else it may have come to be the only one
                 self.history.note("twin", code=code)
 
         return look
@@ -198,9 +270,13 @@ class Run:
             seen = psutil.Process(process.pid)
             with seen.oneshot():
                 self.history.note(
-                    "probe", life=process.life, rss=seen.memory_info().rss, descriptors=seen.num_fds(), threads=seen.num_threads(),
+                    "probe",
+                    life=process.life,
+                    rss=seen.memory_info().rss,
+                    descriptors=seen.num_fds(),
+                    threads=seen.num_threads(),
                     jobs=self.jobs_done,
-                )  # fmt: skip
+                )
 
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
@@ -210,7 +286,12 @@ class Run:
             process.hold_down()
         self.links.close()
         if getattr(self, "is_mounted", False):
-            shutil.copytree(self.run_dir, self.folder / "run-was", ignore=shutil.ignore_patterns("fill"), dirs_exist_ok=True)
+            shutil.copytree(
+                self.run_dir,
+                self.folder / "run-was",
+                ignore=shutil.ignore_patterns("fill"),
+                dirs_exist_ok=True,
+            )
             subprocess.run(["umount", "-l", str(self.run_dir)], check=False)
         self.history.close()
 
@@ -220,7 +301,9 @@ class Run:
         link = self.links.by_name.get(f"client {name}") or self.links.add(
             f"client {name}", int(self.endpoint.rsplit(":", 1)[1])
         )
-        return SpliceClient(endpoint=f"tcp://127.0.0.1:{link.port}", run_token=self.token, client_id=name)
+        return SpliceClient(
+            endpoint=f"tcp://127.0.0.1:{link.port}", run_token=self.token, client_id=name
+        )
 
     def job(self, kind: str, dice: random.Random) -> tuple[JobSpec, list[bytes], dict[str, Any]]:
         """(job, buffers, what the history says of it)."""
@@ -229,26 +312,30 @@ class Run:
             number = self.batches
         buffers = [struct.pack("<ii", number, 0), *(bytes(s.nbytes) for s in BATCH[1:])]
         folder = str(self.folder / "saved" / str(dice.randrange(4)))
-        of_batch = {"TrainMergedJob": TrainMergedJob, "ForwardBackwardJob": ForwardBackwardJob}
+        of_batch = {"TrainMergedJob": TrainMergedJob, "ForwardBackward": ForwardBackwardJob}
         if kind in of_batch:
             return of_batch[kind](tensors=BATCH), buffers, {"batch": f"b{number}"}
-        if kind == "TrainLoraJob":
+        if kind == "TrainLora":
             return TrainLoraJob(tensors=BATCH, output_dir=folder), buffers, {"batch": f"b{number}"}
-        if kind == "ForwardJob":
+        if kind == "Forward":
             return ForwardJob(tensors=FORWARD), buffers[:2], {}
-        if kind in ("SaveCheckpointJob", "LoadCheckpointJob"):
+        if kind in ("SaveCheckpointJob", "LoadCheckpoint"):
             spec = SaveCheckpointJob if kind == "SaveCheckpointJob" else LoadCheckpointJob
             return spec(checkpoint_dir=folder), [], {"folder": folder}
         plain = {
             "InitialSyncJob": InitialSyncJob,
             "PublishJob": PublishJob,
             "ResyncJob": ResyncJob,
-            "OptimStepJob": OptimStepJob,
+            "OptimStep": OptimStepJob,
         }
         return plain[kind](), [], {}
 
-    def do(self, name: str, kind: str, dice: random.Random, *, cancel: bool = False) -> dict[str, Any] | None:
-        """Submit one job and wait for its outcome, through whatever happens; its result, or None."""
+    def do(
+        self, name: str, kind: str, dice: random.Random, *, cancel: bool = False
+    ) -> dict[str, Any] | None:
+        """Submit one job and wait for its outcome, through whatever happens; its
+        result, or None.
+        """
         job, buffers, facts = self.job(kind, dice)
         job_id = new_id("job")
         self.history.note("submit", job=job_id, kind=kind, client=name, **facts)
@@ -260,7 +347,9 @@ class Run:
                     client.cancel(job_id)
                 while not self.stopping.is_set():
                     with contextlib.suppress(TimeoutError):
-                        return self._told(job_id, lambda client=client: client.wait(job_id, timeout_s=1.0))  # type: ignore[misc]
+                        return self._told(
+                            job_id, lambda client=client: client.wait(job_id, timeout_s=1.0)
+                        )  # type: ignore[misc]
             except NodeLost:  # no orchestrator for longer than a client waits: the same id again
                 self._drop_client(name)
         return None
@@ -282,12 +371,18 @@ class Run:
             said = "cancelled" if error.code == "cancelled" else "failed"
             if error.code == "too_many_jobs":
                 raise TimeoutError from error
-            self.history.note("outcome", job=job_id, outcome=said, code=error.code, message=error.message[:600])
+            self.history.note(
+                "outcome", job=job_id, outcome=said, code=error.code, message=error.message[:600]
+            )
             self.jobs_done += 1
             return None
         self.jobs_done += 1
         self.history.note(
-            "outcome", job=job_id, outcome="completed", version=result.get("version"), attempts=result.get("attempts")
+            "outcome",
+            job=job_id,
+            outcome="completed",
+            version=result.get("version"),
+            attempts=result.get("attempts"),
         )
         return result
 
@@ -306,7 +401,9 @@ class Run:
         self.history.note("healed")
 
     def wait_healthy(self, *, within_s: float | None = None) -> float | None:
-        """Seconds until a new version is published and every replica serves it; None: not in time."""
+        """Seconds until a new version is published and every replica serves it; None:
+        not in time.
+        """
         began = time.monotonic()
         until = began + (HEALTHY_WITHIN_S / self.settings.pace if within_s is None else within_s)
         dice, want = random.Random(0), None
@@ -316,7 +413,9 @@ class Run:
                 want = done["version"]
                 break
         while time.monotonic() < until:
-            if want is not None and all(self.served().get(n) == want for n in self.processes if n.startswith("inference")):
+            if want is not None and all(
+                self.served().get(n) == want for n in self.processes if n.startswith("inference")
+            ):
                 return time.monotonic() - began
             time.sleep(0.1)
         return None
@@ -325,7 +424,11 @@ class Run:
         """What each replica says that it serves."""
         last: dict[str, int | None] = {}
         for name in (n for n in self.processes if n.startswith("inference")):
-            newest = max((self.folder / "history").glob(f"{name}-*.jsonl"), key=lambda f: f.stat().st_mtime_ns, default=None)
+            newest = max(
+                (self.folder / "history").glob(f"{name}-*.jsonl"),
+                key=lambda f: f.stat().st_mtime_ns,
+                default=None,
+            )
             lines = [] if newest is None else newest.read_text().splitlines()
             last[name] = json.loads(lines[-1]).get("version") if lines else None
         return last
@@ -350,7 +453,9 @@ class Run:
         self._note_journal()
 
     def _note_journal(self) -> None:
-        """What the run's memory says; that it can be opened shows that no lock and no broken file is left."""
+        """What the run's memory says; that it can be opened shows that no lock and no broken file
+        is left.
+        """
         try:
             journal = Journal(self.run_dir / "journal.sqlite", run_token=self.token, name="m")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what the checker is to say
@@ -362,10 +467,15 @@ class Run:
             assert row is not None
             outcome: Any = None if row.outcome is None else frames.decode(row.outcome).message
             self.history.note(
-                "journaled", job=job_id, kind=row.kind, number=number, outcome=row.state,
-                code=getattr(outcome, "code", None), message=str(getattr(outcome, "message", ""))[:600],
-            )  # fmt: skip
-        for version, state in journal.all_publication_steps():
+                "journaled",
+                job=job_id,
+                kind=row.kind,
+                number=number,
+                outcome=row.state,
+                code=getattr(outcome, "code", None),
+                message=str(getattr(outcome, "message", ""))[:600],
+            )
+        for version, state in journal.publication_steps():
             if state == "committed":
                 self.history.note("committed", version=version)
         journal.close()

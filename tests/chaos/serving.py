@@ -1,5 +1,7 @@
-"""`splice serve` with traps at every journal commit and every state of a publication, a wall clock and a monotonic clock that can be
-stepped, and waits that are shorter by SPLICE_CHAOS_PACE. Nothing else of it is changed."""
+"""`splice serve` with traps at every journal commit and every state of a publication, a wall clock
+and a monotonic clock that can be stepped, and waits that are shorter by SPLICE_CHAOS_PACE. Nothing
+else of it is changed.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ import sqlite3
 import time
 from typing import Any
 
+import orchestrator.config
 import orchestrator.liveness
+import orchestrator.open_requests
+import orchestrator.resync
 import orchestrator.router
-import orchestrator.server
-from orchestrator import between_jobs, cli
+from orchestrator import between_jobs
 from orchestrator.journal import Journal
 from orchestrator.protocol import node_link
-from orchestrator.publisher import PublicationConfig
+from orchestrator.publication.config import PublicationConfig
+from splice import cli
 from tests.chaos.traps import Traps
 
 WAITS_S = {
@@ -68,13 +73,13 @@ def quicken(pace: float) -> None:
     """Every wait of the orchestrator, shorter."""
     defaults = PublicationConfig.__init__.__kwdefaults__
     defaults |= {name: value / pace for name, value in WAITS_S.items()}
-    orchestrator.server.OrchestratorConfig.__init__.__kwdefaults__ |= {
+    orchestrator.config.OrchestratorConfig.__init__.__kwdefaults__ |= {
         "ready_timeout_s": 120.0 / pace,
         "train_timeout_s": 120.0 / pace,
     }
     orchestrator.router.LOST_AFTER_S /= pace  # type: ignore[misc]
-    orchestrator.router.STALL_AFTER_S /= pace  # type: ignore[misc]
-    orchestrator.server.RESYNC_LONGEST_S = 20.0 / pace  # type: ignore[misc]
+    orchestrator.open_requests.STALL_AFTER_S /= pace  # type: ignore[misc]
+    orchestrator.resync.RESYNC_LONGEST_S = 20.0 / pace  # type: ignore[misc]
     node_link.REDIAL_AFTER_S /= pace
     between_jobs.LAUNCHERS_BACK_S /= pace
 

@@ -1,6 +1,7 @@
 """Points at which a process stops until the nemesis has done its work there.
 
-On stdin: `arm COUNT POINT` (the COUNTth time that it is reached), `disarm`, `go`, and what the process adds. On stdout: `reached POINT`.
+On stdin: `arm COUNT POINT` (the COUNTth time that it is reached), `disarm`, `go`, and what the
+process adds. On stdout: `reached POINT`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INFERENCE_PYTHON = Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python"))
+INFERENCE_PYTHON = Path(
+    os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python")
+)
 TRAINER_PYTHON = Path(sys.executable)
 
 
@@ -21,7 +23,15 @@ def models(tmp_path_factory):
     made = {}
     for arch in ("qwen3", "qwen3_moe"):
         made[arch] = folder / arch
-        argv = [sys.executable, "-m", "trainer_node.make_checkpoint", "--arch", arch, "--out", str(made[arch])]
+        argv = [
+            sys.executable,
+            "-m",
+            "trainer_node.tools.make_checkpoint",
+            "--arch",
+            arch,
+            "--out",
+            str(made[arch]),
+        ]
         subprocess.run(argv, check=True, timeout=120, cwd=ROOT)
     return made
 
@@ -30,5 +40,6 @@ def models(tmp_path_factory):
 def _from_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert INFERENCE_PYTHON.exists(), (
-        f"no inference environment at {INFERENCE_PYTHON}; run `make envs` or set SPLICE_INFERENCE_PYTHON"
+        f"no inference environment at {INFERENCE_PYTHON}; run `make envs` or set "
+        "SPLICE_INFERENCE_PYTHON"
     )

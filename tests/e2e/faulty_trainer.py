@@ -1,4 +1,6 @@
-"""The trainer node, which kills itself with SIGKILL before the second piece of its second publication leaves, once per marker file."""
+"""The trainer node, which kills itself with SIGKILL before the second piece of its second
+publication leaves, once per marker file.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_node import node
+from trainer_node import node, transfer
 from weight_transfer import socket_group
 
-_broadcast, _send_weights = socket_group.SocketGroup.broadcast, node.Node._send_weights
+_broadcast, _send = socket_group.SocketGroup.broadcast, transfer.Transfer.send
 
 
 class _Count:
     publications = pieces = 0
 
 
-def _count(self: Any, message: Any) -> Any:
+def _count(self: Any, *given: Any, **options: Any) -> Any:
     _Count.publications, _Count.pieces = _Count.publications + 1, 0
-    return _send_weights(self, message)
+    return _send(self, *given, **options)
 
 
 def _broadcast_or_die(self: Any, buffer_B: Any, *, deadline_s: float) -> None:
@@ -33,6 +35,6 @@ def _broadcast_or_die(self: Any, buffer_B: Any, *, deadline_s: float) -> None:
 
 
 if __name__ == "__main__":
-    node.Node._send_weights = _count  # type: ignore[method-assign]
+    transfer.Transfer.send = _count  # type: ignore[method-assign]
     socket_group.SocketGroup.broadcast = _broadcast_or_die  # type: ignore[method-assign]
     sys.exit(node.main())

@@ -1,8 +1,10 @@
-"""CUDA graphs stay valid across updates: vLLM with graphs on serves, in decoding too, what each new version's weights compute.
+"""CUDA graphs stay valid across updates: vLLM with graphs on serves, in decoding too, what each new
+version's weights compute.
 
-Needs two GPUs (SPLICE_BENCH_GPUS, default 0,1) and both environments (SPLICE_INFERENCE_PYTHON names vLLM's): `pytest -m gpu2 tests/e2e/test_cuda_graphs.py`.
-Prefill's log-probs are compared with transformers by `splice smoke`; decode's, which run in full graphs, are compared here with prefill's of the same
-tokens, and with those of the version before.
+Needs two GPUs (SPLICE_BENCH_GPUS, default 0,1) and both environments (SPLICE_INFERENCE_PYTHON names
+vLLM's): `pytest -m gpu2 tests/e2e/test_cuda_graphs.py`. Prefill's log-probs are compared with
+transformers by `splice smoke`; decode's, which run in full graphs, are compared here with prefill's
+of the same tokens, and with those of the version before.
 """
 
 from __future__ import annotations
@@ -15,37 +17,72 @@ import httpx
 import pytest
 
 from benchmarks.clusters import gpus
-from orchestrator.cluster import Cluster, ClusterConfig
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TrainMergedJob, batch_specs
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    LossSpec,
+    OptimParams,
+    TrainMergedJob,
+    batch_specs,
+)
+from orchestrator.publication.config import PublicationConfig
+from splice.cluster import Cluster, ClusterConfig
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 
 pytestmark = [pytest.mark.gpu2, pytest.mark.timeout(900)]
 PROMPT, LENGTH = [5, 17, 33, 101, 7, 9, 44, 12], 48
 KV_CACHE = ("--kv-cache-memory-bytes", str(2**30))
-"""With a size given vLLM does not insist that nobody else's use of the GPU changes while it measures."""
+"""With a size given vLLM does not insist that nobody else's use of the GPU changes while it
+measures.
+"""
 ROUNDING = 0.05
-"""Nats that bf16 may make in the median between decode's kernels and prefill's (rounding alone was 0.013 on the tiny MoE)."""
+"""Nats that bf16 may make in the median between decode's kernels and prefill's (rounding alone was
+0.013 on the tiny MoE).
+"""
 
 
 def config(model: Path, folder: Path, *, mode: str, device: str) -> ClusterConfig:
     cuda, (trainer_gpu, inference_gpu) = device == "cuda", gpus()
-    kind = {"device": device, "dtype": "bfloat16" if cuda else "float32", "transport": "nccl" if cuda else "tcp"}
+    kind = {
+        "device": device,
+        "dtype": "bfloat16" if cuda else "float32",
+        "transport": "nccl" if cuda else "tcp",
+    }
     trainer = TrainerConfig(
-        model=model, lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")), **kind
+        model=model,
+        lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+        **kind,
     )
     inference = InferenceConfig(
-        model=model, name="tiny", load_format="dummy", gpus=(inference_gpu,) if cuda else (), enforce_eager=not cuda, gpu_memory_utilization=0.2,
-        extra_args=KV_CACHE if cuda else (), **kind
-    )  # fmt: skip
+        model=model,
+        name="tiny",
+        load_format="dummy",
+        gpus=(inference_gpu,) if cuda else (),
+        enforce_eager=not cuda,
+        gpu_memory_utilization=0.2,
+        extra_args=KV_CACHE if cuda else (),
+        **kind,
+    )
     return ClusterConfig(
-        run_dir=folder / "run", name="tiny", trainer_python=TRAINER_PYTHON, inference_python=INFERENCE_PYTHON, trainer=trainer,
-        inference=(inference,), trainer_gpus=(trainer_gpu,) if cuda else (), mode=mode,
-    )  # fmt: skip
+        run_dir=folder / "run",
+        name="tiny",
+        trainer_python=TRAINER_PYTHON,
+        inference_python=INFERENCE_PYTHON,
+        trainer=trainer,
+        inference=(inference,),
+        trainer_gpus=(trainer_gpu,) if cuda else (),
+        publication=PublicationConfig(mode=mode),
+    )
 
 
 def completion(url: str, **more: object) -> dict:
-    body = {"model": "tiny", "temperature": 0.0, "ignore_eos": True, "return_token_ids": True, **more}
+    body = {
+        "model": "tiny",
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
@@ -59,7 +96,9 @@ def decoded(url: str) -> tuple[list[int], list[float]]:
 
 def prefilled(url: str, tokens: list[int]) -> list[float]:
     """Log-probs of the same tokens in one prefill."""
-    rows = completion(url, prompt=PROMPT + tokens, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"][len(PROMPT) :]
+    rows = completion(url, prompt=PROMPT + tokens, max_tokens=1, prompt_logprobs=0)[
+        "prompt_logprobs"
+    ][len(PROMPT) :]
     return [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens, strict=True)]
 
 
@@ -71,12 +110,19 @@ def as_batch(tokens: list[int]) -> list[bytes]:
     """One sequence, prompt and answer; the answer carries loss. In the order of `batch_specs`."""
     ids, count = PROMPT + tokens, len(PROMPT) + len(tokens)
     mask = [0.0] * len(PROMPT) + [1.0] * len(tokens)
-    rows = [array.array("i", ids), array.array("i", [count]), array.array("f", mask), *(array.array("f", [0.0] * count),) * 2]
+    rows = [
+        array.array("i", ids),
+        array.array("i", [count]),
+        array.array("f", mask),
+        *(array.array("f", [0.0] * count),) * 2,
+    ]
     return [row.tobytes() for row in rows]
 
 
 def follow(model: Path, folder: Path, *, mode: str, device: str, steps: int = 3) -> None:
-    """Each version is trained to say what the one before said: the log-probs of that must rise, in decoding as in prefill."""
+    """Each version is trained to say what the one before said: the log-probs of that must rise, in
+    decoding as in prefill.
+    """
     batch = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + LENGTH)
     with Cluster(config(model, folder, mode=mode, device=device)) as cluster:
         cluster.client.run(InitialSyncJob())
@@ -84,17 +130,30 @@ def follow(model: Path, folder: Path, *, mode: str, device: str, steps: int = 3)
         for version in range(1, steps + 1):
             tokens, logprobs = decoded(url)
             before = prefilled(url, tokens)
-            assert apart(logprobs, before) < ROUNDING, f"decoding computes something else than prefill before @{version}"
-            job = TrainMergedJob(tensors=batch, loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=2e-2))
+            assert apart(logprobs, before) < ROUNDING, (
+                f"decoding computes something else than prefill before @{version}"
+            )
+            job = TrainMergedJob(
+                tensors=batch, loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=2e-2)
+            )
             result = cluster.client.run(job, buffers=as_batch(tokens))
-            assert (result["version"], result["mode"], result["unverified"]) == (version, mode, {}), result["why_in_place"]
+            assert (result["version"], result["mode"], result["unverified"]) == (
+                version,
+                mode,
+                {},
+            ), result["why_in_place"]
             after = prefilled(url, tokens)
             moved = apart(after, before)
-            assert moved > 4 * ROUNDING and statistics.median(after) > statistics.median(before), (before, after)
+            assert moved > 4 * ROUNDING and statistics.median(after) > statistics.median(before), (
+                before,
+                after,
+            )
         tokens, logprobs = decoded(url)
         assert apart(logprobs, prefilled(url, tokens)) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", ["in_place", "shadow"])
-def test_decoding_in_graphs_follows_every_version(mode: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_decoding_in_graphs_follows_every_version(
+    mode: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     follow(models["qwen3"], tmp_path, mode=mode, device="cuda")

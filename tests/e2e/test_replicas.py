@@ -1,4 +1,6 @@
-"""Two real vLLM servers behind one alias: one is killed, the other goes on, and the killed one comes back with the same weights."""
+"""Two real vLLM servers behind one alias: one is killed, the other goes on, and the killed one
+comes back with the same weights.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,16 @@ import httpx
 import psutil
 import pytest
 
-from orchestrator.cluster import Cluster, ClusterConfig
-from orchestrator.launch import descendants
+from orchestrator.processes.child import descendants
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TrainMergedJob, batch_specs
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    LossSpec,
+    OptimParams,
+    TrainMergedJob,
+    batch_specs,
+)
+from splice.cluster import Cluster, ClusterConfig
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.test_cuda_graphs import as_batch
 
@@ -25,7 +33,13 @@ PROMPT = [5, 17, 33, 101, 7, 9, 44, 12]
 
 def scored(url: str, model: str) -> list[float]:
     """Log-probs of a fixed prompt."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    body = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+    }
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
     assert answer.status_code == 200, answer.text
     rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
@@ -41,7 +55,9 @@ def asked_all_the_time(url: str) -> Iterator[list[str]]:
     def ask() -> None:
         with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as http:
             while not stop.is_set():
-                answer = http.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 4})
+                answer = http.post(
+                    "/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+                )
                 if answer.status_code != 200:
                     problems.append(answer.text)
 
@@ -62,16 +78,24 @@ def server_of(cluster: Cluster, node: str) -> psutil.Process:
 def train(cluster: Cluster) -> dict[str, Any]:
     answer = [3, 4, 5, 6]
     specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer))
-    job = TrainMergedJob(loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs)
+    job = TrainMergedJob(
+        loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs
+    )
     return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
 
 
 def test_one_of_two_servers_is_killed(models, tmp_path):
-    inference = InferenceConfig(model=models["qwen3"], name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1)
+    inference = InferenceConfig(
+        model=models["qwen3"], name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1
+    )
     config = ClusterConfig(
-        run_dir=tmp_path / "run", name="tiny", trainer_python=TRAINER_PYTHON, inference_python=INFERENCE_PYTHON,
-        trainer=TrainerConfig(model=models["qwen3"], lora=LoraConfig(rank=8, alpha=16)), inference=(inference, inference),
-    )  # fmt: skip
+        run_dir=tmp_path / "run",
+        name="tiny",
+        trainer_python=TRAINER_PYTHON,
+        inference_python=INFERENCE_PYTHON,
+        trainer=TrainerConfig(model=models["qwen3"], lora=LoraConfig(rank=8, alpha=16)),
+        inference=(inference, inference),
+    )
     with Cluster(config) as cluster:
         cluster.client.run(InitialSyncJob())
         first = train(cluster)
@@ -99,7 +123,9 @@ def is_serving(cluster: Cluster, node: str, name: str) -> bool:
     if not found:
         return False
     try:
-        answer = httpx.get(f"{found[0].detail['base_url']}/v1/models", timeout=10.0, trust_env=False)
+        answer = httpx.get(
+            f"{found[0].detail['base_url']}/v1/models", timeout=10.0, trust_env=False
+        )
     except httpx.TransportError:
         return False
     return answer.status_code == 200 and answer.json()["data"][0]["id"] == name

@@ -1,7 +1,10 @@
-"""A router that speaks the control protocol, a trainer that sends tensors, and a real inference node."""
+"""A router that speaks the control protocol, a trainer that sends tensors, and a real inference
+node.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +27,13 @@ from orchestrator.protocol import messages as m
 from orchestrator.protocol.curve import server_keys
 from orchestrator.protocol.frames import Envelope, decode, encode, from_wire, to_wire
 from tests.inference_node import tiny
+from weight_transfer.chunks import ChunkSender
+from weight_transfer.groups import TransferGroup, open_listener
 
-BUCKET_BYTES = 40_000
 TOKEN = "a-run-token-for-tests"
 TOKEN_ROUTES = ["--enable-scale-out"] if dialect.name() == "0.28" else []
 """Opens /inference/v1/generate, which 0.26 serves anyway."""
+SILENCE_S = 5.0
 PROMPT = [5, 17, 33, 101, 250, 7, 9, 300, 44, 12]
 
 
@@ -47,9 +53,11 @@ class Router:
         self.progress: dict[str, list[m.Progress]] = {}
         self.terminal: dict[str, Envelope] = {}
         self._peer = b""
+        self._pumped_s = self._heard_s = time.monotonic()
 
     def pump(self, timeout_s: float) -> None:
         """Take what comes within `timeout_s`; returns after the first message."""
+        self._pumped_s = time.monotonic()
         if not self._socket.poll(timeout_s * 1000):
             return
         peer, *frames = self._socket.recv_multipart()
@@ -58,7 +66,10 @@ class Router:
         if isinstance(message, m.Hello):
             self.hello, self._peer = message, peer
             self.send(m.Welcome(heartbeat_s=0.5))
-        elif isinstance(message, m.Heartbeat):
+            return
+        if peer == self._peer:
+            self._heard_s = time.monotonic()
+        if isinstance(message, m.Heartbeat):
             self.send(m.Heartbeat(node_id="orchestrator"))
         elif isinstance(message, m.Ready):
             self.ready.append(message)
@@ -79,11 +90,23 @@ class Router:
             assert alive(), "the node has ended"
             self.pump(0.1)
 
+    def find_node(self) -> None:
+        """After a silence of this end: the node has dialled again, perhaps several times, under
+        other identities.
+        """
+        if time.monotonic() - self._pumped_s < SILENCE_S:
+            return
+        while self._socket.poll(0):  # of connections that may be gone
+            self.pump(0.0)
+        began = time.monotonic()
+        self.wait(lambda: self._heard_s > began)
+
     def outcome(self, request_id: str, timeout_s: float = 60.0) -> Envelope:
         self.wait(lambda: request_id in self.terminal, timeout_s)
         return self.terminal[request_id]
 
     def request(self, message: Any, timeout_s: float = 60.0) -> Envelope:
+        self.find_node()
         self.send(message)
         return self.outcome(message.request_id, timeout_s)
 
@@ -101,7 +124,13 @@ class Node:
     """A running inference node of one model kind, and the trainer's side of its publications."""
 
     def __init__(
-        self, folder: Path, kind: str, *, tensor_parallel: int = 1, data_parallel: int = 1, module: str = "inference_node"
+        self,
+        folder: Path,
+        kind: str,
+        *,
+        tensor_parallel: int = 1,
+        data_parallel: int = 1,
+        module: str = "tests.inference_node.small_chunks",
     ) -> None:
         self.kind, self.folder, self.workers = kind, folder, tensor_parallel * data_parallel
         # Processes start one after the other, each with imports of a minute on a busy machine.
@@ -111,22 +140,51 @@ class Node:
         self.router = Router()
         self.log = folder / "vllm.log"
         config = {
-            "model": str(folder / "model"), "name": "tiny", "max_model_len": 1024, "cpu_kv_cache_gb": 0.1, "log_file": str(self.log),
-            "max_num_seqs": 8, "startup_timeout_s": self.startup_s, "tensor_parallel": tensor_parallel,
-            "extra_args": [*TOKEN_ROUTES, *([] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)])],
-        }  # fmt: skip
+            "model": str(folder / "model"),
+            "name": "tiny",
+            "max_model_len": 1024,
+            "cpu_kv_cache_gb": 0.1,
+            "log_file": str(self.log),
+            "max_num_seqs": 8,
+            "startup_timeout_s": self.startup_s,
+            "tensor_parallel": tensor_parallel,
+            "extra_args": [
+                *TOKEN_ROUTES,
+                *([] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)]),
+            ],
+        }
         (folder / "inference.json").write_text(json.dumps(config))
-        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        argv = [sys.executable, "-m", module, "--endpoint", self.router.endpoint, "--node-id", "inference-0"]
-        self.process = subprocess.Popen([*argv, "--config", str(folder / "inference.json")], env=env, start_new_session=True)
-        self.sender: Any = None
+        env = {
+            **os.environ,
+            "SPLICE_RUN_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        argv = [
+            sys.executable,
+            "-m",
+            module,
+            "--endpoint",
+            self.router.endpoint,
+            "--node-id",
+            "inference-0",
+        ]
+        self.process = subprocess.Popen(
+            [*argv, "--config", str(folder / "inference.json")], env=env, start_new_session=True
+        )
+        self.groups: dict[str, TransferGroup] = {}
+        self.sender: ChunkSender | None = None
+        self.layout: m.WireLayout | None = None
+        """Of the manifest that was prepared last."""
         self.version: int | None = None
         self.family: list[psutil.Process] = []
 
     def wait_ready(self, count: int = 1) -> None:
         try:
             self.router.wait(
-                lambda: len(self.router.ready) >= count, self.startup_s + 5.0, alive=lambda: self.process.poll() is None
+                lambda: len(self.router.ready) >= count,
+                self.startup_s + 5.0,
+                alive=lambda: self.process.poll() is None,
             )
         except AssertionError:
             print(self.log.read_text()[-6000:] if self.log.exists() else "no log")
@@ -136,49 +194,106 @@ class Node:
 
     def listening_addresses(self) -> set[str]:
         """Of the supervisor's and vLLM's processes."""
-        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        return {c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        family = [
+            psutil.Process(self.process.pid),
+            *psutil.Process(self.process.pid).children(recursive=True),
+        ]
+        return {
+            c.laddr.ip
+            for p in family
+            for c in p.net_connections("inet")
+            if c.status == psutil.CONN_LISTEN
+        }
 
     # ------------------------------------------------------------ the trainer's side
 
     def join(self) -> None:
-        from weight_transfer.groups import open_listener
-        from weight_transfer.sender import WeightSender
-
         self.leave()
         listener = open_listener(
             transport="tcp",
             host="127.0.0.1",
             world_size=1 + self.workers,
-            bucket_bytes=BUCKET_BYTES,
             device=torch.device("cpu"),
         )
         joined: list[Any] = []
         thread = threading.Thread(target=lambda: joined.append(listener.join(30.0)))
         thread.start()
-        answer = self.router.request(new(m.JoinTransferGroup, rendezvous=listener.rendezvous)).message
+        answer = self.router.request(
+            new(m.JoinTransferGroup, rendezvous=listener.rendezvous)
+        ).message
         thread.join(30.0)
         assert answer.kind == "Completed" and joined, answer
-        self.sender = WeightSender(
-            groups={"inference-0": joined[0]}, manifest=self.manifest, bucket_bytes=BUCKET_BYTES, device="cpu"
-        )
+        self.groups = {"inference-0": joined[0]}
 
     def leave(self) -> None:
         if self.sender is not None:
             self.sender.close()
-            self.sender = None
+        for group in self.groups.values():
+            group.close()
+        self.sender, self.groups = None, {}
 
-    def prepare(self, version: int, manifest: m.Manifest | None = None) -> Any:
-        return self.router.request(new(m.PrepareUpdate, version=version, manifest=manifest or self.manifest)).message
+    def prepare(
+        self, version: int, manifest: m.Manifest | None = None, *, in_manifest_order: bool = False
+    ) -> Any:
+        request = new(
+            m.PrepareUpdate,
+            version=version,
+            manifest=manifest or self.manifest,
+            in_manifest_order=in_manifest_order,
+        )
+        answer = self.router.request(request).message
+        if answer.kind == "Completed":
+            self.layout = m.WireLayout.model_validate(answer.result["layout"])
+        return answer
+
+    def sender_in(
+        self,
+        layout: m.WireLayout | None,
+        manifest: m.Manifest,
+        tensors: dict[str, torch.Tensor],
+        *,
+        before: Callable[[int], None] = lambda chunk: None,
+    ) -> ChunkSender:
+        """Takes the place of the sender before it. `before` is called with each chunk's number
+        before it is filled.
+        """
+        assert layout is not None, "nothing was prepared"
+        order = [c.tensors for c in layout.chunks]
+
+        def fill(chunk: int, out_B: torch.Tensor) -> None:
+            before(chunk)
+            out_B.copy_(
+                torch.cat(
+                    [
+                        tensors[manifest.tensors[i].name].reshape(-1).view(torch.uint8)
+                        for i in order[chunk]
+                    ]
+                )
+            )
+
+        if self.sender is not None:
+            self.sender.release()
+        self.sender = ChunkSender(
+            groups=self.groups, manifest=manifest, chunks=order, fill=fill, device="cpu"
+        )
+        return self.sender
 
     def receive(
-        self, version: int, tensors: dict[str, torch.Tensor], *, mode: str = "keep", deadline_s: float = 30.0
+        self,
+        version: int,
+        tensors: dict[str, torch.Tensor],
+        *,
+        mode: str = "keep",
+        deadline_s: float = 30.0,
     ) -> tuple[Envelope, Any]:
         """ReceiveWeights with a sender beside it; (outcome, send report)."""
         reports: list[Any] = []
-        thread = threading.Thread(target=lambda: reports.append(self.sender.send(iter(tensors.items()), deadline_s=deadline_s)))
+        sender = self.sender_in(self.layout, self.manifest, tensors)
+        thread = threading.Thread(target=lambda: reports.append(sender.send(deadline_s=deadline_s)))
         thread.start()
-        envelope = self.router.request(new(m.ReceiveWeights, deadline_s, version=version, pause_mode=mode))
+        envelope = self.router.request(
+            new(m.ReceiveWeights, deadline_s, version=version, pause_mode=mode)
+        )
         thread.join(deadline_s)
         return envelope, reports[0] if reports else None
 
@@ -188,7 +303,9 @@ class Node:
             self.version = version
         return answer
 
-    def publish(self, version: int, tensors: dict[str, torch.Tensor], *, mode: str = "keep") -> m.Completed:
+    def publish(
+        self, version: int, tensors: dict[str, torch.Tensor], *, mode: str = "keep"
+    ) -> m.Completed:
         """The whole way; asserts that it went well and that the digests are the sender's."""
         try:
             return self._publish(version, tensors, mode=mode)
@@ -197,7 +314,7 @@ class Node:
             raise
 
     def _publish(self, version: int, tensors: dict[str, torch.Tensor], *, mode: str) -> m.Completed:
-        if self.sender is None:
+        if not self.groups:
             self.join()
         prepared = self.prepare(version)
         assert prepared.kind == "Completed", prepared
@@ -205,7 +322,13 @@ class Node:
         assert envelope.message.kind == "Completed", envelope.message
         live = torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64)
         assert envelope.message.result["unverified"] == {}
-        wrong = [s.name for s, same in zip(self.manifest.tensors, (live == report.digests_N).tolist(), strict=True) if not same]
+        wrong = [
+            s.name
+            for s, same in zip(
+                self.manifest.tensors, (live == report.digests_N).tolist(), strict=True
+            )
+            if not same
+        ]
         assert not wrong, wrong
         committed = self.commit(version)
         assert committed.kind == "Completed", committed
@@ -221,11 +344,19 @@ class Node:
 
     def prompt_logprobs(self, model: str = "tiny") -> torch.Tensor:
         """Served log-prob of each prompt token after the first. [T-1]"""
-        body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {
+            "model": model,
+            "prompt": PROMPT,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
         answer = self.post("/v1/completions", body)
         assert answer.status_code == 200, answer.text
         rows = answer.json()["choices"][0]["prompt_logprobs"]
-        return torch.tensor([row[str(t)]["logprob"] for row, t in zip(rows[1:], PROMPT[1:], strict=True)])
+        return torch.tensor(
+            [row[str(t)]["logprob"] for row, t in zip(rows[1:], PROMPT[1:], strict=True)]
+        )
 
     def expected(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The same by transformers in fp32. [T-1]"""
@@ -236,8 +367,13 @@ class Node:
         try:
             self.leave()
             self.family = (
-                psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else self.family
+                psutil.Process(self.process.pid).children(recursive=True)
+                if self.process.poll() is None
+                else self.family
             )
+            with contextlib.suppress(AssertionError):  # the node ends below in any case
+                if self.process.poll() is None:
+                    self.router.find_node()
             self.router.send(m.Shutdown())
             try:
                 assert self.process.wait(45.0) == 0
@@ -258,10 +394,15 @@ def moved(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
 
 
 def ensure_published(node: Node) -> int:
-    """The version served, after publishing the next one if there is none yet or a failed test has left the replica without."""
+    """The version served, after publishing the next one if there is none yet or a failed test has
+    left the replica without.
+    """
     if node.version is None:
         node.publish(0, node.base)
-    elif node.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}).status_code != 200:
+    elif (
+        node.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}).status_code
+        != 200
+    ):
         node.join()
         node.publish(node.version + 1, node.base)
     assert node.version is not None

@@ -2,8 +2,8 @@
 
 import sys
 
-from inference_node import __main__, supervisor
+from inference_node import __main__, vllm_process
 
 if __name__ == "__main__":
-    supervisor.QUICK_S = 15.0
+    vllm_process.QUICK_S = 15.0
     sys.exit(__main__.main())

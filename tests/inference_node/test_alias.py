@@ -7,7 +7,9 @@ import pytest
 from inference_node.alias import Alias
 
 
-def alias(version: int | None = 3, *, poisoned: str | None = None, moving_to: int | None = None) -> Alias:
+def alias(
+    version: int | None = 3, *, poisoned: str | None = None, moving_to: int | None = None
+) -> Alias:
     return Alias(name="tiny", version=version, poisoned=poisoned, moving_to=moving_to)
 
 
@@ -39,12 +41,23 @@ def test_who_is_served(state: Alias, model: str | None, status: int | None) -> N
 
 def test_404_names_the_current_version_and_503_says_why_and_when() -> None:
     missing = alias().refuse("tiny@1")
-    assert missing is not None and "`tiny@3`" in missing.message and missing.body()["error"]["code"] == 404
+    assert (
+        missing is not None
+        and "`tiny@3`" in missing.message
+        and missing.body()["error"]["code"] == 404
+    )
     poisoned = alias(poisoned="the trainer died").refuse("tiny")
-    assert poisoned is not None and "the trainer died" in poisoned.message and poisoned.retry_after_s
+    assert (
+        poisoned is not None and "the trainer died" in poisoned.message and poisoned.retry_after_s
+    )
 
 
 def test_a_commit_heals_and_ends_the_move() -> None:
     state = alias(poisoned="x", moving_to=4)
     state.commit(4)
-    assert (state.version, state.poisoned, state.moving_to, state.current) == (4, None, None, "tiny@4")
+    assert (state.version, state.poisoned, state.moving_to, state.current) == (
+        4,
+        None,
+        None,
+        "tiny@4",
+    )

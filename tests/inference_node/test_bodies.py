@@ -53,7 +53,9 @@ def test_a_body_at_the_limit_is_taken(server: Server) -> None:
     run(test)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_is_not_waited_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bodies, "READ_S", 0.05)
     refused(server, 408, pieces=[b"{"])
 
@@ -61,11 +63,18 @@ def test_a_body_that_does_not_come_is_not_waited_for(server: Server, monkeypatch
 def test_so_many_unfinished_bodies_are_held_and_no_more(server: Server) -> None:
     async def test() -> None:
         half = [b"x" * (LIMIT // 2)]
-        held = [asyncio.ensure_future(server.ask(PATH, pieces=half)) for _ in range(2 * bodies.BODIES_AT_ONCE)]
+        held = [
+            asyncio.ensure_future(server.ask(PATH, pieces=half))
+            for _ in range(2 * bodies.BODIES_AT_ONCE)
+        ]
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in held)
         answer = await server.ask(PATH, pieces=half)
-        assert answer.status == 503 and "retry-after" in answer.headers and answer.headers["x-splice-version"] == "0"
+        assert (
+            answer.status == 503
+            and "retry-after" in answer.headers
+            and answer.headers["x-splice-version"] == "0"
+        )
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
@@ -79,7 +88,11 @@ def test_a_body_nested_too_deeply_is_refused(server: Server, start: bytes) -> No
     async def test() -> None:
         raw = start + b"[" * 50_000
         answer = await server.ask(PATH, pieces=itertools.chain([raw]), ends=True)
-        assert answer.status == 400 and answer.headers["x-splice-version"] == "0" and b"nested" in answer.raw
+        assert (
+            answer.status == 400
+            and answer.headers["x-splice-version"] == "0"
+            and b"nested" in answer.raw
+        )
 
     run(test)
 
@@ -87,7 +100,11 @@ def test_a_body_nested_too_deeply_is_refused(server: Server, start: bytes) -> No
 def test_a_handler_that_breaks_is_answered_with_the_version(server: Server) -> None:
     async def test() -> None:
         answer = await server.ask(PATH, {"model": "tiny", "breaks": True})
-        assert answer.status == 500 and answer.headers["x-splice-version"] == "0" and b"breaks" in answer.raw
+        assert (
+            answer.status == 500
+            and answer.headers["x-splice-version"] == "0"
+            and b"breaks" in answer.raw
+        )
 
     run(test)
 
@@ -100,7 +117,11 @@ def test_a_poisoned_replica_is_not_healthy_until_a_commit(server: Server) -> Non
         assert await health() == 200
         await server.control("poison", reason="its orchestrator is gone")
         answer = await server.ask("/health", method="GET")
-        assert answer.status == 503 and answer.headers["x-splice-version"] == "0" and b"orchestrator" in answer.raw
+        assert (
+            answer.status == 503
+            and answer.headers["x-splice-version"] == "0"
+            and b"orchestrator" in answer.raw
+        )
         await server.swap(1)
         assert await health() == 200
 

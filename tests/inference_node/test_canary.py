@@ -1,4 +1,6 @@
-"""The canary on a real vLLM: what the engine computes from weights that nobody is served yet; never while something is served."""
+"""The canary on a real vLLM: what the engine computes from weights that nobody is served yet; never
+while something is served.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.inference_node.test_failures import TAU, fail_update
 
 def test_a_poisoned_replica_scores_the_prompt_before_it_is_served(dense: Node) -> None:
     version = ensure_published(dense)
-    early = dense.router.request(new(m.CheckCanary, version=version + 1, tokens=tuple(PROMPT))).message
+    early = dense.router.request(
+        new(m.CheckCanary, version=version + 1, tokens=tuple(PROMPT))
+    ).message
     assert early.kind == "Failed" and early.code == "not_ready"  # nothing was received
 
     dense.join()
@@ -19,19 +23,29 @@ def test_a_poisoned_replica_scores_the_prompt_before_it_is_served(dense: Node) -
     assert dense.receive(version + 1, moved(dense.base, 70))[0].message.kind == "Completed"
     serving = dense.router.request(new(m.CheckCanary, version=version + 1, tokens=tuple(PROMPT)))
     assert (
-        serving.message.kind == "Completed" and not serving.buffers and f"tiny@{version}" in serving.message.result["skipped"]
+        serving.message.kind == "Completed"
+        and not serving.buffers
+        and f"tiny@{version}" in serving.message.result["skipped"]
     )
     assert dense.commit(version + 1).kind == "Completed"
 
-    fail_update(dense, moved(dense.base, 71), after=15)  # poisoned
+    fail_update(dense, moved(dense.base, 71), after=6)  # poisoned
     tensors, version = moved(dense.base, 72), version + 2
     dense.join()
     assert dense.prepare(version).kind == "Completed"
     assert dense.receive(version, tensors)[0].message.kind == "Completed"
     for _ in range(2):  # and stands still again after it
-        scored = dense.router.request(new(m.CheckCanary, version=version, tokens=tuple(PROMPT)))
+        # The engine's first request compiles and warms up, for half a minute on a cold machine.
+        check = new(m.CheckCanary, 120.0, version=version, tokens=tuple(PROMPT))
+        scored = dense.router.request(check, timeout_s=130.0)
+        assert scored.buffers, scored.message
         logprobs_T = torch.frombuffer(bytearray(scored.buffers[0]), dtype=torch.float32)
         assert logprobs_T[0] == 0 and (logprobs_T[1:] - dense.expected(tensors)).abs().max() < TAU
-        assert dense.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}).status_code == 503
+        assert (
+            dense.post(
+                "/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}
+            ).status_code
+            == 503
+        )
     assert dense.commit(version).kind == "Completed"
     assert (dense.prompt_logprobs(f"tiny@{version}") - dense.expected(tensors)).abs().max() < TAU

@@ -1,4 +1,6 @@
-"""Updates of the changed tensors alone, on a real vLLM: what is served is what transformers computes, and the rest stays what it was."""
+"""Updates of the changed tensors alone, on a real vLLM: what is served is what transformers
+computes, and the rest stays what it was.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,9 @@ import pytest
 import torch
 
 from orchestrator.protocol import messages as m
-from tests.inference_node.harness import BUCKET_BYTES, Node, moved, new
+from tests.inference_node.harness import Node, moved, new
 from tests.inference_node.test_failures import fail_update
-from weight_transfer.chunks import ChunkSender
-from weight_transfer.sender import SendReport, WeightSender
+from weight_transfer.chunks import SendReport
 
 TAU = 1e-4
 LAYER = "model.layers.1."
@@ -33,40 +34,34 @@ def names_of(node: Node, part: m.ManifestPart) -> set[str]:
 def send_part(
     node: Node, part: m.ManifestPart, tensors: dict[str, torch.Tensor], reports: list[SendReport]
 ) -> threading.Thread:
-    """Sends the part, in the replica's layout or in manifest order; node.sender is the part's from here on."""
-    manifest, groups = node.manifest.part(part.tensors), dict(node.sender._groups)
-    node.sender.release()
-    if part.layout is None:
-        node.sender = WeightSender(groups=groups, manifest=manifest, bucket_bytes=BUCKET_BYTES, device="cpu")
-        pairs = [(t.name, tensors[t.name]) for t in manifest.tensors]
-        return threading.Thread(target=lambda: reports.append(node.sender.send(iter(pairs), deadline_s=30.0)))
-    order = [c.tensors for c in part.layout.chunks]
-
-    def fill(chunk: int, out_B: torch.Tensor) -> None:
-        flat = [tensors[manifest.tensors[i].name].reshape(-1).view(torch.uint8) for i in order[chunk]]
-        out_B.copy_(torch.cat(flat))
-
-    node.sender = ChunkSender(groups=groups, manifest=manifest, chunks=order, fill=fill, device="cpu")
-    return threading.Thread(target=lambda: reports.append(node.sender.send(deadline_s=30.0)))
+    """Sends the part in the replica's layout; node.sender is the part's from here on."""
+    sender = node.sender_in(part.layout, node.manifest.part(part.tensors), tensors)
+    return threading.Thread(target=lambda: reports.append(sender.send(deadline_s=30.0)))
 
 
-def publish_part(node: Node, version: int, part: m.ManifestPart, tensors: dict[str, torch.Tensor]) -> None:
+def publish_part(
+    node: Node, version: int, part: m.ManifestPart, tensors: dict[str, torch.Tensor]
+) -> None:
     """On top of the version before; digests of what was sent must agree."""
     reports: list[SendReport] = []
     thread = send_part(node, part, tensors, reports)
     thread.start()
-    request = new(m.ReceiveWeights, version=version, base_version=version - 1, direct=part.layout is not None)
+    request = new(m.ReceiveWeights, version=version, base_version=version - 1)
     envelope = node.router.request(request)
     thread.join(30.0)
     assert envelope.message.kind == "Completed", envelope.message
-    assert envelope.message.result["unverified"] == {} and envelope.message.tensors[0].shape == (len(part.tensors),)
+    assert envelope.message.result["unverified"] == {} and envelope.message.tensors[0].shape == (
+        len(part.tensors),
+    )
     live_N = torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64)
     assert torch.equal(live_N, reports[0].digests_N)
     assert reports[0].nbytes == sum(node.manifest.tensors[i].nbytes for i in part.tensors)
     assert node.commit(version).kind == "Completed"
 
 
-def with_part(old: dict[str, torch.Tensor], new_: dict[str, torch.Tensor], names: set[str]) -> dict[str, torch.Tensor]:
+def with_part(
+    old: dict[str, torch.Tensor], new_: dict[str, torch.Tensor], names: set[str]
+) -> dict[str, torch.Tensor]:
     return {n: new_[n] if n in names else t for n, t in old.items()}
 
 
@@ -103,16 +98,45 @@ def test_a_part_on_top_of_the_version_before(kind: str, request: pytest.FixtureR
         layer = "model.layers." if is_changed is is_attention else LAYER
         assert names == {n for n in served if n.startswith(layer) and n.split(".")[-2] in wanted}
         # A norm is received in place, what is packed takes the reload.
-        assert (part.layout is not None) == (is_changed is is_norm_and_query)
+        assert {c.kind for c in part.layout.chunks} == {"reload"} | (
+            {"staged"} if is_changed is is_norm_and_query else set()
+        )
         before, served = served, with_part(served, moved(node.base, seed), names)
         publish_part(node, version, part, served)
         logprobs = node.prompt_logprobs(f"tiny@{version}")
         assert (logprobs - node.expected(served)).abs().max() < TAU
-        assert (logprobs - node.expected(before)).abs().max() > 10 * TAU, "the versions cannot be told apart by this prompt"
+        assert (logprobs - node.expected(before)).abs().max() > 10 * TAU, (
+            "the versions cannot be told apart by this prompt"
+        )
     node.join()  # the sender is the part's
     version += 1
     node.publish(version, node.base)
     assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(node.base)).abs().max() < TAU
+
+
+def test_in_manifest_order_everything_is_reloaded(moe: Node) -> None:
+    """Whole and part: what replicas and trainers share that agree on no other layout."""
+    version = 0 if moe.version is None else moe.version + 1
+    served = moved(moe.base, 35)
+    indices = tuple(i for i, t in enumerate(moe.manifest.tensors) if is_norm_and_query(t.name))
+    moe.join()
+    answer = moe.prepare(
+        version, m.Manifest(tensors=moe.manifest.tensors, changed=indices), in_manifest_order=True
+    )
+    part = m.ManifestPart.model_validate(answer.result["changed"])
+    for layout, count in (
+        (moe.layout, len(moe.manifest.tensors)),
+        (part.layout, len(part.tensors)),
+    ):
+        assert layout is not None and {c.kind for c in layout.chunks} == {"reload"}
+        assert [i for c in layout.chunks for i in c.tensors] == list(range(count))
+        assert list(layout.why_not_live) == ["manifest order was asked for"]
+    assert moe.receive(version, served)[0].message.kind == "Completed"
+    assert moe.commit(version).kind == "Completed"
+    assert (moe.prompt_logprobs(f"tiny@{version}") - moe.expected(served)).abs().max() < TAU
+    served = with_part(served, moved(moe.base, 36), names_of(moe, part))
+    publish_part(moe, version + 1, part, served)
+    assert (moe.prompt_logprobs(f"tiny@{version + 1}") - moe.expected(served)).abs().max() < TAU
 
 
 def test_a_node_without_the_base_refuses_and_serves_on(dense: Node) -> None:
@@ -121,17 +145,27 @@ def test_a_node_without_the_base_refuses_and_serves_on(dense: Node) -> None:
     dense.publish(version, dense.base)
     plan(dense, version + 1, is_attention)
     for base in (version + 1, version + 2):
-        refused = dense.router.request(new(m.ReceiveWeights, version=version + 1, base_version=base)).message
-        assert refused.kind == "Failed" and refused.code == "base_missing" and f"serves {version}" in refused.message
+        refused = dense.router.request(
+            new(m.ReceiveWeights, version=version + 1, base_version=base)
+        ).message
+        assert (
+            refused.kind == "Failed"
+            and refused.code == "base_missing"
+            and f"serves {version}" in refused.message
+        )
         assert not dense.router.progress.get(refused.request_id)  # nothing was paused
     assert (dense.prompt_logprobs(f"tiny@{version}") - dense.expected(dense.base)).abs().max() < TAU
     assert dense.prepare(version + 1).kind == "Completed"  # a manifest of which everything changes
-    refused = dense.router.request(new(m.ReceiveWeights, version=version + 1, base_version=version)).message
-    assert refused.code == "base_missing" and "no update of changed tensors" in refused.message
+    refused = dense.router.request(
+        new(m.ReceiveWeights, version=version + 1, base_version=version)
+    ).message
+    assert refused.code == "base_missing" and "no partial update is planned" in refused.message
 
-    fail_update(dense, moved(dense.base, 40), after=15)  # poisoned
+    fail_update(dense, moved(dense.base, 40), after=6)  # poisoned
     plan(dense, version + 1, is_attention)
-    refused = dense.router.request(new(m.ReceiveWeights, version=version + 1, base_version=version)).message
+    refused = dense.router.request(
+        new(m.ReceiveWeights, version=version + 1, base_version=version)
+    ).message
     assert refused.code == "base_missing" and "poisoned" in refused.message
     dense.join()
     dense.publish(version + 1, dense.base)

@@ -1,4 +1,6 @@
-"""Two data-parallel engines behind one server are two workers: both take the layout, both are verified, both serve what was sent."""
+"""Two data-parallel engines behind one server are two workers: both take the layout, both are
+verified, both serve what was sent.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def test_both_engines_take_the_layout_and_serve_what_was_sent(two_engines: Node)
     for version, seed in enumerate((91, 92)):
         node.join()
         part = whole_layout(node, version)
-        assert part.layout is not None and part.layout.chunks[0].kind == "staged"
+        assert part.layout.chunks[0].kind == "staged"
         served = moved(node.base, seed)
         publish_whole(node, version, part, served)
         with ThreadPoolExecutor(8) as pool:  # so many at once are spread over both

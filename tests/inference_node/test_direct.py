@@ -1,4 +1,6 @@
-"""Which bytes may arrive in place, in which order, and that they do: on hand-made plans and live tensors of a few rows."""
+"""Which bytes may arrive in place, in which order, and that they do: on hand-made plans and live
+tensors of a few rows.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def fmt(module, param, *shape, dtype="float32", alias_of=None):
 
 @pytest.fixture
 def moe(monkeypatch):
-    """Three experts whose gate and up stand one behind the other in w13, their downs in w2, and a norm; sent expert by expert."""
+    """Three experts whose gate and up stand one behind the other in w13, their downs in w2, and a
+    norm; sent expert by expert.
+    """
     monkeypatch.setattr(direct, "SMALL_BYTES", 64)
     specs, regions = [], []
     for e in range(E):
@@ -63,7 +67,11 @@ def moe(monkeypatch):
         regions.append(whole(f"{e}.down", (H, I), "experts", "w2", e * H * I))
     specs.append(spec("norm", H))
     regions.append(whole("norm", (H,), "norm", "weight", 0))
-    formats = [fmt("experts", "w13", E, 2 * I, H), fmt("experts", "w2", E, H, I), fmt("norm", "weight", H)]
+    formats = [
+        fmt("experts", "w13", E, 2 * I, H),
+        fmt("experts", "w2", E, H, I),
+        fmt("norm", "weight", H),
+    ]
     plan = PlacementPlan(
         regions=tuple(regions),
         formats={(f.module, f.param): f for f in formats},
@@ -80,7 +88,9 @@ def plan_layout(plan, manifest, live):
     reload = whole_layers(plan, manifest, sorted(stuck))
     reasons = {why: [i for i, w in stuck.items() if w == why] for why in stuck.values()}
     why = direct.explain(manifest, reasons, reload, within=range(len(manifest.tensors)))
-    chunks = direct.plan_chunks(manifest, reload=reload, runs=direct.whole_runs(plan, manifest, reload))
+    chunks = direct.plan_chunks(
+        manifest, reload=reload, runs=direct.whole_runs(plan, manifest, reload)
+    )
     return WireLayout(chunks=chunks, why_not_live=why)
 
 
@@ -91,8 +101,19 @@ def names(manifest, chunk):
 def test_all_experts_of_a_layer_are_one_piece_in_the_order_of_memory(moe):
     manifest, plan, live = moe
     layout = plan_layout(plan, manifest, live)
-    assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and layout.why_not_live == {}
-    assert names(manifest, layout.chunks[1]) == ["0.gate", "0.up", "1.gate", "1.up", "2.gate", "2.up"]
+    assert [c.kind for c in layout.chunks] == [
+        "staged",
+        "live",
+        "live",
+    ] and layout.why_not_live == {}
+    assert names(manifest, layout.chunks[1]) == [
+        "0.gate",
+        "0.up",
+        "1.gate",
+        "1.up",
+        "2.gate",
+        "2.up",
+    ]
     assert names(manifest, layout.chunks[2]) == ["0.down", "1.down", "2.down"]
     assert names(manifest, layout.chunks[0]) == ["norm"]
     assert sorted(i for c in layout.chunks for i in c.tensors) == list(range(len(manifest.tensors)))
@@ -102,7 +123,11 @@ def test_pieces_are_cut_at_the_limit(moe, monkeypatch):
     manifest, plan, live = moe
     monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", 2 * I * H * 4)
     layout = plan_layout(plan, manifest, live)
-    assert [names(manifest, c) for c in layout.chunks[1:4]] == [["0.gate", "0.up"], ["1.gate", "1.up"], ["2.gate", "2.up"]]
+    assert [names(manifest, c) for c in layout.chunks[1:4]] == [
+        ["0.gate", "0.up"],
+        ["1.gate", "1.up"],
+        ["2.gate", "2.up"],
+    ]
     assert [names(manifest, c) for c in layout.chunks[4:]] == [["0.down"], ["1.down", "2.down"]]
 
 
@@ -126,7 +151,9 @@ def test_what_is_not_understood_takes_its_whole_layer_to_the_reload(moe, change,
     change(plan, live)
     layout = plan_layout(plan, manifest, live)
     reloaded = [n for c in layout.chunks if c.kind == "reload" for n in names(manifest, c)]
-    assert reloaded == [s.name for s in manifest.tensors if s.name != "norm"]  # in manifest order, the layer as a whole
+    assert reloaded == [
+        s.name for s in manifest.tensors if s.name != "norm"
+    ]  # in manifest order, the layer as a whole
     assert any(reason in why for why in layout.why_not_live)
 
 
@@ -136,18 +163,38 @@ def test_a_transposed_or_partial_tensor_is_staged_not_taken_for_a_run(moe, monke
     regions = list(plan.regions)
     regions[0] = whole("0.gate", (I, H), "experts", "w13", 0, strides=(1, I))
     regions[-1] = Region(
-        name="norm", first_index=1, index_strides=(1,), size=(H - 1,), module="norm", param="weight", offset=0, strides=(1,)
+        name="norm",
+        first_index=1,
+        index_strides=(1,),
+        size=(H - 1,),
+        module="norm",
+        param="weight",
+        offset=0,
+        strides=(1,),
     )
-    plan = PlacementPlan(regions=tuple(regions), formats=plan.formats, covered={}, sent_dtypes=plan.sent_dtypes)
+    plan = PlacementPlan(
+        regions=tuple(regions), formats=plan.formats, covered={}, sent_dtypes=plan.sent_dtypes
+    )
     layout = plan_layout(plan, manifest, live)
-    assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and layout.why_not_live == {}
+    assert [c.kind for c in layout.chunks] == [
+        "staged",
+        "live",
+        "live",
+    ] and layout.why_not_live == {}
     assert names(manifest, layout.chunks[0]) == ["0.gate", "norm"]
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
-    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
-    receiver.receive(
-        group=Wire(packed(manifest, layout, weights)), deadline_s=5, load=lambda t: None, on_written=lambda n: None
+    receiver = DirectReceiver(
+        chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu")
     )
-    assert torch.equal(live["experts", "w13"].reshape(-1)[: I * H].view(H, I).t(), weights["0.gate"])
+    receiver.receive(
+        group=Wire(packed(manifest, layout, weights)),
+        deadline_s=5,
+        load=lambda t: None,
+        on_written=lambda n: None,
+    )
+    assert torch.equal(
+        live["experts", "w13"].reshape(-1)[: I * H].view(H, I).t(), weights["0.gate"]
+    )
     assert live["norm", "weight"].tolist() == [*weights["norm"][1:].tolist(), 0.0]
 
 
@@ -156,7 +203,9 @@ def test_the_first_chunk_is_never_live(moe, monkeypatch):
     monkeypatch.setattr(direct, "SMALL_BYTES", 1)
     manifest, plan, live = moe
     layout = plan_layout(plan, manifest, live)
-    assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and names(manifest, layout.chunks[0]) == ["norm"]
+    assert [c.kind for c in layout.chunks] == ["staged", "live", "live"] and names(
+        manifest, layout.chunks[0]
+    ) == ["norm"]
 
 
 class Wire:
@@ -176,7 +225,10 @@ class Wire:
 
 
 def packed(manifest, layout, weights):
-    return [torch.cat([weights[n].reshape(-1).view(torch.uint8) for n in names(manifest, c)]) for c in layout.chunks]
+    return [
+        torch.cat([weights[n].reshape(-1).view(torch.uint8) for n in names(manifest, c)])
+        for c in layout.chunks
+    ]
 
 
 def test_bytes_arrive_in_place_and_the_rest_is_loaded(moe):
@@ -184,12 +236,17 @@ def test_bytes_arrive_in_place_and_the_rest_is_loaded(moe):
     live["norm", "weight"] = "kept elsewhere"
     layout = plan_layout(plan, manifest, live)
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
-    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
+    receiver = DirectReceiver(
+        chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu")
+    )
     assert receiver.needs_reload and receiver.direct_names == frozenset(weights) - {"norm"}
     loaded, written = {}, []
     address = live["experts", "w13"].data_ptr()
     receiver.receive(
-        group=Wire(packed(manifest, layout, weights)), deadline_s=5, load=lambda t: loaded.update(t), on_written=written.append
+        group=Wire(packed(manifest, layout, weights)),
+        deadline_s=5,
+        load=lambda t: loaded.update(t),
+        on_written=written.append,
     )
     for e in range(E):
         assert torch.equal(live["experts", "w13"][e, :I], weights[f"{e}.gate"])
@@ -203,20 +260,26 @@ def test_a_wire_that_dies_has_said_what_it_touched(moe):
     manifest, plan, live = moe
     layout = plan_layout(plan, manifest, live)
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
-    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu"))
+    receiver = DirectReceiver(
+        chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cpu")
+    )
     before = {key: tensor.clone() for key, tensor in live.items()}
     for dies_at, touched in ((0, 0), (1, 1 + 2 * E), (2, 1 + 3 * E)):
         written = []
         wire = Wire(packed(manifest, layout, weights), dies_at=dies_at)
         with pytest.raises(TransferError):
-            receiver.receive(group=wire, deadline_s=5, load=lambda t: None, on_written=written.append)
+            receiver.receive(
+                group=wire, deadline_s=5, load=lambda t: None, on_written=written.append
+            )
         assert sum(written) == touched
         if touched == 0:  # the first chunk comes beside: nothing has changed, and @N can go on
             assert all(torch.equal(before[key], live[key]) for key in live)
 
 
 class CudaWire(Wire):
-    """Broadcasts on a stream of its own, as NCCL's do: the bytes are there behind the event, not before."""
+    """Broadcasts on a stream of its own, as NCCL's do: the bytes are there behind the event, not
+    before.
+    """
 
     def broadcast(self, buffer_B, *, deadline_s):
         stream = torch.cuda.Stream()
@@ -234,7 +297,9 @@ class CudaWire(Wire):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)])
 def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, device):
-    """On CUDA beside a busy default stream, for which the receive must not wait; digests of the live tensors after the copy."""
+    """On CUDA beside a busy default stream, for which the receive must not wait; digests of the
+    live tensors after the copy.
+    """
     manifest, plan, live = moe
     device = torch.device(device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -242,14 +307,20 @@ def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, devic
     live["norm", "weight"] = "kept elsewhere"
     layout = plan_layout(plan, manifest, live)
     weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
-    receiver = DirectReceiver(chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=device)
-    before = {key: tensor.clone() for key, tensor in live.items() if isinstance(tensor, torch.Tensor)}
+    receiver = DirectReceiver(
+        chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=device
+    )
+    before = {
+        key: tensor.clone() for key, tensor in live.items() if isinstance(tensor, torch.Tensor)
+    }
     addresses = {key: live[key].data_ptr() for key in before}
     watchdog = Watchdog(None)
     beside = Shadow(manifest=manifest, chunks=layout.chunks, device=device, stream=stream)
     busy = None
     if stream is not None:
-        PreparedDigest([torch.zeros(4, device=device)], rows=[0]).launch(torch.zeros(1, dtype=torch.int64, device=device))
+        PreparedDigest([torch.zeros(4, device=device)], rows=[0]).launch(
+            torch.zeros(1, dtype=torch.int64, device=device)
+        )
         torch.cuda.synchronize()  # its kernel is compiled and loaded now
         torch.cuda._sleep(2**33)  # seconds of work for the model's stream
         busy = torch.cuda.Event()
@@ -267,12 +338,16 @@ def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, devic
         assert busy is None or not busy.query()
         wanted = [int(tensor_digest(weights[s.name])) for s in manifest.tensors]
         assert arrived.digests == wanted
-        assert all(torch.equal(before[key], live[key]) for key in before)  # nothing live has changed yet
+        assert all(
+            torch.equal(before[key], live[key]) for key in before
+        )  # nothing live has changed yet
         loaded, written = {}, []
         receiver.apply(beside.buffers, load=lambda t: loaded.update(t), on_written=written.append)
         if stream is not None:
             torch.cuda.synchronize()
-            assert receiver.digests() == [w for i, w in enumerate(wanted) if manifest.tensors[i].name != "norm"]
+            assert receiver.digests() == [
+                w for i, w in enumerate(wanted) if manifest.tensors[i].name != "norm"
+            ]
     finally:
         assert beside.close()
         watchdog.close()
@@ -281,4 +356,6 @@ def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, devic
         assert torch.equal(live["experts", "w13"][e, I:].cpu(), weights[f"{e}.up"])
         assert torch.equal(live["experts", "w2"][e].cpu(), weights[f"{e}.down"])
     assert set(loaded) == {"norm"} and torch.equal(loaded["norm"].cpu(), weights["norm"])
-    assert {key: live[key].data_ptr() for key in before} == addresses and sum(written) == len(weights)
+    assert {key: live[key].data_ptr() for key in before} == addresses and sum(written) == len(
+        weights
+    )

@@ -1,4 +1,6 @@
-"""Which version a request enters the engine under, what its answer says of that, and which cached prefixes it may use."""
+"""Which version a request enters the engine under, what its answer says of that, and which cached
+prefixes it may use.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_an_update_that_is_given_up_leaves_the_cache_useful() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_comes_while_the_engine_stands_still_enters_under_the_next_version(stream: bool) -> None:
+def test_what_comes_while_the_engine_stands_still_enters_under_the_next_version(
+    stream: bool,
+) -> None:
     async def test() -> None:
         server = Server()
         await pause(server)
@@ -78,15 +82,21 @@ def test_what_comes_while_the_engine_stands_still_enters_under_the_next_version(
         assert server.engine.entered == []
         await server.control("commit", version=1)
         answer = await waiting
-        assert answer.headers["x-splice-version"] == "1" and "x-splice-versions" not in answer.headers
+        assert (
+            answer.headers["x-splice-version"] == "1" and "x-splice-versions" not in answer.headers
+        )
         said = events(answer.raw) if stream else [json.loads(answer.raw)]
         assert all(event["model"] == "tiny@1" and "versions" not in event for event in said)
 
     run(test)
 
 
-def test_what_comes_between_the_pause_and_its_answer_enters_under_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM may take seconds to stand still; what enters meanwhile runs on the next weights all the same."""
+def test_what_comes_between_the_pause_and_its_answer_enters_under_the_next_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM may take seconds to stand still; what enters meanwhile runs on the next weights all the
+    same.
+    """
 
     async def test() -> None:
         server, answers = Server(), asyncio.Event()
@@ -103,7 +113,10 @@ def test_what_comes_between_the_pause_and_its_answer_enters_under_the_next_versi
         await pausing
         await server.control("commit", version=1)
         answer = await waiting
-        assert json.loads(answer.raw) == {"model": "tiny@1", "choices": []} and answer.headers["x-splice-version"] == "1"
+        assert (
+            json.loads(answer.raw) == {"model": "tiny@1", "choices": []}
+            and answer.headers["x-splice-version"] == "1"
+        )
 
     run(test)
 
@@ -116,9 +129,16 @@ def test_what_comes_between_the_pause_and_its_answer_enters_under_the_next_versi
         ("keep", {}, [0, 1]),
         ("keep", {"done": True}, [0]),
     ],
-    ids=["nothing was made", "its prompt may have been read", "tokens were made", "all tokens were made"],
+    ids=[
+        "nothing was made",
+        "its prompt may have been read",
+        "tokens were made",
+        "all tokens were made",
+    ],
 )
-def test_a_request_in_the_engine_says_what_made_it(mode: str, state: dict[str, bool], versions: list[int]) -> None:
+def test_a_request_in_the_engine_says_what_made_it(
+    mode: str, state: dict[str, bool], versions: list[int]
+) -> None:
     async def test() -> None:
         server = Server()
         flying = asked(server, {"hold": True, **state})
@@ -127,8 +147,12 @@ def test_a_request_in_the_engine_says_what_made_it(mode: str, state: dict[str, b
         server.backend.release.set()
         answer = await flying
         body = json.loads(answer.raw)
-        assert body["model"] == f"tiny@{versions[-1]}" and body.get("versions", versions) == versions
-        assert ("versions" in body) == (len(versions) > 1) and answer.headers["x-splice-version"] == str(versions[-1])
+        assert (
+            body["model"] == f"tiny@{versions[-1]}" and body.get("versions", versions) == versions
+        )
+        assert ("versions" in body) == (len(versions) > 1) and answer.headers[
+            "x-splice-version"
+        ] == str(versions[-1])
 
     run(test)
 
@@ -148,7 +172,9 @@ def test_a_client_that_leaves_while_its_request_waits_leaves_nothing_behind() ->
     run(test)
 
 
-def test_every_event_of_a_response_says_its_versions_and_none_comes_before_the_first_token() -> None:
+def test_every_event_of_a_response_says_its_versions_and_none_comes_before_the_first_token() -> (
+    None
+):
     async def test() -> None:
         server = Server()
         await pause(server)
@@ -156,7 +182,9 @@ def test_every_event_of_a_response_says_its_versions_and_none_comes_before_the_f
         await soon(lambda: bool(server.backend.asked))
         await server.control("commit", version=1)
         answer = await waiting
-        assert answer.headers["x-splice-version"] == "1" and answer.raw.startswith(b"event: response.created\n")
+        assert answer.headers["x-splice-version"] == "1" and answer.raw.startswith(
+            b"event: response.created\n"
+        )
         model = {"response": {"model": "tiny@1"}, "versions": [1]}
         assert events(answer.raw) == [model, {"delta": "w3", "versions": [1]}, model]
 

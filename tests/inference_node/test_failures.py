@@ -1,4 +1,6 @@
-"""Failures on a real server: each leaves @N serving, or a replica that serves nothing and heals with the next whole update."""
+"""Failures on a real server: each leaves @N serving, or a replica that serves nothing and heals
+with the next whole update.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from orchestrator.errors import TransferError
 from orchestrator.protocol import messages as m
 from tests.inference_node.harness import Node, ensure_published, moved, new
 from tests.inference_node.test_swap_in_flight import Request
@@ -24,25 +27,30 @@ SOON_S = 10.0
 """What "at once" means beside deadlines of 20 s and more; two busy cores are slow."""
 
 SILENCE_ENDS_S = 8.0
-"""By then a silent orchestrator is taken for gone (after four seconds), and requests are answered."""
+"""By then a silent orchestrator is taken for gone (after four seconds), and requests
+are answered.
+"""
 
 
 @contextlib.contextmanager
-def stalled_send(node: Node, tensors: dict[str, torch.Tensor], *, after: int) -> Iterator[threading.Event]:
-    """A trainer that yields `after` tensors and then stands still."""
+def stalled_send(
+    node: Node, tensors: dict[str, torch.Tensor], *, after: int
+) -> Iterator[threading.Event]:
+    """A trainer that sends `after` chunks and then stands still."""
     go, sent = threading.Event(), threading.Event()
+    assert node.layout is not None and after < len(node.layout.chunks)
 
-    def feed() -> Iterator[tuple[str, torch.Tensor]]:
-        for n, item in enumerate(tensors.items()):
-            if n == after:
-                sent.set()
-                go.wait(20.0)
-                return
-            yield item
+    def stall(chunk: int) -> None:
+        if chunk == after:
+            sent.set()
+            go.wait(20.0)
+            raise TransferError("the trainer stood still")
+
+    sender = node.sender_in(node.layout, node.manifest, tensors, before=stall)
 
     def send() -> None:
         with contextlib.suppress(Exception):
-            node.sender.send(feed(), deadline_s=25.0)
+            sender.send(deadline_s=25.0)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -55,16 +63,28 @@ def stalled_send(node: Node, tensors: dict[str, torch.Tensor], *, after: int) ->
 
 
 def fail_update(
-    node: Node, tensors: dict[str, torch.Tensor], *, after: int, deadline_s: float = 25.0, abort: m.AnyMessage | None = ABORT
+    node: Node,
+    tensors: dict[str, torch.Tensor],
+    *,
+    after: int,
+    deadline_s: float = 25.0,
+    abort: m.AnyMessage | None = ABORT,
 ) -> tuple[m.Failed, float]:
-    """An update whose sender stalls; ended by an abort or the deadline. Returns the failure and how long it took to end."""
+    """An update whose sender stalls; ended by an abort or the deadline. Returns the failure and how
+    long it took to end.
+    """
     version = (node.version or 0) + 1
     node.join()
     assert node.prepare(version).kind == "Completed"
     with stalled_send(node, tensors, after=after) as sent:
         request = new(m.ReceiveWeights, deadline_s, version=version)
         node.router.send(request)
-        node.router.wait(lambda: any(p.phase == "applying" for p in node.router.progress.get(request.request_id, [])), 60.0)
+        node.router.wait(
+            lambda: any(
+                p.phase == "applying" for p in node.router.progress.get(request.request_id, [])
+            ),
+            60.0,
+        )
         assert sent.wait(10.0)
         time.sleep(0.3)
         began = time.monotonic()
@@ -81,10 +101,22 @@ def test_a_refused_manifest_names_the_tensors_and_pauses_nothing(dense: Node) ->
     tensors = dense.manifest.tensors
     lacking = m.Manifest(tensors=tuple(t for t in tensors if "layers.1.mlp.up_proj" not in t.name))
     extra = m.Manifest(
-        tensors=(*tensors, m.TensorSpec(name="model.layers.0.self_attn.nonsense.weight", dtype="float32", shape=(2, 2)))
+        tensors=(
+            *tensors,
+            m.TensorSpec(
+                name="model.layers.0.self_attn.nonsense.weight", dtype="float32", shape=(2, 2)
+            ),
+        )
     )
-    shape = m.Manifest(tensors=(m.TensorSpec(name=tensors[0].name, dtype="float32", shape=(7, 64)), *tensors[1:]))
-    dtype = m.Manifest(tensors=(m.TensorSpec(name=tensors[0].name, dtype="float64", shape=tensors[0].shape), *tensors[1:]))
+    shape = m.Manifest(
+        tensors=(m.TensorSpec(name=tensors[0].name, dtype="float32", shape=(7, 64)), *tensors[1:])
+    )
+    dtype = m.Manifest(
+        tensors=(
+            m.TensorSpec(name=tensors[0].name, dtype="float64", shape=tensors[0].shape),
+            *tensors[1:],
+        )
+    )
     for manifest, named in [
         (lacking, "model.layers.1.mlp.gate_up_proj.weight"),
         (extra, "nonsense"),
@@ -92,8 +124,15 @@ def test_a_refused_manifest_names_the_tensors_and_pauses_nothing(dense: Node) ->
         (dtype, tensors[0].name),
     ]:
         failed = dense.prepare(version + 1, manifest)
-        assert failed.kind == "Failed" and failed.code == "plan_refused" and named in failed.message, failed
-    assert dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3, 4], "max_tokens": 2}).status_code == 200
+        assert (
+            failed.kind == "Failed" and failed.code == "plan_refused" and named in failed.message
+        ), failed
+    assert (
+        dense.post(
+            "/v1/completions", {"model": f"tiny@{version}", "prompt": [3, 4], "max_tokens": 2}
+        ).status_code
+        == 200
+    )
 
 
 def test_commit_without_a_received_version_is_refused(dense: Node) -> None:
@@ -106,13 +145,17 @@ def test_aborted_before_the_first_byte_goes_on_as_before(dense: Node) -> None:
     version = ensure_published(dense)
     before = dense.prompt_logprobs()
     failed, took_s = fail_update(dense, moved(dense.base, 5), after=0)
-    assert failed.code == "transfer_aborted" and failed.phase == "waiting for the first byte" and took_s < SOON_S
+    assert (
+        failed.code == "transfer_aborted"
+        and failed.phase == "waiting for the first byte"
+        and took_s < SOON_S
+    )
     assert torch.equal(dense.prompt_logprobs(f"tiny@{version}"), before)
 
 
 def test_aborted_half_way_poisons_and_a_full_update_heals_exactly(dense: Node) -> None:
     version = ensure_published(dense)
-    failed, took_s = fail_update(dense, moved(dense.base, 6), after=15)
+    failed, took_s = fail_update(dense, moved(dense.base, 6), after=6)
     assert failed.code == "transfer_aborted" and took_s < SOON_S
     for model in ("tiny", f"tiny@{version}"):
         refused = dense.post("/v1/completions", {"model": model, "prompt": [3, 4], "max_tokens": 2})
@@ -120,12 +163,14 @@ def test_aborted_half_way_poisons_and_a_full_update_heals_exactly(dense: Node) -
     tensors = moved(dense.base, 7)
     dense.join()
     dense.publish(version + 1, tensors)
-    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(tensors)).abs().max() < TAU
+    assert (
+        dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(tensors)
+    ).abs().max() < TAU
 
 
 def test_the_workers_own_deadline_ends_a_stalled_transfer(dense: Node) -> None:
     version = ensure_published(dense)
-    failed, took_s = fail_update(dense, moved(dense.base, 8), after=15, deadline_s=6.0, abort=None)
+    failed, took_s = fail_update(dense, moved(dense.base, 8), after=6, deadline_s=6.0, abort=None)
     assert failed.code in ("transfer_timeout", "transfer_aborted") and took_s < 6.0 + SOON_S
     dense.join()
     dense.publish(version + 1, moved(dense.base, 9))
@@ -147,8 +192,12 @@ def test_an_abort_between_receive_and_commit_is_never_served(dense: Node) -> Non
     dense.publish(version + 2, dense.base)
 
 
-def test_what_was_received_for_an_orchestrator_that_forgot_us_does_not_stand_still(dense: Node) -> None:
-    """It may be long before a restarted one publishes; until then requests are refused, not kept waiting."""
+def test_what_was_received_for_an_orchestrator_that_forgot_us_does_not_stand_still(
+    dense: Node,
+) -> None:
+    """It may be long before a restarted one publishes; until then requests are refused, not kept
+    waiting.
+    """
     version = ensure_published(dense)
     dense.join()
     assert dense.prepare(version + 1).kind == "Completed"
@@ -180,18 +229,26 @@ def test_a_transfer_right_after_an_idle_node_was_forgotten_is_not_ended(dense: N
 
 
 def test_an_abort_while_it_pauses_leaves_the_version_served(dense: Node) -> None:
-    """The orchestrator does not hear "applying", after which it would take the replica for poisoned."""
+    """The orchestrator does not hear "applying", after which it would take the replica for
+    poisoned.
+    """
     version = ensure_published(dense)
     dense.join()
     assert dense.prepare(version + 1).kind == "Completed"
-    pinned = Request(dense, f"tiny@{version}", stream=True, max_tokens=900)  # it is given two seconds to end
+    pinned = Request(
+        dense, f"tiny@{version}", stream=True, max_tokens=900
+    )  # it is given two seconds to end
     dense.router.wait(lambda: len(pinned.events) > 3, 30.0)
     request = new(m.ReceiveWeights, 20.0, version=version + 1)
     dense.router.send(request)
     dense.router.wait(lambda: bool(dense.router.progress.get(request.request_id)), 30.0)
     dense.router.send(m.AbortUpdate(reason="the test says so"))
     failed = dense.router.outcome(request.request_id).message
-    assert failed.kind == "Failed" and failed.code == "transfer_aborted" and f"tiny@{version}" in failed.remedy, failed
+    assert (
+        failed.kind == "Failed"
+        and failed.code == "transfer_aborted"
+        and f"tiny@{version}" in failed.remedy
+    ), failed
     assert [p.phase for p in dense.router.progress[request.request_id]] == ["pausing", "paused"]
     pinned.join(20.0)
     assert dense.prompt_logprobs(f"tiny@{version}").numel()
@@ -206,7 +263,9 @@ def test_a_replica_that_is_left_out_serves_nothing_until_it_is_published_to(dens
         refused = dense.post("/v1/completions", {"model": model, "prompt": [3], "max_tokens": 1})
         assert refused.status_code == 503 and "its transfers fail" in refused.text
     dense.publish(version + 1, dense.base)
-    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+    assert (
+        dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)
+    ).abs().max() < TAU
 
 
 def test_an_abort_ends_the_update_that_it_names_and_no_other(dense: Node) -> None:
@@ -244,7 +303,9 @@ def test_an_abort_that_overtakes_its_update_ends_it(dense: Node) -> None:
 
 
 def silent(node: Node) -> tuple[int, float]:
-    """What a request is told while the orchestrator says nothing, and how long it waits for that."""
+    """What a request is told while the orchestrator says nothing, and how long it waits
+    for that.
+    """
     began = time.monotonic()
     answer = node.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1})
     return answer.status_code, time.monotonic() - began
@@ -261,7 +322,9 @@ def test_an_update_whose_orchestrator_is_gone_before_the_commit_is_given_up(dens
     assert dense.commit(version + 1).kind == "Failed"  # it is back
     dense.publish(version + 1, dense.base)
     assert dense.get("/health").status_code == 200
-    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+    assert (
+        dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)
+    ).abs().max() < TAU
 
 
 def test_a_transfer_whose_orchestrator_is_gone_is_given_up(dense: Node) -> None:
@@ -281,12 +344,16 @@ def test_a_transfer_whose_orchestrator_is_gone_is_given_up(dense: Node) -> None:
 def test_what_is_committed_goes_on_being_served_without_an_orchestrator(dense: Node) -> None:
     version = ensure_published(dense)
     time.sleep(SILENCE_ENDS_S)
-    assert dense.prompt_logprobs(f"tiny@{version}").numel() and dense.get("/health").status_code == 200
+    assert (
+        dense.prompt_logprobs(f"tiny@{version}").numel() and dense.get("/health").status_code == 200
+    )
     dense.publish(version + 1, dense.base)
 
 
 def test_a_vllm_that_dies_before_it_takes_a_call_is_noticed_at_once(dense: Node) -> None:
-    """The call then waits in the queue of the listener, which is the supervisor's and does not break; the next server must not run it."""
+    """The call then waits in the queue of the listener, which is the node's and does not break; the
+    next server must not run it.
+    """
     version, count = ensure_published(dense), len(dense.router.ready)
     api = server_of(dense)
     api.suspend()
@@ -300,13 +367,20 @@ def test_a_vllm_that_dies_before_it_takes_a_call_is_noticed_at_once(dense: Node)
         api.kill()
     began = time.monotonic()
     answer = dense.router.outcome(request.request_id).message
-    assert answer.kind == "Failed" and answer.code == "node_lost" and time.monotonic() - began < SOON_S
+    assert (
+        answer.kind == "Failed" and answer.code == "node_lost" and time.monotonic() - began < SOON_S
+    )
     assert dense.router.unready
     dense.wait_ready(count + 1)
-    assert dense.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}).status_code == 503
+    assert (
+        dense.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1}).status_code
+        == 503
+    )
     dense.join()
     dense.publish(version + 1, dense.base)
-    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+    assert (
+        dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)
+    ).abs().max() < TAU
 
 
 def server_of(node: Node) -> psutil.Process:
@@ -339,8 +413,12 @@ def test_a_dead_vllm_is_restarted_and_serves_nothing_until_published(dense: Node
     killed_while_it_starts(dense, api)
     dense.wait_ready(count + 1)
     assert dense.router.ready[-1].detail["restarted"] >= 1 and dense.router.unready
-    refused = dense.post("/v1/completions", {"model": f"tiny@{version}", "prompt": [3], "max_tokens": 1})
+    refused = dense.post(
+        "/v1/completions", {"model": f"tiny@{version}", "prompt": [3], "max_tokens": 1}
+    )
     assert refused.status_code == 503 and refused.headers["x-splice-version"] == "none"
     dense.join()
     dense.publish(version + 1, dense.base)
-    assert (dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)).abs().max() < TAU
+    assert (
+        dense.prompt_logprobs(f"tiny@{version + 1}") - dense.expected(dense.base)
+    ).abs().max() < TAU

@@ -1,4 +1,6 @@
-"""The middleware in front of a tiny ASGI app and a scripted engine: doors, versions under a swap, and the order of a commit."""
+"""The middleware in front of a tiny ASGI app and a scripted engine: doors, versions under a swap,
+and the order of a commit.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from typing import Any
 
 import pytest
 
-from inference_node import control
+from inference_node import actions, verify
 from inference_node.middleware import SpliceMiddleware
-from orchestrator.protocol.messages import Manifest, TensorSpec
+from orchestrator.protocol.messages import Manifest, TensorSpec, WireChunk, WireLayout
 
 SECRET = "s3cret"
 
 
 class Engine:
-    """Stands in for vLLM's engine client: remembers what it was asked to do. It is its own renderer and engine core."""
+    """Stands in for vLLM's engine client: remembers what it was asked to do. It is its own renderer
+    and engine core.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -58,7 +62,9 @@ class Engine:
 
 
 class Backend:
-    """The app behind: answers like vLLM, from the same list of names, and lets a test hold an answer back."""
+    """The app behind: answers like vLLM, from the same list of names, and lets a test hold an
+    answer back.
+    """
 
     def __init__(self, paths: list[Any]) -> None:
         self.paths = paths
@@ -75,7 +81,10 @@ class Backend:
         if body.get("breaks"):
             raise OSError("a handler that breaks")
         model = self.paths[0].name
-        states, request = scope["app"].state.engine_client.output_processor.request_states, _request(len(self.asked), body)
+        states, request = (
+            scope["app"].state.engine_client.output_processor.request_states,
+            _request(len(self.asked), body),
+        )
         states[request.request_id] = SimpleNamespace(is_prefilling=True)
         if body.get("prelude"):
             await _start_stream(send)
@@ -107,7 +116,9 @@ class Backend:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         elif body.get("stream"):
             await _event(send, {"model": model, "n": 1})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await send(
+                {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
+            )
         else:
             await _json(send, {"model": model, "choices": []})
 
@@ -131,7 +142,13 @@ async def _start_stream(send: Any) -> None:
 
 async def _event(send: Any, body: Any, *, kind: str | None = None) -> None:
     named = "" if kind is None else f"event: {kind}\n"
-    await send({"type": "http.response.body", "body": f"{named}data: {json.dumps(body)}\n\n".encode(), "more_body": True})
+    await send(
+        {
+            "type": "http.response.body",
+            "body": f"{named}data: {json.dumps(body)}\n\n".encode(),
+            "more_body": True,
+        }
+    )
 
 
 async def _say_500(_: Any, error: Exception) -> Any:
@@ -153,7 +170,9 @@ class Server:
         self.app = SimpleNamespace(state=state, exception_handlers={Exception: _say_500})
         if version is not None:
             self.middleware.alias.commit(version)
-            self.paths[:] = [SimpleNamespace(name=n, model_path="/m") for n in (f"tiny@{version}", "tiny")]
+            self.paths[:] = [
+                SimpleNamespace(name=n, model_path="/m") for n in (f"tiny@{version}", "tiny")
+            ]
 
     async def ask(
         self,
@@ -167,15 +186,23 @@ class Server:
         ends: bool = False,
         leaves: asyncio.Event | None = None,
     ) -> SimpleNamespace:
-        """`pieces`: of a body, which `ends` or does not. `leaves`: the client does when it is set."""
-        self.middleware.control._put_up_gates(self.app.state.engine_client)  # as with the supervisor's first word
+        """`pieces`: of a body, which `ends` or does not. `leaves`: the client does when
+        it is set.
+        """
+        self.middleware.traffic.put_up_gates(
+            self.app.state.engine_client
+        )  # as with the node's first word
         sent: list[Any] = []
         raw = b"" if body is None else json.dumps(body).encode()
         given = iter([raw] if pieces is None else pieces)
 
         async def receive() -> Any:
             for piece in given:
-                return {"type": "http.request", "body": piece, "more_body": pieces is not None and not ends}
+                return {
+                    "type": "http.request",
+                    "body": piece,
+                    "more_body": pieces is not None and not ends,
+                }
             await (leaves or asyncio.Event()).wait()
             return {"type": "http.disconnect"}
 
@@ -183,23 +210,40 @@ class Server:
             sent.append(message)
 
         scope = {
-            "type": "http", "path": path, "method": method, "client": (client, 1), "app": self.app,
+            "type": "http",
+            "path": path,
+            "method": method,
+            "client": (client, 1),
+            "app": self.app,
             "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
-        }  # fmt: skip
-        with contextlib.suppress(OSError):  # what breaks in a handler goes on to the server, which logs it
+        }
+        with contextlib.suppress(
+            OSError
+        ):  # what breaks in a handler goes on to the server, which logs it
             await asyncio.wait_for(self.middleware(scope, receive, send), 10)
         if leaves is not None and leaves.is_set():
             return SimpleNamespace()
         answer = b"".join(m.get("body", b"") for m in sent[1:])
         headers_out = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
-        return SimpleNamespace(status=sent[0]["status"], headers=headers_out, raw=answer, more=sent[-1].get("more_body", False))
+        return SimpleNamespace(
+            status=sent[0]["status"],
+            headers=headers_out,
+            raw=answer,
+            more=sent[-1].get("more_body", False),
+        )
 
     async def control(self, action: str, **arguments: Any) -> SimpleNamespace:
-        answer = await self.ask(f"/splice/v1/{action}", arguments, headers={"x-splice-secret": SECRET})
+        if action in actions.MESSAGES:
+            arguments |= {"request_id": "r", "deadline_s": 5.0}
+        answer = await self.ask(
+            f"/splice/v1/{action}", arguments, headers={"x-splice-secret": SECRET}
+        )
         return SimpleNamespace(status=answer.status, json=json.loads(answer.raw))
 
     async def swap(self, version: int, *, mode: str = "keep", drain_s: float = 0.05) -> None:
-        paused = await self.control("pause", mode=mode, version=version, drain_s=drain_s, deadline_s=5.0)
+        paused = await self.control(
+            "pause", mode=mode, version=version, drain_s=drain_s, deadline_s=5.0
+        )
         assert paused.status == 200, paused.json
         committed = await self.control("commit", version=version)
         assert committed.status == 200, committed.json
@@ -210,7 +254,30 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def events(raw: bytes) -> list[Any]:
-    return [json.loads(line.removeprefix("data: ")) for line in raw.decode().splitlines() if line.startswith("data: {")]
+    return [
+        json.loads(line.removeprefix("data: "))
+        for line in raw.decode().splitlines()
+        if line.startswith("data: {")
+    ]
+
+
+def test_a_node_that_leaves_within_its_body_has_asked_nothing() -> None:
+    async def test() -> None:
+        server, left, ran = Server(), asyncio.Event(), list[str]()
+
+        async def run_action(action: str, *_: object) -> tuple[int, dict[str, object]]:
+            ran.append(action)
+            return 200, {}
+
+        server.middleware.actions.run = run_action  # type: ignore[method-assign]
+        left.set()
+        pieces = [b'{"version": 1']
+        await server.ask(
+            "/splice/v1/resume", headers={"x-splice-secret": SECRET}, pieces=pieces, leaves=left
+        )
+        assert ran == []
+
+    run(test)
 
 
 async def soon(condition: Callable[[], bool]) -> None:
@@ -224,11 +291,26 @@ async def soon(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/pause", "/resume", "/update_weights", "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine",
-        "/collective_rpc", "/sleep", "/wake_up", "/reset_prefix_cache", "/server_info", "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter", "/v1/models/../../pause", "/splice", "/v1/completions/", "/abort_requests", "/anything",
+        "/pause",
+        "/resume",
+        "/update_weights",
+        "/start_weight_update",
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
+        "/collective_rpc",
+        "/sleep",
+        "/wake_up",
+        "/reset_prefix_cache",
+        "/server_info",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/models/../../pause",
+        "/splice",
+        "/v1/completions/",
+        "/abort_requests",
+        "/anything",
     ],
-)  # fmt: skip
+)
 def test_closed_by_default(path: str) -> None:
     async def test() -> None:
         server = Server()
@@ -248,12 +330,16 @@ def test_control_routes_want_secret_and_loopback() -> None:
             ({"x-splice-secret": "other"}, "127.0.0.1"),
             ({"x-splice-secret": SECRET}, "10.0.0.7"),
         ]:
-            assert (await server.ask("/splice/v1/status", {}, headers=headers, client=client)).status == 403
+            assert (
+                await server.ask("/splice/v1/status", {}, headers=headers, client=client)
+            ).status == 403
         assert (await server.control("status")).json["version"] == 0
         assert (await server.control("_workers")).status == 404
         no_secret = SpliceMiddleware(server.backend, name="tiny", secret="")
         server.middleware = no_secret
-        assert (await server.ask("/splice/v1/status", {}, headers={"x-splice-secret": ""})).status == 403
+        assert (
+            await server.ask("/splice/v1/status", {}, headers={"x-splice-secret": ""})
+        ).status == 403
 
     run(test)
 
@@ -262,16 +348,27 @@ def test_names_versions_and_header() -> None:
     async def test() -> None:
         server = Server(None)
         before = await server.ask("/v1/completions", {"model": "tiny"})
-        assert before.status == 503 and "retry-after" in before.headers and before.headers["x-splice-version"] == "none"
+        assert (
+            before.status == 503
+            and "retry-after" in before.headers
+            and before.headers["x-splice-version"] == "none"
+        )
         await server.swap(0)
-        assert (await server.ask("/v1/completions", {"model": "tiny"})).headers["x-splice-version"] == "0"
+        assert (await server.ask("/v1/completions", {"model": "tiny"})).headers[
+            "x-splice-version"
+        ] == "0"
         await server.swap(1)
         assert server.engine.weight_version == "1"
         listed = json.loads((await server.ask("/v1/models", method="GET")).raw)
         assert [d["id"] for d in listed["data"]] == ["tiny@1", "tiny"]
         gone = await server.ask("/v1/completions", {"model": "tiny@0"})
-        assert gone.status == 404 and b"tiny@1" in gone.raw and gone.headers["x-splice-version"] == "1"
-        assert json.loads((await server.ask("/v1/completions", {"model": "tiny@1"})).raw)["model"] == "tiny@1"
+        assert (
+            gone.status == 404 and b"tiny@1" in gone.raw and gone.headers["x-splice-version"] == "1"
+        )
+        assert (
+            json.loads((await server.ask("/v1/completions", {"model": "tiny@1"})).raw)["model"]
+            == "tiny@1"
+        )
 
     run(test)
 
@@ -279,16 +376,26 @@ def test_names_versions_and_header() -> None:
 def test_an_unpinned_answer_that_spans_a_swap_says_so() -> None:
     async def test() -> None:
         server = Server()
-        plain = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
-        stream = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True, "stream": True}))
+        plain = asyncio.ensure_future(
+            server.ask("/v1/completions", {"model": "tiny", "hold": True})
+        )
+        stream = asyncio.ensure_future(
+            server.ask("/v1/completions", {"model": "tiny", "hold": True, "stream": True})
+        )
         await soon(lambda: len(server.backend.asked) == 2)
         await server.swap(1)
         server.backend.release.set()
         answer, streamed = await plain, await stream
         assert json.loads(answer.raw) == {"model": "tiny@1", "choices": [], "versions": [0, 1]}
-        assert answer.headers["x-splice-version"] == "1" and answer.headers["x-splice-versions"] == "0,1"
+        assert (
+            answer.headers["x-splice-version"] == "1"
+            and answer.headers["x-splice-versions"] == "0,1"
+        )
         assert int(answer.headers["content-length"]) == len(answer.raw)
-        assert events(streamed.raw) == [{"model": "tiny@0", "n": 0}, {"model": "tiny@1", "n": 1, "versions": [0, 1]}]
+        assert events(streamed.raw) == [
+            {"model": "tiny@0", "n": 0},
+            {"model": "tiny@1", "n": 1, "versions": [0, 1]},
+        ]
         assert streamed.raw.endswith(b"data: [DONE]\n\n")
 
     run(test)
@@ -298,7 +405,9 @@ def test_a_request_admitted_while_paused_runs_on_the_next_version_only() -> None
     async def test() -> None:
         server = Server()
         await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
-        waiting = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
+        waiting = asyncio.ensure_future(
+            server.ask("/v1/completions", {"model": "tiny", "hold": True})
+        )
         await soon(lambda: bool(server.backend.asked))
         refused = await server.ask("/v1/completions", {"model": "tiny@0"})
         assert refused.status == 409 and "retry-after" in refused.headers
@@ -312,16 +421,26 @@ def test_a_request_admitted_while_paused_runs_on_the_next_version_only() -> None
 def test_a_pinned_request_lands_before_the_swap_or_is_ended() -> None:
     async def test() -> None:
         server = Server()
-        late = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True}))
-        stream = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True, "stream": True}))
+        late = asyncio.ensure_future(
+            server.ask("/v1/completions", {"model": "tiny@0", "hold": True})
+        )
+        stream = asyncio.ensure_future(
+            server.ask("/v1/completions", {"model": "tiny@0", "hold": True, "stream": True})
+        )
         await soon(lambda: len(server.backend.asked) == 2)
         await server.swap(1)
         ended, cut = await late, await stream
         assert ended.status == 409 and b"tiny@1" in ended.raw and server.backend.disconnected
-        assert events(cut.raw)[-1]["error"]["code"] == 409 and cut.raw.endswith(b"data: [DONE]\n\n") and not cut.more
+        assert (
+            events(cut.raw)[-1]["error"]["code"] == 409
+            and cut.raw.endswith(b"data: [DONE]\n\n")
+            and not cut.more
+        )
 
         server = Server()
-        quick = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny@0", "hold": True}))
+        quick = asyncio.ensure_future(
+            server.ask("/v1/completions", {"model": "tiny@0", "hold": True})
+        )
         await soon(lambda: bool(server.backend.asked))
         swap = asyncio.ensure_future(server.swap(1, drain_s=5.0))
         await asyncio.sleep(0.05)
@@ -329,7 +448,9 @@ def test_a_pinned_request_lands_before_the_swap_or_is_ended() -> None:
         await swap
         answer = await quick
         assert (
-            answer.status == 200 and json.loads(answer.raw)["model"] == "tiny@0" and answer.headers["x-splice-version"] == "0"
+            answer.status == 200
+            and json.loads(answer.raw)["model"] == "tiny@0"
+            and answer.headers["x-splice-version"] == "0"
         )
         assert server.engine.calls == ["pause keep True", "resume"]
 
@@ -339,13 +460,19 @@ def test_a_pinned_request_lands_before_the_swap_or_is_ended() -> None:
 def test_poison_ends_what_is_in_flight_and_commit_heals() -> None:
     async def test() -> None:
         server = Server()
-        flying = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny", "hold": True}))
+        flying = asyncio.ensure_future(
+            server.ask("/v1/completions", {"model": "tiny", "hold": True})
+        )
         await soon(lambda: bool(server.backend.asked))
         await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
         await server.control("poison", reason="the trainer died half way")
         assert (await flying).status == 503
         refused = await server.ask("/v1/completions", {"model": "tiny"})
-        assert refused.status == 503 and b"half way" in refused.raw and "retry-after" in refused.headers
+        assert (
+            refused.status == 503
+            and b"half way" in refused.raw
+            and "retry-after" in refused.headers
+        )
         server.backend.disconnected = False
         await server.swap(1)
         assert (await server.ask("/v1/completions", {"model": "tiny@1"})).status == 200
@@ -355,7 +482,12 @@ def test_poison_ends_what_is_in_flight_and_commit_heals() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "call"),
-    [("keep", "pause keep True"), ("keep_kv", "pause keep False"), ("wait", "pause wait True"), ("abort", "pause abort True")],
+    [
+        ("keep", "pause keep True"),
+        ("keep_kv", "pause keep False"),
+        ("wait", "pause wait True"),
+        ("abort", "pause abort True"),
+    ],
 )
 def test_pause_modes(mode: str, call: str) -> None:
     async def test() -> None:
@@ -367,7 +499,9 @@ def test_pause_modes(mode: str, call: str) -> None:
 
 
 class Stepping(Engine):
-    """An engine whose outputs go through a queue, as vLLM's do; it makes one the moment it is resumed."""
+    """An engine whose outputs go through a queue, as vLLM's do; it makes one the moment it is
+    resumed.
+    """
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -389,8 +523,12 @@ class Stepping(Engine):
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_the_engine_goes_on_while_the_last_tokens_leave_and_none_goes_under_the_wrong_name(breaks: bool) -> None:
-    """Also where the commit fails when the engine has gone on: then nothing goes out as the old version."""
+def test_the_engine_goes_on_while_the_last_tokens_leave_and_none_goes_under_the_wrong_name(
+    breaks: bool,
+) -> None:
+    """Also where the commit fails when the engine has gone on: then nothing goes out as the old
+    version.
+    """
 
     async def test() -> None:
         server = Server()
@@ -410,9 +548,16 @@ def test_the_engine_goes_on_while_the_last_tokens_leave_and_none_goes_under_the_
         olds = [("older", 0)] + 3 * [("old", 0)]
         assert engine.handed_out[:4] == olds
         if breaks:
-            assert status == 500 and (await server.ask("/v1/completions", {"model": "tiny"})).status == 503
+            assert (
+                status == 500
+                and (await server.ask("/v1/completions", {"model": "tiny"})).status == 503
+            )
         else:
-            assert status == 200 and engine.handed_out[4:] == [("new", 1)] and engine.weight_version == "1"
+            assert (
+                status == 200
+                and engine.handed_out[4:] == [("new", 1)]
+                and engine.weight_version == "1"
+            )
         task.cancel()
 
     run(test)
@@ -439,20 +584,29 @@ def test_an_update_that_fails_says_whether_anything_may_have_been_written(
 
     async def test() -> None:
         server = Server()
-        manifest = Manifest(tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(2,)) for n in "ab"))
-        server.middleware.control._whole = control._Update(manifest=manifest)
+        manifest = Manifest(
+            tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(2,)) for n in "ab")
+        )
+        layout = WireLayout(chunks=(WireChunk(kind="reload", tensors=(0, 1)),))
+        update = actions.PlannedUpdate(
+            manifest=manifest, layout=layout, arrivals=verify.Arrivals(manifest, (), [{}])
+        )
+        server.middleware.actions._whole = update
         server.engine.broken["splice_update"] = RuntimeError("the executor lost an answer")
         if pause_breaks:
             monkeypatch.setattr(server.engine, "pause_scheduler_async", broken_pause)
-        pause = {"mode": "keep", "version": 1, "drain_s": 0.0, "deadline_s": 5.0}
-        arguments = {"update_id": "u", "deadline_s": 5.0, "direct": True, "changed_only": False, "pause": pause}
-        answer = await server.ask("/splice/v1/update", arguments, headers={"x-splice-secret": SECRET})
+        arguments = {"request_id": "u", "deadline_s": 5.0, "version": 1}
+        answer = await server.ask(
+            "/splice/v1/update", arguments, headers={"x-splice-secret": SECRET}
+        )
         lines = [json.loads(line) for line in answer.raw.splitlines()]
         if pause_breaks:
             assert answer.status == 500 and len(lines) == 1
             last = lines[0]
         else:
-            assert [line.get("progress") for line in lines] == ["paused", None] and lines[1]["status"] == 409
+            assert [line.get("progress") for line in lines] == ["paused", None] and lines[1][
+                "status"
+            ] == 409
             last = lines[1]["answer"]
         assert (last["error"]["code"], last.get("tensors")) == (code, tensors)
 

@@ -1,4 +1,6 @@
-"""Placement recorded on real vLLM models, digests of their live tensors, and what must make the digests differ."""
+"""Placement recorded on real vLLM models, digests of their live tensors, and what must make the
+digests differ.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,23 @@ class Loaded:
         self.manifest = tiny.manifest_of(self.tensors)
         self.plan = placement.record(self.model, self.manifest)
 
-    def wrong(self, tensors: dict[str, torch.Tensor], corrections: dict[placement.Region, int] | None = None) -> list[str]:
-        """Names whose live digests are not those of `tensors`; a disagreement between copies counts for all."""
+    def wrong(
+        self,
+        tensors: dict[str, torch.Tensor],
+        corrections: dict[placement.Region, int] | None = None,
+    ) -> list[str]:
+        """Names whose live digests are not those of `tensors`; a disagreement between copies counts
+        for all.
+        """
         with torch.no_grad():
             found = verify.read_back(self.model, self.plan, corrections or {})
         digests, unverified = verify.combine(self.manifest, [found])
         assert unverified == {}
-        return [n for (n, t), d in zip(tensors.items(), digests, strict=True) if int(tensor_digest(t)) != d]
+        return [
+            n
+            for (n, t), d in zip(tensors.items(), digests, strict=True)
+            if int(tensor_digest(t)) != d
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +59,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loade
     import torch.distributed as dist
 
     vllm_models.start_distributed()
-    yield {name: Loaded(tmp_path_factory.mktemp(name), kind, changes) for name, (kind, changes) in KINDS.items()}
+    yield {
+        name: Loaded(tmp_path_factory.mktemp(name), kind, changes)
+        for name, (kind, changes) in KINDS.items()
+    }
     dist.destroy_process_group()
 
 
@@ -78,7 +93,9 @@ def test_a_live_tensor_may_lie_in_the_middle_of_its_storage(models: dict[str, Lo
     norm.data = kept
 
 
-def test_an_update_aborted_before_its_first_tensor_leaves_the_old_version(models: dict[str, Loaded]) -> None:
+def test_an_update_aborted_before_its_first_tensor_leaves_the_old_version(
+    models: dict[str, Loaded],
+) -> None:
     m = models["moe"]
     reload.start(m.model)
     reload.reset(m.model)
@@ -86,9 +103,14 @@ def test_an_update_aborted_before_its_first_tensor_leaves_the_old_version(models
 
 
 def test_the_stock_reload_would_be_caught(models: dict[str, Loaded]) -> None:
-    """vLLM's own reload, without our repairs: wrong experts (MoE) and a stale head (tied), and the digests say so."""
+    """vLLM's own reload, without our repairs: wrong experts (MoE) and a stale head (tied), and the
+    digests say so.
+    """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     def stock(m: Loaded, tensors: dict[str, torch.Tensor]) -> None:
         with set_current_vllm_config(m.config), torch.no_grad():
@@ -132,12 +154,16 @@ def test_one_flipped_live_element_names_its_tensor(models: dict[str, Loaded]) ->
     assert m.wrong(m.tensors) == []
 
 
-def test_one_flipped_element_inside_a_packed_linear_names_its_tensor(models: dict[str, Loaded]) -> None:
+def test_one_flipped_element_inside_a_packed_linear_names_its_tensor(
+    models: dict[str, Loaded],
+) -> None:
     m = models["dense"]
     layer = dict(m.model.named_modules())["model.layers.0.self_attn.qkv_proj"]
     packed = layer.cpu_linear
 
-    def one_bit_off(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def one_bit_off(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         y = packed(x, weight, bias).clone()
         y[..., 130] += x[..., 9] * 1e-6  # row 130 of [q; k; v] with 128 rows of q: k_proj's row 2
         return y
@@ -156,7 +182,9 @@ def test_negative_zeros_survive_the_read_back_of_packed_layers(models: dict[str,
     vllm_models.update(m.model, m.config, tensors)
     regions = [r for r in m.plan.regions if r.name == name]
     assert m.wrong(tensors) == [name]
-    assert m.wrong(tensors, {r: verify.zero_sign_correction(tensors[name], r) for r in regions}) == []
+    assert (
+        m.wrong(tensors, {r: verify.zero_sign_correction(tensors[name], r) for r in regions}) == []
+    )
     vllm_models.update(m.model, m.config, m.tensors)
 
 
@@ -167,23 +195,33 @@ def test_the_plan_knows_what_is_missing_and_what_is_too_much(models: dict[str, L
     def judged(tensors: list[TensorSpec]) -> str:
         manifest = Manifest(tensors=tuple(tensors))
         with pytest.raises(ManifestError) as error:
-            placement.judge(manifest, [placement.local_findings(placement.record(m.model, manifest), manifest)])
+            placement.judge(
+                manifest, [placement.local_findings(placement.record(m.model, manifest), manifest)]
+            )
         assert not any(p.is_meta for p in m.model.parameters())
         return str(error.value)
 
     expert = next(s for s in specs if s.name.endswith("layers.1.mlp.experts.2.up_proj.weight"))
     assert "w13_weight" in judged([s for s in specs if s is not expert])
-    wide = TensorSpec(name=expert.name, dtype="float32", shape=(expert.shape[0], expert.shape[1] + 8))
+    wide = TensorSpec(
+        name=expert.name, dtype="float32", shape=(expert.shape[0], expert.shape[1] + 8)
+    )
     assert expert.name in judged([wide if s is expert else s for s in specs])
     assert "float64" in judged(
-        [TensorSpec(name=expert.name, dtype="float64", shape=expert.shape) if s is expert else s for s in specs]
+        [
+            TensorSpec(name=expert.name, dtype="float64", shape=expert.shape) if s is expert else s
+            for s in specs
+        ]
     )
     assert m.wrong(m.tensors) == []
 
 
 def test_combine_counts_replicas_once_and_wants_them_equal() -> None:
     manifest = Manifest(
-        tensors=(TensorSpec(name="a", dtype="float32", shape=(4,)), TensorSpec(name="b", dtype="float32", shape=(4,)))
+        tensors=(
+            TensorSpec(name="a", dtype="float32", shape=(4,)),
+            TensorSpec(name="b", dtype="float32", shape=(4,)),
+        )
     )
 
     def part(first: int, count: int, digest: int) -> verify.PartDigest:

@@ -18,9 +18,11 @@ def test_register_is_idempotent_and_harmless() -> None:
     assert WeightTransferEngineFactory._registry["splice"]().__name__ == "SpliceEngine"
 
 
-def test_the_supervisor_imports_neither_torch_nor_vllm() -> None:
-    code = "import sys, inference_node.supervisor; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+def test_the_node_imports_neither_torch_nor_vllm() -> None:
+    code = "import sys, inference_node.node; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
         == "[]"
     )

@@ -1,4 +1,4 @@
-"""However the supervisor ends, nobody is left behind; and it says at once what cannot start."""
+"""However the node ends, nobody is left behind; and it says at once what cannot start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.inference_node import tiny
 from tests.inference_node.harness import TOKEN, Node, moved
 
 
-def test_a_vllm_that_cannot_be_told_what_to_serve_is_ended_and_a_killed_supervisor_takes_the_next_with_it(
+def test_a_vllm_that_cannot_be_told_what_to_serve_is_ended_and_a_killed_node_takes_the_next_with_it(
     tmp_path: Path,
 ) -> None:
     node = Node(tmp_path, "dense", module="tests.inference_node.impatient")
@@ -47,7 +47,9 @@ def test_a_vllm_that_cannot_be_told_what_to_serve_is_ended_and_a_killed_supervis
         node.router.close()
 
 
-def _run(tmp_path: Path, router: str = "tcp://127.0.0.1:9", **changes: object) -> subprocess.CompletedProcess[str]:
+def _run(
+    tmp_path: Path, router: str = "tcp://127.0.0.1:9", node_id: str = "i", **changes: object
+) -> subprocess.CompletedProcess[str]:
     config = {"model": str(tmp_path / "model"), "name": "tiny", **changes}
     (tmp_path / "c.json").write_text(json.dumps(config))
     argv = [
@@ -57,7 +59,7 @@ def _run(tmp_path: Path, router: str = "tcp://127.0.0.1:9", **changes: object) -
         "--endpoint",
         router,
         "--node-id",
-        "i",
+        node_id,
         "--config",
         str(tmp_path / "c.json"),
     ]
@@ -71,9 +73,12 @@ def _run(tmp_path: Path, router: str = "tcp://127.0.0.1:9", **changes: object) -
         ({"model": "/no/such/model"}, "config.json"),
         ({"name": "a@1"}, "'a@1' cannot be the served name"),
         ({"tensor_parallel": 0}, "tensor_parallel"),
+        ({"node_id": "a b"}, "'a b' is no id"),
     ],
 )
-def test_bad_configuration_is_refused_at_once(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+def test_bad_configuration_is_refused_at_once(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
     tiny.write_checkpoint(tmp_path / "model", "dense")
     done = _run(tmp_path, **changes)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
@@ -82,7 +87,11 @@ def test_bad_configuration_is_refused_at_once(tmp_path: Path, changes: dict[str,
 def test_an_orchestrator_that_does_not_answer_is_worth_another_start(tmp_path: Path) -> None:
     tiny.write_checkpoint(tmp_path / "model", "dense")
     done = _run(tmp_path)
-    assert done.returncode == os.EX_TEMPFAIL and "is it running" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == os.EX_TEMPFAIL
+        and "is it running" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:

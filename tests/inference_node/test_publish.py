@@ -1,4 +1,6 @@
-"""Real publications over TCP into a real vLLM: what is served is what transformers computes from what was sent."""
+"""Real publications over TCP into a real vLLM: what is served is what transformers computes from
+what was sent.
+"""
 
 from __future__ import annotations
 
@@ -23,4 +25,6 @@ def test_published_versions_are_served_exactly(kind: str, request: pytest.Fixtur
         assert (served - expected).abs().max() < TAU
         if k > first:
             before = node.expected(versions[k - first - 1])
-            assert (served - before).abs().max() > 10 * TAU, "the versions cannot be told apart by this prompt"
+            assert (served - before).abs().max() > 10 * TAU, (
+                "the versions cannot be told apart by this prompt"
+            )

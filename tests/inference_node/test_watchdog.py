@@ -1,4 +1,6 @@
-"""The worker's watchdog on real sockets and a real TCP group: whoever is stuck is freed by an abort or the deadline."""
+"""The worker's watchdog on real sockets and a real TCP group: whoever is stuck is freed by an abort
+or the deadline.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,27 @@ from weight_transfer.groups import join_tcp, open_listener
 def test_a_worker_stuck_in_a_broadcast_is_freed(by: str) -> None:
     sender = AbortSender()
     watchdog = Watchdog(sender.endpoint)
-    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device=torch.device("cpu"))
+    listener = open_listener(
+        transport="tcp", host="127.0.0.1", world_size=2, device=torch.device("cpu")
+    )
     joined: list[object] = []
     thread = threading.Thread(target=lambda: joined.append(listener.join(20.0)))
     thread.start()
     group = join_tcp(listener.rendezvous, rank=1, deadline_s=20.0)
     thread.join(20.0)
     try:
-        timer = threading.Timer(0.3, lambda: sender.abort(update_id="u1", reason="the trainer died"))
+        timer = threading.Timer(
+            0.3, lambda: sender.abort(update_id="u1", reason="the trainer died")
+        )
         if by == "message":
             abort_until_heard(sender, watchdog, update_id="u0", reason="of an update before")
             timer.start()
         began = time.monotonic()
         with (
             pytest.raises(TransferAborted, match="trainer died" if by == "message" else "watchdog"),
-            watchdog.guard(update_id="u1", group=group, deadline_s=30.0 if by == "message" else 0.4),
+            watchdog.guard(
+                update_id="u1", group=group, deadline_s=30.0 if by == "message" else 0.4
+            ),
         ):
             group.broadcast(torch.empty(8, dtype=torch.uint8), deadline_s=30.0)
         assert time.monotonic() - began < 10.0
@@ -43,7 +51,9 @@ def test_a_worker_stuck_in_a_broadcast_is_freed(by: str) -> None:
             other.close()  # type: ignore[attr-defined]
 
 
-def abort_until_heard(sender: AbortSender, watchdog: Watchdog, *, update_id: str, reason: str) -> None:
+def abort_until_heard(
+    sender: AbortSender, watchdog: Watchdog, *, update_id: str, reason: str
+) -> None:
     """A SUB socket hears nothing before it has connected; in a run that is minutes earlier."""
     until = time.monotonic() + 20.0
     while update_id not in dict(watchdog._aborted):

@@ -1,4 +1,6 @@
-"""Real vLLM models of tiny checkpoints without a server: for tests of placement, verification and the reload."""
+"""Real vLLM models of tiny checkpoints without a server: for tests of placement, verification and
+the reload.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _store_file() -> str:
     return str(Path(tempfile.mkdtemp()) / "store")
 
 
-def load(folder: Path, *, tensor_parallel: int = 1, expert_parallel: bool = False) -> tuple[torch.nn.Module, Any]:
+def load(
+    folder: Path, *, tensor_parallel: int = 1, expert_parallel: bool = False
+) -> tuple[torch.nn.Module, Any]:
     """(model, its vLLM config), loaded as a worker loads it."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized
@@ -33,10 +37,15 @@ def load(folder: Path, *, tensor_parallel: int = 1, expert_parallel: bool = Fals
     from vllm.model_executor.model_loader import get_model
 
     args = EngineArgs(
-        model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128, tensor_parallel_size=tensor_parallel,
+        model=str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        tensor_parallel_size=tensor_parallel,
         enable_expert_parallel=expert_parallel,
-        distributed_executor_backend="mp" if tensor_parallel > 1 else None, kv_cache_memory_bytes=2**26,
-    )  # fmt: skip
+        distributed_executor_backend="mp" if tensor_parallel > 1 else None,
+        kv_cache_memory_bytes=2**26,
+    )
     config = args.create_engine_config()
     with set_current_vllm_config(config):
         ensure_model_parallel_initialized(tensor_parallel, 1)

@@ -1,4 +1,6 @@
-"""`splice`, ended by SIGKILL at one of the journal's commits: DIE_AT is "3 before" or "3 after", counted from 1 in this process."""
+"""`splice`, ended by SIGKILL at one of the journal's commits: DIE_AT is "3 before" or "3 after",
+counted from 1 in this process.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ import sqlite3
 import time
 from typing import Any
 
-from orchestrator.cli import app
+from splice.cli import app
 
 number, when = os.environ["DIE_AT"].split()
 left = int(number)
 
 
 class Dying(sqlite3.Connection):
-    """Counts what makes something durable: a statement that writes outside of a transaction, and the end of one."""
+    """Counts what makes something durable: a statement that writes outside of a transaction, and
+    the end of one.
+    """
 
     def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
         commits = not self.in_transaction and sql.split()[0] in ("INSERT", "UPDATE", "DELETE")

@@ -1,6 +1,7 @@
 """Nodes that speak the real protocol over real sockets and hold three numbers instead of a model.
 
-They stand in for GPUs only where the orchestrator itself is under test; real nodes are in tests/e2e.
+They stand in for GPUs only where the orchestrator itself is under test; real nodes are in
+tests/e2e.
 """
 
 from __future__ import annotations
@@ -20,16 +21,25 @@ from orchestrator.protocol.messages import (
     Ready,
     Rendezvous,
     TensorSpec,
+    WireChunk,
+    WireLayout,
 )
 from orchestrator.protocol.node_link import NodeLink
 
-MANIFEST = Manifest(tensors=tuple(TensorSpec(name=f"w{i}", dtype="float32", shape=(4, 2)) for i in range(3)))
+MANIFEST = Manifest(
+    tensors=tuple(TensorSpec(name=f"w{i}", dtype="float32", shape=(4, 2)) for i in range(3))
+)
 
 
 def digests(values: list[int]) -> dict[str, object]:
     """A terminal message's tensors and buffers."""
     spec = TensorSpec(name="digests", dtype="int64", shape=(len(values),))
     return {"tensors": (spec,), "buffers": [array.array("q", values).tobytes()]}
+
+
+def whole_layout(count: int) -> dict[str, object]:
+    """As a node answers: manifest order, in one chunk."""
+    return WireLayout(chunks=(WireChunk(kind="reload", tensors=tuple(range(count))),)).model_dump()
 
 
 def soon(what: Callable[[], bool], timeout_s: float = 40) -> bool:
@@ -41,21 +51,31 @@ def soon(what: Callable[[], bool], timeout_s: float = 40) -> bool:
 
 
 class FakeNode:
-    """Answers requests by `on_<Kind>` methods on a thread; `script[kind]` replaces one answer, once."""
+    """Answers requests by `on_<Kind>` methods on a thread; `script[kind]` replaces one answer,
+    once.
+    """
 
     role = "trainer"
     detail: dict[str, object] = {"workers": 1, "base_url": "http://none"}  # noqa: RUF012 - replaced, never changed
 
-    def __init__(self, *, endpoint: str, node_id: str, token: str) -> None:
+    def __init__(self, *, endpoint: str, node_id: str, token: str, start_id: str = "") -> None:
         self.log: list[str] = []
         self.script: dict[str, Callable[[object], None]] = {}
         self.aborted = threading.Event()
-        hello = Hello(role=self.role, node_id=node_id, incarnation=uuid.uuid4().hex, run_token=token)  # type: ignore[arg-type]
-        urgent = {"AbortSend": self._on_abort, "AbortUpdate": self._on_abort, "Hello": self._on_forgotten}
+        hello = Hello(
+            role=self.role,
+            node_id=node_id,
+            incarnation=uuid.uuid4().hex,
+            run_token=token,
+            start_id=start_id,  # type: ignore[arg-type]
+        )
+        urgent = {
+            "AbortSend": self._on_abort,
+            "AbortUpdate": self._on_abort,
+            "Hello": self._on_forgotten,
+        }
         self.times_forgotten = 0
-        aside = {"StageBatch": self._on_aside, "DropBatch": self._on_aside}
-        self.staged: dict[str, tuple[bytes, ...]] = {}
-        self.link = NodeLink(endpoint=endpoint, hello=hello, urgent=urgent, aside=aside, lost_after_s=60)
+        self.link = NodeLink(endpoint=endpoint, hello=hello, urgent=urgent, lost_after_s=60)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -80,17 +100,6 @@ class FakeNode:
     def _on_forgotten(self, _: object) -> None:
         self.times_forgotten += 1
 
-    def _on_aside(self, envelope) -> None:
-        self.log.append(envelope.message.kind)
-        if envelope.message.kind == "StageBatch":
-            self.staged[envelope.message.job_id] = envelope.buffers
-        else:
-            self.staged.pop(envelope.message.job_id, None)
-
-    def take_batch(self, envelope) -> bool:
-        """Whether the request has its batch, with it or ahead of it."""
-        return True
-
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
@@ -103,9 +112,6 @@ class FakeNode:
             self.log.append(kind)
             if kind == "Shutdown":
                 return
-            if not self.take_batch(envelope):
-                self.refuse(envelope.message, code=ErrorCode.NOT_STAGED)
-                continue
             handler = self.script.pop(kind, None) or getattr(self, f"on_{kind}", self._done)
             handler(envelope.message)
 
@@ -114,7 +120,9 @@ class FakeNode:
 
     def refuse(self, message: object, *, code: ErrorCode = ErrorCode.PLAN_REFUSED) -> None:
         """Answer Failed."""
-        self.link.fail(message.request_id, code=code, phase="test", message="told to", remedy="nothing")  # type: ignore[attr-defined]
+        self.link.fail(
+            message.request_id, code=code, phase="test", message="told to", remedy="nothing"
+        )  # type: ignore[attr-defined]
 
 
 class FakeLauncher(FakeNode):
@@ -151,20 +159,12 @@ class FakeTrainer(FakeNode):
         self.saved: dict[str, list[int]] = {}
         self.pending = 0
         self.messages: list[object] = []
-        self.batches: list[tuple[str | None, tuple[bytes, ...] | None]] = []
-        """Of each request that takes a batch: under which id it came ahead, and the batch."""
         self.manifest = MANIFEST
         self.part: tuple[int, ...] = ()
-        self.layouts: list[object] = []
-        """What it was asked to send in; None: manifest order."""
-
-    def take_batch(self, envelope) -> bool:
-        message = envelope.message
-        if not hasattr(message, "staged"):
-            return True
-        batch = envelope.buffers if message.staged is None else self.staged.pop(message.staged, None)
-        self.batches.append((message.staged, batch))
-        return batch is not None
+        self.layouts: list[WireLayout] = []
+        self.why_not: str | None = None
+        """Why it cannot send in another order than the manifest's."""
+        """What it was asked to send in."""
 
     def on_SaveCheckpoint(self, message) -> None:
         self.saved[message.checkpoint_dir] = list(self.weights)
@@ -183,14 +183,18 @@ class FakeTrainer(FakeNode):
         self.link.complete(
             message.request_id,
             result={"seconds": {"forward": 0.1}},
-            tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(count,)) for n in ("logprobs", "entropy")),
+            tensors=tuple(
+                TensorSpec(name=n, dtype="float32", shape=(count,)) for n in ("logprobs", "entropy")
+            ),
             buffers=[values, bytes(4 * count)],
         )
 
     def on_ForwardBackward(self, message) -> None:
         self.messages.append(message)
         self.pending += 1
-        self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}, "pending_batches": self.pending})
+        self.link.complete(
+            message.request_id, result={"metrics": {"loss": 1.0}, "pending_batches": self.pending}
+        )
 
     def on_OptimStep(self, message) -> None:
         self.messages.append(message)
@@ -205,19 +209,27 @@ class FakeTrainer(FakeNode):
 
     def on_ExportHf(self, message) -> None:
         self.messages.append(message)
-        self.link.complete(message.request_id, result={"output_dir": message.output_dir, "files": ["model.safetensors"]})
+        self.link.complete(
+            message.request_id,
+            result={"output_dir": message.output_dir, "files": ["model.safetensors"]},
+        )
 
     def on_TrainMerged(self, message) -> None:
         self._step(1 + self.pending)
         self._write(message)
         self.link.progress(message.request_id, "training")
-        self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.5}})
+        self.link.complete(
+            message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.5}}
+        )
 
     def on_LoadCheckpoint(self, message) -> None:
         file = Path(message.checkpoint_dir) / "weights"
         self.weights = list(map(int, file.read_text().split())) if file.exists() else [10, 20, 30]
         dropped, self.pending = self.pending, 0
-        self.link.complete(message.request_id, result={"version": 0, "client_state": {}, "dropped_batches": dropped})
+        self.link.complete(
+            message.request_id,
+            result={"version": 0, "client_state": {}, "dropped_batches": dropped},
+        )
 
     def on_PlanPublication(self, message) -> None:
         self.link.complete(message.request_id, result=self.manifest.model_dump())
@@ -225,11 +237,14 @@ class FakeTrainer(FakeNode):
     def on_UseLayout(self, message) -> None:
         self.part = message.part or ()
         self.layouts.append(message.layout)
-        self.link.complete(message.request_id, result={"direct": message.layout is not None})
+        is_manifest_order = message.layout.model_dump() == whole_layout(len(self.part) or 3)
+        self.link.complete(
+            message.request_id, result={"why_not": None if is_manifest_order else self.why_not}
+        )
 
     def on_OpenTransferGroup(self, message) -> None:
         where = {
-            node: Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
+            node: Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2).model_dump()
             for node in message.replicas
         }
         self.link.progress(message.request_id, "listening", rendezvous=where)
@@ -242,7 +257,9 @@ class FakeTrainer(FakeNode):
 
 
 class FakeReplica(FakeNode):
-    """`live` are the digests it reads back; `source` is where they come from (the trainer's weights)."""
+    """`live` are the digests it reads back; `source` is where they come from (the trainer's
+    weights).
+    """
 
     role = "inference"
 
@@ -253,10 +270,11 @@ class FakeReplica(FakeNode):
         self.left_alias = False
         self.part: tuple[int, ...] | None = None
         """What it completes the changed tensors to; None: it does not take a part."""
-        self.layout: dict[str, object] | None = None
-        """The order in which it wants everything; None: the manifest's."""
+        self.layout: dict[str, object] = whole_layout(3)
+        """The order in which it wants everything."""
         self.part_layout: dict[str, object] | None = None
-        self.direct: list[bool] = []
+        """Of the part; None: the manifest's order."""
+        self.in_manifest_order: list[bool] = []
         self.bases: list[int | None] = []
         self.why_not: str | None = None
         """Why nothing can be received beside the live numbers."""
@@ -270,7 +288,9 @@ class FakeReplica(FakeNode):
     def restarted(self) -> None:
         """Say that the server behind it was started anew."""
         self.restarts += 1
-        self.link.send(Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": self.restarts}))
+        self.link.send(
+            Ready(node_id=self.link.node_id, detail={**self.detail, "restarted": self.restarts})
+        )
 
     def stand_still(self, message) -> None:
         """Say all that is said before the first tensor is written."""
@@ -278,10 +298,12 @@ class FakeReplica(FakeNode):
             self.link.progress(message.request_id, phase)
 
     def on_PrepareUpdate(self, message) -> None:
-        result = {} if self.layout is None else {"layout": self.layout}
+        self.in_manifest_order.append(message.in_manifest_order)
+        layout, changed = whole_layout(3) if message.in_manifest_order else self.layout, None
         if self.part is not None:
-            result["changed"] = {"tensors": self.part, "layout": self.part_layout}
-        self.link.complete(message.request_id, result=result)
+            part_layout = None if message.in_manifest_order else self.part_layout
+            changed = {"tensors": self.part, "layout": part_layout or whole_layout(len(self.part))}
+        self.link.complete(message.request_id, result={"layout": layout, "changed": changed})
 
     def on_PrepareShadow(self, message) -> None:
         why = self.why_not if self.served else "nothing is served"
@@ -298,7 +320,11 @@ class FakeReplica(FakeNode):
             self.committed_by_itself.append(message.version)
             self.unconfirmed = message.version
             self.served.append((message.version, list(self.live)))
-        self.link.complete(message.request_id, result={"seconds": {"apply": 0.01}, "committed": is_committed}, **live)
+        self.link.complete(
+            message.request_id,
+            result={"seconds": {"apply": 0.01}, "committed": is_committed},
+            **live,
+        )
 
     def on_ReceiveWeights(self, message) -> None:
         if message.mode == "shadow":
@@ -306,7 +332,6 @@ class FakeReplica(FakeNode):
             return
         self.stand_still(message)
         self.bases.append(message.base_version)
-        self.direct.append(message.direct)
         came = range(3) if message.base_version is None else self.part or ()
         for i in came:
             self.live[i] = self.source()[i]
@@ -318,11 +343,14 @@ class FakeReplica(FakeNode):
 
     def _receive_beside(self, message) -> None:
         self.bases.append(message.base_version)
-        self.direct.append(message.direct)
         came = range(3) if message.base_version is None else self.part or ()
         self.shadow = {i: self.source()[i] ^ (self.flip and i == 1) for i in came}
         self.flip = False
-        self.link.complete(message.request_id, result={"seconds": {"wire": 0.2}}, **digests(list(self.shadow.values())))
+        self.link.complete(
+            message.request_id,
+            result={"seconds": {"wire": 0.2}},
+            **digests(list(self.shadow.values())),
+        )
 
     def on_LeaveAlias(self, message) -> None:
         self.left_alias = True
@@ -333,7 +361,9 @@ class FakeReplica(FakeNode):
             self.link.complete(message.request_id, result={"skipped": "it was serving"})
             return
         spec = TensorSpec(name="logprobs", dtype="float32", shape=(len(self.canary),))
-        self.link.complete(message.request_id, tensors=(spec,), buffers=[array.array("f", self.canary).tobytes()])
+        self.link.complete(
+            message.request_id, tensors=(spec,), buffers=[array.array("f", self.canary).tobytes()]
+        )
 
     def on_CommitUpdate(self, message) -> None:
         self.left_alias = False

@@ -40,10 +40,17 @@ class RawPeer:
 
 
 @contextmanager
-def raw_peer(endpoint: str, *, token: str, hello: Hello | None = None, timeout_s: float = 20.0) -> Iterator[RawPeer]:
+def raw_peer(
+    endpoint: str, *, token: str, hello: Hello | None = None, timeout_s: float = 20.0
+) -> Iterator[RawPeer]:
     """Connected with the token's keys; says this Hello first."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger, socket.rcvtimeo, socket.sndtimeo, socket.reconnect_ivl = 0, int(1000 * timeout_s), 20_000, 20
+        socket.linger, socket.rcvtimeo, socket.sndtimeo, socket.reconnect_ivl = (
+            0,
+            int(1000 * timeout_s),
+            20_000,
+            20,
+        )
         peer_keys(token, role="client", node_id="raw").secure(socket)
         socket.connect(endpoint)
         peer = RawPeer(socket)

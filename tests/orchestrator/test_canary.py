@@ -1,4 +1,6 @@
-"""The canary: a replica that computes another model than the trainer is not served, however right its digests are."""
+"""The canary: a replica that computes another model than the trainer is not served, however right
+its digests are.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import InitialSyncJob, Manifest, TensorSpec
-from orchestrator.publisher import CANARY_TOKENS, canary_difference, canary_prompt
+from orchestrator.publication.verification import CANARY_TOKENS, canary_difference, canary_prompt
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
 
 OWN = [float(i) for i in range(CANARY_TOKENS)]  # what the fake trainer's forward pass says
@@ -26,7 +28,10 @@ def test_a_replica_that_computes_the_same_is_served_and_the_result_says_how_near
         replica.canary = [x + 0.0005 for x in OWN]
         first = run.client.run(InitialSyncJob())
         assert 0.0004 < first["canary"]["inference-0"] < 0.0006 and "canary" in first["seconds"]
-        assert replica.log[-3:] == ["ReceiveWeights", "CheckCanary", "CommitUpdate"] and trainer.log[-1] == "Forward"
+        assert (
+            replica.log[-3:] == ["ReceiveWeights", "CheckCanary", "CommitUpdate"]
+            and trainer.log[-1] == "Forward"
+        )
         replica.canary = None  # it serves now
         assert run.client.run(JOB, buffers=BUFFERS)["canary"] == {}
 
@@ -35,7 +40,10 @@ def test_one_that_computes_something_else_is_poisoned_and_says_so(tmp_path):
     with Run(tmp_path, attempts=2) as run:
         replica = run.replica(run.trainer())
         replica.canary = [x + 0.25 * (i % 3 > 0) for i, x in enumerate(OWN)]
-        with pytest.raises(JobFailed, match=r"differ from the trainer's by 0\.25 nats.*0\.001 are allowed.*--no-canary"):
+        with pytest.raises(
+            JobFailed,
+            match=r"differ from the trainer's by 0\.25 nats.*0\.001 are allowed.*--no-canary",
+        ):
             run.client.run(InitialSyncJob())
         assert replica.served == [] and run.client.status().publication == "poisoned"
         assert replica.log.count("CheckCanary") == 2 and replica.aborted.is_set()
@@ -50,8 +58,20 @@ def test_it_can_be_turned_off(tmp_path):
 
 def test_the_prompt_is_in_the_vocabulary_and_the_difference_is_a_median():
     for rows in (8, 320, 151936):
-        manifest = Manifest(tensors=(TensorSpec(name="model.embed_tokens.weight", dtype="float32", shape=(rows, 4)),))
+        manifest = Manifest(
+            tensors=(
+                TensorSpec(name="model.embed_tokens.weight", dtype="float32", shape=(rows, 4)),
+            )
+        )
         prompt = canary_prompt(manifest)
-        assert len(prompt) == CANARY_TOKENS and all(0 <= t < rows for t in prompt) and (rows < 99 or len(set(prompt)) > 6)
+        assert (
+            len(prompt) == CANARY_TOKENS
+            and all(0 <= t < rows for t in prompt)
+            and (rows < 99 or len(set(prompt)) > 6)
+        )
     assert canary_difference(floats(9, 1, 2, 3), floats(0, 1.5, 2, 3.25)) == 0.25
-    assert canary_difference(floats(0, 1), floats(0, math.nan)) == canary_difference(floats(0, 1), floats(0)) == math.inf
+    assert (
+        canary_difference(floats(0, 1), floats(0, math.nan))
+        == canary_difference(floats(0, 1), floats(0))
+        == math.inf
+    )

@@ -1,12 +1,20 @@
-"""When a publication sends everything, and when only what training changes: after every kind of loss, everything."""
+"""When a publication sends everything, and when only what training changes: after every kind of
+loss, everything.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Manifest, PublishJob, ResyncJob
-from orchestrator.publisher import PublicationConfig
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    InitialSyncJob,
+    Manifest,
+    PublishJob,
+    ResyncJob,
+)
+from orchestrator.publication.config import PublicationConfig
 from tests.orchestrator.fake_nodes import MANIFEST, soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
 
@@ -22,7 +30,12 @@ def start(run, *, replicas=1):
     for node in nodes:
         node.part = PART
     first = run.client.run(InitialSyncJob())
-    assert (first["sent"], first["num_tensors"], first["num_verified"], first["bytes_sent"]) == ("full", 3, 3, 96)
+    assert (first["sent"], first["num_tensors"], first["num_verified"], first["bytes_sent"]) == (
+        "full",
+        3,
+        3,
+        96,
+    )
     return trainer, nodes
 
 
@@ -33,7 +46,12 @@ def train(run):
 def test_only_what_changes_is_sent_and_the_report_says_so(run):
     trainer, (replica,) = start(run)
     result = train(run)
-    assert (result["sent"], result["num_tensors"], result["num_verified"], result["bytes_sent"]) == ("changed", 2, 2, 64)
+    assert (
+        result["sent"],
+        result["num_tensors"],
+        result["num_verified"],
+        result["bytes_sent"],
+    ) == ("changed", 2, 2, 64)
     assert train(run)["sent"] == "changed" and run.client.run(PublishJob())["sent"] == "changed"
     assert replica.bases == [None, 0, 1, 2]
     assert replica.served[:2] == [(0, [10, 20, 30]), (1, [10, 21, 30])]  # w0 stayed what @0 brought
@@ -55,7 +73,11 @@ def test_a_replica_that_lacks_the_base_gets_everything(run):
     _, (replica,) = start(run)
     replica.script["ReceiveWeights"] = lambda m: replica.refuse(m, code=ErrorCode.BASE_MISSING)
     result = train(run)
-    assert result["attempts"] == 2 and result["sent"] == "full" and replica.served[-1] == (1, [10, 21, 30])
+    assert (
+        result["attempts"] == 2
+        and result["sent"] == "full"
+        and replica.served[-1] == (1, [10, 21, 30])
+    )
 
 
 def test_one_replica_started_anew_gets_everything_and_the_other_goes_on(tmp_path):

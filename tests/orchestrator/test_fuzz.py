@@ -1,6 +1,8 @@
-"""Messages of every kind, made from their own schemas and then spoilt: a decoder raises ProtocolError or nothing, and no peer ends an orchestrator.
+"""Messages of every kind, made from their own schemas and then spoilt: a decoder raises
+ProtocolError or nothing, and no peer ends an orchestrator.
 
-SPLICE_FUZZ_EXAMPLES says how many, for each test (a few hundred by default; a hundred thousand takes an hour).
+SPLICE_FUZZ_EXAMPLES says how many, for each test (a few hundred by default; a hundred thousand
+takes an hour).
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from orchestrator.client import SpliceClient
 from orchestrator.errors import JobFailed, ProtocolError
 from orchestrator.protocol import messages
-from orchestrator.protocol.frames import _LARGER_BODIES, MAX_BODY_BYTES, decode, encode, from_wire, to_wire
+from orchestrator.protocol.frames import (
+    _LARGER_BODIES,
+    MAX_BODY_BYTES,
+    decode,
+    encode,
+    from_wire,
+    to_wire,
+)
 from orchestrator.protocol.messages import ANY_MESSAGE, AnyMessage, Hello, InitialSyncJob
 from orchestrator.router import MAY_SEND
+from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import VERSION, raw_peer
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN
@@ -40,10 +49,17 @@ EXAMPLES = int(os.environ.get("SPLICE_FUZZ_EXAMPLES", "400"))
 KINDS: dict[str, type[BaseModel]] = {kind.__name__: kind for kind in get_args(AnyMessage)}
 MANY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 RSS_BYTES = 200 * 2**20
-"""An orchestrator may grow by this much, whatever it is sent: a few bodies of the largest kind, and what the allocator keeps."""
+"""An orchestrator may grow by this much, whatever it is sent: a few bodies of the largest kind, and
+what the allocator keeps.
+"""
 
 PLAIN = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(max_size=20)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
 )
 
 
@@ -59,12 +75,29 @@ NASTY = st.one_of(
     PLAIN,
     st.builds(nested, st.sampled_from([1, 31, 32, 33, 300])),
     st.sampled_from(
-        [math.nan, math.inf, -math.inf, -0.0, 2**63, 2**64 - 1, -(2**63), "", "\x00", "\ud7ff", "a" * 5000, b"\xff" * 5000]
+        [
+            math.nan,
+            math.inf,
+            -math.inf,
+            -0.0,
+            2**63,
+            2**64 - 1,
+            -(2**63),
+            "",
+            "\x00",
+            "\ud7ff",
+            "a" * 5000,
+            b"\xff" * 5000,
+        ]
     ),
     st.builds(lambda n: [0] * n, st.sampled_from([0, 1, 17, 100_000])),
     st.builds(lambda n: {str(i): i for i in range(n)}, st.sampled_from([0, 1, 65, 10_000])),
     st.recursive(
-        PLAIN, lambda one: st.lists(one, max_size=4) | st.dictionaries(st.text(max_size=5), one, max_size=4), max_leaves=10
+        PLAIN,
+        lambda one: (
+            st.lists(one, max_size=4) | st.dictionaries(st.text(max_size=5), one, max_size=4)
+        ),
+        max_leaves=10,
     ),
 )
 
@@ -82,7 +115,9 @@ def valid(schema: dict[str, Any], defs: dict[str, Any], dice: random.Random, dep
         return dice.choice(schema["enum"])
     low = schema.get("minimum", schema.get("exclusiveMinimum", -3))
     make = {
-        "string": lambda: dice.choice(["a", "trainer", "x" * schema.get("maxLength", 9)])[: schema.get("maxLength", 99)],
+        "string": lambda: dice.choice(["a", "trainer", "x" * schema.get("maxLength", 9)])[
+            : schema.get("maxLength", 99)
+        ],
         "integer": lambda: int(low) + dice.choice([0, 1, 2, 100]),
         "number": lambda: float(low) + dice.choice([0.5, 1.0, 1e9]),
         "boolean": lambda: dice.random() < 0.5,
@@ -107,7 +142,13 @@ def places(value: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of everything inside, six levels down at most."""
     if len(where) > 6:
         return [where]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [where, *(path for key, one in items for path in places(one, (*where, key)))]
 
 
@@ -175,7 +216,10 @@ def test_a_spoilt_message_is_refused_or_understood(kind_and_body, buffers):
     kind, body = kind_and_body
     message = opened([bytes(f) for f in to_wire([VERSION, kind.encode(), packed(body), *buffers])])
     if message is not None:  # what is understood can be passed on
-        assert decode(from_wire([bytes(f) for f in to_wire(encode(message, buffers))])).message.kind == kind
+        assert (
+            decode(from_wire([bytes(f) for f in to_wire(encode(message, buffers))])).message.kind
+            == kind
+        )
 
 
 @MANY
@@ -208,7 +252,10 @@ def test_enormous_arrays_that_are_only_announced(length):
     """A few bytes that promise billions of elements are no reason to make room for them."""
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for head in (b"\xdd", b"\xdf", b"\xdb", b"\xc6"):
-        assert opened([VERSION, b"Hello", msgpack.packb([5]), head + length.to_bytes(4, "big")]) is None
+        assert (
+            opened([VERSION, b"Hello", msgpack.packb([5]), head + length.to_bytes(4, "big")])
+            is None
+        )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 50 * 1024
 
 
@@ -228,7 +275,13 @@ class Bad(threading.Thread):
 
     def __init__(self, endpoint: str, role: Any, seed: int) -> None:
         super().__init__(daemon=True)
-        self.endpoint, self.role, self.dice, self.stop, self.sent = endpoint, role, random.Random(seed), threading.Event(), 0
+        self.endpoint, self.role, self.dice, self.stop, self.sent = (
+            endpoint,
+            role,
+            random.Random(seed),
+            threading.Event(),
+            0,
+        )
         self.problem: BaseException | None = None
 
     def run(self) -> None:
@@ -241,9 +294,13 @@ class Bad(threading.Thread):
             self.problem = error
 
     def visit(self) -> None:
-        """One connection: a Hello, then what its role may send, other roles' messages and what answers to others' requests look like."""
+        """One connection: a Hello, then what its role may send, other roles' messages and what
+        answers to others' requests look like.
+        """
         dice, node_id = self.dice, f"bad-{self.role}-{self.dice.randrange(3)}"
-        hello = Hello(role=self.role, node_id=node_id, incarnation=uuid.uuid4().hex, run_token=TOKEN)
+        hello = Hello(
+            role=self.role, node_id=node_id, incarnation=uuid.uuid4().hex, run_token=TOKEN
+        )
         kinds = [*sorted(MAY_SEND[self.role]), *dice.sample(sorted(KINDS), 3)]
         with raw_peer(self.endpoint, token=TOKEN, hello=hello) as peer:
             for _ in range(dice.randrange(5, 60)):
@@ -253,12 +310,33 @@ class Bad(threading.Thread):
                 body = valid(SCHEMAS[kind], SCHEMAS[kind].get("$defs", {}), dice)
                 if dice.random() < 0.5:
                     body = spoil(
-                        body, dice, dice.choice([nested(400), 2**63, math.nan, "a" * 3000, [0] * 5000, None, -1, {}, b"\x00"])
+                        body,
+                        dice,
+                        dice.choice(
+                            [
+                                nested(400),
+                                2**63,
+                                math.nan,
+                                "a" * 3000,
+                                [0] * 5000,
+                                None,
+                                -1,
+                                {},
+                                b"\x00",
+                            ]
+                        ),
                     )
                 if isinstance(body, dict) and body.get("kind") == "SubmitJob":
-                    body["job_id"] = f"bad-{uuid.uuid4().hex[:8]}"  # or it would be one outcome for all
+                    body["job_id"] = (
+                        f"bad-{uuid.uuid4().hex[:8]}"  # or it would be one outcome for all
+                    )
                     body["job"] = dice.choice(
-                        [{"kind": "OptimStepJob"}, {"kind": "PublishJob"}, {"kind": "SaveCheckpointJob"}, 5]
+                        [
+                            {"kind": "OptimStep"},
+                            {"kind": "PublishJob"},
+                            {"kind": "SaveCheckpointJob"},
+                            5,
+                        ]
                     )
                 peer.send_body(kind, packed(body))
                 self.sent += 1
@@ -276,7 +354,17 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path):
-    argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(tmp_path / "run"), "--name", "m", "--resume"]
+    argv = [
+        sys.executable,
+        "-m",
+        "splice",
+        "serve",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--name",
+        "m",
+        "--resume",
+    ]
     env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=REPO, env=env, stderr=log)
@@ -291,10 +379,14 @@ def served(tmp_path):
 
 @pytest.mark.parametrize("role", ["client", "trainer", "inference", "launcher"])
 def test_a_peer_that_says_anything_harms_nobody_else(served, role):
-    """The orchestrator lives, its memory is bounded, and a client beside it gets its jobs done by nodes that behave."""
+    """The orchestrator lives, its memory is bounded, and a client beside it gets its jobs done by
+    nodes that behave.
+    """
     began = served.rss
     trainer = FakeTrainer(endpoint=served.endpoint, node_id="trainer", token=TOKEN).start()
-    replica = FakeReplica(source=lambda: trainer.weights, endpoint=served.endpoint, node_id="inference-0", token=TOKEN).start()
+    replica = FakeReplica(
+        source=lambda: trainer.weights, endpoint=served.endpoint, node_id="inference-0", token=TOKEN
+    ).start()
     bad = [Bad(served.endpoint, role, seed) for seed in range(2)]
     try:
         with SpliceClient(endpoint=served.endpoint, run_token=TOKEN) as client:
@@ -307,18 +399,23 @@ def test_a_peer_that_says_anything_harms_nobody_else(served, role):
                     client.run(JOB, buffers=BUFFERS, timeout_s=60)
                     done += 1
                 except JobFailed as error:
-                    # A bad replica that says Ready is one: the publication fails by it, and names it.
+                    # A bad replica that says Ready is one: the publication fails by it, and names
+                    # it.
                     blamed.append(f"{role} {error.node}")
                 if role == "inference":
                     break
-            assert all(who.startswith("inference ") and "trainer" not in who for who in blamed), blamed
+            assert all(who.startswith("inference ") and "trainer" not in who for who in blamed), (
+                blamed
+            )
             for peer in bad:
                 peer.stop.set()
             for peer in bad:
                 peer.join(30)
             assert served.process.poll() is None, "it ended"
             assert client.status(timeout_s=30).name == "m"
-        assert [peer.problem for peer in bad] == [None, None] and sum(peer.sent for peer in bad) > 20
+        assert [peer.problem for peer in bad] == [None, None] and sum(
+            peer.sent for peer in bad
+        ) > 20
         assert served.rss - began < RSS_BYTES
     finally:
         for node in (trainer, replica):
@@ -326,5 +423,11 @@ def test_a_peer_that_says_anything_harms_nobody_else(served, role):
 
 
 def test_every_kind_has_a_limit():
-    assert set(_LARGER_BODIES) <= set(KINDS) and max(_LARGER_BODIES.values()) <= 32 * 2**20 and MAX_BODY_BYTES <= 2**16
-    assert {name for kinds in MAY_SEND.values() for name in kinds} <= set(KINDS) and messages.MAX_DEPTH <= 64
+    assert (
+        set(_LARGER_BODIES) <= set(KINDS)
+        and max(_LARGER_BODIES.values()) <= 32 * 2**20
+        and MAX_BODY_BYTES <= 2**16
+    )
+    assert {name for kinds in MAY_SEND.values() for name in kinds} <= set(
+        KINDS
+    ) and messages.MAX_DEPTH <= 64

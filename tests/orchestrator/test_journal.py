@@ -1,13 +1,16 @@
-"""The journal alone: what is written together is there together, also for who opens the file next."""
+"""The journal alone: what is written together is there together, also for who opens the
+file next.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 
 import pytest
 
 from orchestrator.errors import ConfigError, JournalError
-from orchestrator.journal import Journal
+from orchestrator.journal import HEAD, LARGE_BYTES, Journal
 
 TOKEN = "t" * 32
 CLIENT = b"any bytes \xff".decode(errors="surrogateescape")
@@ -78,7 +81,7 @@ def test_a_moment_that_the_disk_has_no_room_for_leaves_nothing(path):
     add(journal, "a")
     before = said(journal, "a")
     journal._db.execute("PRAGMA max_page_count = 16")
-    with pytest.raises(JournalError, match=r"journal\.sqlite cannot be .* full; .*--resume"):
+    with pytest.raises(JournalError, match=r"journal\.sqlite.* is full\..*--resume"):
         ends_while_one_comes(journal, "a", "b", size=2**20)
     assert said(journal, "a") == said(opened(path), "a") == before
     moment(journal, "a", 1)
@@ -101,3 +104,57 @@ def test_what_is_known_is_not_written_again(path):
     journal.close()
     assert opened(path).fact("trainer") == {"steps": 2}
     watcher.close()
+
+
+BATCH = [bytes([1]) * LARGE_BYTES, b"", bytes([2]) * 7]
+
+
+def add_large(journal, job_id):
+    journal.keep_batch(job_id, BATCH)
+    journal.add_job(
+        job_id=job_id, kind="TrainMerged", client=CLIENT, frames=[b"v", b"k", b"body", *BATCH]
+    )
+
+
+def batches(path):
+    return sorted(path.with_name("batches").iterdir())
+
+
+def test_a_large_batch_is_a_private_file_until_its_job_ends(path):
+    journal = opened(path)
+    add_large(journal, "../a")
+    (file,) = batches(path)
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    assert opened(path).request("../a") == (b"v", b"k", b"body", *BATCH)
+    assert (
+        path.stat().st_size + path.with_name("journal.sqlite-wal").stat().st_size < LARGE_BYTES // 4
+    )
+    with contextlib.suppress(KeyError), journal.together():
+        moment(journal, "../a", 1)
+        raise KeyError("the moment did not come about")
+    assert journal.request("../a") == (b"v", b"k", b"body", *BATCH), (
+        "its batch went with a moment that was taken back"
+    )
+    moment(journal, "../a", 1)
+    assert batches(path) == []
+
+
+def test_only_batches_of_open_jobs_outlive_a_start(path):
+    journal = opened(path)
+    add_large(journal, "a")
+    journal.keep_batch("never added", BATCH)
+    journal.drop_stray_batches()
+    assert len(batches(path)) == 1 and journal.request("a")[HEAD:] == tuple(BATCH)
+    with batches(path)[0].open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(JournalError, match="another size"):
+        journal.request("a")
+    batches(path)[0].unlink()
+    with pytest.raises(JournalError, match="batch of job a cannot be read"):
+        journal.request("a")
+
+
+def test_a_run_goes_on_under_its_own_name_only(path):
+    opened(path).close()
+    with pytest.raises(ConfigError, match="the run is named 'm', not 'typo'"):
+        Journal(path, run_token=TOKEN, name="typo")

@@ -1,44 +1,88 @@
-"""Replicas that want the same layout all get it, one worker or several each; replicas that do not all get manifest order."""
+"""Replicas that want the same layout all get it, one worker or several each. Manifest order is what
+all can use otherwise.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from orchestrator.protocol.messages import InitialSyncJob, Manifest, Ready, WireChunk, WireLayout
-from tests.orchestrator.fake_nodes import MANIFEST
+from tests.orchestrator.fake_nodes import MANIFEST, whole_layout
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
 
-STAGED = WireLayout(chunks=(WireChunk(kind="staged", tensors=(2, 0)), WireChunk(kind="reload", tensors=(1,))))
+STAGED = WireLayout(
+    chunks=(WireChunk(kind="staged", tensors=(2, 0)), WireChunk(kind="reload", tensors=(1,)))
+)
 """As replicas of several workers want it."""
-LIVE = WireLayout(chunks=(WireChunk(kind="staged", tensors=(2,)), WireChunk(kind="live", tensors=(0, 1))))
+LIVE = WireLayout(
+    chunks=(WireChunk(kind="staged", tensors=(2,)), WireChunk(kind="live", tensors=(0, 1)))
+)
 PART = WireLayout(chunks=(WireChunk(kind="staged", tensors=(1, 0)),))
+MANIFEST_ORDER = [
+    WireLayout.model_validate(whole_layout(3)),
+    WireLayout.model_validate(whole_layout(2)),
+]
+"""Whole and part."""
 
 
-def publish_twice(run: Run, *, layouts: tuple[WireLayout, ...], parts: tuple[WireLayout | None, ...], workers: int = 1):
+def publish_twice(
+    run: Run,
+    *,
+    layouts: tuple[WireLayout, ...],
+    parts: tuple[WireLayout, ...],
+    workers: int = 1,
+    why_not: str | None = None,
+):
     """@0 whole and @1 with what changes; (trainer, replicas)."""
     trainer = run.trainer()
+    trainer.why_not = why_not
     trainer.manifest = Manifest(tensors=MANIFEST.tensors, changed=(1,))
     replicas = [run.replica(trainer, index) for index in range(len(layouts))]
     for index, (replica, layout, part) in enumerate(zip(replicas, layouts, parts, strict=True)):
-        replica.layout, replica.part = layout.model_dump(), (1, 2)
-        replica.part_layout = None if part is None else part.model_dump()
-        replica.link.send(Ready(node_id=f"inference-{index}", detail={**replica.detail, "workers": workers}))
+        replica.layout, replica.part, replica.part_layout = (
+            layout.model_dump(),
+            (1, 2),
+            part.model_dump(),
+        )
+        replica.link.send(
+            Ready(node_id=f"inference-{index}", detail={**replica.detail, "workers": workers})
+        )
     assert run.client.run(InitialSyncJob())["sent"] == "full"
     assert run.client.run(JOB, buffers=BUFFERS)["sent"] == "changed"
     return trainer, replicas
 
 
 @pytest.mark.parametrize(("layout", "workers"), [(LIVE, 1), (STAGED, 2)])
-def test_two_replicas_of_one_shape_both_go_direct(tmp_path, layout, workers):
+def test_two_replicas_of_one_shape_get_their_layout(tmp_path, layout, workers):
     with Run(tmp_path, replicas=2) as run:
-        trainer, replicas = publish_twice(run, layouts=(layout, layout), parts=(PART, PART), workers=workers)
+        trainer, replicas = publish_twice(
+            run, layouts=(layout, layout), parts=(PART, PART), workers=workers
+        )
         assert trainer.layouts == [layout, PART]
-        assert [r.direct for r in replicas] == [[True, True], [True, True]]
+        assert [r.in_manifest_order for r in replicas] == [[False], [False]]
         assert all(r.served[-1] == (1, [10, 21, 30]) for r in replicas)
 
 
-def test_replicas_of_two_shapes_take_manifest_order(tmp_path):
+@pytest.mark.parametrize(
+    ("layouts", "parts"),
+    [((LIVE, STAGED), (PART, PART)), ((LIVE, LIVE), (PART, MANIFEST_ORDER[1]))],
+    ids=["whole", "part"],
+)
+def test_replicas_of_two_shapes_take_manifest_order(tmp_path, layouts, parts):
     with Run(tmp_path, replicas=2) as run:
-        trainer, replicas = publish_twice(run, layouts=(LIVE, STAGED), parts=(PART, None))
-        assert trainer.layouts == [None, None]
-        assert [r.direct for r in replicas] == [[False, False], [False, False]]
+        trainer, replicas = publish_twice(run, layouts=layouts, parts=parts)
+        assert trainer.layouts == MANIFEST_ORDER
+        assert [r.in_manifest_order for r in replicas] == [[False, True], [False, True]]
+        assert all(r.served[-1] == (1, [10, 21, 30]) for r in replicas)
+
+
+def test_a_trainer_that_cannot_send_in_the_layout_sends_in_manifest_order(tmp_path):
+    with Run(tmp_path) as run:
+        trainer, (replica,) = publish_twice(
+            run, layouts=(LIVE,), parts=(PART,), why_not="an unknown mapping"
+        )
+        assert trainer.layouts == [LIVE, *MANIFEST_ORDER]
+        assert replica.in_manifest_order == [False, True] and replica.served[-1] == (
+            1,
+            [10, 21, 30],
+        )

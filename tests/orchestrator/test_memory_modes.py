@@ -1,6 +1,10 @@
-"""What the orchestrator asks of trainer and launchers between jobs, and that the client hears of a job's end only after it."""
+"""What the orchestrator asks of trainer and launchers between jobs, and that the client hears of a
+job's end only after it.
+"""
 
 from __future__ import annotations
+
+import socket
 
 import pytest
 
@@ -15,9 +19,9 @@ from orchestrator.protocol.messages import (
     TrainLoraJob,
     forward_specs,
 )
-from orchestrator.trainer_host import TrainerLaunch, ranks_command
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
+from trainer_node.launcher.host import TrainerLaunch, ranks_command
 
 FORWARD = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
 
@@ -41,7 +45,9 @@ def test_offload_comes_before_the_outcome(run):
         run.client.run(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS)
     assert trainer.log[-1] == "ReleaseMemory"
     trainer.script["ReleaseMemory"] = lambda m: trainer.refuse(m, code=ErrorCode.INTERNAL)
-    with pytest.raises(JobFailed, match="the job itself is done, but the trainer did not come to memory mode offload"):
+    with pytest.raises(
+        JobFailed, match='The job succeeded, but the trainer could not enter memory mode "offload"'
+    ):
         run.client.run(JOB, buffers=BUFFERS)
     assert run.client.status().version == 2
 
@@ -55,7 +61,9 @@ def exiting(run):
         trainers.append(FakeTrainer(endpoint=run.endpoint, node_id="trainer", token=TOKEN).start())
         return trainers[-1]
 
-    launcher = FakeLauncher(make=make, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN)
+    launcher = FakeLauncher(
+        make=make, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN
+    )
     run.nodes.append(launcher.start())
     assert soon(lambda: [n.state for n in run.client.status().nodes] == ["ready"])
     yield run, launcher, trainers
@@ -73,15 +81,26 @@ def test_exit_ends_the_trainer_and_the_next_job_has_the_state(exiting):
     assert trainers[1].log == ["LoadCheckpoint", "TrainLora", "SaveCheckpoint", "Shutdown"]
     run.client.run(OptimStepJob())
     saved = str(run.dir.absolute() / "trainer_state")
-    assert [list(t.saved) for t in trainers[1:3]] == [[saved], [f"{saved}-2"]], "the last durable state was written over"
+    assert [list(t.saved) for t in trainers[1:3]] == [[saved], [f"{saved}-2"]], (
+        "the last durable state was written over"
+    )
     assert trainers[2].log[0] == "LoadCheckpoint"
     run.client.run(FORWARD, buffers=BUFFERS[:2])
-    assert trainers[3].log == ["LoadCheckpoint", "Forward", "Shutdown"]  # nothing new, so nothing saved
+    assert trainers[3].log == [
+        "LoadCheckpoint",
+        "Forward",
+        "Shutdown",
+    ]  # nothing new, so nothing saved
     run.client.load_adapter("/theirs")
     assert trainers[4].log == ["LoadCheckpoint", "LoadAdapter", "SaveCheckpoint", "Shutdown"]
     run.client.run(JOB, buffers=BUFFERS)
     assert replica.log.count("JoinTransferGroup") == replica.log.count("LeaveTransferGroup") == 2
-    assert launcher.log.count("StartTrainer") == launcher.log.count("StopTrainer") == len(trainers) == 6
+    assert (
+        launcher.log.count("StartTrainer")
+        == launcher.log.count("StopTrainer")
+        == len(trainers)
+        == 6
+    )
     with pytest.raises(JobFailed, match="Submit TrainMerged or TrainLora with the whole batch"):
         run.client.run(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS)
     assert len(trainers) == 6, "a job that is refused starts nothing"
@@ -105,15 +124,17 @@ def test_exit_needs_somebody_who_starts_it_again(run, monkeypatch):
 
     run.nodes.append(Exiting(endpoint=run.endpoint, node_id="trainer", token=TOKEN).start())
     assert soon(lambda: bool(run.client.status().nodes))
-    with pytest.raises(JobFailed, match=r"of 1 launchers.* 0 are there: start it by `splice trainer`"):
+    with pytest.raises(
+        JobFailed, match=r"of 1 launchers.* 0 are there: start it by `splice trainer`"
+    ):
         run.client.run(FORWARD, buffers=BUFFERS[:2])
 
 
-def test_ranks_command(tmp_path):
+def test_ranks_command(tmp_path, monkeypatch):
     launch = {"endpoint": "tcp://h:1", "config": tmp_path / "t.json", "python": "py"}
     rest = {"world_size": 4, "device": "cpu", "template": True}
     alone = ranks_command(TrainerLaunch(**launch, prefix=("docker", "run", "-i", "img")), **rest)
-    assert alone[:7] == ["docker", "run", "-i", "img", "py", "-m", "trainer_node.ranks"]
+    assert alone[:7] == ["docker", "run", "-i", "img", "py", "-m", "trainer_node.launcher.ranks"]
     assert alone[7:] == [
         *("--ranks", "4", "--world", "4", "--first", "0", "--template", "cpu", "trainer_node"),
         *("--endpoint", "tcp://h:1", "--node-id", "trainer", "--config", str(tmp_path / "t.json")),
@@ -121,7 +142,15 @@ def test_ranks_command(tmp_path):
     several = TrainerLaunch(**launch, nodes=2, node_rank=1, rendezvous="[::1]:29400")
     second = " ".join(ranks_command(several, **rest | {"template": False}))
     assert "--ranks 2 --world 4 --first 2 --master ::1:29400 trainer_node" in second
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 9))])
+    assert ranks_command(
+        TrainerLaunch(**launch, nodes=2, node_rank=1, rendezvous="host0:1"), **rest
+    )
     for bad, says in (
+        (
+            {"nodes": 2, "rendezvous": "host0:1"},
+            "--rendezvous host0 is 127.0.1.1 on this host.* give the host's address",
+        ),
         ({"nodes": 3, "rendezvous": "h:1"}, "4 ranks do not divide over --nodes 3"),
         ({"nodes": 2}, "needs --rendezvous HOST:PORT"),
         ({"nodes": 2, "node_rank": 2, "rendezvous": "h:1"}, "--node-rank 2 is not one of 0 to 1"),

@@ -1,4 +1,6 @@
-"""The Publisher among nodes that fail in every way, on a clock that jumps: hypothesis looks for an order of events that breaks a promise."""
+"""The Publisher among nodes that fail in every way, on a clock that jumps: hypothesis looks for an
+order of events that breaks a promise.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,46 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from orchestrator import publisher as publishing
 from orchestrator.errors import NodeLost, SpliceError
-from orchestrator.publication import State, after_restart
-from orchestrator.publisher import PublicationConfig, Publisher
+from orchestrator.publication import publication, publisher
+from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.publisher import Publisher
+from orchestrator.publication.state import State, after_restart
 from tests.orchestrator.virtual import MemoryJournal, Replica, Trainer, VirtualLoop, World
 
 KINDS = {
     "trainer": (
-        "OpenTransferGroup", "PlanPublication", "UseLayout", "SendWeights", "LoadCheckpoint", "Forward",
+        "OpenTransferGroup",
+        "PlanPublication",
+        "UseLayout",
+        "SendWeights",
+        "LoadCheckpoint",
+        "Forward",
     ),
     "replica": (
-        "JoinTransferGroup", "PrepareUpdate", "PrepareShadow", "ReceiveWeights", "SwapWeights", "CheckCanary", "CommitUpdate", "LeaveAlias",
+        "JoinTransferGroup",
+        "PrepareUpdate",
+        "PrepareShadow",
+        "ReceiveWeights",
+        "SwapWeights",
+        "CheckCanary",
+        "CommitUpdate",
+        "LeaveAlias",
     ),
-}  # fmt: skip
+}
 FAULTS = st.sampled_from(
-    ["refuse", "dies", "gone", "restarts", "hangs", "answers and dies", "answer lost", "nonsense", "mute", "flips"],
+    [
+        "refuse",
+        "dies",
+        "gone",
+        "restarts",
+        "hangs",
+        "answers and dies",
+        "answer lost",
+        "nonsense",
+        "mute",
+        "flips",
+    ],
 )
 EXAMPLES = int(os.environ.get("SPLICE_MODEL_EXAMPLES", "100"))
 STEPS = 100
@@ -37,12 +63,16 @@ class Model(RuleBasedStateMachine):
     """One trainer, up to three replicas, one Publisher after the other."""
 
     @initialize(
-        count=st.integers(1, 3), mode=st.sampled_from(["in_place", "shadow"]), changed=st.booleans(), canary=st.booleans()
+        count=st.integers(1, 3),
+        mode=st.sampled_from(["in_place", "shadow"]),
+        changed=st.booleans(),
+        canary=st.booleans(),
     )
     def begin(self, count, mode, changed, canary):
-        publishing.log.disabled = True  # a hundred thousand warnings
+        publisher.log.disabled = True  # a hundred thousand warnings
         self.loop = VirtualLoop()
-        self.was_time, publishing.time = publishing.time, SimpleNamespace(monotonic=self.loop.time)
+        self.was_time = publisher.time
+        publisher.time = publication.time = SimpleNamespace(monotonic=self.loop.time)
         self.world = World(self.loop, self.on_shown, changed_only=changed)
         self.made: dict[int, list[int]] = {}
         self.shown: dict[int, list[int]] = {}
@@ -60,7 +90,8 @@ class Model(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "loop"):
-            publishing.time, publishing.log.disabled = self.was_time, False
+            publisher.time = publication.time = self.was_time
+            publisher.log.disabled = False
             self.loop.close()
 
     # -------------------------------------------------------- promises that hold at every moment
@@ -69,10 +100,15 @@ class Model(RuleBasedStateMachine):
         """Never the wrong name, never two contents of one name."""
         version = replica.shown
         assert replica.live == self.made[version], f"@{version} shows what is not its content"
-        assert self.shown.setdefault(version, list(replica.live)) == replica.live, f"@{version} is two contents"
-        # The only replica commits by itself, with its swap; then the journal says at least that it was going to.
+        assert self.shown.setdefault(version, list(replica.live)) == replica.live, (
+            f"@{version} is two contents"
+        )
+        # The only replica commits by itself, with its swap; then the journal says at least that it
+        # was going to.
         written = "paused" if replica.unconfirmed == version else "committed"
-        assert (version, written) in self.journal.steps, f"@{version} is served before it was {written} in the journal"
+        assert (version, written) in self.journal.steps, (
+            f"@{version} is served before it was {written} in the journal"
+        )
 
     # -------------------------------------------------------- what happens
 
@@ -86,7 +122,9 @@ class Model(RuleBasedStateMachine):
         self.train()
         self.attempt(self.newest, fault, die_in=die_in, rots=rots)
 
-    @rule(fault=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 7)), FAULTS, max_size=2))
+    @rule(
+        fault=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 7)), FAULTS, max_size=2)
+    )
     def resync_bare(self, fault):
         """As the server does between jobs."""
         bare, version = self.publisher.bare_replicas(), self.publisher.version
@@ -161,9 +199,13 @@ class Model(RuleBasedStateMachine):
                 self.world.disk[f"v{version}"] = self.trained + 10**6
 
         publication = self.publisher.publish(
-            version, checkpoint_dir=f"v{version}", replicas=replicas, report=report,
-            holder=self.trainer.peer.hello.incarnation, others=others,
-        )  # fmt: skip
+            version,
+            checkpoint_dir=f"v{version}",
+            replicas=replicas,
+            report=report,
+            holder=self.trainer.peer.hello.incarnation,
+            others=others,
+        )
         try:
             self.loop.run_until_complete(self.with_all_that_follows(publication))
         except (SpliceError, OSError) as error:
@@ -176,7 +218,9 @@ class Model(RuleBasedStateMachine):
             failure = None
         finally:
             self.world.faults, self.journal.die_in = {}, None
-        assert "cannot go from" not in str(failure) or fault, f"an illegal step without a fault: {failure}"
+        assert "cannot go from" not in str(failure) or fault, (
+            f"an illegal step without a fault: {failure}"
+        )
         assert str(failure), "it failed without a word"
         assert "a defect of the orchestrator" not in str(failure), failure
         return failure
@@ -214,13 +258,19 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_left_paused(self):
-        """After whatever failed, every replica that can be reached was told to resume or to give up."""
+        """After whatever failed, every replica that can be reached was told to resume or to give
+        up.
+        """
         for replica in getattr(self, "replicas", ()):
-            assert not (replica.up and replica.peer.state == "ready" and replica.standing), f"{replica.id} was left paused"
+            assert not (replica.up and replica.peer.state == "ready" and replica.standing), (
+                f"{replica.id} was left paused"
+            )
 
     @invariant()
     def all_or_none(self):
-        """Those that the publisher counts as holding the served version show it; no other one that can be reached shows another."""
+        """Those that the publisher counts as holding the served version show it; no other one that
+        can be reached shows another.
+        """
         publisher = getattr(self, "publisher", None)
         if publisher is None or publisher.state is not State.IDLE or publisher.version is None:
             return
@@ -228,11 +278,17 @@ class Model(RuleBasedStateMachine):
             is_held = publisher.holding.get(replica.id) == replica.peer.life
             if replica.up and replica.peer.state == "ready":
                 allowed = (publisher.version,) if is_held else (publisher.version, None)
-                assert replica.shown in allowed, f"{replica.id} shows @{replica.shown}, not @{publisher.version}"
+                assert replica.shown in allowed, (
+                    f"{replica.id} shows @{replica.shown}, not @{publisher.version}"
+                )
 
 
 Model.TestCase.settings = settings(
-    max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=EXAMPLES,
+    stateful_step_count=STEPS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
 )
 TestModel = Model.TestCase
 

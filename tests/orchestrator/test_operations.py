@@ -1,4 +1,6 @@
-"""The trainer's operations as jobs, over real sockets: what arrives, what comes back, and what a lost trainer takes with it."""
+"""The trainer's operations as jobs, over real sockets: what arrives, what comes back, and what a
+lost trainer takes with it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from dataclasses import dataclass
 import pytest
 from pydantic import ValidationError
 
-from orchestrator import router
-from orchestrator.client import AsyncSpliceClient
+from orchestrator import open_requests
 from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.jobs import BUFFERS_KEPT
 from orchestrator.protocol.messages import (
     BATCH_TENSORS,
     ErrorCode,
@@ -32,8 +34,8 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.server import BUFFERS_KEPT
 from orchestrator.trainer_requests import TrainerMemory
+from splice.client import AsyncSpliceClient
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
 
@@ -49,7 +51,11 @@ def test_every_operation_reaches_the_trainer_with_its_fields(run, tmp_path):
     client, loss = run.client, LossSpec(name="ppo", entropy_bonus=0.1)
     client.forward_backward(SmallBatch(), loss, loss_weight=0.5, grad_accumulation_sequences=4)
     second = client.forward_backward(SmallBatch(), loss)
-    assert second["pending_batches"] == 2 and second["metrics"] == {"loss": 1.0} and second["seconds"]["total"] > 0
+    assert (
+        second["pending_batches"] == 2
+        and second["metrics"] == {"loss": 1.0}
+        and second["seconds"]["total"] > 0
+    )
     client.optim_step(OptimParams(lr=0.25))
     assert trainer.weights == [12, 22, 32]
     client.save_checkpoint(str(tmp_path / "saved"), client_state={"row": 7})
@@ -57,15 +63,26 @@ def test_every_operation_reaches_the_trainer_with_its_fields(run, tmp_path):
     client.forward_backward(SmallBatch())
     assert client.load_checkpoint(str(tmp_path / "saved"))["dropped_batches"] == 1
     first, _, step, save, export, _ = trainer.messages
-    assert (first.loss, first.loss_weight, first.grad_accumulation_sequences, first.tensors) == (loss, 0.5, 4, BATCH)
+    assert (first.loss, first.loss_weight, first.grad_accumulation_sequences, first.tensors) == (
+        loss,
+        0.5,
+        4,
+        BATCH,
+    )
     assert step.optim.lr == 0.25 and export.output_dir == str(tmp_path / "hf")
-    assert (save.client_state, save.version, save.checkpoint_dir) == ({"row": 7}, 0, str(tmp_path / "saved"))
+    assert (save.client_state, save.version, save.checkpoint_dir) == (
+        {"row": 7},
+        0,
+        str(tmp_path / "saved"),
+    )
 
 
 def test_forward_brings_its_buffers_back(run):
     trainer = run.trainer()
     result = run.client.forward(SmallBatch(), adapters=False, allowed_token_ids=[3, 4])
-    assert result.logprobs == array.array("f", [0, 1]) and result.entropy == array.array("f", [0, 0])
+    assert result.logprobs == array.array("f", [0, 1]) and result.entropy == array.array(
+        "f", [0, 0]
+    )
     (asked,) = trainer.messages
     assert [t.name for t in asked.tensors] == ["tokens", "sequence_lengths"]
     assert asked.adapters is False and asked.allowed_token_ids == (3, 4)
@@ -74,9 +91,15 @@ def test_forward_brings_its_buffers_back(run):
 def test_forward_takes_the_batch_s_temperatures_along(run):
     trainer = run.trainer()
     spec = batch_specs(num_sequences=1, num_tokens=2, optional=["temperatures"])[-1]
-    run.client.forward(SmallBatch(specs=(*BATCH, spec), buffers=(*BUFFERS, array.array("f", [0.5]).tobytes())))
+    run.client.forward(
+        SmallBatch(specs=(*BATCH, spec), buffers=(*BUFFERS, array.array("f", [0.5]).tobytes()))
+    )
     (asked,) = trainer.messages
-    assert [(t.name, t.shape) for t in asked.tensors] == [("tokens", (2,)), ("sequence_lengths", (1,)), ("temperatures", (1,))]
+    assert [(t.name, t.shape) for t in asked.tensors] == [
+        ("tokens", (2,)),
+        ("sequence_lengths", (1,)),
+        ("temperatures", (1,)),
+    ]
 
 
 def test_the_same_forward_id_runs_once_and_old_results_go(run):
@@ -104,7 +127,14 @@ def test_asynchronous_client(run, tmp_path):
             return await client.forward(SmallBatch())
 
     assert list(asyncio.run(go()).logprobs) == [0, 1]
-    assert trainer.log == ["ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "ExportHf", "Forward"]
+    assert trainer.log == [
+        "ForwardBackward",
+        "OptimStep",
+        "SaveCheckpoint",
+        "LoadCheckpoint",
+        "ExportHf",
+        "Forward",
+    ]
 
 
 def test_steps_of_ones_own_are_published(run):
@@ -122,7 +152,9 @@ def test_steps_of_ones_own_are_published(run):
     assert run.client.publish()["alias"] == "m@1"
     assert replica.served[-1] == (1, [12, 22, 32])
     run.client.forward_backward(SmallBatch())
-    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 2  # what was pending is part of the step
+    assert (
+        run.client.run(JOB, buffers=BUFFERS)["version"] == 2
+    )  # what was pending is part of the step
     assert replica.served[-1] == (2, [14, 24, 34])
 
 
@@ -136,15 +168,20 @@ def test_a_trainer_lost_with_gradients_pending_is_not_asked_again(run):
     current = [run.trainer()]
     first = current[0]
     run.client.forward_backward(SmallBatch())
-    first.script["ForwardBackward"] = lambda _: threading.Thread(target=replace, args=(run, first, current)).start()
+    first.script["ForwardBackward"] = lambda _: threading.Thread(
+        target=replace, args=(run, first, current)
+    ).start()
     with pytest.raises(
-        JobFailed, match="0 optimizer steps and the gradients of 1 batches since the base weights are lost"
+        JobFailed,
+        match="0 optimizer steps and the gradients of 1 batches since the base weights are lost",
     ) as lost:
         run.client.forward_backward(SmallBatch())
     assert lost.value.code == "node_lost"
     while len(current) == 1:
         time.sleep(0.01)
-    assert run.client.forward_backward(SmallBatch())["pending_batches"] == 1  # said once; the next job runs
+    assert (
+        run.client.forward_backward(SmallBatch())["pending_batches"] == 1
+    )  # said once; the next job runs
     assert "ForwardBackward" not in first.log[2:] and current[1].log == ["ForwardBackward"]
 
 
@@ -158,13 +195,18 @@ def test_a_trainer_lost_between_jobs_is_put_back_and_the_loss_is_said(run, tmp_p
             run.client.save_checkpoint(saved)
     replace(run, current[0], current)
     with pytest.raises(
-        JobFailed, match=f"1 optimizer steps and the gradients of 0 batches since {saved} are lost.*stands there again"
+        JobFailed,
+        match=f"1 optimizer steps and the gradients of 0 batches since {saved} are lost.*the new process has loaded that state",  # noqa: E501
     ):
         run.client.optim_step()
     assert current[1].weights == [11, 21, 31]
     replace(run, current[1], current)
     run.client.forward_backward(SmallBatch())  # nothing was lost this time: put back without a word
-    assert current[2].log == ["LoadCheckpoint", "ForwardBackward"] and current[2].weights == [11, 21, 31]
+    assert current[2].log == ["LoadCheckpoint", "ForwardBackward"] and current[2].weights == [
+        11,
+        21,
+        31,
+    ]
 
 
 def test_a_loss_is_still_to_be_said_where_it_could_not_be_put_back(run, tmp_path):
@@ -178,13 +220,16 @@ def test_a_loss_is_still_to_be_said_where_it_could_not_be_put_back(run, tmp_path
     run.nodes.append(second.start())
     with pytest.raises(JobFailed, match="told to"):
         run.client.optim_step()
-    with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it; it stands there again"):
+    with pytest.raises(
+        JobFailed,
+        match=r"1 optimizer steps .* are lost with it; the new process has loaded that state",
+    ):
         run.client.optim_step()
 
 
 def test_a_request_that_is_never_answered_is_given_up(run, monkeypatch):
-    monkeypatch.setattr(router, "STALL_AFTER_S", 0.2)
-    run.orchestrator._config = dataclasses.replace(run.config, train_timeout_s=0.2)
+    monkeypatch.setattr(open_requests, "STALL_AFTER_S", 0.2)
+    run.orchestrator._operations._config = dataclasses.replace(run.config, train_timeout_s=0.2)
     trainer = run.trainer()
     trainer.script["OptimStep"] = lambda _: None
     with pytest.raises(JobFailed, match="no progress for") as stuck:
@@ -207,7 +252,9 @@ def test_progress_is_sent_to_who_asks_for_it(run):
 
         link.send(SubmitJob(job_id="refused at once", job=PublishJob()))
         came = [link.recv(timeout_s=10).message.kind for _ in range(3)]
-        assert came == ["Progress", "Progress", "Failed"], "the outcome came before what it is the end of"
+        assert came == ["Progress", "Progress", "Failed"], (
+            "the outcome came before what it is the end of"
+        )
         assert kinds(progress=False) == ["Completed"]
         assert kinds(progress=True) == ["Progress", "Progress", "Completed"]
 
@@ -216,14 +263,14 @@ def test_a_trainer_restarted_between_step_and_publication_never_sends_its_base(r
     current = [run.trainer()]
     replica = run.replica(lambda: current[-1])
     run.client.run(InitialSyncJob())
-    publish = run.orchestrator._publish
+    publish = run.orchestrator._versions._publish
 
     async def restarted_first(*args, **kwargs):
-        run.orchestrator._publish = publish
+        run.orchestrator._versions._publish = publish
         await asyncio.to_thread(replace, run, current[0], current)
         return await publish(*args, **kwargs)
 
-    run.orchestrator._publish = restarted_first
+    run.orchestrator._versions._publish = restarted_first
     assert run.client.run(JOB, buffers=BUFFERS)["attempts"] == 2
     assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
 
@@ -231,34 +278,48 @@ def test_a_trainer_restarted_between_step_and_publication_never_sends_its_base(r
 def test_a_forward_backward_without_anything_pending_is_repeated(run):
     current = [run.trainer()]
     first = current[0]
-    first.script["ForwardBackward"] = lambda _: threading.Thread(target=replace, args=(run, first, current)).start()
+    first.script["ForwardBackward"] = lambda _: threading.Thread(
+        target=replace, args=(run, first, current)
+    ).start()
     assert run.client.forward_backward(SmallBatch())["pending_batches"] == 1
     assert soon(lambda: len(current) == 2) and current[1].log == ["ForwardBackward"]
 
 
 def test_several_steps_in_one_job(run):
-    """The job's numbers reach the trainer, each step's metrics the client; what stands after a failure is lost with the process, and that is said."""
+    """The job's numbers reach the trainer, each step's metrics the client; what stands after a
+    failure is lost with the process, and that is said.
+    """
     trainer = run.trainer()
     taken, skipped = {"loss": 1.0}, {"skipped": 1.0, "skipped_steps": 1.0}
     asked = []
 
     def three(message):
         asked.append(message)
-        trainer.link.complete(message.request_id, result={"metrics": taken, "steps": [taken, skipped, taken]})
+        trainer.link.complete(
+            message.request_id, result={"metrics": taken, "steps": [taken, skipped, taken]}
+        )
 
     trainer.script["TrainLora"] = three
     result = run.client.train_lora(SmallBatch(), "/out", mini_batch_sequences=2, epochs=3)
     assert result["steps"] == [taken, skipped, taken]
     assert (asked[0].mini_batch_sequences, asked[0].epochs, asked[0].output_dir) == (2, 3, "/out")
     trainer.script["TrainLora"] = lambda m: trainer.link.fail(
-        m.request_id, code=ErrorCode.TRAINING_FAILED, phase="training", message="told to", remedy="none", steps_taken=3
+        m.request_id,
+        code=ErrorCode.TRAINING_FAILED,
+        phase="training",
+        message="told to",
+        remedy="none",
+        steps_taken=3,
     )
     with pytest.raises(JobFailed, match="told to") as failure:
         run.client.train_lora(SmallBatch(), "/out", epochs=4)
     assert failure.value.steps_taken == 3
     trainer.die()
     run.trainer()
-    with pytest.raises(JobFailed, match="5 optimizer steps and the gradients of 0 batches since the base weights are lost"):
+    with pytest.raises(
+        JobFailed,
+        match="5 optimizer steps and the gradients of 0 batches since the base weights are lost",
+    ):
         run.client.optim_step()
 
 
@@ -270,12 +331,20 @@ def test_published_steps(run):
         trainer._write(m),
         trainer.link.complete(
             m.request_id,
-            result={"metrics": {"loss": 2.0}, "steps": [{"loss": 1.0}, {"loss": 3.0}], "warnings": ["the gap is large"]},
+            result={
+                "metrics": {"loss": 2.0},
+                "steps": [{"loss": 1.0}, {"loss": 3.0}],
+                "warnings": ["the gap is large"],
+            },
         ),
     )
     result = run.client.train_merged(SmallBatch(), mini_batch_sequences=1)
     assert result["warnings"] == ["the gap is large"]
-    assert (result["version"], result["metrics"], result["steps"]) == (1, {"loss": 2.0}, [{"loss": 1.0}, {"loss": 3.0}])
+    assert (result["version"], result["metrics"], result["steps"]) == (
+        1,
+        {"loss": 2.0},
+        [{"loss": 1.0}, {"loss": 3.0}],
+    )
 
 
 @pytest.mark.parametrize("bad", [{"mini_batch_sequences": 0}, {"epochs": 0}, {"epochs": 1.5}])
@@ -287,11 +356,15 @@ def test_bad_numbers_of_steps_are_refused(bad):
 def test_memory_after_failures():
     memory = TrainerMemory(pending=2, steps=1)
     memory.failed(ErrorCode.BAD_INPUT, steps_taken=0)
-    memory.failed(ErrorCode.CHECKPOINT_FAILED, steps_taken=0)  # a save or load that was refused changes nothing
+    memory.failed(
+        ErrorCode.CHECKPOINT_FAILED, steps_taken=0
+    )  # a save or load that was refused changes nothing
     assert (memory.pending, memory.steps) == (2, 1)
     memory.failed(ErrorCode.NON_FINITE_GRADIENT, steps_taken=0)
     assert (memory.pending, memory.steps) == (0, 1)
-    memory.failed(ErrorCode.CHECKPOINT_FAILED, steps_taken=1)  # the step was taken, and no checkpoint has it
+    memory.failed(
+        ErrorCode.CHECKPOINT_FAILED, steps_taken=1
+    )  # the step was taken, and no checkpoint has it
     assert memory.steps == 2
     memory.pending = 1
     memory.failed(ErrorCode.LOGPROB_GAP, steps_taken=0)
@@ -311,7 +384,8 @@ def test_versions_that_are_not_kept_go_but_never_the_one_served(tmp_path):
         run.client.run(InitialSyncJob())
         run.client.run(JOB, buffers=BUFFERS)
         run.client.run(JOB, buffers=BUFFERS)
-        run.orchestrator._publisher._planned = {}  # as after a change of processes: the manifest is checked anew
+        # as after a change of processes: the manifest is checked anew
+        run.orchestrator._publisher._planner.planned = {}
         replica.script["PrepareUpdate"] = replica.refuse
         with pytest.raises(JobFailed):
             run.client.run(JOB, buffers=BUFFERS)  # version 3 is durable, 2 goes on being served
@@ -333,13 +407,15 @@ def test_configurations_that_lose_what_is_served(tmp_path):
 
 def test_a_clients_checkpoint_is_not_put_among_the_versions(run):
     run.trainer()
-    with pytest.raises(JobFailed, match="choose a folder outside"):
+    with pytest.raises(JobFailed, match="choose another folder"):
         run.client.save_checkpoint(str(run.dir / "versions" / "7"))
 
 
 def test_specs():
     specs = batch_specs(num_sequences=2, num_tokens=5, optional=["reference_logprobs"])
-    assert [s.name for s in specs] == [*BATCH_TENSORS, "reference_logprobs"] and specs[-1].shape == (5,)
+    assert [s.name for s in specs] == [*BATCH_TENSORS, "reference_logprobs"] and specs[
+        -1
+    ].shape == (5,)
     assert [s.shape for s in forward_specs(num_sequences=2, num_tokens=5)] == [(5,), (2,)]
     assert ForwardJob(tensors=specs[:2]).adapters
     for weight in (float("nan"), float("inf")):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from orchestrator.client import SpliceClient
+from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed, JournalError, ProtocolError
 from orchestrator.journal import Journal
 from orchestrator.protocol import frames
@@ -23,8 +23,9 @@ from orchestrator.protocol.messages import (
     Unready,
     batch_specs,
 )
-from orchestrator.publisher import PublicationConfig
-from orchestrator.server import Orchestrator, OrchestratorConfig
+from orchestrator.publication.config import PublicationConfig
+from orchestrator.server import Orchestrator
+from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
 
 TOKEN = "t" * 32
@@ -72,16 +73,18 @@ class Run:
         self.client = SpliceClient(endpoint=self.endpoint, run_token=TOKEN).__enter__()
         return self
 
-    def trainer(self):
-        node = FakeTrainer(endpoint=self.endpoint, node_id="trainer", token=TOKEN).start()
+    def trainer(self, **kwargs):
+        node = FakeTrainer(endpoint=self.endpoint, node_id="trainer", token=TOKEN, **kwargs).start()
         self.nodes.append(node)
         return node
 
     def replica(self, trainer, index=0):
         node = FakeReplica(
             source=lambda: trainer().weights if callable(trainer) else trainer.weights,
-            endpoint=self.endpoint, node_id=f"inference-{index}", token=TOKEN,
-        ).start()  # fmt: skip
+            endpoint=self.endpoint,
+            node_id=f"inference-{index}",
+            token=TOKEN,
+        ).start()
         self.nodes.append(node)
         return node
 
@@ -109,17 +112,29 @@ def test_initial_sync_then_two_versions(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
     phases = []
-    first = run.client.run(InitialSyncJob(), on_progress=lambda p: phases.append((p.sequence, p.phase)))
+    first = run.client.run(
+        InitialSyncJob(), on_progress=lambda p: phases.append((p.sequence, p.phase))
+    )
     assert first["version"] == 0 and first["alias"] == "m@0"
     assert [s for s, _ in phases] == list(range(len(phases)))
     for version in (1, 2):
         result = run.client.run(JOB, buffers=BUFFERS)
         assert result["version"] == version and result["metrics"] == {"loss": 1.0}
-        assert result["states"] == ["durable", "paused", "applying", "finished", "verified", "committed"]
+        assert result["states"] == [
+            "durable",
+            "paused",
+            "applying",
+            "finished",
+            "verified",
+            "committed",
+        ]
         assert {"train", "wire", "apply", "pause", "total"} <= set(result["seconds"])
     assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])]
     once = ("OpenTransferGroup", "PlanPublication", "UseLayout")
-    assert all(trainer.log.count(kind) == 1 for kind in once) and replica.log.count("PrepareUpdate") == 1
+    assert (
+        all(trainer.log.count(kind) == 1 for kind in once)
+        and replica.log.count("PrepareUpdate") == 1
+    )
     assert run.client.status().version == 2
 
 
@@ -142,7 +157,8 @@ def test_a_refused_plan_leaves_n_serving_and_is_not_retried(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
     run.client.run(InitialSyncJob())
-    run.orchestrator._publisher._planned = {}  # as after a change of processes: the manifest is checked anew
+    # as after a change of processes: the manifest is checked anew
+    run.orchestrator._publisher._planner.planned = {}
     replica.script["PrepareUpdate"] = replica.refuse
     with pytest.raises(JobFailed, match="m@0 goes on being served") as failure:
         run.client.run(JOB, buffers=BUFFERS)
@@ -159,7 +175,9 @@ def test_one_flipped_bit_is_never_served(run):
     run.client.run(InitialSyncJob())
     replica.flip = True
     seen = []
-    result = run.client.run(JOB, buffers=BUFFERS, on_progress=lambda p: seen.append((p.phase, p.detail)))
+    result = run.client.run(
+        JOB, buffers=BUFFERS, on_progress=lambda p: seen.append((p.phase, p.detail))
+    )
     failed = [d for phase, d in seen if phase == "failed"]
     assert failed and failed[0]["left"] == "poisoned" and "w1" in failed[0]["error"]
     assert result["attempts"] == 2
@@ -232,7 +250,16 @@ def test_every_step_is_journaled(run, tmp_path):
     run.client.run(InitialSyncJob())
     run.client.run(JOB, buffers=BUFFERS)
     journal = Journal(run.dir / "journal.sqlite", run_token=TOKEN, name="m")
-    assert journal.publication_steps(1) == ["planned", "durable", "paused", "applying", "finished", "verified", "committed"]
+    steps = [state for version, state in journal.publication_steps() if version == 1]
+    assert steps == [
+        "planned",
+        "durable",
+        "paused",
+        "applying",
+        "finished",
+        "verified",
+        "committed",
+    ]
     assert journal.committed_version() == 1 and journal.checkpoint_dir(1).endswith("versions/1")
     assert journal.unfinished_jobs() == []
     journal.close()
@@ -240,15 +267,24 @@ def test_every_step_is_journaled(run, tmp_path):
         Journal(run.dir / "journal.sqlite", run_token="x" * 32, name="m")
 
 
-def test_a_full_disk_ends_the_orchestrator_and_nothing_else(run):
-    """It neither goes deaf nor ends the nodes: another one resumes when there is room."""
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_full_disk_ends_the_orchestrator_and_nothing_else(run, is_large):
+    """It neither goes deaf nor ends the nodes: another one resumes when there is room. A large
+    batch is a file beside the journal.
+    """
     trainer = run.trainer()
     run.client.optim_step()
-    run.loop.call_soon_threadsafe(lambda: run.orchestrator._journal._db.execute("PRAGMA max_page_count = 16"))
-    large = batch_specs(num_sequences=1, num_tokens=2**16)
+    if is_large:
+        (run.dir / "batches").write_text("full: a folder cannot be made here")
+    run.loop.call_soon_threadsafe(
+        lambda: run.orchestrator._journal._db.execute("PRAGMA max_page_count = 16")
+    )
+    large = batch_specs(num_sequences=1, num_tokens=2**16 if is_large else 2**15)
     run.client.submit(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
     run.thread.join(20)
-    assert isinstance(run.error, JournalError) and "full" in str(run.error)
+    assert isinstance(run.error, JournalError) and ("batches" if is_large else "full") in str(
+        run.error
+    )
     assert "Shutdown" not in trainer.log and (run.dir / "endpoint").exists()
     run.error = None
 
@@ -257,7 +293,9 @@ def test_a_full_disk_is_not_taken_for_a_resync_that_can_be_tried_again(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
     run.client.run(InitialSyncJob())
-    run.loop.call_soon_threadsafe(lambda: run.orchestrator._journal._db.execute("PRAGMA query_only = ON"))
+    run.loop.call_soon_threadsafe(
+        lambda: run.orchestrator._journal._db.execute("PRAGMA query_only = ON")
+    )
     replica.restarted()
     run.thread.join(20)
     assert isinstance(run.error, JournalError) and "Shutdown" not in [*trainer.log, *replica.log]
@@ -268,7 +306,9 @@ def test_a_job_that_the_journal_could_not_hold_is_refused(run, monkeypatch):
     monkeypatch.setattr(frames, "MAX_BUFFERS_BYTES", 10_000)
     trainer = run.trainer()
     large = batch_specs(num_sequences=1, num_tokens=1000)
-    with pytest.raises(ProtocolError, match=r"buffers of 16,004 bytes together; .* 10,000 .* in parts"):
+    with pytest.raises(
+        ProtocolError, match=r"buffers of 16,004 bytes together; .* 10,000 .* in parts"
+    ):
         run.client.run(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
     assert trainer.log == []
     assert run.client.optim_step()["metrics"] == {"loss": 1.0}
@@ -276,7 +316,7 @@ def test_a_job_that_the_journal_could_not_hold_is_refused(run, monkeypatch):
 
 def test_no_more_jobs_are_kept_than_there_is_room_for(run):
     trainer, go = run.trainer(), threading.Event()
-    run.orchestrator._config = dataclasses.replace(run.config, max_jobs=3, max_job_bytes=100)
+    run.orchestrator._jobs._config = dataclasses.replace(run.config, max_jobs=3, max_job_bytes=100)
     trainer.script["TrainLora"] = lambda message: (go.wait(20), trainer._done(message))
     job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
     kept = [run.client.submit(job, buffers=BUFFERS) for _ in range(2)]
@@ -294,7 +334,11 @@ def test_no_more_jobs_are_kept_than_there_is_room_for(run):
 
 def test_whoever_waits_is_told_that_the_run_was_stopped(run):
     trainer, at_work, go = run.trainer(), threading.Event(), threading.Event()
-    trainer.script["OptimStep"] = lambda message: (at_work.set(), go.wait(20), trainer._done(message))
+    trainer.script["OptimStep"] = lambda message: (
+        at_work.set(),
+        go.wait(20),
+        trainer._done(message),
+    )
     running, waiting = run.client.submit(OptimStepJob()), run.client.submit(OptimStepJob())
     assert at_work.wait(20)
     with SpliceClient(endpoint=run.endpoint, run_token=TOKEN) as other:
@@ -313,12 +357,17 @@ def test_a_replica_whose_server_was_restarted_gets_the_served_version_again(run)
     replica = run.replica(trainer)
     run.client.run(InitialSyncJob())
     run.client.run(JOB, buffers=BUFFERS)
-    trainer.weights = [w + 100 for w in trainer.weights]  # as a TrainLora job would: ahead of what is served
+    trainer.weights = [
+        w + 100 for w in trainer.weights
+    ]  # as a TrainLora job would: ahead of what is served
     run.orchestrator._trainer.memory.steps = 1
     replica.live = [0, 0, 0]
     replica.restarted()
     assert soon(lambda: len(replica.served) >= 3)
-    assert replica.served[-1] == (1, [11, 21, 31])  # the version's own weights, not the trainer's newer ones
+    assert replica.served[-1] == (
+        1,
+        [11, 21, 31],
+    )  # the version's own weights, not the trainer's newer ones
     assert replica.log.count("JoinTransferGroup") == 2
     assert soon(lambda: trainer.log[-1] == "LoadCheckpoint")
     assert trainer.log.count("LoadCheckpoint") == 2  # back to where it was
@@ -355,12 +404,13 @@ def test_a_replica_that_cannot_join_leaves_nobody_waiting(run):
 
     def listen(message):
         trainer.aborted.clear()
-        where = Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2, bucket_bytes=8).model_dump()
+        where = Rendezvous(transport="tcp", host="127.0.0.1", port=1, world_size=2).model_dump()
         trainer.link.progress(message.request_id, "listening", rendezvous={"inference-0": where})
         trainer.aborted.wait(30)
         trainer.refuse(message, code=ErrorCode.TRANSFER_ABORTED)
 
-    run.orchestrator._publisher._joined = {}  # as after a change of processes: the groups are opened anew
+    # as after a change of processes: the groups are opened anew
+    run.orchestrator._publisher._members.joined = {}
     trainer.script["OpenTransferGroup"] = listen
     replica.script["JoinTransferGroup"] = lambda m: replica.refuse(m, code=ErrorCode.NOT_READY)
     began = time.monotonic()

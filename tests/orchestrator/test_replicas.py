@@ -1,4 +1,6 @@
-"""Several replicas of one alias: all healthy ones show a version or none does, and one that fails is left out and brought back."""
+"""Several replicas of one alias: all healthy ones show a version or none does, and one that fails
+is left out and brought back.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_one_that_dies_in_the_transfer_is_left_out_and_its_successor_brought_bac
     assert result["attempts"] == 2 and set(result["left_out"]) == {"inference-1"}
     assert run.a.served == [V0, V1] and run.client.status().version == 1
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["version"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V2
+    assert (
+        result["version"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V2
+    )
     run.b = run.replica(run.t, 1)
     assert soon(lambda: run.b.served == [V2])
     assert run.a.log.count("CommitUpdate") == 3
@@ -74,7 +78,9 @@ def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
 
     run.b.script["ReceiveWeights"] = vllm_ends
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V1
+    assert (
+        result["attempts"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V1
+    )
     assert run.states()["inference-1"] == "connected"
     run.b.link.send(Ready(node_id="inference-1", detail={**run.b.detail, "restarted": True}))
     assert soon(lambda: run.b.served == [V0, V1])
@@ -85,7 +91,10 @@ def test_one_that_was_silent_while_its_vllm_starts_is_not_taken_for_ready(run):
     run.b.link.send(Unready(node_id="inference-1", reason="vLLM has ended"))
     assert soon(lambda: run.states()["inference-1"] == "connected")
     run.lose("inference-1")
-    assert soon(lambda: run.states()["inference-1"] != "lost") and run.states()["inference-1"] == "connected"
+    assert (
+        soon(lambda: run.states()["inference-1"] != "lost")
+        and run.states()["inference-1"] == "connected"
+    )
     result = run.client.run(JOB, buffers=BUFFERS)
     assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
 
@@ -112,7 +121,11 @@ def test_one_that_gave_up_what_it_received_is_left_out_at_the_commit(run):
     """It was silent after it had verified, and asked who it is when it came back."""
     run.b.script["CommitUpdate"] = lambda m: run.b.refuse(m, code=ErrorCode.NOT_READY)
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 1 and result["replicas"] == ["inference-0"] and set(result["left_out"]) == {"inference-1"}
+    assert (
+        result["attempts"] == 1
+        and result["replicas"] == ["inference-0"]
+        and set(result["left_out"]) == {"inference-1"}
+    )
     assert soon(lambda: run.b.served == [V0, V1]) and run.a.served == [V0, V1]
 
 
@@ -126,15 +139,27 @@ def test_the_last_one_is_waited_for(run):
     run.b.link.close()
     run.a.script["ReceiveWeights"] = vllm_ends
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert run.a.served == [V0, V1] and result["replicas"] == ["inference-0"] and set(result["left_out"]) == {"inference-1"}
+    assert (
+        run.a.served == [V0, V1]
+        and result["replicas"] == ["inference-0"]
+        and set(result["left_out"]) == {"inference-1"}
+    )
 
 
 def test_one_that_never_recovers_does_not_stop_the_others(run):
-    """After the second failure at it; then its resyncs come less and less often, and the version of the others stands through all of them."""
+    """After the second failure at it; then its resyncs come less and less often, and the version of
+    the others stands through all of them.
+    """
     run.b.on_ReceiveWeights = lambda message: run.b.refuse(message, code=ErrorCode.TRANSFER_FAILED)
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 3 and set(result["left_out"]) == {"inference-1"} and run.a.served == [V0, V1]
+    assert (
+        result["attempts"] == 3
+        and set(result["left_out"]) == {"inference-1"}
+        and run.a.served == [V0, V1]
+    )
     received = run.a.log.count("ReceiveWeights")
-    assert soon(lambda: run.b.log.count("ReceiveWeights") >= 2 + 6)  # the job's two, and two resyncs of three attempts
+    assert soon(
+        lambda: run.b.log.count("ReceiveWeights") >= 2 + 6
+    )  # the job's two, and two resyncs of three attempts
     assert run.client.status().version == 1 and run.b.left_alias and run.b.served == [V0]
     assert run.a.log.count("ReceiveWeights") == received and run.a.log[-1] == "CommitUpdate"

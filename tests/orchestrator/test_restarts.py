@@ -10,19 +10,20 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from orchestrator import trainer_host
 from orchestrator.errors import LinkLost, NodeLost
-from orchestrator.launch import Launcher, NodeProcess
 from orchestrator.liveness import LOST_AFTER_S
+from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.restarts import EXIT_LINK_LOST, LONGEST_PAUSE_S, BackOff, RestartBudget
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.messages import NodeEnded
+from orchestrator.protocol.messages import NodeEnded, Unready
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.protocol.restarts import EXIT_LINK_LOST, LONGEST_PAUSE_S, BackOff, RestartBudget
-from orchestrator.trainer_host import TrainerHost, TrainerLaunch
-from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.fake_nodes import FakeLauncher, soon
 from tests.orchestrator.test_orchestrator import TOKEN, Run
+from trainer_node.launcher import host as trainer_host
+from trainer_node.launcher.host import RanksProcess, TrainerHost, TrainerLaunch
 
 
 def test_starts_count_within_the_window_only():
@@ -36,48 +37,70 @@ def test_starts_count_within_the_window_only():
 
 def test_pauses_after_lost_links_grow_and_shrink():
     pauses = BackOff()
-    assert [pauses.next_s(float(i)) for i in range(7)] == [1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert [pauses.next_s(float(i)) for i in range(7)] == [
+        1.0,
+        2.0,
+        4.0,
+        8.0,
+        16.0,
+        LONGEST_PAUSE_S,
+        LONGEST_PAUSE_S,
+    ]
     assert pauses.next_s(10_000.0) == 1.0
 
 
 def crashing(starts: Path, code: int = 3) -> tuple[str, ...]:
     """A command that notes each start and ends, whatever arguments follow."""
-    return (sys.executable, "-c", f"open({str(starts)!r}, 'a').write('x'); raise SystemExit({code})")
+    return (
+        sys.executable,
+        "-c",
+        f"open({str(starts)!r}, 'a').write('x'); raise SystemExit({code})",
+    )
 
 
 RANKS = """
-import os, sys
+import os, subprocess, sys
 from pathlib import Path
 starts, codes = Path(sys.argv[1]), sys.argv[2].split(",")
 print("ready", flush=True)
 for line in sys.stdin:
     if line == "ping\\n":
         print("pong", flush=True)
-    elif line == "start\\n":
+    elif line.startswith("start "):
         with starts.open("a") as file:
             file.write("t" if "--template" in sys.argv else "p")
         number = len(starts.read_text())
         code = codes[min(number, len(codes)) - 1]
         if code == "hangs":
             os.read(os.pipe()[0], 1)
+        if code == "leaves":
+            subprocess.Popen(["sleep", "100"])
         print("started", flush=True)
-        if code != "runs":
+        if code not in ("runs", "leaves"):
             print("ended", code, flush=True)
+    elif line == "end\\n":
+        print("ended", -9, flush=True)
 """
 
 
 def ending(starts: Path, *codes: object) -> tuple[str, ...]:
-    """A command that speaks as `trainer_node.ranks` does: the ranks' n-th life ends with the n-th code, the last one again and again.
+    """A command that speaks as `trainer_node.launcher.ranks` does: the ranks' n-th life ends with
+    the n-th code, the last one again and again.
 
-    "runs": it does not end. "hangs": nothing more is said.
+    "runs": it ends when it is told to. "leaves": so too, but a process of it stays. "hangs":
+    nothing more is said.
     """
     return (sys.executable, "-c", RANKS, str(starts), ",".join(map(str, codes)))
 
 
 def host(run: Run, tmp_path: Path, prefix: tuple[str, ...], **options: object) -> TrainerHost:
     launch = TrainerLaunch(
-        endpoint=run.endpoint, config=tmp_path / "trainer.json", python="python", prefix=prefix, **options
-    )  # fmt: skip
+        endpoint=run.endpoint,
+        config=tmp_path / "trainer.json",
+        python="python",
+        prefix=prefix,
+        **options,
+    )
     return TrainerHost(launch, config=TrainerConfig(model=tmp_path), run_token=TOKEN)
 
 
@@ -105,10 +128,15 @@ def test_a_trainer_that_cannot_live_ends_its_launcher(tmp_path):
     assert read(tmp_path / "lives") == "tt", "the template outlives its ranks"
 
 
-def test_who_lost_the_link_is_started_again_for_ever_and_who_was_told_to_end_is_not(tmp_path, monkeypatch):
+def test_who_lost_the_link_is_started_again_for_ever_and_who_was_told_to_end_is_not(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(BackOff, "next_s", lambda *_: 0.01)
     starts = tmp_path / "starts"
-    with Run(tmp_path / "run") as run, serving(host(run, tmp_path, ending(starts, *[EXIT_LINK_LOST] * 8, 0), max_restarts=0)):
+    with (
+        Run(tmp_path / "run") as run,
+        serving(host(run, tmp_path, ending(starts, *[EXIT_LINK_LOST] * 8, 0), max_restarts=0)),
+    ):
         assert soon(lambda: read(starts) == "t" * 9)
         time.sleep(0.5)
         assert read(starts) == "t" * 9
@@ -127,7 +155,13 @@ def test_a_template_that_does_not_fork_is_done_without_once(failure, tmp_path, m
     monkeypatch.setattr(trainer_host, "SILENT_S", 1.0)
     starts = tmp_path / "starts"
     if failure == "dies":
-        script = (sys.executable, "-c", "import sys\nif '--template' in sys.argv: sys.exit(4)\n" + RANKS, str(starts), "9,runs")
+        script = (
+            sys.executable,
+            "-c",
+            "import sys\nif '--template' in sys.argv: sys.exit(4)\n" + RANKS,
+            str(starts),
+            "9,runs",
+        )
     else:
         script = ending(starts, "hangs", 9, "runs")
     with Run(tmp_path / "run") as run, serving(host(run, tmp_path, script)):
@@ -137,13 +171,36 @@ def test_a_template_that_does_not_fork_is_done_without_once(failure, tmp_path, m
         assert read(starts) == ("tpt" if failure == "hangs" else "pp")
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_prefix_that_stays_a_process_may_stay_and_what_a_rank_leaves_may_not(leaves, tmp_path):
+    prefix = ("timeout", "1000", *ending(tmp_path / "starts", "leaves" if leaves else "runs"))
+    launch = TrainerLaunch(
+        endpoint="tcp://127.0.0.1:1", config=tmp_path, python="python", prefix=prefix
+    )
+    ranks = RanksProcess(launch, config=TrainerConfig(model=tmp_path))
+    ranks.start()
+    try:
+        assert soon(lambda: ranks.look() is None and not ranks._is_starting)
+        left = [
+            psutil.Process(pid).name() for pid in ranks.end(grace_s=0.0, is_hurried=lambda: False)
+        ]
+        assert left == (["sleep"] if leaves else []) and ranks._starter.is_running
+    finally:
+        ranks.stop()
+
+
 def test_an_idle_template_that_ends_is_replaced(tmp_path):
     starts = tmp_path / "starts"
-    with Run(tmp_path / "run") as run, serving(served := host(run, tmp_path, ending(starts, 0, "runs"))):
+    with (
+        Run(tmp_path / "run") as run,
+        serving(served := host(run, tmp_path, ending(starts, 0, "runs"))),
+    ):
         assert soon(lambda: read(starts) == "t" and not served._ranks.are_running)
-        first = served._ranks._node.pid
+        first = served._ranks._starter.pid
         os.kill(first, signal.SIGKILL)
-        assert soon(lambda: served._ranks._is_ready and served._ranks._node.pid not in (None, first))
+        assert soon(
+            lambda: served._ranks._is_ready and served._ranks._starter.pid not in (None, first)
+        )
         assert read(starts) == "t", "the trainer was told to end"
 
 
@@ -162,7 +219,9 @@ def test_the_launcher_outlives_its_link(tmp_path, monkeypatch):
         served = host(run, tmp_path, ending(starts, "runs"))
         first = served._link
         with serving(served) as codes:
-            assert soon(lambda: lost.is_set() and served._lost_s is None and served._link is not first)
+            assert soon(
+                lambda: lost.is_set() and served._lost_s is None and served._link is not first
+            )
             assert soon(lambda: run.states().get("trainer-launcher-0") == "ready")
             assert soon(lambda: read(starts) == "t") and codes == []
 
@@ -180,14 +239,43 @@ def test_a_launcher_without_an_orchestrator_ends_and_says_why(tmp_path, monkeypa
 
 def test_a_trainer_that_has_ended_is_not_waited_for_until_its_silence_tells(tmp_path):
     with Run(tmp_path / "run") as run:
-        trainer = run.trainer()
-        assert soon(lambda: run.states().get("trainer") == "ready")
-        trainer.die()
-        silent_s = time.monotonic()
-        assert host(run, tmp_path, ending(tmp_path / "starts", 3), max_restarts=0).serve() == 3
-        assert soon(lambda: run.states()["trainer"] == "lost") and time.monotonic() - silent_s < LOST_AFTER_S
+        served = host(run, tmp_path, ending(tmp_path / "starts", "runs"), max_restarts=0)
+        with serving(served):
+            assert soon(lambda: served._ranks.are_running and not served._ranks._is_starting)
+            trainer = run.trainer(start_id=served._ranks.start_id)
+            assert soon(lambda: run.states().get("trainer") == "ready")
+            trainer.die()
+            silent_s = time.monotonic()
+            os.kill(served._ranks._starter.pid, signal.SIGKILL)
+            assert (
+                soon(lambda: run.states()["trainer"] == "lost")
+                and time.monotonic() - silent_s < LOST_AFTER_S
+            )
         run.trainer()
         assert soon(lambda: run.states()["trainer"] == "ready")
+
+
+def test_what_is_said_late_of_an_ended_process_is_not_said_of_the_next(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.trainer(start_id="first").die()
+        run.trainer(start_id="second")
+        launcher = FakeLauncher(
+            make=run.trainer, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN
+        ).start()
+        run.nodes.append(launcher)
+        assert soon(lambda: run.states().get("trainer-launcher-0") == "ready")
+        launcher.link.send(NodeEnded(node_id="trainer", start_id="first", code=-9))
+        launcher.link.send(
+            Unready(
+                node_id="trainer-launcher-0", reason="a sign that the message before it has come"
+            )
+        )
+        assert (
+            soon(lambda: run.states().get("trainer-launcher-0") == "connected")
+            and run.states()["trainer"] == "ready"
+        )
+        launcher.link.send(NodeEnded(node_id="trainer", start_id="second", code=-9))
+        assert soon(lambda: run.states()["trainer"] == "lost", 5)
 
 
 def test_only_a_launcher_is_believed_that_another_node_has_ended(tmp_path):
@@ -200,7 +288,13 @@ def test_only_a_launcher_is_believed_that_another_node_has_ended(tmp_path):
 
 def test_the_launcher_gives_a_node_up_and_says_so(tmp_path):
     starts = tmp_path / "starts"
-    node = NodeProcess(name="node", argv=crashing(starts), env={}, log_file=tmp_path / "log", restarts=RestartBudget(1))
+    node = NodeProcess(
+        name="node",
+        argv=crashing(starts),
+        env={},
+        log_file=tmp_path / "log",
+        restarts=RestartBudget(1),
+    )
     with Launcher() as launcher:
         launcher.start(node)
         with pytest.raises(NodeLost, match="node ended with code 3"):
@@ -211,7 +305,9 @@ def test_the_launcher_gives_a_node_up_and_says_so(tmp_path):
 def test_a_node_that_lost_the_link_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(BackOff, "next_s", lambda *_: 0.01)
     starts = tmp_path / "starts"
-    node = NodeProcess(name="node", argv=crashing(starts, EXIT_LINK_LOST), env={}, log_file=tmp_path / "log")
+    node = NodeProcess(
+        name="node", argv=crashing(starts, EXIT_LINK_LOST), env={}, log_file=tmp_path / "log"
+    )
     with Launcher() as launcher:
         launcher.start(node)
         until_s = time.monotonic() + 30
@@ -224,7 +320,13 @@ def test_a_node_that_lost_the_link_is_started_again(tmp_path, monkeypatch):
 def test_a_node_that_is_being_started_for_the_last_time_is_not_lost(tmp_path, monkeypatch):
     starts, start = tmp_path / "starts", NodeProcess.start
     monkeypatch.setattr(NodeProcess, "start", lambda node: (time.sleep(0.5), start(node)))
-    node = NodeProcess(name="node", argv=crashing(starts), env={}, log_file=tmp_path / "log", restarts=RestartBudget(1))
+    node = NodeProcess(
+        name="node",
+        argv=crashing(starts),
+        env={},
+        log_file=tmp_path / "log",
+        restarts=RestartBudget(1),
+    )
     with Launcher() as launcher:
         launcher.start(node)
         with pytest.raises(NodeLost):

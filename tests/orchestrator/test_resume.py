@@ -1,4 +1,6 @@
-"""The orchestrator as a process, ended by SIGKILL at every kind of moment and started again with --resume. Nodes and client live on."""
+"""The orchestrator as a process, ended by SIGKILL at every kind of moment and started again with
+--resume. Nodes and client live on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.client import SpliceClient
 from orchestrator.errors import JobFailed
 from orchestrator.journal import Journal
 from orchestrator.protocol.messages import (
@@ -27,7 +28,8 @@ from orchestrator.protocol.messages import (
     TrainLoraJob,
     forward_specs,
 )
-from orchestrator.publication import State, after_restart
+from orchestrator.publication.state import State, after_restart
+from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer
 from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
@@ -36,7 +38,9 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 class Killed:
-    """`splice serve` with fake nodes; `kill_in(node, kind)` kills and restarts it when the node is asked that."""
+    """`splice serve` with fake nodes; `kill_in(node, kind)` kills and restarts it when the node is
+    asked that.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.dir, self.starts = folder / "run", 0
@@ -50,13 +54,26 @@ class Killed:
         self.client = SpliceClient(endpoint=self.endpoint, run_token=TOKEN).__enter__()
         self.trainer = FakeTrainer(endpoint=self.endpoint, node_id="trainer", token=TOKEN).start()
         self.replica = FakeReplica(
-            source=lambda: self.trainer.weights, endpoint=self.endpoint, node_id="inference-0", token=TOKEN
+            source=lambda: self.trainer.weights,
+            endpoint=self.endpoint,
+            node_id="inference-0",
+            token=TOKEN,
         ).start()
 
     def start(self, *, die_at: str = "") -> None:
         """`die_at`: see `tests/orchestrator/dying.py`."""
-        module = "tests.orchestrator.dying" if die_at else "orchestrator"
-        argv = [sys.executable, "-m", module, "serve", "--run-dir", str(self.dir), "--name", "m", "--resume"]
+        module = "tests.orchestrator.dying" if die_at else "splice"
+        argv = [
+            sys.executable,
+            "-m",
+            module,
+            "serve",
+            "--run-dir",
+            str(self.dir),
+            "--name",
+            "m",
+            "--resume",
+        ]
         env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO), "DIE_AT": die_at}
         self.process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=self.log, stderr=self.log)
         self.starts += 1
@@ -70,7 +87,9 @@ class Killed:
         self.start()
 
     def kill_in(self, node, kind: str, *, after: bool = False) -> None:
-        """Before the node does what it is asked, or after it has answered (the answer may or may not have arrived)."""
+        """Before the node does what it is asked, or after it has answered (the answer may or may
+        not have arrived).
+        """
         handler = getattr(node, f"on_{kind}", node._done)
 
         def script(message) -> None:
@@ -109,7 +128,9 @@ def killed(tmp_path):
 
 
 def test_a_status_asked_for_while_it_is_down_is_answered(killed):
-    """What a client sends to an orchestrator that does not know it yet is dropped: it is asked for again after the greeting."""
+    """What a client sends to an orchestrator that does not know it yet is dropped: it is asked for
+    again after the greeting.
+    """
     assert killed.client.status(timeout_s=60).version is None
     killed.kill()
     threading.Timer(0.5, killed.start).start()
@@ -117,7 +138,9 @@ def test_a_status_asked_for_while_it_is_down_is_answered(killed):
 
 
 def test_killed_while_idle_and_in_the_step(killed):
-    """The version counter goes on, the replica is verified anew, and a step that was under way is taken once."""
+    """The version counter goes on, the replica is verified anew, and a step that was under way is
+    taken once.
+    """
     killed.client.run(InitialSyncJob())
     killed.client.run(JOB, buffers=BUFFERS)
     killed.restart()
@@ -125,12 +148,16 @@ def test_killed_while_idle_and_in_the_step(killed):
     assert killed.replica.served[1:] == [(1, [11, 21, 31])] * 2, "the served version is sent again"
     assert killed.client.status().version == 1
     killed.kill_in(killed.trainer, "TrainMerged")
-    result = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)  # the same call: the client notices and asks again
+    result = killed.client.run(
+        JOB, buffers=BUFFERS, timeout_s=40
+    )  # the same call: the client notices and asks again
     assert (result["version"], result["metrics"]) == (2, {"loss": 1.0})
     assert killed.served((2, [12, 22, 32])) and killed.trainer.log.count("TrainMerged") == 2
     killed.kill()
     threading.Timer(0.5, killed.start).start()
-    again = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)  # submitted while nobody was there
+    again = killed.client.run(
+        JOB, buffers=BUFFERS, timeout_s=40
+    )  # submitted while nobody was there
     assert again["version"] == 3 and killed.starts == 4
     journal = Journal(killed.dir / "journal.sqlite", run_token=TOKEN, name="m")
     assert journal.unfinished_jobs() == []
@@ -138,10 +165,20 @@ def test_killed_while_idle_and_in_the_step(killed):
 
 
 @pytest.mark.parametrize(
-    "moment", ["SaveCheckpoint", "ReceiveWeights", "applying", "CommitUpdate", "committed", "with the trainer"]
+    "moment",
+    [
+        "SaveCheckpoint",
+        "ReceiveWeights",
+        "applying",
+        "CommitUpdate",
+        "committed",
+        "with the trainer",
+    ],
 )
 def test_killed_in_a_publication(moment, killed):
-    """It rolls forward from its durable state: what is served at the end is the version the job made, once trained, and the job ends."""
+    """It rolls forward from its durable state: what is served at the end is the version the job
+    made, once trained, and the job ends.
+    """
     killed.client.run(InitialSyncJob())
     if moment == "SaveCheckpoint":
         killed.kill_in(killed.trainer, "TrainMerged", after=True)
@@ -158,7 +195,9 @@ def test_killed_in_a_publication(moment, killed):
         def die(_message) -> None:
             killed.restart()
             killed.trainer.die()
-            killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+            killed.trainer = FakeTrainer(
+                endpoint=killed.endpoint, node_id="trainer", token=TOKEN
+            ).start()
 
         killed.replica.script["CommitUpdate"] = die
     elif moment == "committed":
@@ -169,7 +208,9 @@ def test_killed_in_a_publication(moment, killed):
     assert (result["version"], result["metrics"]) == (1, {"loss": 1.0}) and killed.starts == 2
     assert killed.served((1, [11, 21, 31])), "what the disk had, trained once"
     assert killed.trainer.log.count("TrainMerged") == (0 if moment == "with the trainer" else 1)
-    assert killed.trainer.aborted.is_set() and killed.replica.aborted.is_set(), "what may have been in flight was ended"
+    assert killed.trainer.aborted.is_set() and killed.replica.aborted.is_set(), (
+        "what may have been in flight was ended"
+    )
     assert killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)["version"] == 2
     assert killed.served((2, [12, 22, 32]))
 
@@ -183,7 +224,9 @@ def test_a_job_cancelled_while_it_is_down_is_not_run(killed):
 
     killed.trainer.script["ForwardBackward"] = first
     killed.kill()
-    jobs = [killed.client.submit(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS) for _ in range(2)]
+    jobs = [
+        killed.client.submit(ForwardBackwardJob(tensors=BATCH), buffers=BUFFERS) for _ in range(2)
+    ]
     killed.client.cancel(jobs[1])
     killed.start()
     with pytest.raises(JobFailed, match="cancelled before it started"):
@@ -194,7 +237,9 @@ def test_a_job_cancelled_while_it_is_down_is_not_run(killed):
 
 
 def test_killed_with_queued_jobs_and_pending_gradients(killed):
-    """Open jobs are run, each once; what the trainer holds is still known, and missed when the trainer dies as well."""
+    """Open jobs are run, each once; what the trainer holds is still known, and missed when the
+    trainer dies as well.
+    """
     killed.kill_in(killed.trainer, "ForwardBackward")
     results = []
 
@@ -204,7 +249,10 @@ def test_killed_with_queued_jobs_and_pending_gradients(killed):
         client.__exit__()
 
     threads = []
-    for job, buffers in ((ForwardBackwardJob(tensors=BATCH), BUFFERS), (ForwardBackwardJob(tensors=BATCH), BUFFERS)):
+    for job, buffers in (
+        (ForwardBackwardJob(tensors=BATCH), BUFFERS),
+        (ForwardBackwardJob(tensors=BATCH), BUFFERS),
+    ):
         threads.append(threading.Thread(target=run, args=(job, buffers)))
         threads[-1].start()
         time.sleep(0.1)
@@ -215,27 +263,41 @@ def test_killed_with_queued_jobs_and_pending_gradients(killed):
     killed.trainer.die()
     killed.start()
     killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
-    with pytest.raises(JobFailed, match="gradients of 2 batches since the base weights are lost") as lost:
+    with pytest.raises(
+        JobFailed, match="gradients of 2 batches since the base weights are lost"
+    ) as lost:
         killed.client.run(OptimStepJob(), timeout_s=40)
     assert lost.value.code == "node_lost"
 
 
 def test_killed_in_memory_mode_exit(killed):
-    """Whenever it dies, the trainer is found or started, and its step is neither lost nor taken twice."""
+    """Whenever it dies, the trainer is found or started, and its step is neither lost nor taken
+    twice.
+    """
     trainers = [killed.trainer]
 
     def make():
-        trainers.append(FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start())
+        trainers.append(
+            FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+        )
         killed.trainer = trainers[-1]
-        killed.kill_in(killed.trainer, ("TrainLora", "SaveCheckpoint", "Forward")[len(trainers) - 2], after=len(trainers) == 3)
+        killed.kill_in(
+            killed.trainer,
+            ("TrainLora", "SaveCheckpoint", "Forward")[len(trainers) - 2],
+            after=len(trainers) == 3,
+        )
         return trainers[-1]
 
-    launcher = FakeLauncher(make=make, endpoint=killed.endpoint, node_id="trainer-launcher-0", token=TOKEN).start()
+    launcher = FakeLauncher(
+        make=make, endpoint=killed.endpoint, node_id="trainer-launcher-0", token=TOKEN
+    ).start()
     launcher.trainer = killed.trainer
     try:
         killed.client.run(InitialSyncJob(), timeout_s=40)
         for _ in range(2):
-            killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+            killed.client.run(
+                TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+            )
         forward = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))
         killed.client.run(forward, buffers=BUFFERS[:2], timeout_s=40)
         assert killed.starts == 4 and launcher.trainer is None
@@ -251,9 +313,11 @@ def test_killed_in_memory_mode_exit(killed):
 def test_a_run_is_not_resumed_unasked(killed):
     killed.client.run(InitialSyncJob())
     killed.kill()
-    argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(killed.dir), "--name", "m"]
+    argv = [sys.executable, "-m", "splice", "serve", "--run-dir", str(killed.dir), "--name", "m"]
     env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
-    ran = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=30, check=False)
+    ran = subprocess.run(
+        argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=30, check=False
+    )
     assert (ran.returncode, "--resume" in ran.stderr) == (2, True)
     killed.start()
 
@@ -270,7 +334,9 @@ def outcome_by_its_death(killed, job_id):
 
 
 def test_killed_at_each_commit_of_a_job(killed):
-    """Whatever is on disk then: the job runs once, its outcome is told only once it is journaled, together with what the trainer holds."""
+    """Whatever is on disk then: the job runs once, its outcome is told only once it is journaled,
+    together with what the trainer holds.
+    """
     job, jobs = TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), 1
     killed.client.run(job, buffers=BUFFERS, timeout_s=40)
     for die_at, has_job, has_outcome in (
@@ -282,15 +348,22 @@ def test_killed_at_each_commit_of_a_job(killed):
         killed.kill()
         killed.start(die_at=die_at)
         heard: list[str] = []
-        job_id = killed.client.submit(job, buffers=BUFFERS, on_progress=lambda p, heard=heard: heard.append(p.phase))
+        job_id = killed.client.submit(
+            job, buffers=BUFFERS, on_progress=lambda p, heard=heard: heard.append(p.phase)
+        )
         assert outcome_by_its_death(killed, job_id) is None
         assert heard == [] or has_job, "acknowledged before it was on disk"
         assert killed.trainer.log.count("TrainLora") == jobs + die_at.startswith("2")
         journal = Journal(killed.dir / "journal.sqlite", run_token=TOKEN, name="m")
         row, steps = journal.job(job_id), journal.fact("trainer")["steps"]
         journal.close()
-        assert (row is not None, row is not None and row.outcome is not None) == (has_job, has_outcome)
-        assert steps == jobs + has_outcome, "what the trainer holds and the outcome are not of one moment"
+        assert (row is not None, row is not None and row.outcome is not None) == (
+            has_job,
+            has_outcome,
+        )
+        assert steps == jobs + has_outcome, (
+            "what the trainer holds and the outcome are not of one moment"
+        )
         killed.start()
         killed.client.wait(job_id, timeout_s=40)
         jobs += 1
@@ -303,7 +376,9 @@ def test_killed_at_each_commit_of_a_job(killed):
     killed.trainer.die()
     killed.start()
     killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
-    with pytest.raises(JobFailed, match=f"{jobs + 1} optimizer steps and the gradients of 0 batches .* are lost"):
+    with pytest.raises(
+        JobFailed, match=f"{jobs + 1} optimizer steps and the gradients of 0 batches .* are lost"
+    ):
         killed.client.run(OptimStepJob(), timeout_s=40)
 
 
@@ -317,7 +392,9 @@ def test_a_job_that_was_taken_is_run_and_told_though_nobody_asks_again(killed):
     killed.trainer.script["TrainLora"] = after_a_second
     killed.kill()
     killed.start(die_at="1 after")
-    submit = SubmitJob(job_id="job", job=TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), progress=False)
+    submit = SubmitJob(
+        job_id="job", job=TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), progress=False
+    )
     hello = Hello(role="client", node_id="listener", incarnation="1", run_token=TOKEN)
     with raw_peer(killed.endpoint, token=TOKEN, hello=hello, timeout_s=40) as client:
         client.send(submit, BUFFERS)
@@ -329,41 +406,55 @@ def test_a_job_that_was_taken_is_run_and_told_though_nobody_asks_again(killed):
 
 
 def test_killed_in_the_release_of_a_job_that_is_done(killed):
-    """It is not run again, though its outcome was not journaled yet; what died with the trainer meanwhile is said."""
+    """It is not run again, though its outcome was not journaled yet; what died with the trainer
+    meanwhile is said.
+    """
     killed.trainer.die()
 
     def die_both() -> None:
         killed.kill()
         trainer.die()
         killed.start()
-        killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN).start()
+        killed.trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN)
+        killed.trainer.start()
 
     trainer = FakeTrainer(endpoint=killed.endpoint, node_id="trainer", token=TOKEN)
     trainer.detail = {"memory": "offload"}
     trainer.script["ReleaseMemory"] = lambda _: threading.Thread(target=die_both).start()
     killed.trainer = trainer.start()
-    with pytest.raises(JobFailed, match=r"the job itself is done, but .* 1 optimizer steps .* are lost"):
-        killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+    with pytest.raises(JobFailed, match=r"The job succeeded, but .* 1 optimizer steps .* are lost"):
+        killed.client.run(
+            TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+        )
     assert trainer.log.count("TrainLora") == 1 and "TrainLora" not in killed.trainer.log
 
 
 def test_killed_while_a_resync_has_put_the_trainer_back(killed):
-    """Steps that were set aside for it are there again for the job that was under way, and for the next."""
+    """Steps that were set aside for it are there again for the job that was under way, and for the
+    next.
+    """
     killed.client.run(InitialSyncJob(), timeout_s=40)
-    killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+    killed.client.run(
+        TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+    )
     killed.trainer.weights = [11, 21, 31]
     killed.kill_in(killed.trainer, "SendWeights")
     assert killed.client.run(ResyncJob(), timeout_s=60)["version"] == 0
     assert killed.served((0, [10, 20, 30])) and soon(lambda: killed.trainer.weights == [11, 21, 31])
     killed.client.run(OptimStepJob(), timeout_s=40)
-    assert killed.trainer.weights == [11, 21, 31] and killed.client.publish(timeout_s=40)["version"] == 1
+    assert (
+        killed.trainer.weights == [11, 21, 31]
+        and killed.client.publish(timeout_s=40)["version"] == 1
+    )
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("load", [1, 2], ids=["to the served version", "to where it was"])
 def test_killed_while_a_resync_of_its_own_moves_the_trainer(killed, load, after):
     killed.client.run(InitialSyncJob(), timeout_s=40)
-    killed.client.run(TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40)
+    killed.client.run(
+        TrainLoraJob(tensors=BATCH, output_dir="/nowhere"), buffers=BUFFERS, timeout_s=40
+    )
     killed.trainer.weights = [11, 21, 31]
 
     def first(message) -> None:
@@ -375,7 +466,14 @@ def test_killed_while_a_resync_of_its_own_moves_the_trainer(killed, load, after)
     else:
         killed.trainer.script["LoadCheckpoint"] = first
     killed.replica.restarted()
-    assert soon(lambda: killed.starts == 2 and killed.trainer.weights == [11, 21, 31] and len(killed.replica.served) > load, 60)
+    assert soon(
+        lambda: (
+            killed.starts == 2
+            and killed.trainer.weights == [11, 21, 31]
+            and len(killed.replica.served) > load
+        ),
+        60,
+    )
     assert killed.client.publish(timeout_s=40)["version"] == 1 and killed.served((1, [11, 21, 31]))
     assert set(map(str, killed.replica.served)) == {"(0, [10, 20, 30])", "(1, [11, 21, 31])"}, (
         "another state was served as a version"
@@ -392,7 +490,9 @@ def test_a_run_is_stopped_though_its_orchestrator_is_being_restarted(killed):
 
 
 def test_killed_in_the_release_of_a_job_that_failed(killed):
-    """That the trainer's state is lost counts as said once the failure is noted; the job is not run after all."""
+    """That the trainer's state is lost counts as said once the failure is noted; the job is not run
+    after all.
+    """
     job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
     killed.client.run(job, buffers=BUFFERS, timeout_s=40)
     killed.trainer.die()
@@ -414,7 +514,13 @@ def test_killed_in_the_release_of_a_job_that_failed(killed):
         ([(0, "committed"), (1, "durable"), (1, "paused")], None, State.POISONED),
         ([(0, "committed"), (1, "applying"), (1, "failed:applying")], None, State.POISONED),
         (
-            [(0, "committed"), (1, "applying"), (1, "failed:applying"), (1, "planned"), (1, "failed:planned")],
+            [
+                (0, "committed"),
+                (1, "applying"),
+                (1, "failed:applying"),
+                (1, "planned"),
+                (1, "failed:planned"),
+            ],
             None,
             State.POISONED,
         ),

@@ -1,4 +1,6 @@
-"""What the trainer holds is what its clients think that it holds, whatever was done with it between their jobs."""
+"""What the trainer holds is what its clients think that it holds, whatever was done with it between
+their jobs.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,12 @@ def test_steps_are_there_again_after_a_resync_that_failed(run):
     assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [13, 23, 33]
     step(run)
     run.client.run(ResyncJob())
-    folders = [m.checkpoint_dir for m in trainer.messages if "resync" in getattr(m, "checkpoint_dir", "")]
-    assert folders[0] != folders[1] != folders[2] and len(set(folders)) == 2, "the one that is needed is not written over"
+    folders = [
+        m.checkpoint_dir for m in trainer.messages if "resync" in getattr(m, "checkpoint_dir", "")
+    ]
+    assert folders[0] != folders[1] != folders[2] and len(set(folders)) == 2, (
+        "the one that is needed is not written over"
+    )
     assert run.client.publish()["version"] == 1 and replica.served[-1] == (1, [14, 24, 34])
 
 
@@ -72,8 +78,13 @@ def test_after_a_publication_that_failed_for_good_a_resync_is_the_way_back(run):
     assert (status.version, status.publication) == (None, "poisoned")
     replica.script.clear()
     assert run.client.run(ResyncJob())["version"] == 0 and run.client.status().version == 0
-    assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [11, 21, 31], "the step stands"
-    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 2 and replica.served[-1] == (2, [12, 22, 32])
+    assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [11, 21, 31], (
+        "the step stands"
+    )
+    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 2 and replica.served[-1] == (
+        2,
+        [12, 22, 32],
+    )
 
 
 def test_the_next_try_of_a_resync_puts_them_back(run):
@@ -104,7 +115,9 @@ def offloading(run):
     return node
 
 
-def test_a_loss_that_is_found_out_after_a_job_failed_of_something_else_is_said_by_the_next(run, tmp_path):
+def test_a_loss_that_is_found_out_after_a_job_failed_of_something_else_is_said_by_the_next(
+    run, tmp_path
+):
     first = offloading(run)
     run.client.save_checkpoint(str(tmp_path / "saved"))
     step(run)
@@ -151,13 +164,16 @@ def test_a_save_that_may_have_come_to_its_end_is_not_called_lost(run, tmp_path):
     saving = run.client.submit(SaveCheckpointJob(checkpoint_dir=folder))
     assert soon(lambda: not trainer._thread.is_alive())
     second = run.trainer()
-    with pytest.raises(JobFailed, match=r"1 optimizer steps .* unless the last save to that folder had come to its end"):
+    with pytest.raises(
+        JobFailed,
+        match=r"1 optimizer steps .* unless the last save to that folder had come to its end",
+    ):
         run.client.wait(saving, timeout_s=30)
     assert second.weights == [11, 21, 31]
     step(run)
     second.die()
     run.trainer()
-    with pytest.raises(JobFailed, match="are lost with it; it stands there again"):
+    with pytest.raises(JobFailed, match="are lost with it; the new process has loaded that state"):
         run.client.optim_step()
 
 
@@ -195,7 +211,9 @@ def test_a_trainer_that_was_silent_for_too_long_has_lost_nothing(run, tmp_path):
 
 @pytest.mark.parametrize("then", ["the job", "its restore"])
 def test_a_trainer_whose_end_nobody_has_noticed_yet_is_waited_for(run, tmp_path, then):
-    """Its connection is gone at once, and every request to it fails at once; a launcher says so later, and fifteen seconds later at the latest it is known."""
+    """Its connection is gone at once, and every request to it fails at once; a launcher says so
+    later, and fifteen seconds later at the latest it is known.
+    """
     trainer = run.trainer()
     run.client.save_checkpoint(str(tmp_path / "saved"))
     trainers = [trainer]
@@ -214,10 +232,15 @@ def test_a_trainer_whose_end_nobody_has_noticed_yet_is_waited_for(run, tmp_path,
     trainer.die()
     threading.Timer(1.0, next_one).start()
     run.client.forward_backward(SmallBatch(), timeout_s=30)
-    assert len(trainers) == (2 if then == "the job" else 3) and trainers[-1].log == ["LoadCheckpoint", "ForwardBackward"]
+    assert len(trainers) == (2 if then == "the job" else 3) and trainers[-1].log == [
+        "LoadCheckpoint",
+        "ForwardBackward",
+    ]
 
 
-def test_a_trainer_that_is_replaced_as_it_is_asked_to_join_publishes_nothing_of_its_own(run, monkeypatch):
+def test_a_trainer_that_is_replaced_as_it_is_asked_to_join_publishes_nothing_of_its_own(
+    run, monkeypatch
+):
     """Another process, at its base weights, then has a transfer group of the version's replicas."""
     trainer = run.trainer()
     trainers = [trainer]
@@ -236,7 +259,7 @@ def test_a_trainer_that_is_replaced_as_it_is_asked_to_join_publishes_nothing_of_
         return await request(peer_id, message, *args, **kwargs)
 
     monkeypatch.setattr(router, "request", replaced_first)
-    run.orchestrator._publisher._joined = {}
+    run.orchestrator._publisher._members.joined = {}
     assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
     assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
 

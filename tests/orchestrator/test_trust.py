@@ -1,4 +1,6 @@
-"""What a node, a disk or another process does wrong is its own problem: nothing wrong is served, nobody is left paused, and it is said."""
+"""What a node, a disk or another process does wrong is its own problem: nothing wrong is served,
+nobody is left paused, and it is said.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ import sys
 
 import pytest
 
+from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.journal import Journal
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, OptimStepJob, ResyncJob
-from orchestrator.publisher import PublicationConfig
+from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.publication import Publication
 from orchestrator.run_folder import RunFolder
-from orchestrator.server import OrchestratorConfig
 from tests.orchestrator.fake_nodes import FakeTrainer, digests, soon
 from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
 
@@ -29,7 +32,9 @@ def synced(run, replicas=1):
 # ---------------------------------------------------------------- nodes that answer nonsense
 
 
-@pytest.mark.parametrize("detail", [{}, {"rendezvous": 5}, {"rendezvous": {"inference-0": {"transport": "tcp"}}}])
+@pytest.mark.parametrize(
+    "detail", [{}, {"rendezvous": 5}, {"rendezvous": {"inference-0": {"transport": "tcp"}}}]
+)
 def test_a_progress_without_its_rendezvous_fails_the_publication_alone(run, detail):
     trainer, replica = run.trainer(), run.replica(lambda: trainer)
 
@@ -51,13 +56,20 @@ def test_a_trainer_that_sends_no_digests_leaves_no_replica_paused(run, answer):
     assert replica.served[-1] == (1, [11, 21, 31])
 
 
-@pytest.mark.parametrize("answer", [{}, digests([1]), {"result": {"unverified": 5}, **digests([11, 21, 31])}])
+@pytest.mark.parametrize(
+    "answer", [{}, digests([1]), {"result": {"unverified": 5}, **digests([11, 21, 31])}]
+)
 def test_a_replica_that_answers_nonsense_is_left_out_and_the_others_go_on(run, answer):
     _, (bad, good) = synced(run, replicas=2)
-    bad.script["ReceiveWeights"] = lambda m: (bad.stand_still(m), bad.link.complete(m.request_id, **answer))
+    bad.script["ReceiveWeights"] = lambda m: (
+        bad.stand_still(m),
+        bad.link.complete(m.request_id, **answer),
+    )
     result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
     assert list(result["left_out"]) == ["inference-0"] and result["attempts"] == 1
-    assert good.served[-1] == (1, [11, 21, 31]) and soon(lambda: bad.served[-1] == (1, [11, 21, 31]))
+    assert good.served[-1] == (1, [11, 21, 31]) and soon(
+        lambda: bad.served[-1] == (1, [11, 21, 31])
+    )
 
 
 def test_a_plan_that_is_none_is_that_replicas_problem(run):
@@ -75,16 +87,15 @@ def test_a_plan_that_is_none_is_that_replicas_problem(run):
 
 def test_a_defect_in_a_publication_leaves_no_replica_paused(run, monkeypatch):
     _, (replica,) = synced(run)
-    publisher, calls = run.orchestrator._publisher, []
-    verify = publisher._verify_live
+    calls, verify = [], Publication._verify_live
 
-    async def broken_once(*args, **kwargs):
+    async def broken_once(publication, received):
         calls.append(1)
         if len(calls) == 1:
             raise KeyError("digests")
-        await verify(*args, **kwargs)
+        await verify(publication, received)
 
-    monkeypatch.setattr(publisher, "_verify_live", broken_once)
+    monkeypatch.setattr(Publication, "_verify_live", broken_once)
     assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["attempts"] == 2
     assert "AbortUpdate" in replica.log and replica.served[-1] == (1, [11, 21, 31])
 
@@ -109,7 +120,9 @@ def test_a_trainer_that_never_says_where_it_listens_is_named(tmp_path):
 
 def test_seconds_that_are_none_and_an_answer_that_is_too_long_end_nothing(run):
     trainer = run.trainer()
-    trainer.script["OptimStep"] = lambda m: trainer.link.complete(m.request_id, result={"seconds": 5})
+    trainer.script["OptimStep"] = lambda m: trainer.link.complete(
+        m.request_id, result={"seconds": 5}
+    )
     assert "total" in run.client.run(OptimStepJob(), timeout_s=20)["seconds"]
     trainer.script["OptimStep"] = lambda m: trainer.link.fail(
         m.request_id, code=ErrorCode.INTERNAL, phase="test", message="m", remedy="x" * 60_000
@@ -136,7 +149,9 @@ def test_a_version_that_rotted_is_not_served_again(run):
     rotten(run)
     run.client.run(OptimStepJob())  # the resync has to load the served version
     served = list(replica.served)
-    with pytest.raises(JobFailed, match="version 1 is not what it was when it was first sent") as changed:
+    with pytest.raises(
+        JobFailed, match="version 1 is not what it was when it was first sent"
+    ) as changed:
         run.client.run(ResyncJob(), timeout_s=30)
     assert changed.value.code == "verification_failed" and replica.served == served
     # What the trainer held before the resync is put back, and a new name is free for it.
@@ -144,7 +159,9 @@ def test_a_version_that_rotted_is_not_served_again(run):
 
 
 def test_a_version_that_rots_before_it_is_committed_is_not_served(run):
-    """What the trainer sent first is what the version is, whatever its checkpoint holds by the next attempt."""
+    """What the trainer sent first is what the version is, whatever its checkpoint holds by the next
+    attempt.
+    """
     trainer, (replica,) = synced(run)
     replica.flip = True
 
@@ -157,6 +174,18 @@ def test_a_version_that_rots_before_it_is_committed_is_not_served(run):
         run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
     assert replica.served == [(0, [10, 20, 30])]
     assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 2
+
+
+def test_a_first_version_that_nobody_was_served_may_be_made_anew(tmp_path):
+    with Run(tmp_path, attempts=1) as run:
+        trainer = run.trainer()
+        replica = run.replica(trainer)
+        replica.flip = True
+        with pytest.raises(JobFailed, match="not what the trainer sent"):
+            run.client.run(InitialSyncJob(), timeout_s=30)
+        trainer.weights = [11, 21, 31]  # another adapter was loaded
+        assert run.client.run(InitialSyncJob(), timeout_s=30)["version"] == 0
+        assert replica.served == [(0, [11, 21, 31])]
 
 
 def test_a_replica_that_joins_late_gets_no_other_content(run):
@@ -176,7 +205,7 @@ def steps(run, version):
     """States of the version's publications so far."""
     journal = Journal(run.dir / "journal.sqlite", run_token=TOKEN, name="m")
     try:
-        return journal.publication_steps(version)
+        return [state for v, state in journal.publication_steps() if v == version]
     finally:
         journal.close()
 
@@ -186,17 +215,43 @@ def steps(run, version):
 
 def test_the_run_folder_is_private_and_locked(run):
     assert run.dir.stat().st_mode & 0o777 == 0o700
-    modes = {f.name: f.stat().st_mode & 0o777 for f in run.dir.iterdir() if f.name.startswith(("journal", "lock"))}
-    assert {"journal.sqlite", "journal.sqlite-wal", "lock"} <= modes.keys() and set(modes.values()) == {0o600}
+    modes = {
+        f.name: f.stat().st_mode & 0o777
+        for f in run.dir.iterdir()
+        if f.name.startswith(("journal", "lock"))
+    }
+    assert {"journal.sqlite", "journal.sqlite-wal", "lock"} <= modes.keys() and set(
+        modes.values()
+    ) == {0o600}
     with pytest.raises(ConfigError, match=rf"pid {os.getpid()} lives in the run folder"):
         RunFolder(run.dir)
+
+
+def test_a_folder_that_others_use_is_not_closed(tmp_path):
+    for name in ("shared", "empty", "run"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o1777)
+    (tmp_path / "shared" / "somebodys").touch()
+    (tmp_path / "run" / "journal.sqlite").touch()
+    with pytest.raises(ConfigError, match="choose a new or an empty folder"):
+        RunFolder(tmp_path / "shared")
+    assert (tmp_path / "shared").stat().st_mode & 0o7777 == 0o1777
+    assert [f.name for f in (tmp_path / "shared").iterdir()] == ["somebodys"]
+    for name in ("empty", "run"):
+        RunFolder(tmp_path / name).close()
+        assert (tmp_path / name).stat().st_mode & 0o7777 == 0o700
 
 
 def test_no_path_of_a_job_leads_into_the_runs_own_folders(run, tmp_path):
     synced(run)
     (run.dir / "x").mkdir()
     (tmp_path / "link").symlink_to(run.dir / "versions")
-    for folder in (run.dir / "versions" / "0", run.dir / "x" / ".." / "versions" / "0", tmp_path / "link" / "7", run.dir):
+    for folder in (
+        run.dir / "versions" / "0",
+        run.dir / "x" / ".." / "versions" / "0",
+        tmp_path / "link" / "7",
+        run.dir,
+    ):
         for job in (run.client.save_checkpoint, run.client.export_hf):
             with pytest.raises(JobFailed, match="belongs to the run itself") as refused:
                 job(str(folder), timeout_s=20)
@@ -204,10 +259,31 @@ def test_no_path_of_a_job_leads_into_the_runs_own_folders(run, tmp_path):
     run.client.save_checkpoint(str(tmp_path / "mine"), timeout_s=20)
 
 
+def test_no_path_of_a_job_is_relative_to_somebodys_working_folder(run):
+    client = run.client
+    for job in (
+        client.save_checkpoint,
+        client.load_checkpoint,
+        client.load_adapter,
+        client.export_hf,
+    ):
+        for folder in ("mine", "./mine", "~/mine"):
+            with pytest.raises(
+                JobFailed, match=f"{folder} is relative; give the whole path on the trainer's host"
+            ) as refused:
+                job(folder, timeout_s=20)
+            assert refused.value.code == "bad_input"
+
+
 @pytest.mark.parametrize("name", ["q@1", "", "a/b", "a b"])
 def test_a_name_that_cannot_be_served_is_refused(name, tmp_path):
     with pytest.raises(ConfigError, match="cannot be the served name"):
-        OrchestratorConfig(run_dir=tmp_path, run_token=TOKEN, name=name, publication=PublicationConfig(transport="tcp"))
+        OrchestratorConfig(
+            run_dir=tmp_path,
+            run_token=TOKEN,
+            name=name,
+            publication=PublicationConfig(transport="tcp"),
+        )
 
 
 # ---------------------------------------------------------------- signals
@@ -215,7 +291,17 @@ def test_a_name_that_cannot_be_served_is_refused(name, tmp_path):
 
 @pytest.mark.parametrize("ends_the_run", [False, True])
 def test_sigterm_ends_the_run_only_if_asked(ends_the_run, tmp_path):
-    argv = [sys.executable, "-m", "orchestrator", "serve", "--run-dir", str(tmp_path / "run"), "--name", "m", "--resume"]
+    argv = [
+        sys.executable,
+        "-m",
+        "splice",
+        "serve",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--name",
+        "m",
+        "--resume",
+    ]
     env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN}
 
     def start(*more: str) -> subprocess.Popen[bytes]:
@@ -230,7 +316,10 @@ def test_sigterm_ends_the_run_only_if_asked(ends_the_run, tmp_path):
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)  # of the group and of the process, say
         assert process.wait(20) == 0
-        assert soon(lambda: "Shutdown" in trainer.log, timeout_s=5 if ends_the_run else 1) is ends_the_run
+        assert (
+            soon(lambda: "Shutdown" in trainer.log, timeout_s=5 if ends_the_run else 1)
+            is ends_the_run
+        )
         if not ends_the_run:
             process = start()
             assert soon(lambda: trainer.times_forgotten > 0), "the trainer was not taken back"

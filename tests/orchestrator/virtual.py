@@ -1,7 +1,8 @@
-"""Nodes in memory and a clock that jumps: what a Publisher needs of the world, without sockets, threads or waiting.
+"""Nodes in memory and a clock that jumps: what a Publisher needs of the world, without sockets,
+threads or waiting.
 
-Every wait is on the loop's clock, so a run depends on nothing but its inputs. A loop on which everything waits for something that has no deadline
-fails at once.
+Every wait is on the loop's clock, so a run depends on nothing but its inputs. A loop on which
+everything waits for something that has no deadline fails at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import JobFailed, NodeLost
-from orchestrator.protocol.messages import Completed, Hello, Manifest, Progress, Rendezvous, TensorSpec
+from orchestrator.protocol.messages import (
+    Completed,
+    Hello,
+    Manifest,
+    Progress,
+    Rendezvous,
+    TensorSpec,
+)
 from orchestrator.router import Peer
+from tests.orchestrator.fake_nodes import whole_layout
 
 TENSORS, CHANGED = 4, (0, 2)
 LATENCY_S, LOST_S = 0.01, 15.0
@@ -92,7 +101,9 @@ class Node:
 
     def start(self) -> None:
         """A new process."""
-        hello = Hello(role=self.role, node_id=self.id, incarnation=f"{self.id}{self.lives}", run_token="")
+        hello = Hello(
+            role=self.role, node_id=self.id, incarnation=f"{self.id}{self.lives}", run_token=""
+        )
         self.peer = Peer(
             hello=hello,
             address=b"",
@@ -123,30 +134,38 @@ class Trainer(Node):
     def abort(self) -> None:
         if self.transfer is not None and not self.transfer.done():
             self.transfer.set_exception(
-                JobFailed(code="transfer_aborted", node=self.id, phase="", message="aborted", remedy="")
+                JobFailed(
+                    code="transfer_aborted", node=self.id, phase="", message="aborted", remedy=""
+                )
             )
 
     async def on_OpenTransferGroup(self, message: Any, say: Callable[..., None]) -> Completed:
-        point = Rendezvous(transport="tcp", host="h", port=1, world_size=2, bucket_bytes=8).model_dump()
+        point = Rendezvous(transport="tcp", host="h", port=1, world_size=2).model_dump()
         say("listening", rendezvous=dict.fromkeys(message.replicas, point))
         return Completed(request_id="")
 
     async def on_PlanPublication(self, *_: Any) -> Completed:
         specs = tuple(TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)) for i in range(TENSORS))
         return Completed(
-            request_id="", result=Manifest(tensors=specs, changed=CHANGED if self.world.changed_only else None).model_dump()
+            request_id="",
+            result=Manifest(
+                tensors=specs, changed=CHANGED if self.world.changed_only else None
+            ).model_dump(),
         )
 
     async def on_UseLayout(self, message: Any, _: Any) -> Completed:
         self.part = message.part or ()
-        return Completed(request_id="", result={"direct": False})
+        return Completed(request_id="", result={"why_not": None})
 
     async def on_LoadCheckpoint(self, message: Any, _: Any) -> Completed:
         self.state = self.world.disk[message.checkpoint_dir]
         return Completed(request_id="")
 
     async def on_Forward(self, message: Any, _: Any) -> tuple[Completed, tuple[bytes, ...]]:
-        return Completed(request_id=""), (logprobs(self.world.weights(self.state), message.tensors[0].numel), b"")
+        return Completed(request_id=""), (
+            logprobs(self.world.weights(self.state), message.tensors[0].numel),
+            b"",
+        )
 
     async def on_SendWeights(self, message: Any, _: Any) -> tuple[Completed, tuple[bytes, ...]]:
         weights = self.world.weights(self.state)
@@ -159,7 +178,7 @@ class Trainer(Node):
 
 
 class Replica(Node):
-    """As `inference_node.supervisor`; what it shows is looked at whenever it changes."""
+    """As `inference_node.node`; what it shows is looked at whenever it changes."""
 
     role = "inference"
 
@@ -188,7 +207,15 @@ class Replica(Node):
             self.aborted = True
             wire = self.world.wire
             if wire is not None and not wire.done():
-                wire.set_exception(JobFailed(code="transfer_aborted", node=self.id, phase="", message="aborted", remedy=""))
+                wire.set_exception(
+                    JobFailed(
+                        code="transfer_aborted",
+                        node=self.id,
+                        phase="",
+                        message="aborted",
+                        remedy="",
+                    )
+                )
             return
         self.shadow = None
         if self.received is not None or self.unconfirmed is not None:
@@ -202,14 +229,24 @@ class Replica(Node):
 
     async def on_PrepareUpdate(self, message: Any, _: Any) -> Completed:
         self.part = message.manifest.changed or ()
-        return Completed(request_id="", result={"changed": {"tensors": self.part}} if self.part else {})
+        changed = (
+            {"tensors": self.part, "layout": whole_layout(len(self.part))} if self.part else None
+        )
+        return Completed(
+            request_id="", result={"layout": whole_layout(TENSORS), "changed": changed}
+        )
 
     async def on_PrepareShadow(self, message: Any, _: Any) -> Completed:
         return Completed(
-            request_id="", result={"why_not": "nothing is served" if self.served is None or self.poisoned else None}
+            request_id="",
+            result={
+                "why_not": "nothing is served" if self.served is None or self.poisoned else None
+            },
         )
 
-    async def on_ReceiveWeights(self, message: Any, say: Callable[..., None]) -> tuple[Completed, tuple[bytes, ...]]:
+    async def on_ReceiveWeights(
+        self, message: Any, say: Callable[..., None]
+    ) -> tuple[Completed, tuple[bytes, ...]]:
         base = message.base_version
         if base is not None and (base != self.served or self.poisoned or not self.part):
             raise self.refuse("base_missing")
@@ -259,7 +296,9 @@ class Replica(Node):
     def digests(self, values: list[int], **more: Any) -> tuple[Completed, tuple[bytes, ...]]:
         return Completed(request_id="", result={"seconds": {}, **more}), (packed(values),)
 
-    async def on_SwapWeights(self, message: Any, say: Callable[..., None]) -> tuple[Completed, tuple[bytes, ...]]:
+    async def on_SwapWeights(
+        self, message: Any, say: Callable[..., None]
+    ) -> tuple[Completed, tuple[bytes, ...]]:
         if self.shadow is None or self.shadow[0] != message.version:
             raise self.refuse("not_ready")
         came, self.shadow = self.shadow[1], None
@@ -309,7 +348,9 @@ def logprobs(values: Sequence[int], count: int) -> bytes:
 
 @dataclass(slots=True)
 class World:
-    """The nodes, the disk, and the router between them and the Publisher. `faults`: (node, kind) -> what happens to the next such request."""
+    """The nodes, the disk, and the router between them and the Publisher. `faults`: (node, kind) ->
+    what happens to the next such request.
+    """
 
     loop: VirtualLoop
     on_shown: Callable[[Replica], None]
@@ -323,7 +364,9 @@ class World:
     """What went wrong in a node: a promise that was broken there."""
 
     def weights(self, state: int) -> list[int]:
-        return [1000 * state + i if not self.changed_only or i in CHANGED else i for i in range(TENSORS)]
+        return [
+            1000 * state + i if not self.changed_only or i in CHANGED else i for i in range(TENSORS)
+        ]
 
     # -------------------------------------------------------- the router's methods
 
@@ -332,7 +375,9 @@ class World:
         return {i: n.peer for i, n in self.members.items()}
 
     def nodes(self, role: str, *, state: str = "ready") -> list[str]:
-        return sorted(i for i, n in self.members.items() if n.role == role and n.peer.state == state)
+        return sorted(
+            i for i, n in self.members.items() if n.role == role and n.peer.state == state
+        )
 
     def is_connected(self, peer_id: str) -> bool:
         return self.members[peer_id].peer.state != "lost"
@@ -346,7 +391,9 @@ class World:
         node = self.members[peer_id]
         node.peer.state = "ready" if node.up else "lost"
 
-    async def wait_ready(self, peer_ids: Sequence[str], *, timeout_s: float, one_is_enough: bool = False) -> None:
+    async def wait_ready(
+        self, peer_ids: Sequence[str], *, timeout_s: float, one_is_enough: bool = False
+    ) -> None:
         until = self.loop.now + timeout_s
         while True:
             missing = [p for p in peer_ids if self.members[p].peer.state != "ready"]
@@ -400,12 +447,20 @@ class World:
         def say(phase: str, **detail: Any) -> None:
             if on_progress is not None and fault != "mute":
                 on_progress(
-                    peer_id, Progress(request_id=message.request_id, sequence=next(counted), phase=phase, detail=detail)
+                    peer_id,
+                    Progress(
+                        request_id=message.request_id,
+                        sequence=next(counted),
+                        phase=phase,
+                        detail=detail,
+                    ),
                 )
 
         await asyncio.sleep(LATENCY_S)
         if fault == "refuse":
-            raise JobFailed(code="internal", node=peer_id, phase=phase, message="told to", remedy="")
+            raise JobFailed(
+                code="internal", node=peer_id, phase=phase, message="told to", remedy=""
+            )
         if fault in ("dies", "gone") or not node.up:
             return await self._lost(node, comes_back=fault != "gone")
         if fault == "restarts":
@@ -413,7 +468,14 @@ class World:
             raise NodeLost(f"{peer_id} was restarted")
         if fault == "hangs":
             await asyncio.sleep(message.deadline_s + LOST_S)
-            raise JobFailed(code="transfer_timeout", node=peer_id, phase=phase, message="stuck", remedy="", is_answer=False)
+            raise JobFailed(
+                code="transfer_timeout",
+                node=peer_id,
+                phase=phase,
+                message="stuck",
+                remedy="",
+                is_answer=False,
+            )
         if fault == "flips" and isinstance(node, Replica) and message.kind == "ReceiveWeights":
             node.flips = True
         answer = await asyncio.shield(self._in_background(self._handle(node, message, say)))
@@ -421,12 +483,24 @@ class World:
             return await self._lost(node, comes_back=True)
         if fault == "answer lost":
             await asyncio.sleep(message.deadline_s + LOST_S)
-            raise JobFailed(code="transfer_timeout", node=peer_id, phase=phase, message="silent", remedy="", is_answer=False)
+            raise JobFailed(
+                code="transfer_timeout",
+                node=peer_id,
+                phase=phase,
+                message="silent",
+                remedy="",
+                is_answer=False,
+            )
         if fault == "nonsense":
-            return Completed(request_id="", result={"seconds": "many", "layout": 5, "unverified": 5, "tensors": ()}), (b"1",)
+            return Completed(
+                request_id="",
+                result={"seconds": "many", "layout": 5, "unverified": 5, "tensors": ()},
+            ), (b"1",)
         return answer
 
-    async def _handle(self, node: Node, message: Any, say: Any) -> tuple[Completed, tuple[bytes, ...]]:
+    async def _handle(
+        self, node: Node, message: Any, say: Any
+    ) -> tuple[Completed, tuple[bytes, ...]]:
         handler = getattr(node, f"on_{message.kind}", None)
         answer = Completed(request_id="") if handler is None else await handler(message, say)
         return answer if isinstance(answer, tuple) else (answer, ())

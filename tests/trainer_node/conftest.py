@@ -25,19 +25,43 @@ FORKSERVER = "SPLICE_TEST_FORKSERVER"
 def child_env() -> dict[str, str]:
     """Environment of the processes that tests start."""
     path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def cpu_env() -> dict[str, str]:
-    """The same for processes that fork: CUDA does not survive that, and torch's optimizers ask it where there is a GPU."""
+    """The same for processes that fork: CUDA does not survive that, and torch's optimizers ask it
+    where there is a GPU.
+    """
     return child_env() | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_on_gpus(num_ranks: int, module: str, *args: object, timeout_s: float = 200.0) -> None:
-    """`tests.trainer_node.<module>` under torchrun, a process for each rank, because CUDA does not survive a fork."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    """`tests.trainer_node.<module>` under torchrun, a process for each rank, because CUDA does not
+    survive a fork.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+        "-m",
+    ]
     command += [f"tests.trainer_node.{module}", *map(str, args)]
-    ran = subprocess.run(command, cwd=REPO, env=child_env(), capture_output=True, text=True, timeout=timeout_s, check=False)
+    ran = subprocess.run(
+        command,
+        cwd=REPO,
+        env=child_env(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
 
 
@@ -49,7 +73,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Ranks:
-    """Runs `tests.trainer_node.<module>` on n ranks, as torchrun would, from a process that has Megatron imported already."""
+    """Runs `tests.trainer_node.<module>` on n ranks, as torchrun would, from a process that has
+    Megatron imported already.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
@@ -73,8 +99,12 @@ class Ranks:
         assert self._server.stdin is not None and self._server.stdout is not None
         return self._server.stdout, self._server.stdin
 
-    def __call__(self, num_ranks: int, module: str, *args: object, timeout_s: float = 120.0) -> None:
-        """Fails the test with the ranks' output if one of them fails or none ends within `timeout_s`."""
+    def __call__(
+        self, num_ranks: int, module: str, *args: object, timeout_s: float = 120.0
+    ) -> None:
+        """Fails the test with the ranks' output if one of them fails or none ends within
+        `timeout_s`.
+        """
         if self._pipes is None:
             self._pipes = self._start()
         answers, requests = self._pipes
@@ -82,9 +112,13 @@ class Ranks:
         self._count += 1
         log = self._folder / f"{self._count}-{module}.log"
         request = {
-            "module": f"tests.trainer_node.{module}", "args": list(map(str, args)), "num_ranks": num_ranks, "port": store.port,
-            "log": str(log), "timeout_s": timeout_s,
-        }  # fmt: skip
+            "module": f"tests.trainer_node.{module}",
+            "args": list(map(str, args)),
+            "num_ranks": num_ranks,
+            "port": store.port,
+            "log": str(log),
+            "timeout_s": timeout_s,
+        }
         requests.write(json.dumps(request) + "\n")
         requests.flush()
         answer = answers.readline()
@@ -94,7 +128,8 @@ class Ranks:
         codes = json.loads(answer)["codes"]
         output = log.read_text()[-6000:] if log.exists() else ""
         assert codes == [0] * num_ranks, (
-            f"exit codes {codes} (null: killed after {timeout_s} s, or after another failed)\n{output}"
+            f"exit codes {codes} (null: killed after {timeout_s} s, or after another "
+            f"failed)\n{output}"
         )
 
     def close(self) -> None:

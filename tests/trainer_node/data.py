@@ -6,7 +6,7 @@ import numpy as np
 
 from orchestrator.protocol.messages import OPTIONAL_BATCH_TENSORS, LossSpec, batch_specs
 from tests.trainer_node.tiny import VOCAB
-from trainer_node.batch import Batch, decode_batch
+from trainer_node.training.batch import Batch, decode_batch
 
 LENGTHS = (9, 5, 12, 7, 3)
 TEMPERATURES = (0.7, 1.3)
@@ -29,10 +29,17 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
 
 def temperatures(seed: int = 0) -> np.ndarray:
     """One for each token of `arrays`, each another."""
-    return np.random.default_rng(seed + 1000).uniform(*TEMPERATURES, sum(LENGTHS)).astype(np.float32)
+    return (
+        np.random.default_rng(seed + 1000).uniform(*TEMPERATURES, sum(LENGTHS)).astype(np.float32)
+    )
 
 
-def make_batch(values: dict[str, np.ndarray] | None = None, *, loss: LossSpec | None = None, max_length: int = 64) -> Batch:
+def make_batch(
+    values: dict[str, np.ndarray] | None = None,
+    *,
+    loss: LossSpec | None = None,
+    max_length: int = 64,
+) -> Batch:
     """The arrays through the same door as a message's buffers."""
     values = values or arrays()
     sizes = {"num_sequences": len(values["sequence_lengths"]), "num_tokens": len(values["tokens"])}
@@ -42,4 +49,10 @@ def make_batch(values: dict[str, np.ndarray] | None = None, *, loss: LossSpec | 
         for s in batch_specs(**sizes, optional=optional)
     )
     buffers = [values[s.name].tobytes() for s in specs]
-    return decode_batch(specs=specs, buffers=buffers, vocab_size=VOCAB, max_length=max_length, loss=loss or LossSpec())
+    return decode_batch(
+        specs=specs,
+        buffers=buffers,
+        vocab_size=VOCAB,
+        max_length=max_length,
+        loss=loss or LossSpec(),
+    )

@@ -1,4 +1,5 @@
-"""One rank, several checks on real tensors: wrappers, partial checkpoints, bf16, restricted vocabulary, the grouped kernel.
+"""One rank, several checks on real tensors: wrappers, partial checkpoints, bf16, restricted
+vocabulary, the grouped kernel.
 
 python -m tests.trainer_node.extras OUT DENSE MOE
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,118 +18,148 @@ from safetensors.torch import load_file
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.trainer_node.data import arrays, make_batch
-from tests.trainer_node.worker import make_runtime, random_adapters
-from trainer_node import checkpoint
-from trainer_node.export import Exporter
-from trainer_node.merge import decoder_name
-from trainer_node.runtime import TrainerRuntime
+from tests.trainer_node.worker import make_trainer, random_adapters
+from trainer_node.adapters.merge import decoder_name
+from trainer_node.export.merged import Exporter
+from trainer_node.state import checkpoint
+from trainer_node.state.generations import MARKER, CheckpointError
+from trainer_node.training.trainer import Trainer
 
 
 def check_wrappers(model: Path) -> None:
     """A compiled layer and Megatron's bf16 wrapper change no name, no tensor and no adapter."""
     from megatron.core.transformer.module import Float16Module
 
-    runtime = make_runtime(model, 1, 1, 1, dtype="bfloat16")
-    random_adapters(runtime)
-    plain = dict(Exporter(runtime).merged_tensors())
-    bare = runtime.model[0]
+    from trainer_node.model import build
+
+    trainer = make_trainer(model, 1, 1, 1, dtype="bfloat16")
+    random_adapters(trainer)
+    plain = dict(Exporter(trainer.model).merged_tensors())
+    bare = trainer.model.modules[0]
     names = [decoder_name(n) for n, _ in bare.named_parameters()]
     bare.decoder.layers[0] = torch.compile(bare.decoder.layers[0], backend="eager")
-    runtime.model = [Float16Module(runtime.provider, bare)]
-    wrapped = [n for n, _ in runtime.model[0].named_parameters()]
+    modules = [Float16Module(trainer.model.provider, bare)]
+    wrapped = [n for n, _ in modules[0].named_parameters()]
     assert any(n.startswith("module.") and "_orig_mod." in n for n in wrapped)
     assert [decoder_name(n) for n in wrapped] == names
-    assert [decoder_name(n.replace("module.", "module.language_model.", 1)) for n in wrapped] == names
-    runtime.adapters.close()
-    del runtime.bridge._cached_param_names
-    runtime.conversion_tasks = runtime.bridge.build_conversion_tasks(runtime.checkpoint, runtime.model)
-    runtime._adapt()
-    random_adapters(runtime)
-    again = dict(Exporter(runtime).merged_tensors())
+    assert [
+        decoder_name(n.replace("module.", "module.language_model.", 1)) for n in wrapped
+    ] == names
+    trainer.model.adapters.close()
+    del trainer.model.bridge._cached_param_names
+    built = trainer.model
+    tasks = built.bridge.build_conversion_tasks(built.checkpoint, modules)
+    adapters, params = build.trainable(
+        modules[0],
+        tasks,
+        config=built.config,
+        hf_config=built.hf_config,
+        provider=built.provider,
+        device=built.device,
+    )
+    trainer = Trainer(
+        replace(built, modules=modules, conversion_tasks=tasks, adapters=adapters, params=params)
+    )
+    random_adapters(trainer)
+    again = dict(Exporter(trainer.model).merged_tensors())
     base = load_file(model / "model.safetensors")
     assert list(again) == list(plain)
     for name, tensor in again.items():
         assert tensor.dtype is torch.bfloat16
         assert torch.equal(tensor, plain[name]), name
         assert torch.equal(tensor, base[name].bfloat16()) != name.endswith("_proj.weight"), name
-    metrics = runtime.train_step(make_batch(), LossSpec(), OptimParams())
+    metrics = trainer.train_step(make_batch(), LossSpec(), OptimParams())
     assert metrics["grad_norm"] > 0
-    assert {p.param.dtype for p in runtime.params} == {torch.float32}
-    runtime.close()
+    assert {p.param.dtype for p in trainer.model.params} == {torch.float32}
+    trainer.model.close()
 
 
-def refuses(runtime: TrainerRuntime, folder: Path, *words: str) -> None:
-    before = [p.param.clone() for p in runtime.params]
-    with pytest.raises(checkpoint.CheckpointError) as caught:
-        checkpoint.load(runtime, folder)
+def refuses(trainer: Trainer, folder: Path, *words: str) -> None:
+    before = [p.param.clone() for p in trainer.model.params]
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(trainer, folder)
     assert all(w in str(caught.value) for w in words), caught.value
-    assert all(torch.equal(p.param, b) for p, b in zip(runtime.params, before, strict=True))
+    assert all(torch.equal(p.param, b) for p, b in zip(trainer.model.params, before, strict=True))
 
 
 def check_checkpoints(model: Path, out: Path) -> None:
-    """A checkpoint with something missing is refused and changes nothing; a foreign folder is not replaced."""
-    runtime = make_runtime(model, 1, 1, 1)
-    random_adapters(runtime)
+    """A checkpoint with something missing is refused and changes nothing; a foreign folder is not
+    replaced.
+    """
+    trainer = make_trainer(model, 1, 1, 1)
+    random_adapters(trainer)
     whole, broken = out / "whole", out / "broken"
-    checkpoint.save(runtime, whole, version=3)
-    checkpoint.save(runtime, whole, version=4)  # over the first
+    checkpoint.save(trainer, whole, version=3)
+    checkpoint.save(trainer, whole, version=4)  # over the first
     assert not [p for p in out.iterdir() if p.name.startswith(".")]
-    runtime.train_step(make_batch(), LossSpec(), OptimParams())
+    trainer.train_step(make_batch(), LossSpec(), OptimParams())
     for victim in (
         "adapter/adapter_model.safetensors",
         "adapter/adapter_config.json",
         "state/__0_0.distcp",
         "rank_0.pt",
-        checkpoint.MARKER,
+        MARKER,
     ):
         shutil.copytree(whole, broken)
         (broken / victim).unlink()
-        refuses(runtime, broken, victim.rpartition("/")[2])
+        refuses(trainer, broken, victim.rpartition("/")[2])
         shutil.rmtree(broken)
     shutil.copytree(whole, broken)
     path = broken / "adapter" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    refuses(runtime, broken, "not whole")
-    assert checkpoint.load(runtime, whole).version == 4
+    refuses(trainer, broken, "not whole")
+    assert checkpoint.load(trainer, whole).version == 4
     foreign = out / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
-    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of ours"):
-        checkpoint.save(runtime, foreign, version=1)
+    with pytest.raises(CheckpointError, match="no checkpoint of ours"):
+        checkpoint.save(trainer, foreign, version=1)
     assert (foreign / "thesis.tex").exists()
-    runtime.close()
-    other = make_runtime(model, 1, 1, 1, lora=LoraConfig(rank=4, alpha=9))
+    trainer.model.close()
+    other = make_trainer(model, 1, 1, 1, lora=LoraConfig(rank=4, alpha=9))
     refuses(other, whole, "lora", "9.0")
-    other.close()
+    other.model.close()
 
 
 def check_restricted_and_partial_targets(model: Path) -> None:
-    """Log-probs over allowed ids are higher than over all; adapters on some parts of fused linears train and export."""
-    runtime = make_runtime(model, 1, 1, 1, lora=LoraConfig(rank=4, alpha=8, targets=("k_proj", "up_proj", "o_proj")))
-    base = dict(Exporter(runtime).base_tensors())
+    """Log-probs over allowed ids are higher than over all; adapters on some parts of fused linears
+    train and export.
+    """
+    trainer = make_trainer(
+        model, 1, 1, 1, lora=LoraConfig(rank=4, alpha=8, targets=("k_proj", "up_proj", "o_proj"))
+    )
+    base = dict(Exporter(trainer.model).base_tensors())
     values = arrays()
     allowed = (3, 5, 11)
     picked = values["loss_mask"] == 1
     values["tokens"][picked] = [allowed[i % 3] for i in range(picked.sum())]
-    free = runtime.forward_backward(make_batch(values), LossSpec(name="cross_entropy")).loss
-    assert runtime.drop_pending() == 1
+    free = trainer.forward_backward(make_batch(values), LossSpec(name="cross_entropy")).loss
+    assert trainer.drop_pending() == 1
     loss = LossSpec(name="cross_entropy", allowed_token_ids=allowed)
-    losses = [runtime.train_step(make_batch(values), loss, OptimParams(lr=1e-2))["loss"] for _ in range(3)]
+    losses = [
+        trainer.train_step(make_batch(values), loss, OptimParams(lr=1e-2))["loss"] for _ in range(3)
+    ]
     count = int(picked.sum())
     assert losses[0] < free / count - 2
     assert losses[2] < losses[0]
-    changed = {n.split(".")[-2] for n, t in Exporter(runtime).merged_tensors() if not torch.equal(t, base[n])}
+    changed = {
+        n.split(".")[-2]
+        for n, t in Exporter(trainer.model).merged_tensors()
+        if not torch.equal(t, base[n])
+    }
     assert changed == {"k_proj", "up_proj", "o_proj"}
-    runtime.close()
+    trainer.model.close()
 
 
 def check_grouped_kernel(moe: Path) -> None:
-    """The padded, grouped product that CUDA takes equals the loop, forward and backward, with empty experts too."""
-    from trainer_node.lora import ExpertAdapter, _Groups
+    """The padded, grouped product that CUDA takes equals the loop, forward and backward, with empty
+    experts too.
+    """
+    from trainer_node.adapters.lora import ExpertAdapter, _Groups
 
-    runtime = make_runtime(moe, 1, 1, 1, lora=LoraConfig(rank=3, alpha=8))
-    random_adapters(runtime)
-    adapter = next(a for a in runtime.adapters.adapters if isinstance(a, ExpertAdapter))
+    trainer = make_trainer(moe, 1, 1, 1, lora=LoraConfig(rank=3, alpha=8))
+    random_adapters(trainer)
+    adapter = next(a for a in trainer.model.adapters.adapters if isinstance(a, ExpertAdapter))
     original, results = _Groups.__init__, []
 
     class Fused:
@@ -151,19 +183,21 @@ def check_grouped_kernel(moe: Path) -> None:
     for loop, grouped in zip(*results, strict=True):
         assert loop.abs().max() > 0
         assert torch.allclose(loop, grouped, rtol=1e-5, atol=1e-5)
-    runtime.close()
+    trainer.model.close()
 
 
 def check_random_init(moe: Path, out: Path) -> None:
-    """config.json alone is enough; weights have the config's spread; the same seed gives the same model."""
+    """config.json alone is enough; weights have the config's spread; the same seed gives the same
+    model.
+    """
     folder = out / "config_only"
     folder.mkdir()
     shutil.copy(moe / "config.json", folder)
     exports = []
     for seed in (1, 1, 2):
-        runtime = make_runtime(folder, 1, 1, 1, init="random", seed=seed)
-        exports.append({n: t.clone() for n, t in Exporter(runtime).merged_tensors()})
-        runtime.close()
+        trainer = make_trainer(folder, 1, 1, 1, init="random", seed=seed)
+        exports.append({n: t.clone() for n, t in Exporter(trainer.model).merged_tensors()})
+        trainer.model.close()
     first, same, other = exports
     assert set(first) == set(load_file(moe / "model.safetensors"))
     assert all(torch.equal(first[n], same[n]) for n in first)

@@ -1,10 +1,12 @@
-"""Starts the ranks of a check on real Megatron by forking a process that has imported everything, because the imports take longer than the checks.
+"""Starts the ranks of a check on real Megatron by forking a process that has imported everything,
+because the imports take longer than the checks.
 
     python -m tests.trainer_node.forkserver
 
-One JSON request a line on stdin: {"module", "args", "num_ranks", "port", "log", "timeout_s"}; one JSON answer a line: {"codes": [exit code of each rank]},
-null where a rank had to be killed. The environment of each rank is torchrun's; the store is the caller's, at `port`.
-`mutantserver.py` forks such a process with another copy of this project's packages in it.
+One JSON request a line on stdin: {"module", "args", "num_ranks", "port", "log", "timeout_s"}; one
+JSON answer a line: {"codes": [exit code of each rank]}, null where a rank had to be killed. The
+environment of each rank is torchrun's; the store is the caller's, at `port`. `mutantserver.py`
+forks such a process with another copy of this project's packages in it.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ POLL_S = 0.02
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
     """Until the requests end."""
-    from trainer_node import cpu_shims
+    from trainer_node.model import cpu_shims
 
     cpu_shims.apply()
     import megatron.bridge
     import peft
     import transformers  # noqa: F401
 
+    import trainer_node.model.build
     import trainer_node.node
-    import trainer_node.runtime  # noqa: F401
+    import trainer_node.training.trainer  # noqa: F401
 
     del megatron, peft
     for line in requests:
@@ -70,9 +73,14 @@ def _fork(request: dict[str, Any], rank: int) -> int:
         os.dup2(log, 2)
         if request["num_ranks"] > 1:
             os.environ.update(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["num_ranks"]), MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(request["port"]), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-            )  # fmt: skip
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(request["num_ranks"]),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(request["port"]),
+                TORCHELASTIC_USE_AGENT_STORE="True",
+                TORCHELASTIC_RESTART_COUNT="0",
+            )
         sys.argv = [request["module"], *request["args"]]
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         code = 0

@@ -1,6 +1,8 @@
-"""One rank of a check that several ranks send what one would: bytes of `WireExport` against `Exporter`, and failures in the middle.
+"""One rank of a check that several ranks send what one would: bytes of `WireExport` against
+`Exporter`, and failures in the middle.
 
-    torchrun ... -m tests.trainer_node.gather MODEL TENSOR PIPELINE EXPERT [DTYPE] [cuda] [no-sequence] [FLAG ...]
+    torchrun ... -m tests.trainer_node.gather MODEL TENSOR PIPELINE EXPERT [DTYPE] [cuda]
+    [no-sequence] [FLAG ...]
 
 LoRA with random adapters, then full parameters.
 """
@@ -20,12 +22,12 @@ from orchestrator.errors import SpliceError, TransferTimeout
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import Manifest
 from tests.trainer_node.test_wire_export import shuffled_order, vllm_order
-from tests.trainer_node.worker import make_runtime, random_adapters
-from trainer_node.export import Exporter
-from trainer_node.gathering import OutOfStep
-from trainer_node.node import Control, NotReady, _diverged
-from trainer_node.runtime import TrainerRuntime
-from trainer_node.wire_export import WireExport, supports
+from tests.trainer_node.worker import make_trainer, random_adapters
+from trainer_node.export.merged import Exporter
+from trainer_node.export.wire_export import WireExport, supports
+from trainer_node.lockstep import Lockstep, OutOfStep, has_diverged
+from trainer_node.request import NotReady
+from trainer_node.training.trainer import Trainer
 
 LIMIT_S = 60.0
 BROKEN = 0xA5
@@ -48,16 +50,28 @@ def collect(export: WireExport, *, stop_at: int | None = None) -> list[torch.Ten
         export.contribute()
         return chunks
     for k in range(export.num_chunks if stop_at is None else stop_at):
-        whole_B = torch.full((export.chunk_nbytes(k) + 128,), BROKEN, dtype=torch.uint8, device=device())
+        whole_B = torch.full(
+            (export.chunk_nbytes(k) + 128,), BROKEN, dtype=torch.uint8, device=device()
+        )
         export.fill(k, whole_B[64:-64])
-        assert bool((whole_B[:64] == BROKEN).all() and (whole_B[-64:] == BROKEN).all()), "written beyond the chunk"
+        assert bool((whole_B[:64] == BROKEN).all() and (whole_B[-64:] == BROKEN).all()), (
+            "written beyond the chunk"
+        )
         chunks.append(whole_B[64:-64])
     export.drain()
     return chunks
 
 
-def check_bytes(exporter: Exporter, export: WireExport, manifest: Manifest, order: Sequence[Sequence[int]], part=None) -> None:
-    """Every chunk, tensor by tensor. A GPU's fused merge may round otherwise than torch's product; what is only copied is equal to the bit."""
+def check_bytes(
+    exporter: Exporter,
+    export: WireExport,
+    manifest: Manifest,
+    order: Sequence[Sequence[int]],
+    part=None,
+) -> None:
+    """Every chunk, tensor by tensor. A GPU's fused merge may round otherwise than torch's product;
+    what is only copied is equal to the bit.
+    """
     expected = {n: t.clone().contiguous() for n, t in exporter.merged_tensors(part)}
     whole = exporter.manifest()
     merged = {whole.tensors[i].name for i in whole.changed or ()} if device() == "cuda" else set()
@@ -67,39 +81,47 @@ def check_bytes(exporter: Exporter, export: WireExport, manifest: Manifest, orde
         for spec, got_B in zip(specs, chunk_B.split([s.nbytes for s in specs]), strict=True):
             wanted = expected[spec.name].reshape(-1)
             if spec.name in merged:
-                torch.testing.assert_close(got_B.clone().view(wanted.dtype), wanted, rtol=2**-7, atol=1e-6, msg=spec.name)
+                torch.testing.assert_close(
+                    got_B.clone().view(wanted.dtype), wanted, rtol=2**-7, atol=1e-6, msg=spec.name
+                )
             else:
                 assert torch.equal(got_B, wanted.view(torch.uint8)), spec.name
 
 
-def check(runtime: TrainerRuntime) -> None:
-    """Whole and part, in several orders, after the parameters have moved, and after their memory was given away."""
-    assert supports(runtime) is None
-    exporter = Exporter(runtime)
+def check(trainer: Trainer) -> None:
+    """Whole and part, in several orders, after the parameters have moved, and after their memory
+    was given away.
+    """
+    assert supports(trainer.model) is None
+    exporter = Exporter(trainer.model)
     manifest = exporter.manifest()
     names = [s.name for s in manifest.tensors]
     orders = [vllm_order(names), shuffled_order(len(names), 5, seed=2), [list(range(len(names)))]]
-    exports = [WireExport(runtime, manifest, order) for order in orders]
-    if not runtime.trains_all:
-        random_adapters(runtime)  # after the plan: adapters are read where they are
+    exports = [WireExport(trainer.model, manifest, order) for order in orders]
+    if not trainer.model.trains_all:
+        random_adapters(trainer)  # after the plan: adapters are read where they are
     for order, export in zip(orders, exports, strict=True):
         check_bytes(exporter, export, manifest, order)
-    for p in runtime.model[0].parameters():
+    for p in trainer.model.modules[0].parameters():
         p.data = p.data.clone() + 0.25
     check_bytes(exporter, exports[0], manifest, orders[0])
     exports[0].release()
-    runtime.offload()
-    runtime.reload()
+    trainer.offload()
+    trainer.reload()
     check_bytes(exporter, exports[0], manifest, orders[0])
     if manifest.changed is not None:
         part = manifest.part(manifest.changed)
         order = shuffled_order(len(part.tensors), 3, seed=4)
-        check_bytes(exporter, WireExport(runtime, part, order), part, order, manifest.changed)
+        check_bytes(exporter, WireExport(trainer.model, part, order), part, order, manifest.changed)
     check_failures(exporter, exports[1], manifest, orders[1])
 
 
-def check_failures(exporter: Exporter, export: WireExport, manifest: Manifest, order: Sequence[Sequence[int]]) -> None:
-    """Rank 0 gives up in the middle, and before the first chunk; another rank's merge fails: the next send is right every time."""
+def check_failures(
+    exporter: Exporter, export: WireExport, manifest: Manifest, order: Sequence[Sequence[int]]
+) -> None:
+    """Rank 0 gives up in the middle, and before the first chunk; another rank's merge fails: the
+    next send is right every time.
+    """
     for stop_at in (2, 0):
         collect(export, stop_at=stop_at)
         check_bytes(exporter, export, manifest, order)
@@ -122,32 +144,38 @@ def check_failures(exporter: Exporter, export: WireExport, manifest: Manifest, o
     check_bytes(exporter, export, manifest, order)
 
 
-def check_together(control: Control) -> None:
+def check_agreement(lockstep: Lockstep) -> None:
     """An act that fails on some rank ends alike on all, and they go on; out of step they do not."""
 
     def outcome(failing: int, error: Exception) -> str:
-        def act() -> str:
-            if dist.get_rank() == failing:
-                raise error
-            return "done"
-
         try:
-            return control.together(act)
+            with lockstep.agree():
+                if dist.get_rank() == failing:
+                    raise error
+            return "done"
         except SpliceError as caught:
-            errors = control.compare(caught)
-            assert _diverged(errors) == isinstance(error, OutOfStep), errors
+            failures = lockstep.compare(caught)
+            diverged = has_diverged(failures, world_size=dist.get_world_size())
+            assert diverged == isinstance(error, OutOfStep), failures
             return type(caught).__name__
 
     assert outcome(-1, ValueError()) == "done"
     assert outcome(0, NotReady("no group")) == ("NotReady" if is_root() else "SendFailed")
-    assert outcome(0, MemoryError()) == outcome(1, TransferTimeout("late")) == outcome(1, MemoryError()) == "SendFailed"
+    assert (
+        outcome(0, MemoryError())
+        == outcome(1, TransferTimeout("late"))
+        == outcome(1, MemoryError())
+        == "SendFailed"
+    )
     assert outcome(1, OutOfStep("gone")) == outcome(0, OutOfStep("gone")) == "OutOfStep"
 
 
-def check_silence(runtime: TrainerRuntime) -> None:
-    """A rank that sends nothing is waited for up to the limit, and the group is of no use after that. The last check: it breaks the group."""
-    manifest = Exporter(runtime).manifest()
-    export = WireExport(runtime, manifest, [list(range(len(manifest.tensors)))])
+def check_silence(trainer: Trainer) -> None:
+    """A rank that sends nothing is waited for up to the limit, and the group is of no use after
+    that. The last check: it breaks the group.
+    """
+    manifest = Exporter(trainer.model).manifest()
+    export = WireExport(trainer.model, manifest, [list(range(len(manifest.tensors)))])
     began = time.monotonic()
     export.start(limit=began + 1.0)
     if is_root() and export._exchange.moves:
@@ -156,40 +184,53 @@ def check_silence(runtime: TrainerRuntime) -> None:
         with pytest.raises(OutOfStep):
             export.drain()
         assert 0.5 < time.monotonic() - began < 30.0
-    dist.barrier(runtime.control_group)
+    dist.barrier(trainer.model.control_group)
 
 
-def check_reasons(runtime: TrainerRuntime) -> None:
+def check_reasons(trainer: Trainer) -> None:
     """What one rank does not understand, all of them refuse."""
     from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
 
-    here = [t for t in runtime.conversion_tasks if t.param_weight is not None]
-    task = next(t for t in here if t.global_param_name.endswith(("input_layernorm.weight", "layer_norm_weight")))
+    here = [t for t in trainer.model.conversion_tasks if t.param_weight is not None]
+    task = next(
+        t
+        for t in here
+        if t.global_param_name.endswith(("input_layernorm.weight", "layer_norm_weight"))
+    )
     kept = task.mapping.__class__
     if not is_root():
         task.mapping.__class__ = RMSNorm2ZeroCenteredRMSNormMapping
-    reason = supports(runtime) or ""
+    reason = supports(trainer.model) or ""
     assert reason.startswith("rank 1: ") and "RMSNorm2ZeroCentered" in reason, reason
     task.mapping.__class__ = kept
-    assert supports(runtime) is None
+    assert supports(trainer.model) is None
 
 
 def main() -> None:
     from megatron.core import parallel_state
 
-    model, sizes, sequence = Path(sys.argv[1]), list(map(int, sys.argv[2:5])), "no-sequence" not in sys.argv
+    model, sizes, sequence = (
+        Path(sys.argv[1]),
+        list(map(int, sys.argv[2:5])),
+        "no-sequence" not in sys.argv,
+    )
     dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"
-    options = {"sequence": sequence, "dtype": dtype, "device": device(), "lora": LoraConfig(rank=4, alpha=6)}
+    options = {
+        "sequence": sequence,
+        "dtype": dtype,
+        "device": device(),
+        "lora": LoraConfig(rank=4, alpha=6),
+    }
     for finetuning_type in ("lora", "full"):
-        runtime = make_runtime(model, *sizes, finetuning_type=finetuning_type, **options)
-        check(runtime)
-        check_reasons(runtime)
-        check_together(Control(runtime.control_group))
+        trainer = make_trainer(model, *sizes, finetuning_type=finetuning_type, **options)
+        check(trainer)
+        check_reasons(trainer)
+        check_agreement(Lockstep(trainer.model.control_group))
         # A silent peer leaves a kernel of NCCL behind, which only the trainer's end frees.
-        if runtime.trains_all and device() == "cpu":
-            check_silence(runtime)
+        if trainer.model.trains_all and device() == "cpu":
+            check_silence(trainer)
         parallel_state.destroy_model_parallel()  # the default process group stays for the next one
-    runtime.close()
+    trainer.model.close()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Runs tests of other copies of this repository in forks of a process that has torch, transformers, PEFT and Megatron imported, none of our packages.
+"""Runs tests of other copies of this repository in forks of a process that has torch, transformers,
+PEFT and Megatron imported, none of our packages.
 
     python -m tests.trainer_node.mutantserver
 
-One JSON request a line on stdin: {"name", "folder", "tests", "log", "timeout_s"}; when a run has ended, one JSON answer a line: {"name", "code",
-"seconds"}, in any order; the code is pytest's, null after the deadline. `WORKERS` at a time. In each run pytest has the copy's packages, and its
+One JSON request a line on stdin: {"name", "folder", "tests", "log", "timeout_s"}; when a run has
+ended, one JSON answer a line: {"name", "code", "seconds"}, in any order; the code is pytest's, null
+after the deadline. `WORKERS` at a time. In each run pytest has the copy's packages, and its
 `torchrun` fixture forks ranks of them (`conftest.FORKSERVER`).
 """
 
@@ -23,14 +25,16 @@ OURS = ("orchestrator", "weight_transfer", "trainer_node", "tests")
 
 
 def preload() -> None:
-    """Import what no mutant changes. The shims are applied once more, from the copy, in each run: that changes nothing but whose they are."""
+    """Import what no mutant changes. The shims are applied once more, from the copy, in each run:
+    that changes nothing but whose they are.
+    """
     import hypothesis
     import peft
     import pytest
     import transformers
     from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-    from trainer_node import cpu_shims
+    from trainer_node.model import cpu_shims
 
     cpu_shims.apply()
     import trainer_node.node
@@ -66,12 +70,18 @@ def _serve(running: dict[int, dict[str, Any]]) -> None:
             running[_fork(request)] = request
         for pid in _ended(running):
             request = running.pop(pid)
-            answer = {"name": request["name"], "code": request["code"], "seconds": time.monotonic() - request["started"]}
+            answer = {
+                "name": request["name"],
+                "code": request["code"],
+                "seconds": time.monotonic() - request["started"],
+            }
             print(json.dumps(answer), flush=True)
 
 
 def _ended(running: dict[int, dict[str, Any]]) -> list[int]:
-    """Process groups that have ended, or have been ended because their time was over; their "code" is set."""
+    """Process groups that have ended, or have been ended because their time was over; their "code"
+    is set.
+    """
     ended = []
     for pid, request in running.items():
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -108,13 +118,24 @@ def _fork(request: dict[str, Any]) -> int:
         os.chdir(request["folder"])
         sys.path[:] = [
             request["folder"],
-            *(p for p in sys.path if p and not os.path.isfile(os.path.join(p, "trainer_node/runtime.py"))),
+            *(
+                p
+                for p in sys.path
+                if p and not os.path.isfile(os.path.join(p, "trainer_node/__main__.py"))
+            ),
         ]
         os.environ["PYTHONPATH"] = request["folder"]
         _fork_server()
         import pytest
 
-        arguments = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={request['log']}.tmp", *request["tests"]]
+        arguments = [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={request['log']}.tmp",
+            *request["tests"],
+        ]
         code = int(pytest.main(arguments))
     except BaseException:
         logging.exception("a run of tests")
@@ -125,7 +146,9 @@ def _fork(request: dict[str, Any]) -> int:
 
 
 def _fork_server() -> None:
-    """A `forkserver` for the run, before anything computes: torch's autograd does not survive a fork."""
+    """A `forkserver` for the run, before anything computes: torch's autograd does not survive a
+    fork.
+    """
     requests, answers = os.pipe(), os.pipe()
     if os.fork():
         os.close(requests[0]), os.close(answers[1])

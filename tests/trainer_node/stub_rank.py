@@ -1,4 +1,5 @@
-"""A rank without a model: writes its environment to FOLDER/RANK.json, then does what its arguments say.
+"""A rank without a model: writes its environment to FOLDER/RANK.json, then does what its arguments
+say.
 
 python -m tests.trainer_node.stub_rank FOLDER {waits | ends:RANK:CODE | joins}
 """
@@ -43,13 +44,19 @@ def joined() -> dict[str, object]:
     import torch.distributed as dist
 
     from orchestrator.protocol.config import ParallelConfig, TrainerConfig
-    from trainer_node import rendezvous
+    from trainer_node.launcher import rendezvous
 
     world = int(os.environ["WORLD_SIZE"])
-    rendezvous.join(TrainerConfig(model=Path("none"), parallel=ParallelConfig(world_size=world), collective_timeout_s=60))
+    rendezvous.join(
+        TrainerConfig(
+            model=Path("none"), parallel=ParallelConfig(world_size=world), collective_timeout_s=60
+        )
+    )
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total)
-    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    ]
     return {"sum": int(total), "listening": [[a.ip, a.port] for a in listening]}
 
 

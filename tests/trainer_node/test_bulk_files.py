@@ -1,4 +1,6 @@
-"""Files written by many threads hold what one would have written, and are read by those whose formats they are."""
+"""Files written by many threads hold what one would have written, and are read by those whose
+formats they are.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from trainer_node import hashing, peft_io, sharded_state
-from trainer_node.bulk_files import Part, bulk_writer, spans
+from trainer_node.adapters import peft_io
+from trainer_node.state import hashing, sharded_state
+from trainer_node.state.bulk_files import Extent, bulk_writer, spans
 
 CPU = torch.device("cpu")
 
 
-def part(offset: int, nbytes: int) -> Part:
-    return Part(offset=offset, nbytes=nbytes, source=bytes(range(offset % 256, offset % 256 + nbytes)))
+def part(offset: int, nbytes: int) -> Extent:
+    return Extent(
+        offset=offset, nbytes=nbytes, source=bytes(range(offset % 256, offset % 256 + nbytes))
+    )
 
 
 def test_spans_are_full_and_end_to_end() -> None:
@@ -34,7 +39,7 @@ def test_spans_are_full_and_end_to_end() -> None:
     ]
     assert spans([], span_bytes=8) == []
     for wrong in ([part(0, 7), part(8, 1)], [part(0, 7), part(6, 2)], [part(1, 1)]):
-        with pytest.raises(ValueError, match="the file's parts end at byte"):
+        with pytest.raises(ValueError, match="the file's extents end at byte"):
             spans(wrong, span_bytes=8)
 
 
@@ -43,9 +48,9 @@ def test_a_file_of_views_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     stacked, strided = torch.randn(5, 7, 11), torch.randn(40, 30)[:, 3:20]
     parts = [
-        Part(offset=0, nbytes=13, source=b"thirteen byte"),
-        Part(offset=13, nbytes=4 * 385, source=lambda: stacked),
-        Part(offset=13 + 1540, nbytes=4 * 680, source=lambda: strided),
+        Extent(offset=0, nbytes=13, source=b"thirteen byte"),
+        Extent(offset=13, nbytes=4 * 385, source=lambda: stacked),
+        Extent(offset=13 + 1540, nbytes=4 * 680, source=lambda: strided),
     ]
     before = set(threading.enumerate())
     with bulk_writer(CPU) as writer:
@@ -57,7 +62,9 @@ def test_a_file_of_views_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [(tmp_path / str(i)).read_bytes() == wanted for i in range(3)] == [True] * 3
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_thread_or_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_thread_or_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hashing, "SPAN_BYTES", 1000)
     real, before = os.pwrite, set(threading.enumerate())
 
@@ -68,14 +75,18 @@ def test_a_full_disk_is_an_error_and_leaves_no_thread_or_file_open(tmp_path: Pat
 
     monkeypatch.setattr(os, "pwrite", full)
     tensor = torch.arange(3000, dtype=torch.float32)
-    whole = [Part(offset=0, nbytes=12000, source=lambda: tensor)]
+    whole = [Extent(offset=0, nbytes=12000, source=lambda: tensor)]
     with pytest.raises(OSError, match="No space left"), bulk_writer(CPU) as writer:
         writer.start(tmp_path / "large", whole).wait()
     with bulk_writer(CPU) as writer:
-        writer.start(tmp_path / "small", [Part(offset=0, nbytes=4800, source=lambda: tensor[:1200])]).wait()
+        writer.start(
+            tmp_path / "small", [Extent(offset=0, nbytes=4800, source=lambda: tensor[:1200])]
+        ).wait()
     assert (tmp_path / "small").read_bytes() == tensor[:1200].numpy().tobytes()
     assert set(threading.enumerate()) <= before
-    assert not [file for file in psutil.Process().open_files() if Path(file.path).is_relative_to(tmp_path)]
+    assert not [
+        file for file in psutil.Process().open_files() if Path(file.path).is_relative_to(tmp_path)
+    ]
 
 
 def test_stacks_are_a_safetensors_file(tmp_path: Path) -> None:
@@ -84,9 +95,16 @@ def test_stacks_are_a_safetensors_file(tmp_path: Path) -> None:
     experts, dense = torch.randn(3, 4, 6), torch.randn(8, 4)
     names = tuple(f"model.layers.0.mlp.experts.{e}.up_proj" for e in range(3))
     stacks = [
-        peft_io.Stack(names=names, matrix="A", shape=(4, 6), pieces=((0, experts[:2]), (48, experts[2:]))),
-        peft_io.Stack(names=("model.layers.0.self_attn.q_proj",), matrix="B", shape=(8, 4), pieces=((0, dense[:4]), (16, dense[4:]))),
-    ]  # fmt: skip
+        peft_io.Stack(
+            names=names, matrix="A", shape=(4, 6), pieces=((0, experts[:2]), (48, experts[2:]))
+        ),
+        peft_io.Stack(
+            names=("model.layers.0.self_attn.q_proj",),
+            matrix="B",
+            shape=(8, 4),
+            pieces=((0, dense[:4]), (16, dense[4:])),
+        ),
+    ]
     with bulk_writer(CPU) as writer:
         writer.start(tmp_path / "a.safetensors", peft_io.layout(stacks)).wait()
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -100,11 +118,15 @@ def test_stacks_are_a_safetensors_file(tmp_path: Path) -> None:
     assert len(header) == 5
 
 
-def test_torch_reads_the_sharded_state_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files are torch.distributed.checkpoint's, also where a large tensor was cut into several."""
+def test_torch_reads_the_sharded_state_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are torch.distributed.checkpoint's, also where a large tensor was cut
+    into several.
+    """
     monkeypatch.setattr(sharded_state, "MOST_BYTES", 100)
     whole = torch.randn(9, 7)
-    box = sharded_state.Box(sizes=(9, 7), offsets=(0, 0), shape=(9, 7), tensor=lambda: whole)
+    box = sharded_state.Shard(sizes=(9, 7), offsets=(0, 0), shape=(9, 7), tensor=lambda: whole)
     assert [b.sizes for b in box.cut()] == [(3, 7)] * 3
     sharded_state.save({"w": box}, tmp_path, group=None)
     found = {"w": torch.empty(9, 7)}

@@ -1,4 +1,6 @@
-"""Dropout on adapters' inputs: the hash by itself, and real Megatron against PEFT with the same masks and against other topologies."""
+"""Dropout on adapters' inputs: the hash by itself, and real Megatron against PEFT with the same
+masks and against other topologies.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS, make_batch
-from trainer_node.dropout import _signed, keep_mask, key_of
+from trainer_node.adapters.dropout import _signed, keep_mask, key_of
 
 TOPOLOGIES = {
     "tp2": ("dense_tied", 2, (2, 1, 1), "sequence"),
@@ -53,7 +55,12 @@ def test_masks_are_independent_and_drop_as_often_as_asked(p: float) -> None:
     assert (keep.mean(0) - (1 - p)).abs().max() < 0.08
     assert (keep.mean(1) - (1 - p)).abs().max() < 0.08
     centred = keep - (1 - p)
-    for other in (keep_mask(rows, columns, key=key_of("b"), p=p).float(), keep.roll(1, 0), keep.roll(1, 1), keep.T):
+    for other in (
+        keep_mask(rows, columns, key=key_of("b"), p=p).float(),
+        keep.roll(1, 0),
+        keep.roll(1, 1),
+        keep.T,
+    ):
         assert (centred * (other - (1 - p))).mean().abs() < 0.002
 
 
@@ -87,10 +94,16 @@ def test_one_rank_equals_peft_with_the_same_masks(models, single) -> None:
     for name, module in policy.named_modules():
         if hasattr(module, "lora_dropout"):
             assert module.lora_dropout["default"].p == P
-            module.lora_dropout["default"] = SameMasks(name.removeprefix("base_model.model."), rows, P)
+            module.lora_dropout["default"] = SameMasks(
+                name.removeprefix("base_model.model."), rows, P
+            )
     batch, total = make_batch(), torch.zeros(())
     for ids, mask, now in zip(
-        *(t.split(LENGTHS) for t in (batch.tokens_T, batch.loss_mask_T, torch.arange(sum(LENGTHS)))), strict=True
+        *(
+            t.split(LENGTHS)
+            for t in (batch.tokens_T, batch.loss_mask_T, torch.arange(sum(LENGTHS)))
+        ),
+        strict=True,
     ):
         rows["now"] = now
         table = policy(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
@@ -103,7 +116,9 @@ def test_one_rank_equals_peft_with_the_same_masks(models, single) -> None:
     assert len(theirs) == len(ours["gradients"])
     for name, gradient in theirs.items():
         module, _, rest = name.removeprefix("base_model.model.").partition(".lora_")
-        assert (ours["gradients"][f"{module}.{rest[0]}"] - gradient).abs().max() <= bounds.gradients() * largest, name
+        assert (
+            ours["gradients"][f"{module}.{rest[0]}"] - gradient
+        ).abs().max() <= bounds.gradients() * largest, name
 
 
 @pytest.mark.parametrize("name", ["dense_tied", "moe"])
@@ -112,11 +127,15 @@ def test_steps_resume_cuts_and_recomputation(name: str, models, torchrun, tmp_pa
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_topology_draws_the_same_masks(topology: str, models, single, torchrun, tmp_path: Path) -> None:
+def test_every_topology_draws_the_same_masks(
+    topology: str, models, single, torchrun, tmp_path: Path
+) -> None:
     model, ranks, sizes, *rest = TOPOLOGIES[topology]
     torchrun(ranks, "dropout", tmp_path, models[model], *sizes, *rest)
     ours, theirs = load(tmp_path), load(single(model))
     assert abs(ours["loss"] - theirs["loss"]) <= bounds.loss(count=make_batch().num_loss_tokens)
     largest = max(t.abs().max().item() for t in theirs["gradients"].values())
     for name, gradient in theirs["gradients"].items():
-        assert (ours["gradients"][name] - gradient).abs().max() <= bounds.gradients() * largest, name
+        assert (ours["gradients"][name] - gradient).abs().max() <= bounds.gradients() * largest, (
+            name
+        )

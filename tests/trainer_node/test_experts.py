@@ -1,6 +1,8 @@
-"""The kernels between the experts' grouped products against torch's own operations, and the stacked experts in Megatron's layer.
+"""The kernels between the experts' grouped products against torch's own operations, and the stacked
+experts in Megatron's layer.
 
-Without a GPU Triton interprets the kernels; marked gpu1 they are compiled, in bf16. What the layer computes is held by the parity matrix.
+Without a GPU Triton interprets the kernels; marked gpu1 they are compiled, in bf16. What the layer
+computes is held by the parity matrix.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import pytest
 import torch
 
 from tests.numerics import chain_error_bound
-from trainer_node import experts
+from trainer_node.model import experts
+from trainer_node.model.grouped import GateUp
 
 REPO = Path(__file__).parents[2]
 E, HIDDEN, INNER, RANK = 7, 48, 40, 8
@@ -30,10 +33,18 @@ def ragged(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return torch.randn(*shape).to(device, dtype)
 
     return {
-        "ends": counts.cumsum(0).int().to(device), "y": normal(rows, 2 * INNER), "h": normal(rows, 2 * RANK), "b": normal(E, 2 * INNER, 2 * RANK) * 0.2,
-        "p": torch.rand(rows).to(device, dtype), "grad": normal(rows, INNER), "down_h": normal(rows, RANK), "down_a": normal(E, RANK, INNER) * 0.2,
-        "out": normal(rows, HIDDEN), "w": normal(E, HIDDEN, RANK), "choice": torch.randperm(rows - rows % 2).view(-1, 2).to(device),
-    }  # fmt: skip
+        "ends": counts.cumsum(0).int().to(device),
+        "y": normal(rows, 2 * INNER),
+        "h": normal(rows, 2 * RANK),
+        "b": normal(E, 2 * INNER, 2 * RANK) * 0.2,
+        "p": torch.rand(rows).to(device, dtype),
+        "grad": normal(rows, INNER),
+        "down_h": normal(rows, RANK),
+        "down_a": normal(E, RANK, INNER) * 0.2,
+        "out": normal(rows, HIDDEN),
+        "w": normal(E, HIDDEN, RANK),
+        "choice": torch.randperm(rows - rows % 2).view(-1, 2).to(device),
+    }
 
 
 def block_diagonal(b: torch.Tensor) -> torch.Tensor:
@@ -44,15 +55,15 @@ def block_diagonal(b: torch.Tensor) -> torch.Tensor:
     return b
 
 
-def inner(d: dict[str, torch.Tensor], *, has_adapter: bool) -> experts.GateUp:
+def inner(d: dict[str, torch.Tensor], *, has_adapter: bool) -> GateUp:
     """SwiGLU's arguments."""
     h, b = (d["h"], d["b"]) if has_adapter else (None, None)
-    return experts.GateUp(y_N2F=d["y"], h_N2R=h, lora_B_E2F2R=b, probs_N=d["p"], ends_E=d["ends"])
+    return GateUp(y_N2F=d["y"], h_N2R=h, lora_B_E2F2R=b, probs_N=d["p"], ends_E=d["ends"])
 
 
 def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Every kernel against the CPU's operations in fp32."""
-    from trainer_node import expert_kernels
+    from trainer_node.model import expert_kernels
 
     d = ragged(device, dtype)
     d["b"] = block_diagonal(d["b"])
@@ -60,13 +71,17 @@ def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
 
     def close(found: torch.Tensor, want: torch.Tensor) -> None:
         assert found.shape == want.shape
-        torch.testing.assert_close(found.cpu().float(), want.float(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            found.cpu().float(), want.float(), rtol=tolerance, atol=tolerance
+        )
 
     for has_adapter in (True, False):
         ours, theirs = inner(d, has_adapter=has_adapter), inner(c, has_adapter=has_adapter)
         close(expert_kernels.swiglu(ours), experts.swiglu(theirs))
         for has_down in (True, False):
-            down, their_down = ((x["down_h"], x["down_a"]) if has_down else (None, None) for x in (d, c))
+            down, their_down = (
+                (x["down_h"], x["down_a"]) if has_down else (None, None) for x in (d, c)
+            )
             found = expert_kernels.swiglu_backward(ours, d["grad"], *down)
             want = experts.swiglu_backward(theirs, c["grad"], *their_down)
             for one, other in zip(found, want, strict=True):
@@ -83,12 +98,15 @@ def test_kernels_interpreted() -> None:
     """In a process of its own: Triton decides at import whether it interprets."""
     # Sums over gate and up of products of three normal numbers.
     bound = chain_error_bound(torch.float32, roundings=2 * INNER, magnitude=10.0)
-    code = (
-        f"import torch; from tests.trainer_node.test_experts import check_kernels; check_kernels('cpu', torch.float32, {bound})"
-    )
+    code = f"import torch; from tests.trainer_node.test_experts import check_kernels; check_kernels('cpu', torch.float32, {bound})"  # noqa: E501
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(REPO)}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -99,7 +117,9 @@ def test_kernels_compiled() -> None:
 
 
 def gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Output, and gradients of input, routing weights and the six adapter matrices, of experts with the same numbers everywhere."""
+    """Output, and gradients of input, routing weights and the six adapter matrices, of experts with
+    the same numbers everywhere.
+    """
     torch.manual_seed(5)
     tokens, top_k, rank = 90, 3, 5
 
@@ -117,7 +137,9 @@ def gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     weights = torch.rand(E)
     weights[2] = 0  # an expert without tokens
     chosen = torch.multinomial(weights.expand(tokens, -1), top_k).sort(1).values
-    rows = experts.Rows.of(chosen.to(device), torch.bincount(chosen.flatten(), minlength=E).to(device))
+    rows = experts.Rows.of(
+        chosen.to(device), torch.bincount(chosen.flatten(), minlength=E).to(device)
+    )
     out = experts._ExpertMlp.apply(x, probs, rows, Stacked, 2.0, *params)
     out.backward(normal(tokens, HIDDEN).bfloat16().to(device, dtype))
     return [t.detach().cpu().float() for t in (out, x.grad, probs.grad, *(p.grad for p in params))]
@@ -126,5 +148,7 @@ def gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.gpu1
 def test_the_whole_function_in_bf16() -> None:
     """Against fp32 on the CPU: what bf16's rounding leaves, relative to each tensor's size."""
-    for found, want in zip(gradients("cuda", torch.bfloat16), gradients("cpu", torch.float32), strict=True):
+    for found, want in zip(
+        gradients("cuda", torch.bfloat16), gradients("cpu", torch.float32), strict=True
+    ):
         assert (found - want).norm() < 0.02 * want.norm()

@@ -19,10 +19,15 @@ def test_extras(models, torchrun, tmp_path: Path) -> None:
 
 def test_reference_shares_no_code() -> None:
     """Importing the reference brings in neither Megatron nor another module of splice."""
-    code = "import sys, trainer_node.reference; print([m for m in sys.modules if m.split('.')[0] in %r])"
+    code = "import sys, trainer_node.tools.reference; print([m for m in sys.modules if m.split('.')[0] in %r])"  # noqa: E501
     roots = ("megatron", "orchestrator", "weight_transfer", "inference_node", "vllm")
     ran = subprocess.run(
-        [sys.executable, "-c", code % (roots,)], cwd=REPO, env=child_env(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code % (roots,)],
+        cwd=REPO,
+        env=child_env(),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ran.stdout.strip() == "[]"
 
@@ -36,8 +41,10 @@ def test_reference_shares_no_code() -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
     ],
 )
-def test_configs_that_would_train_wrongly(change: dict, message: str, models, tmp_path: Path) -> None:
-    from trainer_node.hf import read_config
+def test_configs_that_would_train_wrongly(
+    change: dict, message: str, models, tmp_path: Path
+) -> None:
+    from trainer_node.model.hf import read_config
 
     raw = json.loads((models["moe"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
@@ -46,7 +53,7 @@ def test_configs_that_would_train_wrongly(change: dict, message: str, models, tm
 
 
 def test_rope_theta_as_transformers_5_writes_it(models, tmp_path: Path) -> None:
-    from trainer_node.hf import read_config
+    from trainer_node.model.hf import read_config
 
     raw = json.loads((models["moe"] / "config.json").read_text())
     del raw["rope_theta"]

@@ -1,4 +1,6 @@
-"""Full-parameter training on real Megatron: one rank against transformers and torch, other topologies against one rank. See `full.py`."""
+"""Full-parameter training on real Megatron: one rank against transformers and torch, other
+topologies against one rank. See `full.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.trainer_node.data import arrays
 from tests.trainer_node.test_topologies import reference_loss
 
 TOKENS = int(arrays()["loss_mask"].sum())
-# In this order; each loads the checkpoint of the one before it, and last a single rank, which all are compared with.
+# In this order; each loads the checkpoint of the one before it, and last a single rank, which all
+# are compared with.
 TOPOLOGIES = {"dense_tied": ((2, (2, 1, 1)), (2, (1, 2, 1))), "moe": ((2, (1, 1, 2)),)}
 
 
@@ -41,15 +44,18 @@ def facts(folder: Path) -> dict:
     return json.loads((folder / "facts.json").read_text())
 
 
-def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
+def largest_difference(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
+) -> tuple[float, str]:
     assert ours.keys() == theirs.keys()
     return max(((ours[n] - theirs[n]).abs().max().item(), n) for n in ours)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_two_steps_equal_transformers(name: str, models, chain) -> None:
-    """Loss, every gradient and every weight of two AdamW steps against a plain loop over transformers; norms do not decay. (The MoE's
-    head is not tied.)"""
+    """Loss, every gradient and every weight of two AdamW steps against a plain loop over
+    transformers; norms do not decay. (The MoE's head is not tied.)
+    """
     from tests.trainer_node.full import LOSS, OPTIM
 
     out = chain(name)[-1]
@@ -59,9 +65,16 @@ def test_two_steps_equal_transformers(name: str, models, chain) -> None:
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": OPTIM.weight_decay},
         {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps)
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps
+    )
     assert facts(out)["num_parameters"] == sum(p.numel() for p in named.values())
-    assert largest_difference(load_file(out / "weights_0.safetensors"), {n: p.detach() for n, p in named.items()})[0] == 0.0
+    assert (
+        largest_difference(
+            load_file(out / "weights_0.safetensors"), {n: p.detach() for n, p in named.items()}
+        )[0]
+        == 0.0
+    )
     for step, said in enumerate(facts(out)["steps"]):
         optimizer.zero_grad()
         loss = reference_loss(model, LOSS.clip_low, LOSS.clip_high)
@@ -71,7 +84,9 @@ def test_two_steps_equal_transformers(name: str, models, chain) -> None:
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in named.items()}
             largest = max(g.abs().max().item() for g in gradients.values())
-            difference, where = largest_difference(load_file(out / "gradients.safetensors"), gradients)
+            difference, where = largest_difference(
+                load_file(out / "gradients.safetensors"), gradients
+            )
             assert difference <= bounds.gradients() * largest, where
         norm = torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.max_grad_norm)
         optimizer.step()
@@ -79,18 +94,27 @@ def test_two_steps_equal_transformers(name: str, models, chain) -> None:
         assert said["grad_norm"] == pytest.approx(norm.item(), rel=bounds.gradients())
         ours = load_file(out / f"weights_{step + 1}.safetensors")
         difference, where = largest_difference(ours, {n: p.detach() for n, p in named.items()})
-        # Adam divides by the square root of a gradient's square: where a gradient is near eps, its rounding shows in the step of lr.
+        # Adam divides by the square root of a gradient's square: where a gradient is near eps, its
+        # rounding shows in the step of lr.
         assert difference < 0.02 * OPTIM.lr, (where, difference)
-        assert all(not torch.equal(ours[n], load_file(out / f"weights_{step}.safetensors")[n]) for n in ours)
+        assert all(
+            not torch.equal(ours[n], load_file(out / f"weights_{step}.safetensors")[n])
+            for n in ours
+        )
 
 
 def check_against(one: Path, other: Path) -> None:
-    """Losses, norms, gradients, weights; and what the other resumed from a foreign checkpoint, against going on."""
+    """Losses, norms, gradients, weights; and what the other resumed from a foreign checkpoint,
+    against going on.
+    """
     from tests.trainer_node.full import OPTIM
 
     ours, theirs = facts(other), facts(one)
     assert ours["num_parameters"] == theirs["num_parameters"]
-    for a, b in [*zip(theirs["steps"], ours["steps"], strict=True), *((theirs["steps"][1], r) for r in ours["resumed"])]:
+    for a, b in [
+        *zip(theirs["steps"], ours["steps"], strict=True),
+        *((theirs["steps"][1], r) for r in ours["resumed"]),
+    ]:
         assert b["loss"] == pytest.approx(a["loss"], abs=bounds.loss(count=TOKENS) / TOKENS)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=bounds.gradients())
         assert b["tokens"] == a["tokens"]
@@ -102,19 +126,27 @@ def check_against(one: Path, other: Path) -> None:
     for n in range(len(ours["resumed"])):
         pairs += [(f"loaded_{n + 1}", 1), (f"resumed_{n + 1}", 2)]
     for name, n in pairs:
-        mine, wanted = load_file(other / f"{name}.safetensors"), load_file(one / f"weights_{n}.safetensors")
+        mine, wanted = (
+            load_file(other / f"{name}.safetensors"),
+            load_file(one / f"weights_{n}.safetensors"),
+        )
         difference, where = largest_difference(mine, wanted)
         assert difference <= 0.02 * OPTIM.lr * (n > 0), (name, where, difference)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_topology_changes_nothing(name: str, chain) -> None:
-    """Training is the same at every topology, and goes on from a checkpoint of any other; gradients within `bounds` of the largest, weights
-    within 2 % of a step (see above). What is loaded are the bits that were saved."""
+    """Training is the same at every topology, and goes on from a checkpoint of any other; gradients
+    within `bounds` of the largest, weights within 2 % of a step (see above). What is loaded are the
+    bits that were saved.
+    """
     *others, one = chain(name)
     for other in others:
         check_against(one, other)
     check_against(one, one)
     for before, after in itertools.pairwise([*others, one]):
-        loaded, saved = load_file(after / "loaded_1.safetensors"), load_file(before / "weights_1.safetensors")
+        loaded, saved = (
+            load_file(after / "loaded_1.safetensors"),
+            load_file(before / "weights_1.safetensors"),
+        )
         assert largest_difference(loaded, saved)[0] == 0.0

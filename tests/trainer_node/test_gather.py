@@ -1,4 +1,6 @@
-"""Several ranks send in the receiver's order: the pure plan by hand, bytes and failures on real Megatron over gloo; bytes over NCCL, marked gpu2."""
+"""Several ranks send in the receiver's order: the pure plan by hand, bytes and failures on real
+Megatron over gloo; bytes over NCCL, marked gpu2.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import pytest
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import TensorSpec
 from tests.trainer_node.conftest import run_on_gpus
-from trainer_node.gather_plan import ALIGN, Box, Held, PartitionError, assign, lay_out
+from trainer_node.export.gather_plan import ALIGN, Box, Held, PartitionError, assign, lay_out
 
 TOPOLOGIES = {
     "dp2": ("dense_tied", 2, (1, 1, 1)),
@@ -66,15 +68,20 @@ def test_copies_are_sent_by_the_lowest_rank() -> None:
 
 
 def test_where_pieces_lie() -> None:
-    """By hand: 2-byte elements; `norm` (20 bytes) stands first in its chunk, then `row` and `column` of 48 bytes each."""
+    """By hand: 2-byte elements; `norm` (20 bytes) stands first in its chunk, then `row` and
+    `column` of 48 bytes each.
+    """
     specs = [COLUMN, NORM, ROW]
     whole, empty = lay_out(specs, [[1, 2, 0], []], assign(TENSOR_RANKS, specs), ranks=2)
     assert whole.nbytes == 20 + 48 + 48 and empty.nbytes == 0 and empty.messages == (0, 0)
     assert whole.messages == (0, 24 + 8 + 24 + 8)  # each piece begins at a multiple of ALIGN
     assert ALIGN == 16
-    zero, one = whole.shares
+    zero, one = whole.placements
     assert [(s.index, s.offset, s.row_stride) for s in zero] == [(1, 0, 1), (2, 20, 6), (0, 68, 6)]
-    assert [(s.index, s.offset, s.row_stride, s.packed) for s in one] == [(2, 20 + 3 * 2, 6, 0), (0, 68 + 2 * 6 * 2, 6, 32)]
+    assert [(s.index, s.offset, s.row_stride, s.packed) for s in one] == [
+        (2, 20 + 3 * 2, 6, 0),
+        (0, 68 + 2 * 6 * 2, 6, 32),
+    ]
 
 
 def test_a_rank_with_padding_alone_sends_nothing() -> None:
@@ -86,9 +93,18 @@ def test_a_rank_with_padding_alone_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ([[held(COLUMN, 0, 3, 0, 6)], [held(COLUMN, 2, 2, 0, 6)]], "column: elements of .* in .* as well"),
-        ([[held(COLUMN, 0, 2, 0, 6), held(COLUMN, 2, 2, 0, 6)], [held(COLUMN, 0, 4, 0, 6)]], "column: elements of"),
-        ([[held(COLUMN, 0, 2, 0, 6)], [held(COLUMN, 1, 2, 0, 6)]], "column: elements of"),  # as many elements as there are
+        (
+            [[held(COLUMN, 0, 3, 0, 6)], [held(COLUMN, 2, 2, 0, 6)]],
+            "column: elements of .* in .* as well",
+        ),
+        (
+            [[held(COLUMN, 0, 2, 0, 6), held(COLUMN, 2, 2, 0, 6)], [held(COLUMN, 0, 4, 0, 6)]],
+            "column: elements of",
+        ),
+        (
+            [[held(COLUMN, 0, 2, 0, 6)], [held(COLUMN, 1, 2, 0, 6)]],
+            "column: elements of",
+        ),  # as many elements as there are
         ([[held(COLUMN, 0, 4, 0, 3)], []], "column: no rank has 12 of its 24"),
         ([[held(COLUMN, 2, 4, 0, 6)], []], "column: a rank has .* ends at"),
     ],
@@ -100,7 +116,10 @@ def test_pieces_that_are_not_the_tensor(ranks, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
-    [(spec("other", 2), "other, which the model has not"), (spec("column", 6, 4), r"column is .*\[6, 4\]")],
+    [
+        (spec("other", 2), "other, which the model has not"),
+        (spec("column", 6, 4), r"column is .*\[6, 4\]"),
+    ],
 )
 def test_another_manifest(wanted: TensorSpec, message: str) -> None:
     with pytest.raises(ManifestError, match=message):

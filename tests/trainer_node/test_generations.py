@@ -1,7 +1,8 @@
-"""A crash before, in and after every operation on the disk: the last good generation is always found, and the next save works.
+"""A crash before, in and after every operation on the disk: the last good generation is always
+found, and the next save works.
 
-The disk of these tests is unkind: at a crash the file being written keeps half its bytes, files that were not flushed are emptied, and
-renames whose folder was not flushed may not have happened.
+The disk of these tests is unkind: at a crash the file being written keeps half its bytes, files
+that were not flushed are emptied, and renames whose folder was not flushed may not have happened.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_node import generations, hashing
-from trainer_node.bulk_files import Part, bulk_writer
-from trainer_node.generations import MARKER, CheckpointError, Disk, check_whole, is_whole, recover, write_file
+from trainer_node.state import generations, hashing
+from trainer_node.state.bulk_files import Extent, bulk_writer
+from trainer_node.state.generations import (
+    MARKER,
+    CheckpointError,
+    Disk,
+    check_whole,
+    is_whole,
+    recover,
+    write_file,
+)
 
 NAMES = ("a.bin", "part")
 
@@ -28,9 +37,13 @@ class Crash(BaseException):
 
 
 class UnkindDisk(Disk):
-    """Stops at operation `stop_at` (counted from 0), after `share` of it; then only what was flushed is there."""
+    """Stops at operation `stop_at` (counted from 0), after `share` of it; then only what was
+    flushed is there.
+    """
 
-    def __init__(self, stop_at: int | None = None, *, torn: bool = False, undo_renames: bool = False) -> None:
+    def __init__(
+        self, stop_at: int | None = None, *, torn: bool = False, undo_renames: bool = False
+    ) -> None:
         self.stop_at, self.torn, self.undo_renames = stop_at, torn, undo_renames
         self.log: list[str] = []
         self._unflushed: set[Path] = set()
@@ -78,7 +91,10 @@ class UnkindDisk(Disk):
             self._crash()
         super().rename(source, target)
         # A folder takes the files in it along.
-        self._unflushed = {target / p.relative_to(source) if p.is_relative_to(source) else p for p in self._unflushed}
+        self._unflushed = {
+            target / p.relative_to(source) if p.is_relative_to(source) else p
+            for p in self._unflushed
+        }
         self._renames.append((source, target))
 
     def unlink(self, path: Path) -> None:
@@ -125,7 +141,9 @@ def count(folder: Path, *, before: bool) -> int:
 @pytest.mark.parametrize("undo_renames", [False, True])
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_crash_at_every_operation(before: bool, torn: bool, undo_renames: bool, tmp_path: Path) -> None:
+def test_a_crash_at_every_operation(
+    before: bool, torn: bool, undo_renames: bool, tmp_path: Path
+) -> None:
     operations = count(tmp_path / "counted", before=before)
     assert operations > 15
     outcomes = []
@@ -166,16 +184,24 @@ def test_a_crash_while_mending(torn: bool, tmp_path: Path) -> None:
 
 
 def test_the_test_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue 2's order (rename the old one away, then mark the new one) loses both; so does a marker that is not flushed."""
+    """Issue 2's order (rename the old one away, then mark the new one) loses both; so does a marker
+    that is not flushed.
+    """
 
-    def unmarked_first(folder: Path, *, facts: dict[str, Any] | None = None, disk: Disk = generations.DISK) -> None:
+    def unmarked_first(
+        folder: Path, *, facts: dict[str, Any] | None = None, disk: Disk = generations.DISK
+    ) -> None:
         temp, old = generations.new_folder(folder), generations.old_folder(folder)
         files = {str(p.relative_to(temp)): p.stat().st_size for p in temp.rglob("*") if p.is_file()}
         disk.rename(folder, old)
         disk.rename(temp, folder)
         disk.flush(folder.parent)
         disk.remove(old)
-        write_file(folder / MARKER, lambda path: path.write_text(json.dumps({**(facts or {}), "files": files})), disk=disk)
+        write_file(
+            folder / MARKER,
+            lambda path: path.write_text(json.dumps({**(facts or {}), "files": files})),
+            disk=disk,
+        )
 
     monkeypatch.setattr(generations, "finish", unmarked_first)
     lost = 0
@@ -226,7 +252,8 @@ def test_a_changed_an_extra_and_a_missing_file_are_named(tmp_path: Path) -> None
     spoil(folder / "part" / "b.bin")
     check_whole(folder)  # its size is the same
     with pytest.raises(
-        CheckpointError, match=r"part/b\.bin has changed since it was written.*load another checkpoint of .*: 0, 2"
+        CheckpointError,
+        match=r"part/b\.bin has changed since it was written.*load another checkpoint of .*: 0, 2",
     ):
         generations.check_contents(folder)
     spoil(folder / "part" / "b.bin")
@@ -235,7 +262,9 @@ def test_a_changed_an_extra_and_a_missing_file_are_named(tmp_path: Path) -> None
         generations.check_contents(folder)
     (folder / "part" / "c.bin").unlink()
     (folder / "a.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"a\.bin should have 4 bytes; found no.*another checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"a\.bin should have 4 bytes; found no.*another checkpoint"
+    ):
         generations.check_contents(folder)
 
 
@@ -248,7 +277,9 @@ def test_ranks_share_the_reading(tmp_path: Path) -> None:
         generations.check_contents(folder, part=0, parts=2)
 
 
-def test_a_checkpoint_without_hashes_is_taken_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_hashes_is_taken_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "v"
     save(folder, "1111", Disk())
     marker = json.loads((folder / MARKER).read_text())
@@ -258,20 +289,30 @@ def test_a_checkpoint_without_hashes_is_taken_and_said(tmp_path: Path, caplog: p
     assert "before checkpoints had hashes" in caplog.text
 
 
-def test_a_hash_made_while_writing_is_the_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_made_while_writing_is_the_one_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hashing, "SPAN_BYTES", 10)
-    parts = [Part(offset=0, nbytes=7, source=b"seven b"), Part(offset=7, nbytes=20, source=b"twenty bytes of file")]
+    parts = [
+        Extent(offset=0, nbytes=7, source=b"seven b"),
+        Extent(offset=7, nbytes=20, source=b"twenty bytes of file"),
+    ]
     with bulk_writer(torch.device("cpu")) as writer:
         found = writer.start(tmp_path / "f", parts).wait()
     spans = [b"seven btwe", b"nty bytes ", b"of file"]
     assert found == hashlib.sha256(b"".join(hashlib.sha256(s).digest() for s in spans)).hexdigest()
     (tmp_path / "empty").touch()
     files = {name: tmp_path / name for name in ("f", "empty")}
-    assert hashing.hashes(files, span_bytes=10) == {"f": found, "empty": hashlib.sha256().hexdigest()}
+    assert hashing.hashes(files, span_bytes=10) == {
+        "f": found,
+        "empty": hashlib.sha256().hexdigest(),
+    }
 
 
 @pytest.mark.parametrize("sibling", [generations.new_folder, generations.old_folder])
-def test_siblings_without_a_marker_of_ours_are_never_deleted(sibling: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_siblings_without_a_marker_of_ours_are_never_deleted(
+    sibling: Callable[[Path], Path], tmp_path: Path
+) -> None:
     folder = tmp_path / "v"
     save(folder, "1111", Disk())
     theirs = sibling(folder)

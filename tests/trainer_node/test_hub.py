@@ -1,4 +1,6 @@
-"""Models by hub id, out of a cache laid out by hand as Hugging Face lays it out; and a trainer on two hosts, as far as one host can show."""
+"""Models by hub id, out of a cache laid out by hand as Hugging Face lays it out; and a trainer on
+two hosts, as far as one host can show.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.test_memory import ranks, trainer
-from trainer_node.hub import is_hub_id
+from trainer_node.model.hub import is_hub_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -41,7 +43,7 @@ def make_cache(model: Path, cache: Path, *, name: str = "dense") -> Path:
 FETCH = """
 import json, sys
 from pathlib import Path
-from trainer_node.hub import fetch
+from trainer_node.model.hub import fetch
 for model in sys.argv[1:]:
     try:
         print(json.dumps(str(fetch(Path(model)))))
@@ -51,11 +53,18 @@ for model in sys.argv[1:]:
 
 
 def fetch(*models: str, cache: Path, **env: str) -> list[str]:
-    """What comes of each, in a process of its own, because huggingface_hub reads the environment when it is imported."""
+    """What comes of each, in a process of its own, because huggingface_hub reads the environment
+    when it is imported.
+    """
     ran = subprocess.run(
-        [sys.executable, "-c", FETCH, *models], cwd=REPO, capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-c", FETCH, *models],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
         env={**child_env(), "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **env},
-    )  # fmt: skip
+    )
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
@@ -75,20 +84,26 @@ def test_out_of_the_cache(models, tmp_path: Path) -> None:
     ):
         assert words in other, other
     assert "has no model-2.safetensors; download it again" in part, part
-    (online,) = fetch("tiny/other", cache=tmp_path, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    (online,) = fetch(
+        "tiny/other", cache=tmp_path, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert "it cannot be fetched" in online, online
 
 
 def test_what_is_a_hub_id(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [is_hub_id(Path(m)) for m in ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B@main")] == [True, True]
-    assert not any(is_hub_id(Path(m)) for m in ("/models/qwen", "../a/b", "qwen", "runs/models/tiny", "~/qwen"))
+    assert not any(
+        is_hub_id(Path(m)) for m in ("/models/qwen", "../a/b", "qwen", "runs/models/tiny", "~/qwen")
+    )
     (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
     assert not is_hub_id(Path("Qwen/Qwen3-8B"))
 
 
 def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) -> None:
-    """Two launchers, one with a template, over loopback; the model comes from the cache; on both no rank is left at the end."""
+    """Two launchers, one with a template, over loopback; the model comes from the cache; on both no
+    rank is left at the end.
+    """
     from transformers import AutoModelForCausalLM
 
     make_cache(models["dense_tied"], tmp_path / "cache")
@@ -97,17 +112,37 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
     values = arrays()
     tokens, lengths = values["tokens"], values["sequence_lengths"]
     specs = forward_specs(num_sequences=len(lengths), num_tokens=len(tokens))
-    options = {"parallel": ParallelConfig(world_size=2), "memory": "exit", "model_fetch_timeout_s": 60.0}
+    options = {
+        "parallel": ParallelConfig(world_size=2),
+        "memory": "exit",
+        "model_fetch_timeout_s": 60.0,
+    }
     with Run(tmp_path) as run:
         run.orchestrator._trainer._ready_timeout_s = 120.0
         port = free_port()
-        common = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--prefix", "env SPLICE_PREFIXED='a b'"]
+        common = [
+            "--nodes",
+            "2",
+            "--rendezvous",
+            f"127.0.0.1:{port}",
+            "--prefix",
+            "env SPLICE_PREFIXED='a b'",
+        ]
         for host in ("zero", "one"):
             (tmp_path / host).mkdir()
         model = Path("tiny/dense")
         with (
             trainer(run, model, tmp_path / "zero", *common, "--node-rank", "0", **options) as zero,
-            trainer(run, model, tmp_path / "one", *common, "--node-rank", "1", "--no-template", **options) as one,
+            trainer(
+                run,
+                model,
+                tmp_path / "one",
+                *common,
+                "--node-rank",
+                "1",
+                "--no-template",
+                **options,
+            ) as one,
         ):
             seen = []
 
@@ -116,7 +151,10 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
                     seen.extend(environment(zero) + environment(one))
 
             envelope = run.client._run(
-                ForwardJob(tensors=specs), [tokens.tobytes(), lengths.tobytes()], timeout_s=150, on_progress=look
+                ForwardJob(tensors=specs),
+                [tokens.tobytes(), lengths.tobytes()],
+                timeout_s=150,
+                on_progress=look,
             )
             assert ranks(zero) == ranks(one) == []
     assert envelope.message.kind == "Completed", envelope.message
@@ -127,7 +165,12 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
     for length in lengths:
         ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
         with torch.no_grad():
-            scored = theirs(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            scored = (
+                theirs(input_ids=ids[None])
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(-1, ids[1:, None])[:, 0]
+            )
         assert np.abs(scored.numpy() - found[start + 1 : start + length]).max() <= bounds.scores()
         start += length
 

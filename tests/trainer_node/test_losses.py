@@ -1,4 +1,6 @@
-"""Every loss: values by hand, gradients against the plain formula in fp64, the registry, and the spec's manners."""
+"""Every loss: values by hand, gradients against the plain formula in fp64, the registry, and the
+spec's manners.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, KlSpec, LossSpec
-from trainer_node import losses
-from trainer_node.losses import (
+from trainer_node.training import losses
+from trainer_node.training.losses import (
     LossInputs,
     LossOutput,
     bind_loss,
@@ -45,7 +47,9 @@ def inputs(*, log_probs: torch.Tensor | None = None, old: torch.Tensor | None = 
     )
 
 
-def value(name: str, *, old: torch.Tensor | None = None, **parameters: float | None) -> tuple[float, float]:
+def value(
+    name: str, *, old: torch.Tensor | None = None, **parameters: float | None
+) -> tuple[float, float]:
     out = bind_loss(LossSpec(name=name, **parameters))(inputs(old=old))
     return out.loss.item(), out.num_clipped.item()
 
@@ -70,15 +74,21 @@ class TestByHand:
         """As grpo, but the last surrogate is -3 instead of -8."""
         assert value("ppo", clip_low=0.2, clip_high=0.3) == (pytest.approx(3.5), 3)
         assert value("ppo", clip_low=0.2, clip_high=0.3, dual_clip=None) == (pytest.approx(8.5), 2)
-        assert value("ppo", clip_low=0.2, clip_high=0.3, dual_clip=1.5) == (pytest.approx(3.5 - 1.5 - 0.5), 4)
+        assert value("ppo", clip_low=0.2, clip_high=0.3, dual_clip=1.5) == (
+            pytest.approx(3.5 - 1.5 - 0.5),
+            4,
+        )
 
     def test_truncated_without_old(self) -> None:
-        """Weights min(r, 2) = 2, 2, .5, .5, 1, 2 times the advantage: 2 - 2 + .5 - .5 + .5 - 2 = -1.5."""
+        """Weights min(r, 2) = 2, 2, .5, .5, 1, 2 times the advantage: 2 - 2 + .5 - .5 + .5 - 2 =
+        -1.5.
+        """
         assert value("truncated_importance_sampling") == (pytest.approx(1.5), 1)
 
     def test_truncated_with_old(self) -> None:
-        """The trainer's old policy is the sampler's times 4: weights 2 (capped), ratios r / 4, clipped to [0.8, 1.2]:
-        2 * (0.5 * 1 - 0.8 + 0.125 - 0.8 + 0.25 * 0.5 - 2)."""
+        """The trainer's old policy is the sampler's times 4: weights 2 (capped), ratios r / 4,
+        clipped to [0.8, 1.2]: 2 * (0.5 * 1 - 0.8 + 0.125 - 0.8 + 0.25 * 0.5 - 2).
+        """
         got = value("truncated_importance_sampling", old=OLD + math.log(4))
         assert got == (pytest.approx(-2 * (0.5 - 0.8 + 0.125 - 0.8 + 0.125 - 2)), 6)
 
@@ -86,16 +96,25 @@ class TestByHand:
         """Weights min(r, 5) times A times log p; the last one, 8, is clipped."""
         log_probs = OLD + RATIOS.log()
         weights = torch.tensor([2, 2, 0.5, 0.5, 1, 5], dtype=torch.float64)
-        assert value("cispo") == (pytest.approx(-(weights * ADVANTAGES * log_probs).sum().item()), 1)
+        assert value("cispo") == (
+            pytest.approx(-(weights * ADVANTAGES * log_probs).sum().item()),
+            1,
+        )
         assert value("cispo", clip_low=0.2)[1] == 3
 
     def test_gspo(self) -> None:
-        """Sequence 0: ratio 2, mean advantage 0, so nothing. 1: ratio (1/4)^(1/3), advantage 0.5/3. 3: ratio 8, advantage -1.
-        Sequences 2 and 4 have no tokens."""
+        """Sequence 0: ratio 2, mean advantage 0, so nothing. 1: ratio (1/4)^(1/3), advantage 0.5/3.
+        3: ratio 8, advantage -1. Sequences 2 and 4 have no tokens.
+        """
         s1, a1 = 0.25 ** (1 / 3), 0.5 / 3
         assert value("gspo") == (pytest.approx(-(s1 * a1 - 8)), 0)
         low = bind_loss(LossSpec(name="gspo", clip_low=0.2, clip_high=0.3))
-        flipped = LossInputs(**{**{n: getattr(inputs(), n) for n in LossInputs.__slots__}, "advantages_N": -ADVANTAGES})
+        flipped = LossInputs(
+            **{
+                **{n: getattr(inputs(), n) for n in LossInputs.__slots__},
+                "advantages_N": -ADVANTAGES,
+            }
+        )
         out = low(flipped)
         assert out.loss.item() == pytest.approx(-(max(s1, 0.8) * -a1 + 1.3))
         assert out.num_clipped.item() == 4  # all tokens of sequences 1 and 3
@@ -109,17 +128,27 @@ class TestByHand:
                 assert on_policy.loss.item() == pytest.approx(-float(expected)), name
 
     @pytest.mark.parametrize(
-        ("estimator", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
+        ("estimator", "expected"),
+        [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))],
     )
     def test_kl(self, estimator: str, expected: float) -> None:
-        p, reference = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.0 - math.log(2)], dtype=torch.float64)
+        p, reference = (
+            torch.tensor([-1.0], dtype=torch.float64),
+            torch.tensor([-1.0 - math.log(2)], dtype=torch.float64),
+        )
         assert kl_to_reference(p, reference, estimator=estimator).item() == pytest.approx(expected)
         assert kl_to_reference(p, p, estimator=estimator).item() == 0
 
     def test_terms_add_up(self) -> None:
-        spec = LossSpec(name="importance_sampling", kl=KlSpec(coefficient=0.1, estimator="k2"), entropy_bonus=0.5)
+        spec = LossSpec(
+            name="importance_sampling",
+            kl=KlSpec(coefficient=0.1, estimator="k2"),
+            entropy_bonus=0.5,
+        )
         given = inputs()
-        terms = total_loss(given, spec, entropy_N=torch.full((6,), 2.0), reference_logprobs_N=given.log_probs_N - 1)
+        terms = total_loss(
+            given, spec, entropy_N=torch.full((6,), 2.0), reference_logprobs_N=given.log_probs_N - 1
+        )
         assert terms.kl.item() == pytest.approx(3.0)
         assert terms.entropy.item() == pytest.approx(12.0)
         assert terms.total.item() == pytest.approx(7.5 + 0.3 - 6.0)
@@ -127,7 +156,9 @@ class TestByHand:
 
 
 def plain(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The formula once more, one token or sequence at a time, as its paper writes it; `old` is the ratio's denominator."""
+    """The formula once more, one token or sequence at a time, as its paper writes it; `old` is the
+    ratio's denominator.
+    """
     bounds = LOSS_PARAMETERS[name]
     low, high = 1 - (bounds.get("clip_low") or 0), 1 + (bounds.get("clip_high") or 0)
 
@@ -141,7 +172,9 @@ def plain(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
             for i in range(5):
                 rows = torch.eq(SEQUENCES, i)
                 if rows.any():
-                    total = total - clipped((log_probs[rows] - old[rows]).mean().exp(), ADVANTAGES[rows].mean())
+                    total = total - clipped(
+                        (log_probs[rows] - old[rows]).mean().exp(), ADVANTAGES[rows].mean()
+                    )
             return total
         terms = []
         for lp, o, mu, a in zip(log_probs, old, OLD, ADVANTAGES, strict=True):
@@ -172,18 +205,33 @@ def test_gradients_equal_autograd_of_the_plain_formula(name: str, with_old: bool
     clipped, unclipped = 0, 0
     for _ in range(20):
         near = 1e-3 if name == "gspo" else 0.6
-        log_probs = (OLD + near * torch.randn(6, generator=generator, dtype=torch.float64)).requires_grad_()
-        old = OLD + 0.1 * near * torch.randn(6, generator=generator, dtype=torch.float64) if with_old else None
+        log_probs = (
+            OLD + near * torch.randn(6, generator=generator, dtype=torch.float64)
+        ).requires_grad_()
+        old = (
+            OLD + 0.1 * near * torch.randn(6, generator=generator, dtype=torch.float64)
+            if with_old
+            else None
+        )
         out = bind_loss(LossSpec(name=name))(inputs(log_probs=log_probs, old=old))
         default = log_probs.detach() if name == "truncated_importance_sampling" else OLD
         expected = plain(name)(log_probs, default if old is None else old)
         assert out.loss.item() == pytest.approx(expected.item(), rel=1e-12)
-        ours, theirs = torch.autograd.grad(out.loss, log_probs)[0], torch.autograd.grad(expected, log_probs)[0]
+        ours, theirs = (
+            torch.autograd.grad(out.loss, log_probs)[0],
+            torch.autograd.grad(expected, log_probs)[0],
+        )
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
-        clipped, unclipped = clipped + int(out.num_clipped > 0), unclipped + int(out.num_clipped < 6)
+        clipped, unclipped = (
+            clipped + int(out.num_clipped > 0),
+            unclipped + int(out.num_clipped < 6),
+        )
     assert unclipped
     assert (
-        clipped or name in ("cross_entropy", "importance_sampling") or (name, with_old) == ("cispo", False) or name == "cispo"
+        clipped
+        or name in ("cross_entropy", "importance_sampling")
+        or (name, with_old) == ("cispo", False)
+        or name == "cispo"
     )
 
 
@@ -203,7 +251,9 @@ def test_kl_gradients(estimator: str) -> None:
 def test_log_probs_and_entropy_with_gradients(
     allowed: tuple[int, ...] | None, logits_per_chunk: int, temperatures: tuple[float, ...] | None
 ) -> None:
-    """Against log_softmax over the rows that count, in fp64, whatever the chunk; the padding's rows get no gradient."""
+    """Against log_softmax over the rows that count, in fp64, whatever the chunk; the padding's rows
+    get no gradient.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(12, 6, generator=generator, dtype=torch.float64).requires_grad_()
@@ -223,7 +273,11 @@ def test_log_probs_and_entropy_with_gradients(
     place = torch.tensor([kept.index(int(t)) for t in targets])
     plain = (reference[torch.arange(5), place], -(reference.exp() * reference).sum(-1))
     some = torch.randn(5, generator=generator, dtype=torch.float64)
-    for ours, theirs in ((log_probs, plain[0]), (entropy, plain[1]), (log_probs * some - entropy, plain[0] * some - plain[1])):
+    for ours, theirs in (
+        (log_probs, plain[0]),
+        (entropy, plain[1]),
+        (log_probs * some - entropy, plain[0] * some - plain[1]),
+    ):
         assert torch.allclose(ours, theirs, rtol=1e-12)
         gradients = torch.autograd.grad((ours * some).sum(), (hidden, weight), retain_graph=True)
         expected = torch.autograd.grad((theirs * some).sum(), (hidden, weight), retain_graph=True)
@@ -233,9 +287,14 @@ def test_log_probs_and_entropy_with_gradients(
 
 
 def test_saved_memory_does_not_grow_with_the_vocabulary() -> None:
-    """What autograd keeps between forward and backward is the hidden states, the weight and a few numbers for each position."""
+    """What autograd keeps between forward and backward is the hidden states, the weight and a few
+    numbers for each position.
+    """
     saved: list[torch.Tensor] = []
-    hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(64, 8, requires_grad=True),
+        torch.randn(1000, 8, requires_grad=True),
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         log_probs, _ = linear_statistics(hidden, weight, torch.arange(64), vocab_size=1000)
     assert sum(t.numel() for t in saved) <= hidden.numel() + weight.numel() + 3 * 64
@@ -253,23 +312,29 @@ class TestRegistry:
 
     def test_every_loss_names_its_paper(self) -> None:
         for name in LOSS_PARAMETERS:
-            assert re.search(r"arXiv:\d{4}\.\d{5}", inspect.getdoc(registered(name).function) or ""), name
+            assert re.search(
+                r"arXiv:\d{4}\.\d{5}", inspect.getdoc(registered(name).function) or ""
+            ), name
 
     def test_one_of_the_users_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "my_losses_for_a_test.py").write_text(
-            "from trainer_node.losses import LossOutput, register_loss\n"
+            "from trainer_node.training.losses import LossOutput, register_loss\n"
             "@register_loss('squared_for_a_test')\n"
             "def squared(log_probs_N, *, advantages_N, sharpness: float = 2.0, offset: float):\n"
-            "    return LossOutput(loss=(sharpness * advantages_N * log_probs_N ** 2).sum() + offset,\n"
+            "    return LossOutput(loss=(sharpness * advantages_N * log_probs_N ** 2).sum() + "
+            "offset,\n"
             "                      num_clipped=log_probs_N.new_zeros(()))\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
         import_losses(["my_losses_for_a_test"])
         import_losses(["my_losses_for_a_test"])
         out = bind_loss(LossSpec(name="squared_for_a_test", params={"offset": 1.0}))(inputs())
-        assert out.loss.item() == pytest.approx((2 * ADVANTAGES * inputs().log_probs_N ** 2).sum().item() + 1)
+        assert out.loss.item() == pytest.approx(
+            (2 * ADVANTAGES * inputs().log_probs_N ** 2).sum().item() + 1
+        )
         with pytest.raises(
-            ConfigError, match=r"\['sharp'\] are no parameters of squared_for_a_test, which takes \['offset', 'sharpness'\]"
+            ConfigError,
+            match=r"\['sharp'\] are no parameters of squared_for_a_test, which takes \['offset', 'sharpness'\]",  # noqa: E501
         ):
             bind_loss(LossSpec(name="squared_for_a_test", params={"sharp": 1.0}))
         with pytest.raises(ConfigError, match=r"squared_for_a_test needs \['offset'\]"):
@@ -277,8 +342,15 @@ class TestRegistry:
         del sys.modules["my_losses_for_a_test"], losses._LOSSES["squared_for_a_test"]
 
     def test_names_are_not_taken_twice_and_shapes_are_checked(self) -> None:
-        with pytest.raises(ConfigError, match=r"the loss name 'grpo' is taken by trainer_node\.losses\.grpo"):
-            register_loss("grpo")(lambda log_probs_N: LossOutput(loss=log_probs_N.sum(), num_clipped=log_probs_N.sum()))
+        with pytest.raises(
+            ConfigError,
+            match=r"the loss name 'grpo' is taken by trainer_node\.training\.losses\.grpo",
+        ):
+            register_loss("grpo")(
+                lambda log_probs_N: LossOutput(
+                    loss=log_probs_N.sum(), num_clipped=log_probs_N.sum()
+                )
+            )
         with pytest.raises(ConfigError, match="no loss 'nowhere'; there are"):
             bind_loss(LossSpec(name="nowhere"))
         with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
@@ -309,7 +381,7 @@ class TestSpec:
         [
             (
                 {"name": "grpo", "dual_clip": 2.0},
-                r"\['dual_clip'\] are no parameters of the loss grpo; it takes \['clip_high', 'clip_low'\]",
+                r"\['dual_clip'\] are no parameters of the loss grpo; it takes \['clip_high', 'clip_low'\]",  # noqa: E501
             ),
             ({"name": "cross_entropy", "clip_low": 0.1}, "it takes none"),
             ({"name": "mine", "clip_low": 0.1}, "put them in params"),

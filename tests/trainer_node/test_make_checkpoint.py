@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer_node.make_checkpoint import ANSWERS, REAL_SHAPES, VOCAB_SIZE, main, tensor_shapes
+from trainer_node.tools.make_checkpoint import ANSWERS, REAL_SHAPES, VOCAB_SIZE, main, tensor_shapes
 
 PROMPTS = [
     "Question: is the sky blue today? Answer:",
@@ -35,8 +35,12 @@ def test_tokenizer_is_real(checkpoint: Path) -> None:
         assert len(tokenizer.encode(word)) == len(tokenizer.encode(f" {word}")) == 1
     text = "Grüße: yes, no & maybe… 12/48"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer) == VOCAB_SIZE and VOCAB_SIZE % 128, "Megatron's padding must have something to do"
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Well?"}], tokenize=False, add_generation_prompt=True)
+    assert len(tokenizer) == VOCAB_SIZE and VOCAB_SIZE % 128, (
+        "Megatron's padding must have something to do"
+    )
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Well?"}], tokenize=False, add_generation_prompt=True
+    )
     assert chat == "<|user|>Well?<|end|><|assistant|>"
     assert AutoConfig.from_pretrained(checkpoint).eos_token_id == tokenizer.eos_token_id
 
@@ -53,7 +57,9 @@ def test_files_agree(checkpoint: Path) -> None:
 
 
 def test_every_class_of_weights_moves_the_logprobs(checkpoint: Path) -> None:
-    """A change of one in a hundred of any one tensor must show by more than 1e-3, or no check could see it missing."""
+    """A change of one in a hundred of any one tensor must show by more than 1e-3, or no check could
+    see it missing.
+    """
     tokenizer, model = (
         AutoTokenizer.from_pretrained(checkpoint),
         AutoModelForCausalLM.from_pretrained(checkpoint).float().eval(),
@@ -80,11 +86,16 @@ def test_every_class_of_weights_moves_the_logprobs(checkpoint: Path) -> None:
 
 def test_first_and_last_expert_get_tokens(tmp_path: Path) -> None:
     main(["--arch", "qwen3_moe", "--out", str(tmp_path)])
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).float().eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path).float().eval(),
+    )
     chosen = torch.zeros(2, 8, dtype=torch.int64)
 
     def count(layer: int) -> Any:
-        def hook(_: object, inputs: tuple[torch.Tensor, ...], __: object, layer: int = layer) -> None:
+        def hook(
+            _: object, inputs: tuple[torch.Tensor, ...], __: object, layer: int = layer
+        ) -> None:
             router = model.model.layers[layer].mlp.gate.weight
             scores = inputs[0].reshape(-1, router.shape[1]) @ router.T
             chosen[layer] += torch.bincount(scores.topk(2, dim=-1).indices.flatten(), minlength=8)
@@ -104,10 +115,14 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
         main(["--out", str(tmp_path / name), "--seed", str(seed)])
     contents = [(tmp_path / n / "model.safetensors").read_bytes() for n in "abc"]
     assert contents[0] == contents[1] != contents[2]
-    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "c" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (
+        tmp_path / "c" / "tokenizer.json"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize(("name", "tensors", "gigabytes"), [("qwen3-30b-a3b", 18867, 61.06), ("qwen3-8b", 399, 16.38)])
+@pytest.mark.parametrize(
+    ("name", "tensors", "gigabytes"), [("qwen3-30b-a3b", 18867, 61.06), ("qwen3-8b", 399, 16.38)]
+)
 def test_real_configs(tmp_path: Path, name: str, tensors: int, gigabytes: float) -> None:
     main(["--shape", name, "--config-only", "--out", str(tmp_path)])
     assert not (tmp_path / "model.safetensors").exists()
@@ -122,7 +137,9 @@ def test_real_configs(tmp_path: Path, name: str, tensors: int, gigabytes: float)
     [["--shape", "qwen3-8b"], ["--shape", "qwen3-8b", "--arch", "qwen3_moe", "--config-only"]],
     ids=["weights", "arch"],
 )
-def test_contradictions_are_refused(tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradictions_are_refused(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([*arguments, "--out", str(tmp_path / "x")])
     assert "--shape qwen3-8b" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""The node as a process under torchrun, driven over a real ROUTER, sending to a real TCP receiver in this process."""
+"""The node as a process under torchrun, driven over a real ROUTER, sending to a real TCP receiver
+in this process.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -33,6 +34,7 @@ from orchestrator.protocol.messages import (
     Forward,
     ForwardBackward,
     Heartbeat,
+    KlSpec,
     LeaveTransferGroup,
     LoadAdapter,
     LoadCheckpoint,
@@ -59,12 +61,12 @@ from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.test_generations import spoil
+from tests.weight_transfer.peer import in_chunks, receive_chunks
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_tcp
-from weight_transfer.receiver import receive_weights
 
 TOKEN = "a-token"
-BUCKET_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 class Orchestrator:
@@ -95,7 +97,9 @@ class Orchestrator:
                 self._send(Welcome(heartbeat_s=0.5))
             if message.kind == "Progress":
                 self.progress.append((message.sequence, message.phase, message.detail))
-            wanted = getattr(message, "request_id", "") == request_id and message.kind in until.split("|")
+            wanted = getattr(
+                message, "request_id", ""
+            ) == request_id and message.kind in until.split("|")
             if wanted and (message.kind != "Progress" or message.phase == "listening"):
                 return envelope
         raise AssertionError(f"no {until} within {deadline_s} s")
@@ -151,18 +155,23 @@ class Receiver:
     def _join(self) -> None:
         self.group = join_tcp(self._where, rank=1, deadline_s=30)
 
-    def receive(self, manifest: Manifest) -> None:
+    def receive(
+        self, manifest: Manifest, layout: WireLayout, *, leave_at: int | None = None
+    ) -> None:
+        """Receive the layout's chunks, or leave before one of them."""
         self._thread.join(30)
         self.tensors = {}
+        order = [chunk.tensors for chunk in layout.chunks]
 
         def run() -> None:
             try:
-                receive_weights(
-                    group=self.group, manifest=manifest, bucket_bytes=self._where.bucket_bytes, device="cpu", deadline_s=30,
-                    load=lambda pairs: self.tensors.update(pairs),
-                )  # fmt: skip
+                receive_chunks(
+                    self.group, manifest, order[:leave_at], deadline_s=30, load=self.tensors.update
+                )
             except SpliceError as error:
                 self.error = error
+            if leave_at is not None:
+                self.group.close()
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
@@ -180,7 +189,9 @@ class Receiver:
 
 
 @contextlib.contextmanager
-def node(model: Path, folder: Path, *, ranks: int = 1, **parallel) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
+def node(
+    model: Path, folder: Path, *, ranks: int = 1, module: str = "trainer_node", **parallel
+) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
     config = TrainerConfig(
         model=model,
         lora=LoraConfig(rank=4, alpha=8),
@@ -191,11 +202,32 @@ def node(model: Path, folder: Path, *, ranks: int = 1, **parallel) -> Iterator[t
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())
     control = Orchestrator()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0"]
-    command += ["-m", "trainer_node", "--endpoint", control.endpoint, "--node-id", "trainer", "--config", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=0",
+    ]
+    command += [
+        "-m",
+        module,
+        "--endpoint",
+        control.endpoint,
+        "--node-id",
+        "trainer",
+        "--config",
+        str(path),
+    ]
     with (folder / "node.log").open("w") as log:
         process = subprocess.Popen(
-            command, cwd=REPO, env={**child_env(), "SPLICE_RUN_TOKEN": TOKEN}, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=REPO,
+            env={**child_env(), "SPLICE_RUN_TOKEN": TOKEN},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         control.ready = control.pump(until="Ready", deadline_s=180.0).message
@@ -211,74 +243,129 @@ def node(model: Path, folder: Path, *, ranks: int = 1, **parallel) -> Iterator[t
 
 
 def rank_process(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    ranks = [p for p in psutil.Process(torchrun.pid).children() if "trainer_node" in " ".join(p.cmdline())]
+    ranks = [
+        p
+        for p in psutil.Process(torchrun.pid).children()
+        if "trainer_node" in " ".join(p.cmdline())
+    ]
     return next(p for p in ranks if p.environ().get("RANK") == str(rank))
 
 
 def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict, list[bytes]]:
     values = values or arrays()
-    specs = batch_specs(num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"]))
+    specs = batch_specs(
+        num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"])
+    )
     fields = {"loss": LossSpec(**loss), "optim": OptimParams(lr=1e-2), "tensors": specs}
     return fields, [values[s.name].tobytes() for s in specs]
 
 
-def open_group(control: Orchestrator, kind: type = Receiver) -> Any:
-    request_id = control.start(OpenTransferGroup, transport="tcp", replicas={"inference-0": 1}, bucket_bytes=BUCKET_BYTES)
+def open_group(control: Orchestrator) -> Receiver:
+    request_id = control.start(OpenTransferGroup, transport="tcp", replicas={"inference-0": 1})
     listening = control.pump(until="Progress", request_id=request_id).message
-    receiver = kind(listening.detail["rendezvous"]["inference-0"])
+    receiver = Receiver(listening.detail["rendezvous"]["inference-0"])
     assert control.finish(request_id).message.kind == "Completed"
     return receiver
 
 
+def manifest_order(manifest: Manifest) -> WireLayout:
+    return WireLayout(
+        chunks=tuple(
+            WireChunk(kind="reload", tensors=tuple(c)) for c in in_chunks(manifest, CHUNK_BYTES)
+        )
+    )
+
+
+def use_layout(
+    control: Orchestrator, layout: WireLayout, part: Sequence[int] | None = None
+) -> None:
+    result, _ = control.ok(UseLayout, layout=layout.model_dump(mode="python"), part=part)
+    assert result == {"why_not": None}
+
+
 def check_publication(
-    control: Orchestrator, receiver: Receiver, manifest: Manifest, *, version: int, changed_only: bool = False
+    control: Orchestrator,
+    receiver: Receiver,
+    manifest: Manifest,
+    *,
+    version: int,
+    changed_only: bool = False,
+    layout: WireLayout | None = None,
 ) -> dict[str, torch.Tensor]:
+    """Send what was planned last, in manifest order if no layout is given."""
     request_id = control.start(SendWeights, version=version, changed_only=changed_only)
-    receiver.receive(manifest)
+    receiver.receive(manifest, layout or manifest_order(manifest))
     tensors = receiver.done()
     envelope = control.finish(request_id)
     assert envelope.message.kind == "Completed", envelope.message
     assert {"export", "merge", "wire"} <= set(envelope.message.result["seconds"])
     digests = np.frombuffer(envelope.buffers[0], dtype=np.int64)
-    assert list(tensors) == [s.name for s in manifest.tensors]
-    assert digests.tolist() == [int(tensor_digest(t)) for t in tensors.values()]
+    assert digests.tolist() == [int(tensor_digest(tensors[s.name])) for s in manifest.tensors]
     return tensors
 
 
-def check_part(control: Orchestrator, receiver: Receiver, manifest: Manifest, at_0: dict, at_1: dict) -> None:
-    """Nothing but what has an adapter differs from @0; sent alone it has the same bytes, and everything can be sent again after it."""
+def check_part(
+    control: Orchestrator, receiver: Receiver, manifest: Manifest, at_0: dict, at_1: dict
+) -> None:
+    """Nothing but what has an adapter differs from @0; sent alone it has the same bytes, and
+    everything can be sent again after it.
+    """
     names = [s.name for s in manifest.tensors]
-    assert {n for n in names if not torch.equal(at_0[n], at_1[n])} <= {names[i] for i in manifest.changed}
+    assert {n for n in names if not torch.equal(at_0[n], at_1[n])} <= {
+        names[i] for i in manifest.changed
+    }
     assert control.refused(SendWeights, version=1, changed_only=True).code == "not_ready"
-    lacking = control.refused(UseLayout, layout=None, part=manifest.changed[:-1])
+    whole = manifest_order(manifest).model_dump(mode="python")
+    lacking = control.refused(UseLayout, layout=whole, part=manifest.changed[:-1])
     assert lacking.code == "plan_refused" and names[manifest.changed[-1]] in lacking.message
-    assert control.refused(UseLayout, layout=None, part=(*manifest.changed, len(names))).code == "plan_refused"
-    more = tuple(sorted({*manifest.changed, 0}))  # the embedding, as if it shared a layer with one of them
-    control.ok(UseLayout, layout=None, part=more)
-    for part, changed_only in ((manifest.part(more), True), (manifest, False), (manifest.part(more), True)):
+    assert (
+        control.refused(UseLayout, layout=whole, part=(*manifest.changed, len(names))).code
+        == "plan_refused"
+    )
+    more = tuple(
+        sorted({*manifest.changed, 0})
+    )  # the embedding, as if it shared a layer with one of them
+    use_layout(control, manifest_order(manifest.part(more)), more)
+    for part, changed_only in (
+        (manifest.part(more), True),
+        (manifest, False),
+        (manifest.part(more), True),
+    ):
         sent = check_publication(control, receiver, part, version=1, changed_only=changed_only)
         assert all(torch.equal(t, at_1[n]) for n, t in sent.items())
-    control.ok(UseLayout, layout=None)
+    control.ok(UseLayout, layout=whole)
     assert control.refused(SendWeights, version=1, changed_only=True).code == "not_ready"
 
 
 def check_that_rot_is_refused(control: Orchestrator, whole: Path, *, ranks: int) -> None:
-    """One bit of any file, whichever rank wrote it; a load that fails names the file and what can be loaded."""
+    """One bit of any file, whichever rank wrote it; a load that fails names the file and what can
+    be loaded.
+    """
     rotten = whole.with_name("rotten")
     shutil.copytree(whole, rotten)
     files = [path for path in rotten.rglob("*") if path.is_file() and path.name != "COMPLETE"]
-    assert {f"rank_{r}.pt" for r in range(ranks)} | {"meta.json", ".metadata"} < {path.name for path in files}
+    assert {f"rank_{r}.pt" for r in range(ranks)} | {"meta.json", ".metadata"} < {
+        path.name for path in files
+    }
     assert len([path for path in files if path.suffix == ".distcp"]) == ranks
     for path in files:
         spoil(path)
         refused = control.refused(LoadCheckpoint, checkpoint_dir=str(rotten))
-        assert refused.code == "checkpoint_failed" and f"{path} has changed since it was written" in refused.message
-        assert f"load another checkpoint of {whole.parent}" in refused.message and whole.name in refused.message
+        assert (
+            refused.code == "checkpoint_failed"
+            and f"{path} has changed since it was written" in refused.message
+        )
+        assert (
+            f"load another checkpoint of {whole.parent}" in refused.message
+            and whole.name in refused.message
+        )
         spoil(path)
     shutil.rmtree(rotten)
 
 
-@pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})])
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"), [("dense_tied", 1, {}), ("moe", 2, {"expert": 2})]
+)
 def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
     """Every request, failures in between, and a clean end."""
     from tests.trainer_node.test_topologies import peft_merged
@@ -290,21 +377,29 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         assert control.refused(SendWeights, version=0).code == "not_ready"
         base = load_file(models[name] / "model.safetensors")
         manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
-        assert {s.name: s.shape for s in manifest.tensors} == {n: tuple(t.shape) for n, t in base.items()}
+        assert {s.name: s.shape for s in manifest.tensors} == {
+            n: tuple(t.shape) for n, t in base.items()
+        }
         control.ok(SaveCheckpoint, version=0, checkpoint_dir=str(tmp_path / "v0"))
         receiver = open_group(control)
+        assert "send UseLayout first" in control.refused(SendWeights, version=0).message
+        use_layout(control, manifest_order(manifest))
         at_0 = check_publication(control, receiver, manifest, version=0)
         assert all(torch.equal(at_0[n], t) for n, t in base.items())
 
         fields, buffers = training()
-        result, _ = control.ok(TrainMerged, buffers, version=1, checkpoint_dir=str(tmp_path / "v1"), **fields)
+        result, _ = control.ok(
+            TrainMerged, buffers, version=1, checkpoint_dir=str(tmp_path / "v1"), **fields
+        )
         assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
         assert result["metrics"]["grad_norm"] > 0
         assert 0 < result["seconds"]["to_first_forward"] < result["seconds"]["train"] + 1
         released, _ = control.ok(ReleaseMemory)
         assert released["offloaded_bytes"] > sum(t.nbytes for t in base.values()) // (2 * ranks)
         assert released["resident_bytes"] == 0
-        at_1 = check_publication(control, receiver, manifest, version=1)  # the groups stayed, the weights came back
+        at_1 = check_publication(
+            control, receiver, manifest, version=1
+        )  # the groups stayed, the weights came back
         theirs = peft_merged(models[name], tmp_path / "v1" / "adapter")
         assert all(torch.equal(at_1[n], theirs[n]) for n in at_1)
 
@@ -312,14 +407,18 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         bad = arrays()
         bad["tokens"][10] = 300
         fields, bad_buffers = training(bad)
-        refused = control.refused(TrainMerged, bad_buffers, version=2, checkpoint_dir=str(tmp_path / "v2"), **fields)
+        refused = control.refused(
+            TrainMerged, bad_buffers, version=2, checkpoint_dir=str(tmp_path / "v2"), **fields
+        )
         assert refused.code == "bad_input"
         assert "sequence 1: tokens[1] = 300" in refused.message
         huge = arrays()
         huge["sampler_logprobs"] = np.where(huge["loss_mask"] > 0, -3e38, 0).astype(np.float32)
         huge["advantages"] = -huge["loss_mask"]
         fields, huge_buffers = training(huge)
-        refused = control.refused(TrainMerged, huge_buffers, version=2, checkpoint_dir=str(tmp_path / "v2"), **fields)
+        refused = control.refused(
+            TrainMerged, huge_buffers, version=2, checkpoint_dir=str(tmp_path / "v2"), **fields
+        )
         assert refused.code == "non_finite_gradient"
         assert not (tmp_path / "v2").exists()
         unchanged = check_publication(control, receiver, manifest, version=1)
@@ -329,23 +428,22 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
 
         fields, buffers = training()
         control.ok(TrainLora, buffers, output_dir=str(tmp_path / "lora"), **fields)
-        assert {p.name for p in (tmp_path / "lora").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        assert {p.name for p in (tmp_path / "lora").iterdir()} == {
+            "adapter_model.safetensors",
+            "adapter_config.json",
+        }
         check_that_rot_is_refused(control, tmp_path / "v1", ranks=ranks)
         unchanged = check_publication(control, receiver, manifest, version=1)
-        assert not all(torch.equal(unchanged[n], at_1[n]) for n in at_1), "a load that failed changed the trainer"
+        assert not all(torch.equal(unchanged[n], at_1[n]) for n in at_1), (
+            "a load that failed changed the trainer"
+        )
         assert control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "v1"))[0]["version"] == 1
         restored = check_publication(control, receiver, manifest, version=1)
         assert all(torch.equal(restored[n], at_1[n]) for n in at_1)
 
-        # Nobody receives: the watchdog's message ends the send, the next one says what to do, and a new group works.
-        request_id = control.start(SendWeights, version=1)
-        time.sleep(0.5)
-        waiting = control.start(SendWeights, version=1)
-        control.urgent(AbortSend(reason="not mine", request_id="of-another-transfer"))
-        control.urgent(AbortSend(reason="before its turn", request_id=waiting))
-        time.sleep(0.5)
-        control.urgent(AbortSend(reason="a test said so", request_id=request_id))
-        check_that_both_were_aborted(control, request_id, waiting)
+        # Nobody receives: the watchdog's message ends the send, the next one says what to do, and a
+        # new group works.
+        check_aborts(control)
         receiver.close()
         assert control.refused(SendWeights, version=1).code == "not_ready"
         receiver = open_group(control)
@@ -356,38 +454,24 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         assert process.wait(60) == 0
 
 
-def check_that_both_were_aborted(control: Orchestrator, running: str, waiting: str) -> None:
-    """Each for the reason that was given for it, and neither for another's."""
+def check_aborts(control: Orchestrator, *, changed_only: bool = False) -> None:
+    """A send that nobody receives and one that waits for it: each ends for the reason that was
+    given for it, and neither for another's.
+    """
+    running = control.start(SendWeights, version=1, changed_only=changed_only)
+    time.sleep(0.5)
+    waiting = control.start(SendWeights, version=1)
+    control.urgent(AbortSend(reason="not mine", request_id="of-another-transfer"))
+    control.urgent(AbortSend(reason="before its turn", request_id=waiting))
+    time.sleep(0.5)
+    control.urgent(AbortSend(reason="a test said so", request_id=running))
     for request_id, reason in ((running, "a test said so"), (waiting, "before its turn")):
         failed = control.finish(request_id).message
-        assert (failed.kind, failed.code) == ("Failed", "transfer_aborted") and reason in failed.message, failed
+        assert (failed.kind, failed.code) == (
+            "Failed",
+            "transfer_aborted",
+        ) and reason in failed.message, failed
         control.progress = []
-
-
-class ChunkReceiver(Receiver):
-    """Receives a layout's chunks, or leaves before one of them."""
-
-    def receive_chunks(self, manifest: Manifest, layout: WireLayout, *, leave_at: int | None = None) -> None:
-        self._thread.join(30)
-        self.tensors = {}
-
-        def run() -> None:
-            for k, chunk in enumerate(layout.chunks):
-                if k == leave_at:
-                    self.group.close()
-                    return
-                specs = [manifest.tensors[i] for i in chunk.tensors]
-                chunk_B = torch.empty(sum(s.nbytes for s in specs), dtype=torch.uint8)
-                try:
-                    self.group.broadcast(chunk_B, deadline_s=30)
-                except SpliceError as error:
-                    self.error = error
-                    return
-                for spec, tensor_B in zip(specs, chunk_B.split([s.nbytes for s in specs]), strict=True):
-                    self.tensors[spec.name] = tensor_B.view(torch.float32).view(spec.shape)
-
-        self._thread = threading.Thread(target=run, daemon=True)
-        self._thread.start()
 
 
 def layout_of(manifest: Manifest, num_chunks: int) -> WireLayout:
@@ -397,21 +481,29 @@ def layout_of(manifest: Manifest, num_chunks: int) -> WireLayout:
 
 
 def check_chunks(
-    control: Orchestrator, receiver: ChunkReceiver, manifest: Manifest, layout: WireLayout, wanted: dict, *, changed_only: bool
+    control: Orchestrator,
+    receiver: Receiver,
+    manifest: Manifest,
+    layout: WireLayout,
+    wanted: dict,
+    *,
+    changed_only: bool,
 ) -> None:
-    request_id = control.start(SendWeights, version=1, changed_only=changed_only)
-    receiver.receive_chunks(manifest, layout)
-    tensors = receiver.done()
-    envelope = control.finish(request_id)
-    assert envelope.message.kind == "Completed", envelope.message
-    digests = np.frombuffer(envelope.buffers[0], dtype=np.int64)
-    assert digests.tolist() == [int(tensor_digest(tensors[s.name])) for s in manifest.tensors]
+    tensors = check_publication(
+        control, receiver, manifest, version=1, changed_only=changed_only, layout=layout
+    )
     assert all(torch.equal(tensors[s.name], wanted[s.name]) for s in manifest.tensors)
 
 
-@pytest.mark.parametrize(("name", "ranks", "parallel"), [("dense_tied", 2, {"tensor": 2}), ("moe", 2, {"expert": 2})])
-def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
-    """Whole and part; a receiver that leaves in the middle and one that never comes: the next send has the right bytes."""
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"), [("dense_tied", 2, {"tensor": 2}), ("moe", 2, {"expert": 2})]
+)
+def test_several_ranks_send_in_the_receivers_order(
+    name: str, ranks: int, parallel: dict, models, tmp_path: Path
+) -> None:
+    """Whole and part; a receiver that leaves in the middle and one that never comes: the next send
+    has the right bytes.
+    """
     from tests.trainer_node.test_topologies import peft_merged
 
     with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):
@@ -422,54 +514,55 @@ def test_several_ranks_send_in_the_receivers_order(name: str, ranks: int, parall
         control.ok(TrainMerged, buffers, version=1, checkpoint_dir=str(tmp_path / "v1"), **fields)
         wanted = peft_merged(models[name], tmp_path / "v1" / "adapter")
         for layout, indices in ((whole_layout, None), (part_layout, manifest.changed)):
-            result, _ = control.ok(UseLayout, layout=layout.model_dump(mode="python"), part=indices)
-            assert result == {"direct": True}
+            use_layout(control, layout, indices)
         assert control.refused(SendWeights, version=1).code == "not_ready"  # and no rank waits
-        receiver = open_group(control, ChunkReceiver)
+        receiver = open_group(control)
         check_chunks(control, receiver, manifest, whole_layout, wanted, changed_only=False)
         check_chunks(control, receiver, part, part_layout, wanted, changed_only=True)
         control.ok(ReleaseMemory)
         check_chunks(control, receiver, manifest, whole_layout, wanted, changed_only=False)
 
         request_id = control.start(SendWeights, version=1)
-        receiver.receive_chunks(manifest, whole_layout, leave_at=2)
+        receiver.receive(manifest, whole_layout, leave_at=2)
         failed = control.finish(request_id).message
         assert (failed.kind, failed.code) == ("Failed", "transfer_failed"), failed
         receiver.close()
         assert control.refused(SendWeights, version=1).code == "not_ready"
-        receiver = open_group(control, ChunkReceiver)
+        receiver = open_group(control)
         check_chunks(control, receiver, manifest, whole_layout, wanted, changed_only=False)
 
-        request_id = control.start(SendWeights, version=1, changed_only=True)
-        time.sleep(0.5)
-        waiting = control.start(SendWeights, version=1)
-        control.urgent(AbortSend(reason="not mine", request_id="of-another-transfer"))
-        control.urgent(AbortSend(reason="before its turn", request_id=waiting))
-        time.sleep(0.5)
-        control.urgent(AbortSend(reason="a test said so", request_id=request_id))
-        check_that_both_were_aborted(control, request_id, waiting)
+        check_aborts(control, changed_only=True)
         receiver.close()
-        receiver = open_group(control, ChunkReceiver)
+        receiver = open_group(control)
         request_id = control.start(SendWeights, version=1, deadline_s=3.0)  # nobody receives
         failed = control.finish(request_id).message
         assert (failed.kind, failed.code) == ("Failed", "transfer_timeout"), failed
         receiver.close()
-        receiver = open_group(control, ChunkReceiver)
+        receiver = open_group(control)
         check_chunks(control, receiver, part, part_layout, wanted, changed_only=True)
         receiver.close()
         control.urgent(Shutdown())
         assert process.wait(60) == 0
 
 
-def check_that_one_rank_fails_for_all(control: Orchestrator, process: subprocess.Popen, folder: Path) -> None:
-    """By exceptions of other libraries' own types; the ranks stay in step, nothing changes, and nothing is left on the disk."""
+def check_that_one_rank_fails_for_all(
+    control: Orchestrator, process: subprocess.Popen, folder: Path
+) -> None:
+    """By exceptions of other libraries' own types; the ranks stay in step, nothing changes, and
+    nothing is left on the disk.
+    """
     shutil.copytree(folder / "saved", folder / "damaged")
     marker = folder / "damaged" / "COMPLETE"
-    marker.write_text(json.dumps({"files": json.loads(marker.read_text())["files"]}))  # as before checkpoints had hashes
+    marker.write_text(
+        json.dumps({"files": json.loads(marker.read_text())["files"]})
+    )  # as before checkpoints had hashes
     rng = folder / "damaged" / "rank_1.pt"
     rng.write_bytes(b"?" * rng.stat().st_size)
     refused = control.refused(LoadCheckpoint, checkpoint_dir=str(folder / "damaged"))
-    assert (refused.code, "rank 1 UnpicklingError" in refused.message) == ("checkpoint_failed", True), refused
+    assert (refused.code, "rank 1 UnpicklingError" in refused.message) == (
+        "checkpoint_failed",
+        True,
+    ), refused
     rank_0 = rank_process(process, 0)
     was = rank_0.rlimit(psutil.RLIMIT_FSIZE)
     rank_0.rlimit(psutil.RLIMIT_FSIZE, (2000, was[1]))  # as on a full disk
@@ -481,20 +574,68 @@ def check_that_one_rank_fails_for_all(control: Orchestrator, process: subprocess
 
 
 def check_gap(control: Orchestrator, logprobs: np.ndarray) -> None:
-    """A gap to the sampler that rounding does not explain is said; beyond the job's bound the job fails. Nothing is pending afterwards."""
+    """A gap to the sampler that rounding does not explain is said; beyond the job's bound the job
+    fails. Nothing is pending afterwards.
+    """
     values = arrays()
-    for sampled, warned in ((logprobs * values["loss_mask"], False), (values["sampler_logprobs"], True)):
+    for sampled, warned in (
+        (logprobs * values["loss_mask"], False),
+        (values["sampler_logprobs"], True),
+    ):
         fields, buffers = training(values | {"sampler_logprobs": sampled})
-        said, _ = control.ok(ForwardBackward, buffers, loss=fields["loss"], tensors=fields["tensors"])
-        assert ["Usual causes: a temperature" in text for text in said["warnings"]] == [True] * warned
+        said, _ = control.ok(
+            ForwardBackward, buffers, loss=fields["loss"], tensors=fields["tensors"]
+        )
+        assert ["Usual causes: a temperature" in text for text in said["warnings"]] == [
+            True
+        ] * warned
     bounded, buffers = training(max_logprob_gap=1e-3)
-    refused = control.refused(ForwardBackward, buffers, loss=bounded["loss"], tensors=bounded["tensors"])
+    refused = control.refused(
+        ForwardBackward, buffers, loss=bounded["loss"], tensors=bounded["tensors"]
+    )
     assert (refused.code, "max_logprob_gap is 0.001" in refused.message) == ("logprob_gap", True)
     assert "Gradients pending from 2 batches before it were dropped" in refused.message
 
 
+def check_refused_batches(
+    control: Orchestrator, batch: dict, buffers: list[bytes], folder: Path
+) -> None:
+    """What this model cannot train on is refused before any of it runs, whatever the request."""
+    sizes = {
+        "num_sequences": len(arrays()["sequence_lengths"]),
+        "num_tokens": len(arrays()["tokens"]),
+    }
+    routed = batch_specs(**sizes, optional=["routed_experts"], routing=(2, 2))
+    experts = np.zeros(routed[-1].shape, np.int32).tobytes()
+    nowhere = KlSpec(coefficient=0.1, reference="adapter", adapter_dir=str(folder / "nowhere"))
+    bad, never = arrays(), folder / "never"
+    bad["advantages"][10] = np.nan
+    for fields, sent, said in (
+        ({"loss": LossSpec(name="unheard_of")}, buffers, "no loss 'unheard_of'"),
+        (
+            {"loss": LossSpec(name="cross_entropy", normalize_by="sequences")},
+            buffers,
+            "pending batches came with",
+        ),
+        ({"loss": LossSpec(name="cross_entropy", kl=nowhere)}, buffers, "no PEFT adapter"),
+        ({"tensors": routed}, [*buffers, experts], "with 0 experts"),
+        ({}, training(bad)[1], "advantages[1] = nan is not finite"),
+    ):
+        steps = {"optim": OptimParams(lr=1e-2), "mini_batch_sequences": 2, "output_dir": str(never)}
+        for kind, more in ((ForwardBackward, {}), (TrainLora, steps)):
+            refused = control.refused(kind, sent, **(batch | fields | more))
+            assert (refused.code, refused.steps_taken, said in refused.message) == (
+                "bad_input",
+                0,
+                True,
+            ), refused
+    assert not never.exists()
+
+
 def test_operations(models, tmp_path: Path) -> None:
-    """Forward, two forward_backward, a step, an export that transformers loads; bad input, a skipped step and a dropped gradient."""
+    """Forward, two forward_backward, a step, an export that transformers loads; bad input, a
+    skipped step and a dropped gradient.
+    """
     from transformers import AutoModelForCausalLM
 
     from orchestrator.protocol.messages import forward_specs
@@ -516,16 +657,25 @@ def test_operations(models, tmp_path: Path) -> None:
         bad = tokens.copy()
         bad[10] = -7
         refused = control.refused(Forward, [bad.tobytes(), lengths.tobytes()], **asked)
-        assert (refused.code, "sequence 1: tokens[1] = -7" in refused.message) == ("bad_input", True)
+        assert (refused.code, "sequence 1: tokens[1] = -7" in refused.message) == (
+            "bad_input",
+            True,
+        )
 
         check_gap(control, first)
-        control.ok(SaveCheckpoint, version=3, checkpoint_dir=str(tmp_path / "saved"), client_state={"row": 9})
+        control.ok(
+            SaveCheckpoint,
+            version=3,
+            checkpoint_dir=str(tmp_path / "saved"),
+            client_state={"row": 9},
+        )
         one, _ = control.ok(ForwardBackward, buffers, **batch)
         assert one["pending_batches"] == 1
         loss_mask = values["loss_mask"] == 1
-        assert one["metrics"]["loss"] == pytest.approx(-first[loss_mask].mean(), abs=bounds.scores())
-        refused = control.refused(ForwardBackward, buffers, **(batch | {"loss": LossSpec(name="unheard_of")}))
-        assert (refused.code, "no loss 'unheard_of'" in refused.message) == ("bad_input", True)
+        assert one["metrics"]["loss"] == pytest.approx(
+            -first[loss_mask].mean(), abs=bounds.scores()
+        )
+        check_refused_batches(control, batch, buffers, tmp_path)
         assert control.ok(ForwardBackward, buffers, **batch)[0]["pending_batches"] == 2
         step, _ = control.ok(OptimStep, optim=OptimParams(lr=1e-2))
         assert step["metrics"]["num_batches"] == 2
@@ -539,24 +689,40 @@ def test_operations(models, tmp_path: Path) -> None:
         theirs.parent.mkdir()
         theirs.touch()
         assert (
-            "no checkpoint of ours" in control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).message
+            "no checkpoint of ours"
+            in control.refused(
+                ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000
+            ).message
         )
         theirs.rename(theirs.with_name("BEGUN"))  # as if an export of ours had died
         result, _ = control.ok(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
         assert not theirs.parent.exists() and not (tmp_path / "hf" / "BEGUN").exists()
         assert len(result["files"]) > 2
-        assert control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).code == "checkpoint_failed"
+        assert (
+            control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).code
+            == "checkpoint_failed"
+        )
         assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32)
         start = 0
         for length in lengths:
             ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
             with torch.no_grad():
-                scored = exported(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            assert np.abs(scored.numpy() - trained[start + 1 : start + length]).max() <= bounds.scores()
+                scored = (
+                    exported(input_ids=ids[None])
+                    .logits[0, :-1]
+                    .log_softmax(-1)
+                    .gather(-1, ids[1:, None])[:, 0]
+                )
+            assert (
+                np.abs(scored.numpy() - trained[start + 1 : start + length]).max()
+                <= bounds.scores()
+            )
             start += length
 
-        later, _ = control.ok(ForwardBackward, buffers, loss=fields["loss"], tensors=fields["tensors"])
+        later, _ = control.ok(
+            ForwardBackward, buffers, loss=fields["loss"], tensors=fields["tensors"]
+        )
         assert later["warnings"] == [], "off policy by one step"
         control.ok(ReleaseMemory)
         assert control.ok(ReleaseMemory)[0]["resident_bytes"] == 0
@@ -581,7 +747,11 @@ def test_operations(models, tmp_path: Path) -> None:
         control.ok(ForwardBackward, buffers, **batch)
         check_that_one_rank_fails_for_all(control, process, tmp_path)
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "saved"))
-        assert (loaded["version"], loaded["client_state"], loaded["dropped_batches"]) == (3, {"row": 9}, 1)
+        assert (loaded["version"], loaded["client_state"], loaded["dropped_batches"]) == (
+            3,
+            {"row": 9},
+            1,
+        )
         assert control.refused(OptimStep).code == "not_ready"
         _, found = control.ok(Forward, scoring, **asked)
         assert np.array_equal(np.frombuffer(found[0], np.float32), first)
@@ -599,7 +769,9 @@ def test_operations(models, tmp_path: Path) -> None:
             checkpoint_dir=str(tmp_path / "next"),
             delete_after=(str(tmp_path / "saved"), str(tmp_path / "hf"), str(link)),
         )
-        assert link.is_symlink() and not [p.name for p in tmp_path.iterdir() if "saved" in p.name or p.name == "linked"]
+        assert link.is_symlink() and not [
+            p.name for p in tmp_path.iterdir() if "saved" in p.name or p.name == "linked"
+        ]
         assert not (tmp_path / "saved").exists()
         assert list(saved["not_deleted"]) == [str(tmp_path / "hf")]
         control.urgent(Shutdown())
@@ -607,10 +779,16 @@ def test_operations(models, tmp_path: Path) -> None:
 
 
 def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
-    """Nobody joins: the deadline ends it. A replica that goes away: the send fails. The node serves on."""
+    """Nobody joins: the deadline ends it. A replica that goes away: the send fails. The node serves
+    on.
+    """
     with node(models["dense_untied"], tmp_path) as (control, _):
-        alone = {"transport": "tcp", "replicas": {"inference-0": 1}, "bucket_bytes": BUCKET_BYTES}
-        assert control.refused(OpenTransferGroup, deadline_s=1.0, **alone).code == "transfer_timeout"
+        alone = {"transport": "tcp", "replicas": {"inference-0": 1}}
+        assert (
+            control.refused(OpenTransferGroup, deadline_s=1.0, **alone).code == "transfer_timeout"
+        )
+        manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
+        use_layout(control, manifest_order(manifest))
         receiver = open_group(control)
         receiver.close()
         assert control.refused(SendWeights, deadline_s=5.0, version=0).code in {
@@ -618,27 +796,47 @@ def test_a_lost_replica_and_no_joiner(models, tmp_path: Path) -> None:
             "transfer_timeout",
             "transfer_aborted",
         }
-        manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
         receiver = open_group(control)
         check_publication(control, receiver, manifest, version=0)
         receiver.close()
 
 
-def test_a_replica_that_takes_nothing_fails_the_transfer_not_the_ranks(models, tmp_path: Path) -> None:
-    """Those that wait in the export's collectives must not give up before rank 0, which waits for the wire."""
-    with node(models["dense_untied"], tmp_path, ranks=2, tensor=2) as (control, _):
+def test_a_model_that_only_bridge_can_export_is_sent_in_manifest_order(
+    models, tmp_path: Path
+) -> None:
+    """Whole and part. Of a replica that takes nothing the ranks hear before they give up waiting in
+    the export's collectives.
+    """
+    with node(
+        models["dense_untied"], tmp_path, ranks=2, module="tests.trainer_node.bridged", tensor=2
+    ) as (control, _):
         manifest = Manifest.model_validate(control.ok(PlanPublication)[0])
+        part = manifest.part(manifest.changed)
+        refused, _ = control.ok(UseLayout, layout=layout_of(manifest, 3).model_dump(mode="python"))
+        assert refused == {"why_not": "a test said so"}
+        assert control.refused(SendWeights, version=0).code == "not_ready"
+        use_layout(control, manifest_order(manifest))
+        use_layout(control, manifest_order(part), manifest.changed)
+        base = load_file(models["dense_untied"] / "model.safetensors")
         receiver = open_group(control)
+        check_chunks(
+            control, receiver, manifest, manifest_order(manifest), base, changed_only=False
+        )
+        check_chunks(control, receiver, part, manifest_order(part), base, changed_only=True)
         request_id = control.start(SendWeights, version=1, deadline_s=58.0)
         assert control.finish(request_id).message.code == "transfer_timeout"
         receiver.close()
         receiver = open_group(control)
-        check_publication(control, receiver, manifest, version=1)
+        check_chunks(
+            control, receiver, manifest, manifest_order(manifest), base, changed_only=False
+        )
         receiver.close()
 
 
 def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
-    """Rank 1 is killed: torchrun ends the rest, with an exit code that says so, long before any collective's deadline."""
+    """Rank 1 is killed: torchrun ends the rest, with an exit code that says so, long before any
+    collective's deadline.
+    """
     with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):
         rank_process(process, 1).kill()
         assert process.wait(90) != 0
@@ -655,13 +853,27 @@ def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:
 
 
 def test_bad_topology_is_said_before_anything_is_built(models, tmp_path: Path) -> None:
-    config = TrainerConfig(model=models["dense_tied"], parallel=ParallelConfig(tensor=1, expert=1, world_size=3))
+    config = TrainerConfig(
+        model=models["dense_tied"], parallel=ParallelConfig(tensor=1, expert=1, world_size=3)
+    )
     (tmp_path / "c.json").write_text(config.model_dump_json())
     control = Orchestrator()
-    command = [sys.executable, "-m", "trainer_node", "--endpoint", control.endpoint, "--config", str(tmp_path / "c.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer_node",
+        "--endpoint",
+        control.endpoint,
+        "--config",
+        str(tmp_path / "c.json"),
+    ]
     try:
         process = subprocess.Popen(
-            command, cwd=REPO, env=child_env() | {"SPLICE_RUN_TOKEN": TOKEN}, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=REPO,
+            env=child_env() | {"SPLICE_RUN_TOKEN": TOKEN},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         with pytest.raises(AssertionError, match="no Ready"):
             control.pump(until="Ready", deadline_s=8)

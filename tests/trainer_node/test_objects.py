@@ -13,8 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from orchestrator.errors import ConfigError
 from tests.trainer_node.conftest import REPO
@@ -50,24 +60,32 @@ def test_values_between_ranks(torchrun, tmp_path):
 @pytest.mark.parametrize(
     "evil",
     [
-        Reduced(os.system, "true"), Reduced(eval, "1"), Reduced(subprocess.Popen, ["true"]),
-        Reduced(torch.load, "x"), Reduced(Path.touch, "x"), Reduced(__import__, "os"), os.system, Path.home().__class__.unlink,
+        Reduced(os.system, "true"),
+        Reduced(eval, "1"),
+        Reduced(subprocess.Popen, ["true"]),
+        Reduced(torch.load, "x"),
+        Reduced(Path.touch, "x"),
+        Reduced(__import__, "os"),
+        os.system,
+        Path.home().__class__.unlink,
     ],
-)  # fmt: skip
+)
 def test_nothing_that_acts_is_made(evil):
-    with pytest.raises(pickle.UnpicklingError, match="has no business"):
+    with pytest.raises(pickle.UnpicklingError, match="is not allowed"):
         read(evil)
 
 
 def test_nothing_is_imported():
-    with pytest.raises(pickle.UnpicklingError, match=r"antigravity\.Error has no business"):
+    with pytest.raises(pickle.UnpicklingError, match=r"antigravity\.Error is not allowed"):
         Unpickler(io.BytesIO(b"cantigravity\nError\n.")).load()
 
 
 def test_what_torchs_checkpoint_planner_sends_is_made():
     size = torch.Size([2, 3])
     data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=size, sizes=size), properties=TensorProperties(dtype=torch.float32), size=size
+        chunk=ChunkStorageMetadata(offsets=size, sizes=size),
+        properties=TensorProperties(dtype=torch.float32),
+        size=size,
     )
     item = WriteItem(index=MetadataIndex("w", size), type=WriteItemType.SHARD, tensor_data=data)
     plan = SavePlan([item])

@@ -1,11 +1,13 @@
-"""Storages out of memory and back, on plain tensors; the trainer's own in operations.py and test_memory.py."""
+"""Storages out of memory and back, on plain tensors; the trainer's own in operations.py and
+test_memory.py.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from trainer_node.offload import HostCopies, by_storage, storage_bytes
+from trainer_node.model.offload import HostCopies, by_storage, storage_bytes
 
 
 def test_views_ties_and_storages_that_torch_cannot_resize() -> None:

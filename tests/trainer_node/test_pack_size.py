@@ -1,4 +1,6 @@
-"""How many tokens go into a pack: the memory model by hand, and on a GPU the real one. What a probe leaves behind (nothing) is in `packing.py`."""
+"""How many tokens go into a pack: the memory model by hand, and on a GPU the real one. What a probe
+leaves behind (nothing) is in `packing.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
-from trainer_node import pack_size
-from trainer_node.pack_size import MemoryModel, choose, fit
+from trainer_node.training import pack_size
+from trainer_node.training.pack_size import MemoryModel, choose, fit
 
 GB = 10**9
 
@@ -21,7 +23,9 @@ def test_the_model_goes_through_the_probes() -> None:
 
 
 def test_a_negative_fixed_part_covers_every_probe() -> None:
-    """More than linear: the line through the probes would promise too much for small packs, and nothing is free."""
+    """More than linear: the line through the probes would promise too much for small packs, and
+    nothing is free.
+    """
     model = fit([(512, 500), (1024, 1300)])
     assert model.fixed_bytes == 0 and model.bytes_per_token == pytest.approx(1300 / 1024)
 
@@ -46,14 +50,22 @@ def test_the_choice_fits_and_the_next_does_not() -> None:
     assert tokens == 23_040 and tokens % pack_size.STEP == 0
     assert model.peak_bytes(tokens) <= 60 * GB < model.peak_bytes(tokens + pack_size.STEP)
     assert choose(model, room_bytes=1000 * GB) == pack_size.MOST_TOKENS
-    assert choose(model, room_bytes=int(model.peak_bytes(pack_size.LEAST_TOKENS))) == pack_size.LEAST_TOKENS
+    assert (
+        choose(model, room_bytes=int(model.peak_bytes(pack_size.LEAST_TOKENS)))
+        == pack_size.LEAST_TOKENS
+    )
     assert choose(model, room_bytes=int(model.peak_bytes(pack_size.LEAST_TOKENS)) - 1) == 0
     assert choose(model, room_bytes=0) == choose(model, room_bytes=-GB) == 0
 
 
 def test_the_config_takes_a_number_or_auto() -> None:
     assert TrainerConfig(model=Path("m")).micro_batch_tokens == "auto"
-    assert TrainerConfig.model_validate_json('{"model": "m", "micro_batch_tokens": 16}').micro_batch_tokens == 16
+    assert (
+        TrainerConfig.model_validate_json(
+            '{"model": "m", "micro_batch_tokens": 16}'
+        ).micro_batch_tokens
+        == 16
+    )
     for wrong in (0, "most"):
         with pytest.raises(ValueError, match="micro_batch_tokens"):
             TrainerConfig(model=Path("m"), micro_batch_tokens=wrong)
@@ -61,17 +73,21 @@ def test_the_config_takes_a_number_or_auto() -> None:
 
 @pytest.mark.gpu1
 def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path]) -> None:
-    """The model's prediction for a pack of the chosen size is within a tenth of what that pack takes."""
-    from trainer_node.runtime import TrainerRuntime
+    """The model's prediction for a pack of the chosen size is within a tenth of what that pack
+    takes.
+    """
+    from trainer_node.start import start
 
-    runtime = TrainerRuntime(
-        TrainerConfig(model=models["moe"], device="cuda", dtype="bfloat16", lora=LoraConfig(rank=8, alpha=16))
+    trainer = start(
+        TrainerConfig(
+            model=models["moe"], device="cuda", dtype="bfloat16", lora=LoraConfig(rank=8, alpha=16)
+        )
     )
     try:
-        tokens = runtime.micro_batch_tokens
+        tokens = trainer.micro_batch_tokens
         assert pack_size.LEAST_TOKENS <= tokens <= pack_size.MOST_TOKENS
-        samples = [(n, pack_size._peak(runtime, n)) for n in (1024, 4096)]
-        predicted, measured = fit(samples).peak_bytes(16_384), pack_size._peak(runtime, 16_384)
+        samples = [(n, pack_size._peak(trainer, n)) for n in (1024, 4096)]
+        predicted, measured = fit(samples).peak_bytes(16_384), pack_size._peak(trainer, 16_384)
         assert abs(predicted / measured - 1) < 0.1, (samples, predicted, measured)
     finally:
-        runtime.close()
+        trainer.model.close()

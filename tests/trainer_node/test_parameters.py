@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from trainer_node import parameters
-from trainer_node.optimizer import assign_owners
-from trainer_node.parameters import Piece
+from trainer_node.model import parameters
+from trainer_node.model.parameters import Piece
+from trainer_node.training.optimizer import assign_owners
 
 
 def test_owners_by_hand() -> None:
@@ -18,7 +18,9 @@ def test_owners_by_hand() -> None:
 
 def test_owners_are_balanced() -> None:
     """No owner has more than the mean and the largest parameter."""
-    sizes = [int(n) for n in torch.randint(1, 1000, (200,), generator=torch.Generator().manual_seed(0))]
+    sizes = [
+        int(n) for n in torch.randint(1, 1000, (200,), generator=torch.Generator().manual_seed(0))
+    ]
     owners = assign_owners(sizes, 7)
     loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in range(7)]
     assert max(loads) <= sum(sizes) / 7 + max(sizes)
@@ -26,7 +28,9 @@ def test_owners_are_balanced() -> None:
 
 
 def test_pieces_of_a_fused_qkv_by_hand() -> None:
-    """Two query groups of [q, q, k, v] with heads of one row: rows 0 to 7, of which q is 0, 1, 4, 5."""
+    """Two query groups of [q, q, k, v] with heads of one row: rows 0 to 7, of which q is 0, 1, 4,
+    5.
+    """
     fused = torch.arange(8.0)[:, None].repeat(1, 3)
     q = Piece(key="q", shape=(4, 3), offsets=(0, 0), groups=2, first=0, rows=2)
     k = Piece(key="k", shape=(2, 3), offsets=(0, 0), groups=2, first=2, rows=1)
@@ -43,4 +47,9 @@ def test_buckets(monkeypatch) -> None:
     """In order, none above the limit unless it is one tensor."""
     monkeypatch.setattr(parameters, "BUCKET_ELEMENTS", 10)
     tensors = [torch.empty(n) for n in (4, 6, 1, 20, 3, 3)]
-    assert [[t.numel() for t in b] for b in parameters.buckets(tensors)] == [[4, 6], [1], [20], [3, 3]]
+    assert [[t.numel() for t in b] for b in parameters.buckets(tensors)] == [
+        [4, 6],
+        [1],
+        [20],
+        [3, 3],
+    ]

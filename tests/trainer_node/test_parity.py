@@ -1,8 +1,9 @@
-"""The parity matrix: topologies x dense, MoE x RL, SFT x LoRA, full parameters, against one rank; and one rank against transformers, PEFT and
-torch.optim. See `parity.py`.
+"""The parity matrix: topologies x dense, MoE x RL, SFT x LoRA, full parameters, against one rank;
+and one rank against transformers, PEFT and torch.optim. See `parity.py`.
 
-Tolerances (fp32) are those of `bounds`: the same sums in another order. Trained and exported tensors: AdamW's first step is lr g / (|g| + eps), which
-changes by lr / eps where g is near 0, so by that times the clipped gradient's error, twice.
+Tolerances (fp32) are those of `bounds`: the same sums in another order. Trained and exported
+tensors: AdamW's first step is lr g / (|g| + eps), which changes by lr / eps where g is near 0, so
+by that times the clipped gradient's error, twice.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ MOE = DENSE | {
     "tp2-no-sequence-etp2": (2, (2, 1, 1)),
     "dp2ep2-etp2": (4, (1, 1, 2)),
 }
-LAUNCHES = [("dense_tied", t) for t in DENSE] + [("dense_untied", "tp2pp2")] + [("moe", t) for t in MOE]
+LAUNCHES = (
+    [("dense_tied", t) for t in DENSE] + [("dense_untied", "tp2pp2")] + [("moe", t) for t in MOE]
+)
 CELLS = [f"{t}-{k}" for t in ("lora", "full") for k in ("rl", "sft")]
 FEWER = {"tp2ep2-cp2", "tp2-no-sequence-etp2", "dp2ep2-etp2"}
 """Topologies of what other ones have each alone: the two cells that have most in them."""
-MATRIX = [(m, t, c) for m, t in LAUNCHES for c in CELLS if t not in FEWER or c in ("lora-rl", "full-sft")]
+MATRIX = [
+    (m, t, c) for m, t in LAUNCHES for c in CELLS if t not in FEWER or c in ("lora-rl", "full-sft")
+]
 
 
 @pytest.fixture(scope="session")
@@ -66,12 +71,21 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
     assert (ours["scores"] - theirs["scores"]).abs().max() <= bounds.scores()
     for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True):
-        for key in ("loss", "tokens", "num_sequences", "clip_fraction", "grad_norm", "entropy_mean"):
+        for key in (
+            "loss",
+            "tokens",
+            "num_sequences",
+            "clip_fraction",
+            "grad_norm",
+            "entropy_mean",
+        ):
             assert (key in mine) == (key in other)
             count, norm = int(other["tokens"]), other.get("grad_norm", 0.0)
             slack = {
-                "loss": bounds.loss(count=count) / count, "entropy_mean": bounds.scores(), "grad_norm": bounds.gradients() * norm,
-            }.get(key, 0.0)  # fmt: skip
+                "loss": bounds.loss(count=count) / count,
+                "entropy_mean": bounds.scores(),
+                "grad_norm": bounds.gradients() * norm,
+            }.get(key, 0.0)
             assert abs(mine.get(key, 0.0) - other.get(key, 0.0)) <= slack, key
     error = bounds.gradients() * largest(theirs["gradients"])
     near(ours["gradients"], theirs["gradients"], error)
@@ -109,7 +123,11 @@ def test_topology_changes_nothing(
 @pytest.mark.parametrize("model", ["dense_tied", "dense_untied", "moe"])
 def test_one_rank_equals_the_reference(model: str, cell: str, models, single_parity) -> None:
     """Two steps by transformers, PEFT and torch.optim, one sequence at a time."""
-    folder, kind, is_lora = single_parity(model, cell), cell.partition("-")[2], cell.startswith("lora")
+    folder, kind, is_lora = (
+        single_parity(model, cell),
+        cell.partition("-")[2],
+        cell.startswith("lora"),
+    )
     policy: Any = AutoModelForCausalLM.from_pretrained(models[model], torch_dtype=torch.float32)
     if is_lora:
         policy = PeftModel.from_pretrained(policy, folder / "adapter", is_trainable=True)
@@ -124,13 +142,22 @@ def reference_cell(model: Any, kind: str, *, is_lora: bool) -> dict[str, Any]:
     decays = [p for p in named.values() if p.dim() > 1]
     others = [p for p in named.values() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decays, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps,
-    )  # fmt: skip
+        [
+            {"params": decays, "weight_decay": OPTIM.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=OPTIM.lr,
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
+    )
     first, second = batches(LOSSES[kind])
     with torch.no_grad():
-        pieces = zip(first.tokens_T.split(LENGTHS), temperatures_of(first).split(LENGTHS), strict=True)
-        rows = [torch.nn.functional.pad(torch.stack(score(model, *piece)), (1, 0)) for piece in pieces]
+        pieces = zip(
+            first.tokens_T.split(LENGTHS), temperatures_of(first).split(LENGTHS), strict=True
+        )
+        rows = [
+            torch.nn.functional.pad(torch.stack(score(model, *piece)), (1, 0)) for piece in pieces
+        ]
     result: dict[str, Any] = {"scores": torch.cat(rows, dim=1), "metrics": []}
     for step, batch in enumerate((first, second)):
         optimizer.zero_grad()
@@ -148,12 +175,14 @@ def reference_cell(model: Any, kind: str, *, is_lora: bool) -> dict[str, Any]:
     result["trained"] = {n: p.detach().clone() for n, p in named.items()}
     whole = model.merge_and_unload() if is_lora else model
     tied = whole.config.tie_word_embeddings
-    result["exported"] = {n: t for n, t in whole.state_dict().items() if not (tied and n == "lm_head.weight")}
+    result["exported"] = {
+        n: t for n, t in whole.state_dict().items() if not (tied and n == "lm_head.weight")
+    }
     return result
 
 
 def hf_name(name: str) -> str:
-    """PEFT's parameter names to those of `TrainerRuntime.take_gradients`."""
+    """PEFT's parameter names to those of `gradients.take_gradients`."""
     bare = name.removeprefix("base_model.model.").replace(".default", "")
     return bare.removesuffix(".weight") if ".lora_" in bare else bare
 
@@ -163,17 +192,29 @@ def temperatures_of(batch: Any) -> torch.Tensor:
     return torch.ones(len(batch.tokens_T)) if batch.temperatures_T is None else batch.temperatures_T
 
 
-def score(model: Any, ids: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def score(
+    model: Any, ids: torch.Tensor, temperatures: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob and entropy of each token but the first at its temperature, [L - 1] each."""
     table = (model(input_ids=ids[None]).logits[0, :-1] / temperatures[1:, None]).log_softmax(-1)
     return table.gather(-1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
 def reference_loss(model: Any, batch: Any, kind: str) -> tuple[dict[str, float], torch.Tensor]:
-    """The losses of `parity.LOSSES` written again: cross-entropy, and PPO's clipped surrogate with dual clip and an entropy bonus."""
+    """The losses of `parity.LOSSES` written again: cross-entropy, and PPO's clipped surrogate with
+    dual clip and an entropy bonus.
+    """
     total, entropies, clipped = torch.zeros(()), torch.zeros(()), 0.0
-    fields = (batch.tokens_T, temperatures_of(batch), batch.loss_mask_T, batch.advantages_T, batch.sampler_logprobs_T)
-    for ids, temperature, mask, advantage, old in zip(*(t.split(LENGTHS) for t in fields), strict=True):
+    fields = (
+        batch.tokens_T,
+        temperatures_of(batch),
+        batch.loss_mask_T,
+        batch.advantages_T,
+        batch.sampler_logprobs_T,
+    )
+    for ids, temperature, mask, advantage, old in zip(
+        *(t.split(LENGTHS) for t in fields), strict=True
+    ):
         logp, entropy = score(model, ids, temperature)
         picked, a = mask[1:] == 1, advantage[1:]
         if kind == "sft":
@@ -187,7 +228,12 @@ def reference_loss(model: Any, batch: Any, kind: str) -> tuple[dict[str, float],
         binds = (dual != ratio * a)[picked]
         clipped += binds.sum().item()
     count = batch.num_loss_tokens
-    metrics = {"loss": total.item() / count, "tokens": count, "num_sequences": len(LENGTHS), "clip_fraction": clipped / count}
+    metrics = {
+        "loss": total.item() / count,
+        "tokens": count,
+        "num_sequences": len(LENGTHS),
+        "clip_fraction": clipped / count,
+    }
     if kind == "rl":
         metrics["entropy_mean"] = entropies.item() / count
     return metrics, total / count

@@ -1,4 +1,6 @@
-"""What PEFT can write and the trainer cannot compute is refused by name; what is missing, extra or damaged is named."""
+"""What PEFT can write and the trainer cannot compute is refused by name; what is missing, extra or
+damaged is named.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import KlSpec
 from tests.trainer_node.tiny import make_peft_adapter
-from trainer_node.hf import read_config
-from trainer_node.identity_adapter import linear_shapes
-from trainer_node.peft_io import AdapterError, read_adapter
+from trainer_node.adapters.identity_adapter import linear_shapes
+from trainer_node.adapters.peft_io import AdapterError, read_adapter
+from trainer_node.model.hf import read_config
 
 LORA = LoraConfig(rank=4, alpha=8)
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.3.down_proj"
@@ -49,13 +51,17 @@ def test_what_peft_wrote(peft, expected, models, tmp_path) -> None:
     assert len(found) == len(stored) == 2 * (4 + 3 * 4) * 2
     assert torch.equal(found[DOWN, "B"], stored[f"base_model.model.{DOWN}.lora_B.weight"])
     infixed = changed(
-        peft, tmp_path / "a", tensors=lambda t: {n.replace(".weight", ".default.weight"): x for n, x in t.items()}
+        peft,
+        tmp_path / "a",
+        tensors=lambda t: {n.replace(".weight", ".default.weight"): x for n, x in t.items()},
     )
     older = changed(peft, tmp_path / "b")
     (older / "adapter_model.safetensors").unlink()
     torch.save(stored, older / "adapter_model.bin")
     by_pattern = make_peft_adapter(models["moe"], tmp_path / "c", target_modules=r".*_proj")
-    assert isinstance(json.loads((by_pattern / "adapter_config.json").read_text())["target_modules"], str)
+    assert isinstance(
+        json.loads((by_pattern / "adapter_config.json").read_text())["target_modules"], str
+    )
     for folder in (infixed, older, by_pattern):
         again = read_adapter(folder, lora=LORA, expected=expected)
         assert again.keys() == found.keys()
@@ -104,14 +110,30 @@ def without(*parts):
     [
         (without(f"{Q}.lora_B"), f"missing: {Q}.lora_B.weight$"),
         (without("layers.1."), r"missing: model\.layers\.1.* and 27 more"),
-        (lambda t: t | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}, r"too many: lm_head\.lora_A\.weight"),
         (
-            lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 64)},
+            lambda t: t | {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)},
+            r"too many: lm_head\.lora_A\.weight",
+        ),
+        (
+            lambda t: (
+                t | {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 64)}
+            ),
             "not a LoRA.*lora_embedding_A",
         ),
-        (lambda t: t | {f"base_model.model.{Q}.lora_magnitude_vector": torch.zeros(4)}, "not a LoRA.*magnitude"),
-        (lambda t: t | {f"base_model.model.{Q}.lora_A.default.weight": torch.zeros(4, 64)}, "there twice"),
-        (lambda t: {(n.replace(".weight", ".x.weight") if Q in n else n): v for n, v in t.items()}, "several adapters: .*'x'"),
+        (
+            lambda t: t | {f"base_model.model.{Q}.lora_magnitude_vector": torch.zeros(4)},
+            "not a LoRA.*magnitude",
+        ),
+        (
+            lambda t: t | {f"base_model.model.{Q}.lora_A.default.weight": torch.zeros(4, 64)},
+            "there twice",
+        ),
+        (
+            lambda t: {
+                (n.replace(".weight", ".x.weight") if Q in n else n): v for n, v in t.items()
+            },
+            "several adapters: .*'x'",
+        ),
         (
             lambda t: t | {f"base_model.model.{Q}.lora_B.weight": torch.zeros(63, 4)},
             r"lora_B.weight is \(63, 4\), the model wants \(64, 4\)",
@@ -143,6 +165,10 @@ def test_files(peft, expected, tmp_path) -> None:
 
 
 def test_a_reference_adapter_is_named() -> None:
-    for wrong in ({"reference": "adapter"}, {"adapter_dir": "/a"}, {"reference": "given", "adapter_dir": "/a"}):
+    for wrong in (
+        {"reference": "adapter"},
+        {"adapter_dir": "/a"},
+        {"reference": "given", "adapter_dir": "/a"},
+    ):
         with pytest.raises(ValueError, match=r"kl\.adapter_dir names the PEFT folder"):
             KlSpec(**wrong)

@@ -13,12 +13,24 @@ from orchestrator.errors import ConfigError, MergePlanError
 from orchestrator.protocol.messages import KlSpec, LossSpec, Manifest, TensorSpec, forward_specs
 from tests.numerics import sum_error_bound
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
-from trainer_node import gap
-from trainer_node.batch import BatchError, check_accumulation, decode_forward, micro_batches
-from trainer_node.hf_export import plan_files
-from trainer_node.losses import bind_loss, cross_entropy, grpo, linear_statistics
-from trainer_node.merge import LoraDelta, MergeOp, decoder_name, merge_tensor, plan_merge, strip_wrappers
-from trainer_node.sums import Pending, StepSums
+from trainer_node.adapters.merge import (
+    LoraDelta,
+    MergeOp,
+    decoder_name,
+    merge_tensor,
+    plan_merge,
+    strip_wrappers,
+)
+from trainer_node.export.hf_export import plan_files
+from trainer_node.training import gap
+from trainer_node.training.batch import (
+    BatchError,
+    check_accumulation,
+    decode_forward,
+    micro_batches,
+)
+from trainer_node.training.losses import bind_loss, cross_entropy, grpo, linear_statistics
+from trainer_node.training.sums import Pending, StepSums
 
 
 def delta(rank: int = 1, rows: int = 2, columns: int = 3) -> LoraDelta:
@@ -33,7 +45,9 @@ class TestMerge:
     def test_by_hand(self) -> None:
         weight = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
         kept = weight.clone()
-        d = LoraDelta(lora_A_RI=torch.tensor([[1.0, 0, 2]]), lora_B_OR=torch.tensor([[10.0], [100]]))
+        d = LoraDelta(
+            lora_A_RI=torch.tensor([[1.0, 0, 2]]), lora_B_OR=torch.tensor([[10.0], [100]])
+        )
         assert merge_tensor(weight, d, 0.5).tolist() == [[6, 2, 13], [54, 5, 106]]
         assert torch.equal(weight, kept)
 
@@ -42,7 +56,9 @@ class TestMerge:
         assert merge_tensor(torch.zeros(2, 2), d, 1.0).tolist() == [[0, 1], [0, 0]]
 
     def test_rounds_once(self) -> None:
-        """1 + 2^-9 + 2^-9 is representable in bf16 only if the sum is rounded at the end: 2^-9 alone would vanish beside 1."""
+        """1 + 2^-9 + 2^-9 is representable in bf16 only if the sum is rounded at the end: 2^-9
+        alone would vanish beside 1.
+        """
         weight = torch.ones(1, 1, dtype=torch.bfloat16)
         d = LoraDelta(lora_A_RI=torch.full((2, 1), 2.0**-9), lora_B_OR=torch.ones(1, 2) * 2)
         merged = merge_tensor(weight, d, 1.0)
@@ -52,7 +68,10 @@ class TestMerge:
     def test_plan_in_target_order(self) -> None:
         targets = {n: spec(n, 2, 3) for n in ("b.weight", "norm.weight", "a.weight")}
         ops = plan_merge(deltas={"a": delta(), "b": delta()}, targets=targets)
-        assert ops == [MergeOp(target="b.weight", adapter="b"), MergeOp(target="a.weight", adapter="a")]
+        assert ops == [
+            MergeOp(target="b.weight", adapter="b"),
+            MergeOp(target="a.weight", adapter="a"),
+        ]
 
     def test_every_adapter_needs_a_target(self) -> None:
         with pytest.raises(MergePlanError, match=r"adapter a has no target.*a\.weight"):
@@ -60,19 +79,26 @@ class TestMerge:
 
     def test_no_target_is_hit_twice(self) -> None:
         deltas = {"m.a": delta(), "module.m.a": delta()}
-        with pytest.raises(MergePlanError, match=r"m\.a\.weight is hit by two adapters: m\.a and module\.m\.a"):
+        with pytest.raises(
+            MergePlanError, match=r"m\.a\.weight is hit by two adapters: m\.a and module\.m\.a"
+        ):
             plan_merge(deltas=deltas, targets={"m.a.weight": spec("m.a.weight", 2, 3)})
 
     def test_shapes_must_fit(self) -> None:
-        with pytest.raises(MergePlanError, match=r"adapter a has A \(1, 3\) and B \(2, 1\).*\(3, 2\)"):
+        with pytest.raises(
+            MergePlanError, match=r"adapter a has A \(1, 3\) and B \(2, 1\).*\(3, 2\)"
+        ):
             plan_merge(deltas={"a": delta()}, targets={"a.weight": spec("a.weight", 3, 2)})
 
     @pytest.mark.parametrize(
         "name",
-        ["decoder.layers.0.mlp.linear_fc1.weight", "module.module.decoder.layers.0.mlp.linear_fc1.weight",
-         "_orig_mod.module.decoder.layers.0._orig_mod.mlp.linear_fc1.weight",
-         "module.language_model.decoder.layers.0.mlp.linear_fc1.weight"],
-    )  # fmt: skip
+        [
+            "decoder.layers.0.mlp.linear_fc1.weight",
+            "module.module.decoder.layers.0.mlp.linear_fc1.weight",
+            "_orig_mod.module.decoder.layers.0._orig_mod.mlp.linear_fc1.weight",
+            "module.language_model.decoder.layers.0.mlp.linear_fc1.weight",
+        ],
+    )
     def test_wrappers_and_prefixes(self, name: str) -> None:
         assert decoder_name(name) == "decoder.layers.0.mlp.linear_fc1.weight"
 
@@ -86,10 +112,18 @@ ROUNDING = sum_error_bound(torch.float32, count=12, magnitude=1.0)
 """Of a softmax over 12 logits or less."""
 
 
-def log_probs_of(logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, allowed_K: torch.Tensor | None = None):
+def log_probs_of(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    allowed_K: torch.Tensor | None = None,
+):
     """Log-probs of given logits: those of a head that is the identity."""
     weight = torch.eye(logits.shape[1])
-    return linear_statistics(logits, weight, targets, vocab_size=vocab_size, allowed_K=allowed_K, with_entropy=False)[0]
+    return linear_statistics(
+        logits, weight, targets, vocab_size=vocab_size, allowed_K=allowed_K, with_entropy=False
+    )[0]
 
 
 class TestLosses:
@@ -97,7 +131,9 @@ class TestLosses:
         logits, targets = torch.randn(5, 12), torch.tensor([0, 3, 9, 1, 2])
         logits[:, 10:] = 50.0
         ours = log_probs_of(logits, targets, vocab_size=10)
-        assert torch.allclose(ours, logits[:, :10].log_softmax(-1).gather(1, targets[:, None])[:, 0], atol=ROUNDING)
+        assert torch.allclose(
+            ours, logits[:, :10].log_softmax(-1).gather(1, targets[:, None])[:, 0], atol=ROUNDING
+        )
         counted = log_probs_of(logits, targets, vocab_size=12)
         assert (counted < ours - 30).all(), "the mutant that counts the padding is told apart"
 
@@ -111,10 +147,18 @@ class TestLosses:
         assert gradient[:, 0].abs().max() == 0
 
     def test_grpo_by_hand(self) -> None:
-        """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2/0.3: -(1.3 - 2 + 0.5 - 0.8) = 1.0; two are clipped."""
+        """Ratios 2, 2, 0.5, 0.5 with advantages 1, -1, 1, -1 and clip 0.2/0.3: -(1.3 - 2 + 0.5 -
+        0.8) = 1.0; two are clipped.
+        """
         old = torch.zeros(4)
         new = torch.tensor([2.0, 2.0, 0.5, 0.5]).log()
-        out = grpo(new, sampler_logprobs_N=old, advantages_N=torch.tensor([1.0, -1, 1, -1]), clip_low=0.2, clip_high=0.3)
+        out = grpo(
+            new,
+            sampler_logprobs_N=old,
+            advantages_N=torch.tensor([1.0, -1, 1, -1]),
+            clip_low=0.2,
+            clip_high=0.3,
+        )
         assert out.loss.item() == pytest.approx(1.0)
         assert out.num_clipped.item() == 2
 
@@ -129,11 +173,21 @@ class TestBatch:
             ("tokens", 10, 300, r"sequence 1: tokens\[1\] = 300 is outside the vocabulary of 300"),
             ("tokens", 0, -1, r"sequence 0: tokens\[0\] = -1 is outside"),
             ("advantages", 35, np.nan, r"sequence 4: advantages\[2\] = nan is not finite"),
-            ("sampler_logprobs", 20, -np.inf, r"sequence 2: sampler_logprobs\[6\] = -inf is not finite"),
+            (
+                "sampler_logprobs",
+                20,
+                -np.inf,
+                r"sequence 2: sampler_logprobs\[6\] = -inf is not finite",
+            ),
             ("loss_mask", 14, 1, r"sequence 2: loss_mask\[0\] = 1.0 marks the first token"),
             ("loss_mask", 17, 0.5, r"sequence 2: loss_mask\[3\] = 0.5 is neither 0 nor 1"),
             ("sequence_lengths", 1, 0, r"sequence 1: sequence_lengths is 0"),
-            ("sequence_lengths", 3, 65, r"sequence 3: sequence_lengths is 65, longer than the model's 64"),
+            (
+                "sequence_lengths",
+                3,
+                65,
+                r"sequence 3: sequence_lengths is 65, longer than the model's 64",
+            ),
             ("sequence_lengths", 4, 4, r"tokens has 36 elements but sequence_lengths sum to 37"),
         ],
     )
@@ -154,7 +208,9 @@ class TestBatch:
             make_batch({k: v[:0] for k, v in arrays().items()})
 
     def test_a_token_that_was_not_allowed(self) -> None:
-        with pytest.raises(BatchError, match=r"sequence 0: tokens\[2\] = \d+ carries loss but is not among"):
+        with pytest.raises(
+            BatchError, match=r"sequence 0: tokens\[2\] = \d+ carries loss but is not among"
+        ):
             make_batch(loss=LossSpec(allowed_token_ids=(1, 2)))
         with pytest.raises(BatchError, match="ids below 300"):
             make_batch(loss=LossSpec(allowed_token_ids=(1, 300)))
@@ -163,7 +219,11 @@ class TestBatch:
         ("field", "value", "message"),
         [
             ("old_logprobs", np.nan, r"sequence 1: old_logprobs\[2\] = nan is not finite"),
-            ("reference_logprobs", np.inf, r"sequence 1: reference_logprobs\[2\] = inf is not finite"),
+            (
+                "reference_logprobs",
+                np.inf,
+                r"sequence 1: reference_logprobs\[2\] = inf is not finite",
+            ),
         ],
     )
     def test_optional_tensors_are_checked(self, field: str, value: float, message: str) -> None:
@@ -175,12 +235,17 @@ class TestBatch:
         values[field][11] = value
         with pytest.raises(BatchError, match=message):
             make_batch(values)
-        with pytest.raises(BatchError, match=rf"{field} has 35 elements but sequence_lengths sum to 36"):
+        with pytest.raises(
+            BatchError, match=rf"{field} has 35 elements but sequence_lengths sum to 36"
+        ):
             make_batch(values | {field: np.zeros(35, np.float32)})
 
     def test_one_temperature_for_each_sequence_is_one_for_each_of_its_tokens(self) -> None:
         each = np.arange(1, len(LENGTHS) + 1, dtype=np.float32)
-        whole = make_batch(arrays() | {"temperatures": each}), make_batch(arrays() | {"temperatures": each.repeat(LENGTHS)})
+        whole = (
+            make_batch(arrays() | {"temperatures": each}),
+            make_batch(arrays() | {"temperatures": each.repeat(LENGTHS)}),
+        )
         assert [b.temperatures_T.tolist() for b in whole] == [each.repeat(LENGTHS).tolist()] * 2
         assert make_batch().temperatures_T is None
 
@@ -188,19 +253,26 @@ class TestBatch:
         ("temperature", "message"),
         [
             (0.0, r"sequence 1: temperatures\[2\] = 0.0 is greedy decoding, .*; sample to train"),
-            (-1.0, r"sequence 1: temperatures\[2\] = -1.0 is below 0.01, the lowest temperature that vLLM samples at"),
+            (
+                -1.0,
+                r"sequence 1: temperatures\[2\] = -1.0 is below 0.01, the lowest temperature that vLLM samples at",  # noqa: E501
+            ),
             (0.009, r"sequence 1: temperatures\[2\] = 0.008\d* is below 0.01"),
             (np.nan, r"sequence 1: temperatures\[2\] = nan is not finite"),
             (np.inf, r"sequence 1: temperatures\[2\] = inf is not finite"),
         ],
     )
-    def test_temperatures_that_nothing_is_sampled_at(self, temperature: float, message: str) -> None:
+    def test_temperatures_that_nothing_is_sampled_at(
+        self, temperature: float, message: str
+    ) -> None:
         each = np.full(sum(LENGTHS), 0.01, np.float32)
         make_batch(arrays() | {"temperatures": each})
         each[11] = temperature
         with pytest.raises(BatchError, match=message):
             make_batch(arrays() | {"temperatures": each})
-        with pytest.raises(BatchError, match="temperatures has 7 elements but sequence_lengths sum to 36"):
+        with pytest.raises(
+            BatchError, match="temperatures has 7 elements but sequence_lengths sum to 36"
+        ):
             make_batch(arrays() | {"temperatures": each[:7]})
 
     def test_a_given_reference_must_be_given(self) -> None:
@@ -215,7 +287,10 @@ class TestBatch:
 
 
 def forward_batch(
-    tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None = None, temperatures: list[float] | None = None
+    tokens: list[int],
+    lengths: list[int],
+    allowed: tuple[int, ...] | None = None,
+    temperatures: list[float] | None = None,
 ):
     buffers = [np.array(tokens, np.int32).tobytes(), np.array(lengths, np.int32).tobytes()]
     specs = forward_specs(
@@ -226,7 +301,9 @@ def forward_batch(
     )
     if temperatures:
         buffers.append(np.array(temperatures, np.float32).tobytes())
-    return decode_forward(specs=specs, buffers=buffers, vocab_size=300, max_length=64, allowed_token_ids=allowed)
+    return decode_forward(
+        specs=specs, buffers=buffers, vocab_size=300, max_length=64, allowed_token_ids=allowed
+    )
 
 
 class TestForward:
@@ -235,7 +312,9 @@ class TestForward:
 
     @pytest.mark.parametrize("temperatures", [[0.5, 2.0], [0.5, 0.5, 2.0, 2.0, 2.0]])
     def test_temperatures(self, temperatures: list[float]) -> None:
-        assert forward_batch([1, 2, 3, 4, 5], [2, 3], None, temperatures).temperatures_T.tolist() == [0.5, 0.5, 2, 2, 2]
+        assert forward_batch(
+            [1, 2, 3, 4, 5], [2, 3], None, temperatures
+        ).temperatures_T.tolist() == [0.5, 0.5, 2, 2, 2]
         assert forward_batch([1, 2], [2]).temperatures_T is None
         with pytest.raises(BatchError, match=r"sequence 1: temperatures\[0\] = 0.0 is greedy"):
             forward_batch([1, 2, 3, 4, 5], [2, 3], None, [0.5, 0.0])
@@ -250,7 +329,9 @@ class TestForward:
             ([1], [1], (300,), "ids below 300"),
         ],
     )
-    def test_refusals(self, tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None, message: str) -> None:
+    def test_refusals(
+        self, tokens: list[int], lengths: list[int], allowed: tuple[int, ...] | None, message: str
+    ) -> None:
         with pytest.raises(BatchError, match=message):
             forward_batch(tokens, lengths, allowed)
 
@@ -262,7 +343,10 @@ class TestAccumulation:
 
     @pytest.mark.parametrize(("wanted", "choices"), [(6, "4 or 8"), (3, "4$"), (9, "8 or 12")])
     def test_a_number_that_does_not_divide(self, wanted: int, choices: str) -> None:
-        with pytest.raises(BatchError, match=f"= {wanted} is not a multiple of the data-parallel size 4; choose {choices}"):
+        with pytest.raises(
+            BatchError,
+            match=f"= {wanted} is not a multiple of the data-parallel size 4; choose {choices}",
+        ):
             check_accumulation(wanted, dp_size=4)
 
 
@@ -274,18 +358,35 @@ class TestSums:
 
     def test_batches_add_up_and_are_divided_once(self) -> None:
         """A mean of means would be (1 + 5) / 2 = 3."""
-        a = StepSums(loss=3.0, num_tokens=3, num_loss_sequences=1, num_sequences=1, logprob_gap_max=0.5, kl=6.0, kl_tokens=3)
-        b = StepSums(loss=5.0, num_tokens=1, num_loss_sequences=1, num_sequences=2, logprob_gap_max=0.25)
+        a = StepSums(
+            loss=3.0,
+            num_tokens=3,
+            num_loss_sequences=1,
+            num_sequences=1,
+            logprob_gap_max=0.5,
+            kl=6.0,
+            kl_tokens=3,
+        )
+        b = StepSums(
+            loss=5.0, num_tokens=1, num_loss_sequences=1, num_sequences=2, logprob_gap_max=0.25
+        )
         pending = Pending().plus(a, normalize_by="tokens").plus(b, normalize_by="tokens")
         assert (pending.num_batches, pending.denominator) == (2, 4)
         metrics = pending.sums.metrics("tokens")
-        assert (metrics["loss"], metrics["num_sequences"], metrics["logprob_gap_max"], metrics["kl_mean"]) == (
+        assert (
+            metrics["loss"],
+            metrics["num_sequences"],
+            metrics["logprob_gap_max"],
+            metrics["kl_mean"],
+        ) == (
             2.0,
             3.0,
             0.5,
             2.0,
         )
-        with pytest.raises(ConfigError, match=r"normalize_by = 3\.0, but the 2 pending batches came with 'tokens'"):
+        with pytest.raises(
+            ConfigError, match=r"normalize_by = 3\.0, but the 2 pending batches came with 'tokens'"
+        ):
             pending.check(3.0)
         Pending().check(3.0)
 
@@ -297,7 +398,13 @@ class TestSums:
 
 class TestGap:
     def sums(self, mean: float, count: int = 4) -> StepSums:
-        return StepSums(logprob_gap=mean * count, logprob_gap_max=2 * mean, gap_tokens=count, num_tokens=count, num_clipped=1)
+        return StepSums(
+            logprob_gap=mean * count,
+            logprob_gap_max=2 * mean,
+            gap_tokens=count,
+            num_tokens=count,
+            num_clipped=1,
+        )
 
     def test_only_losses_that_take_the_samplers_log_probs_count(self) -> None:
         both = self.sums(0.5) + StepSums(num_tokens=12, loss=1.0)
@@ -317,21 +424,32 @@ class TestGap:
             ("float32", math.nan, 1.0, True),
         ],
     )
-    def test_what_rounding_explains_is_not_said(self, dtype: str, mean: float, coldest: float, warns: bool) -> None:
+    def test_what_rounding_explains_is_not_said(
+        self, dtype: str, mean: float, coldest: float, warns: bool
+    ) -> None:
         temperatures_T = torch.tensor([3.0, coldest])
         said = gap.warnings(self.sums(mean), LossSpec(), dtype=dtype, temperatures_T=temperatures_T)
         assert bool(said) == warns
         if warns:
             assert re.search(
-                rf"differ.* by .* nats in the mean and .* at most, 25.0% of .*; {dtype} explains .*temperature", said[0]
+                rf"differ.* by .* nats in the mean and .* at most, 25.0% of .*; {dtype} explains .*temperature",  # noqa: E501
+                said[0],
             )
-        assert gap.warnings(self.sums(mean), LossSpec(max_logprob_gap=5.0), dtype=dtype, temperatures_T=None) == []
+        assert (
+            gap.warnings(
+                self.sums(mean), LossSpec(max_logprob_gap=5.0), dtype=dtype, temperatures_T=None
+            )
+            == []
+        )
 
     def test_a_jobs_own_bound(self) -> None:
         gap.check(self.sums(0.5), LossSpec())
         gap.check(self.sums(0.5), LossSpec(max_logprob_gap=0.5))
         for mean in (0.51, math.nan):
-            with pytest.raises(gap.LogprobGapError, match=r"loss.max_logprob_gap is 0.5. Usual causes: a temperature"):
+            with pytest.raises(
+                gap.LogprobGapError,
+                match=r"loss.max_logprob_gap is 0.5. Usual causes: a temperature",
+            ):
                 gap.check(self.sums(mean), LossSpec(max_logprob_gap=0.5))
         with pytest.raises(ConfigError, match="cross_entropy takes no sampler_logprobs"):
             bind_loss(LossSpec(name="cross_entropy", max_logprob_gap=0.5))
@@ -345,4 +463,6 @@ class TestExportPlan:
             "model-00002-of-00003.safetensors": ("c", "d"),
             "model-00003-of-00003.safetensors": ("big",),
         }
-        assert plan_files(manifest, shard_bytes=10**9) == {"model.safetensors": ("a", "b", "c", "d", "big")}
+        assert plan_files(manifest, shard_bytes=10**9) == {
+            "model.safetensors": ("a", "b", "c", "d", "big")
+        }

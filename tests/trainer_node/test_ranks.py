@@ -1,4 +1,6 @@
-"""How ranks start, end and come back: `splice trainer` on real Megatron, and the process below it by itself."""
+"""How ranks start, end and come back: `splice trainer` on real Megatron, and the process below it
+by itself.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,33 @@ import psutil
 import pytest
 
 from orchestrator.errors import ConfigError, LinkLost, NodeLost
+from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import InitialSyncJob, Shutdown, TrainMergedJob
-from orchestrator.protocol.restarts import EXIT_LINK_LOST
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.test_orchestrator import TOKEN, Run
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.test_memory import Replica, ranks, trainer
 from tests.trainer_node.test_node import training
-from trainer_node import node
-from trainer_node.ranks import check_can_fork
+from trainer_node import lockstep, node
+from trainer_node.launcher.ranks import check_can_fork
 
 BACK_S = 5.0
 
 
 def test_a_killed_rank_is_back_within_seconds(models, tmp_path: Path) -> None:
-    """From SIGKILL to the end of the next TrainMerged job, published; then the template is killed; then the launcher."""
+    """From SIGKILL to the end of the next TrainMerged job, published; then the template is killed;
+    then the launcher.
+    """
     fields, buffers = training(arrays(1), name="cross_entropy")
     job, parallel = TrainMergedJob(**fields), ParallelConfig(world_size=2)
     with (
         Run(tmp_path, transfer_timeout_s=60.0) as run,
-        trainer(run, models["dense_tied"], tmp_path, "--max-restarts", "3", parallel=parallel) as launcher,
+        trainer(
+            run, models["dense_tied"], tmp_path, "--max-restarts", "3", parallel=parallel
+        ) as launcher,
     ):
         replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
         run.nodes.append(replica)
@@ -66,15 +72,30 @@ def test_a_killed_rank_is_back_within_seconds(models, tmp_path: Path) -> None:
 
 
 class Process:
-    """`trainer_node.ranks`, as the launcher speaks to it; its ranks are `stub_rank`s."""
+    """`trainer_node.launcher.ranks`, as the launcher speaks to it; its ranks are `stub_rank`s."""
 
     def __init__(self, folder: Path, action: str, *options: str, num_ranks: int = 2) -> None:
         self.folder, self.num_ranks = folder, num_ranks
-        argv = [sys.executable, "-m", "trainer_node.ranks", "--ranks", str(num_ranks), "--world", str(num_ranks), *options]
+        argv = [
+            sys.executable,
+            "-m",
+            "trainer_node.launcher.ranks",
+            "--ranks",
+            str(num_ranks),
+            "--world",
+            str(num_ranks),
+            *options,
+        ]
         argv += ["tests.trainer_node.stub_rank", str(folder), action]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
-                argv, cwd=REPO, env=child_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                argv,
+                cwd=REPO,
+                env=child_env(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         assert self.hears() == "ready"
 
@@ -92,7 +113,7 @@ class Process:
         files = [self.folder / f"{r}.json" for r in range(self.num_ranks)]
         for file in files:
             file.unlink(missing_ok=True)
-        self.say("start")
+        self.say("start an-id")
         assert self.hears() == "started"
         assert soon(lambda: all(f.exists() for f in files), 60), (self.folder / "log").read_text()
         return [json.loads(f.read_text()) for f in files]
@@ -115,10 +136,20 @@ def test_ranks_find_each_other_on_loopback_alone(tmp_path: Path) -> None:
     with Process(tmp_path, "joins") as process:
         found = process.start()
         for rank, (env, one) in enumerate((f["env"], f) for f in found):
-            assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["GROUP_RANK"]) == (str(rank), str(rank), "2", "0")
+            assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["GROUP_RANK"]) == (
+                str(rank),
+                str(rank),
+                "2",
+                "0",
+            )
             assert (env["MASTER_ADDR"], env["OMP_NUM_THREADS"], one["sum"]) == ("127.0.0.1", "1", 1)
             assert one["parent"] == process.process.pid
-        stores = [address for one in found for address in one["listening"] if address[1] == int(found[0]["env"]["MASTER_PORT"])]
+        stores = [
+            address
+            for one in found
+            for address in one["listening"]
+            if address[1] == int(found[0]["env"]["MASTER_PORT"])
+        ]
         assert stores == [["127.0.0.1", int(found[0]["env"]["MASTER_PORT"])]]
         process.say("end")
         assert process.hears() == "ended -9"
@@ -143,7 +174,9 @@ def test_one_ends_all_and_all_end_with_those_above(tmp_path: Path) -> None:
 
 def test_an_address_that_is_taken_can_be_free_later(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with Process(tmp_path, "waits", "--master", f"127.0.0.1:{taken.getsockname()[1]}") as process:
+        with Process(
+            tmp_path, "waits", "--master", f"127.0.0.1:{taken.getsockname()[1]}"
+        ) as process:
             process.say("start")
             assert (process.hears(), process.hears()) == ("started", f"ended {EXIT_LINK_LOST}")
 
@@ -165,14 +198,21 @@ def test_forked_ranks_draw_different_numbers(tmp_path: Path) -> None:
     with Process(tmp_path, "waits", "--template", "cpu") as process:
         found = process.start()
         assert len({f["random"] for f in found}) == 2
+        assert {f["env"][START_ID] for f in found} == {"an-id"}
         assert [f["argv"] for f in found] == [[str(tmp_path), "waits"]] * 2
 
 
-def test_the_exit_code_says_whether_the_trainer_was_told_to_end(monkeypatch, tmp_path: Path) -> None:
+def test_the_exit_code_says_whether_the_trainer_was_told_to_end(
+    monkeypatch, tmp_path: Path
+) -> None:
     config = tmp_path / "c.json"
     config.write_text(TrainerConfig(model=tmp_path).model_dump_json())
     monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    for error, code in ((LinkLost("silent"), EXIT_LINK_LOST), (NodeLost("ranks"), EXIT_LINK_LOST), (ConfigError("bad"), 2)):
+    for error, code in (
+        (LinkLost("silent"), EXIT_LINK_LOST),
+        (NodeLost("ranks"), EXIT_LINK_LOST),
+        (ConfigError("bad"), 2),
+    ):
         monkeypatch.setattr(node, "run", lambda error=error, **_: (_ for _ in ()).throw(error))
         with pytest.raises(SystemExit) as ended:
             node.main(["--endpoint", "tcp://127.0.0.1:1", "--config", str(config)])
@@ -193,11 +233,13 @@ class DeadLink:
         return self.said
 
 
-@pytest.mark.parametrize(("said", "code"), [(None, EXIT_LINK_LOST), (Envelope(message=Shutdown()), 0)])
+@pytest.mark.parametrize(
+    ("said", "code"), [(None, EXIT_LINK_LOST), (Envelope(message=Shutdown()), 0)]
+)
 def test_a_node_that_lost_its_link_was_not_told_to_end(said, code: int, monkeypatch) -> None:
-    monkeypatch.setattr(node.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(lockstep.dist, "get_world_size", lambda: 1)
     lost = object.__new__(node.Node)
-    lost.link, lost.control = DeadLink(said), object.__new__(node.Control)
+    lost.link, lost.lockstep = DeadLink(said), object.__new__(lockstep.Lockstep)
     with pytest.raises(StopIteration) as stop:
         lost._next()
     assert stop.value.value == code

@@ -1,4 +1,6 @@
-"""The perturbations of the reference: what is perturbed shows, whatever the model, if its log-probs depend on it at all."""
+"""The perturbations of the reference: what is perturbed shows, whatever the model, if its log-probs
+depend on it at all.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from trainer_node.make_checkpoint import chosen_shape, write_checkpoint
-from trainer_node.reference import NOISES, answer, classes
+from trainer_node.tools.make_checkpoint import chosen_shape, write_checkpoint
+from trainer_node.tools.reference import NOISES, answer, classes
 
 VISIBLE = 2e-4
 SEQUENCES = [[(7 * n * n + 13 * s) % 300 for n in range(24)] for s in range(4)]
@@ -17,9 +19,13 @@ SEQUENCES = [[(7 * n * n + 13 * s) % 300 for n in range(24)] for s in range(4)]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Three layers of eight experts, of which the first adds a thousandth of what the others add."""
+    """Three layers of eight experts, of which the first adds a thousandth of what the
+    others add.
+    """
     folder = tmp_path / "model"
-    write_checkpoint(folder, replace(chosen_shape(name="tiny", arch="qwen3_moe", tied=False), layers=3))
+    write_checkpoint(
+        folder, replace(chosen_shape(name="tiny", arch="qwen3_moe", tied=False), layers=3)
+    )
     tensors = load_file(folder / "model.safetensors")
     weak = {n: t * 0.001 if ".experts.0.down_proj." in n else t for n, t in tensors.items()}
     save_file(weak, folder / "model.safetensors", metadata={"format": "pt"})
@@ -27,18 +33,41 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_an_expert_that_adds_little_is_perturbed_until_it_shows(model: Path) -> None:
-    request = {"model": str(model), "dtype": "float32", "sequences": SEQUENCES, "perturb": True, "trained": {"0": None}}
+    request = {
+        "model": str(model),
+        "dtype": "float32",
+        "sequences": SEQUENCES,
+        "perturb": True,
+        "trained": {"0": None},
+    }
     found = answer(request | {"visible": VISIBLE}, "cpu")
     assert min(found["perturbed"].values()) > VISIBLE, found["perturbed"]
     noise = found["perturbed_noise"]
-    assert noise["first_expert"] > NOISES[0] and {n for k, n in noise.items() if k != "first_expert"} == {NOISES[0]}
+    assert noise["first_expert"] > NOISES[0] and {
+        n for k, n in noise.items() if k != "first_expert"
+    } == {NOISES[0]}
 
 
 def test_an_expert_without_tokens_is_not_perturbed() -> None:
-    """Of eight experts in three layers only 2 and 5 get tokens; each is taken where it gets the most."""
+    """Of eight experts in three layers only 2 and 5 get tokens; each is taken where it gets the
+    most.
+    """
     at = "model.layers.{}.mlp.experts.{}".format
-    names = [f"{at(layer, e)}.{k}_proj.weight" for layer in range(3) for e in range(8) for k in ("gate", "up", "down")]
-    tokens = {at(layer, e): 0 for layer in range(3) for e in range(8)} | {at(1, 2): 4, at(2, 2): 9, at(0, 5): 7, at(1, 5): 6}
+    names = [
+        f"{at(layer, e)}.{k}_proj.weight"
+        for layer in range(3)
+        for e in range(8)
+        for k in ("gate", "up", "down")
+    ]
+    tokens = {at(layer, e): 0 for layer in range(3) for e in range(8)} | {
+        at(1, 2): 4,
+        at(2, 2): 9,
+        at(0, 5): 7,
+        at(1, 5): 6,
+    }
     found = classes(names, tokens)
-    assert (found["first_expert"], found["last_expert"]) == (f"{at(2, 2)}.down_proj.weight", f"{at(0, 5)}.down_proj.weight")
+    assert (found["first_expert"], found["last_expert"]) == (
+        f"{at(2, 2)}.down_proj.weight",
+        f"{at(0, 5)}.down_proj.weight",
+    )
     assert found["gate"] == f"{at(0, 5)}.gate_proj.weight"

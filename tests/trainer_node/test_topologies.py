@@ -1,4 +1,6 @@
-"""Real Megatron on gloo, against PEFT, transformers and torch, and against itself on other topologies."""
+"""Real Megatron on gloo, against PEFT, transformers and torch, and against itself on other
+topologies.
+"""
 
 from __future__ import annotations
 
@@ -66,16 +68,29 @@ def test_export_equals_peft_merge(name: str, models, single) -> None:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_topology_changes_nothing(topology: str, models, single, torchrun, tmp_path: Path) -> None:
-    """Merged export bit for bit; loss and gradient norm of three steps within `bounds`, and of the third once
-    more, from one rank's checkpoint of two steps (adapters and moments)."""
+    """Merged export bit for bit; loss and gradient norm of three steps within `bounds`, and of the
+    third once more, from one rank's checkpoint of two steps (adapters and moments).
+    """
     name, ranks, sizes, *flags = TOPOLOGIES[topology]
     torchrun(ranks, "worker", tmp_path, models[name], *sizes, single(name) / "trained", *flags)
     one, other = facts(single(name)), facts(tmp_path)
     assert one["num_parameters"] == other["num_parameters"]
     for a, b in zip([*one["steps"], one["steps"][2]], other["steps"], strict=True):
-        for key in ("loss", "grad_norm", "logprob_gap_mean", "logprob_gap_max", "clip_fraction", "tokens"):
-            assert b[key] == pytest.approx(a[key], rel=bounds.gradients(), abs=bounds.SLOPE * bounds.scores()), key
-    ours, theirs = load_file(tmp_path / "merged.safetensors"), load_file(single(name) / "merged.safetensors")
+        for key in (
+            "loss",
+            "grad_norm",
+            "logprob_gap_mean",
+            "logprob_gap_max",
+            "clip_fraction",
+            "tokens",
+        ):
+            assert b[key] == pytest.approx(
+                a[key], rel=bounds.gradients(), abs=bounds.SLOPE * bounds.scores()
+            ), key
+    ours, theirs = (
+        load_file(tmp_path / "merged.safetensors"),
+        load_file(single(name) / "merged.safetensors"),
+    )
     assert set(ours) == set(theirs)
     for tensor_name, tensor in ours.items():
         assert torch.equal(tensor, theirs[tensor_name]), tensor_name
@@ -83,20 +98,28 @@ def test_topology_changes_nothing(topology: str, models, single, torchrun, tmp_p
 
 @pytest.mark.parametrize("name", ["dense_tied", "moe"])
 def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> None:
-    """Loss, norm and the adapters after two AdamW steps, against a plain loop over transformers + PEFT from the same initial A."""
+    """Loss, norm and the adapters after two AdamW steps, against a plain loop over transformers +
+    PEFT from the same initial A.
+    """
     from tests.trainer_node.worker import LOSS, OPTIM
-    from trainer_node.lora import initial_lora_a
+    from trainer_node.adapters.lora import initial_lora_a
 
     base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    )
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for n, p in trainable.items():
         if "lora_A" in n:
             hf_name = n.removeprefix("base_model.model.").split(".lora_A")[0]
             p.data.copy_(initial_lora_a(hf_name, rank=4, in_features=p.shape[1], seed=1234))
     optimizer = torch.optim.AdamW(
-        trainable.values(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=OPTIM.weight_decay
+        trainable.values(),
+        lr=OPTIM.lr,
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
+        weight_decay=OPTIM.weight_decay,
     )
     steps = facts(single(name))["steps"]
     for step in range(2):
@@ -104,7 +127,8 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
         loss = reference_loss(model, LOSS.clip_low, LOSS.clip_high)
         loss.backward()
         for p in trainable.values():
-            # An expert without tokens has no gradient in transformers and a zero one in a batched adapter.
+            # An expert without tokens has no gradient in transformers and a zero one in a batched
+            # adapter.
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         norm = torch.nn.utils.clip_grad_norm_(trainable.values(), OPTIM.max_grad_norm)
         optimizer.step()
@@ -113,7 +137,8 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
     ours = load_file(single(name) / "trained" / "adapter" / "adapter_model.safetensors")
     assert len(ours) == len(trainable)
     for n, p in trainable.items():
-        # Adam divides by the square root of a gradient's square: where a gradient is near eps, its rounding shows.
+        # Adam divides by the square root of a gradient's square: where a gradient is near eps, its
+        # rounding shows.
         difference = (ours[n.replace(".default", "")] - p).abs().max().item()
         assert difference < 1e-4, (n, difference)
 
@@ -124,8 +149,16 @@ def reference_loss(model: torch.nn.Module, clip_low: float, clip_high: float) ->
     for length in batch["sequence_lengths"]:
         rows = slice(start, start + length)
         ids = torch.from_numpy(batch["tokens"][rows].astype("int64"))
-        logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        mask, adv, old = (torch.from_numpy(batch[k][rows])[1:] for k in ("loss_mask", "advantages", "sampler_logprobs"))
+        logp = (
+            model(input_ids=ids[None])
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(-1, ids[1:, None])[:, 0]
+        )
+        mask, adv, old = (
+            torch.from_numpy(batch[k][rows])[1:]
+            for k in ("loss_mask", "advantages", "sampler_logprobs")
+        )
         ratio = (logp - old).exp()
         surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
         total, count, start = total - (surrogate * mask).sum(), count + mask.sum(), start + length
@@ -134,24 +167,35 @@ def reference_loss(model: torch.nn.Module, clip_low: float, clip_high: float) ->
 
 @pytest.mark.parametrize("name", ["dense_untied", "moe"])
 def test_peft_scores_what_we_export(name: str, models, single, tmp_path: Path) -> None:
-    """The reference tool on the adapter, against transformers on our merged tensors; and it notices every class of weights."""
-    from trainer_node.reference import answer
+    """The reference tool on the adapter, against transformers on our merged tensors; and it notices
+    every class of weights.
+    """
+    from trainer_node.tools.reference import answer
 
     out = single(name)
     sequences = [[5, 17, 200, 3, 44, 120], list(range(30))]
-    request = {"model": str(models[name]), "dtype": "float32", "sequences": sequences, "perturb": True}
+    request = {
+        "model": str(models[name]),
+        "dtype": "float32",
+        "sequences": sequences,
+        "perturb": True,
+    }
     result = answer({**request, "trained": {"0": None, "1": str(out / "random")}}, "cpu")
     ours = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
     ours.load_state_dict(load_file(out / "merged.safetensors"))
-    from trainer_node.reference import max_difference, score
+    from trainer_node.tools.reference import max_difference, score
 
     assert max_difference(score(ours, sequences), result["logprobs"]["1"]) == 0.0
     assert max_difference(result["logprobs"]["0"], result["logprobs"]["1"]) > 1e-2
     classes = {"q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "norm"}
-    assert set(result["perturbed"]) == classes | ({"first_expert", "last_expert"} if name == "moe" else set())
+    assert set(result["perturbed"]) == classes | (
+        {"first_expert", "last_expert"} if name == "moe" else set()
+    )
     assert min(result["perturbed"].values()) > 2e-4, result["perturbed"]
 
 
 def test_batch_order_does_not_matter() -> None:
-    """The shared batch has loss tokens in every sequence, or the checks above would prove less than they say."""
+    """The shared batch has loss tokens in every sequence, or the checks above would prove less than
+    they say.
+    """
     assert make_batch().num_loss_tokens == sum(n - 2 for n in make_batch().lengths)

@@ -21,14 +21,22 @@ _COMMON = {
 
 
 def make_peft_adapter(model: Path, folder: Path, *, seed: int = 3, **settings: object) -> Path:
-    """An adapter with random A and B, made and saved by the PEFT library; r 4, alpha 8, all seven linears."""
+    """An adapter with random A and B, made and saved by the PEFT library; r 4, alpha 8, all seven
+    linears.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     from orchestrator.protocol.config import LORA_TARGETS
 
     base = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
-    wanted = {"r": 4, "lora_alpha": 8, "target_modules": list(LORA_TARGETS), "task_type": "CAUSAL_LM", **settings}
+    wanted = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": list(LORA_TARGETS),
+        "task_type": "CAUSAL_LM",
+        **settings,
+    }
     adapted = get_peft_model(base, LoraConfig(**wanted))
     torch.manual_seed(seed)
     for name, parameter in adapted.named_parameters():

@@ -32,7 +32,10 @@ class Peer:
         env: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        flags = [f"--{k.replace('_', '-')}={v}" if v is not True else f"--{k}" for k, v in options.items()]
+        flags = [
+            f"--{k.replace('_', '-')}={v}" if v is not True else f"--{k}"
+            for k, v in options.items()
+        ]
         self.process = subprocess.Popen(
             command or [sys.executable, str(PEER), role, *flags],
             stdin=subprocess.PIPE,
@@ -58,7 +61,9 @@ class Peer:
         until = time.monotonic() + timeout_s
         while True:
             got = self._events.get(timeout=max(0.01, until - time.monotonic()))
-            assert got is not None, f"the peer ended (exit code {self.process.wait(5)}) before it said {event!r}"
+            assert got is not None, (
+                f"the peer ended (exit code {self.process.wait(5)}) before it said {event!r}"
+            )
             if got["event"] == event:
                 return got
             assert got["event"] != "failed" or event == "failed", got

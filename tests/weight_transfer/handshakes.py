@@ -1,4 +1,6 @@
-"""A worker's end of the handshake by hand, so that a test can stop in the middle of it or say something else."""
+"""A worker's end of the handshake by hand, so that a test can stop in the middle of it or say
+something else.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A receiver on the second GPU, as a process of its own: a cupy communicator that does what a vLLM worker does on the wire.
+"""A receiver on the second GPU, as a process of its own: a cupy communicator that does what a vLLM
+worker does on the wire.
 
-`python nccl_peer.py RENDEZVOUS_JSON`, the manifest on stdin. Prints one JSON line per event, as peer.py does.
+`python nccl_peer.py RENDEZVOUS_JSON CHUNK_BYTES`, the manifest on stdin. Prints one JSON line per
+event, as peer.py does.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from cupy.cuda import nccl
 
 from orchestrator.errors import SpliceError
 from orchestrator.protocol.messages import Manifest, Rendezvous
-from tests.weight_transfer.peer import say, sha256
+from tests.weight_transfer.peer import in_chunks, receive_chunks, say, sha256
 from weight_transfer.digest import tensor_digest
-from weight_transfer.receiver import receive_weights
 
 
 class CupyReceiver:
@@ -30,12 +31,16 @@ class CupyReceiver:
         self.communicator = nccl.NcclCommunicator(self.world_size, rendezvous.nccl_unique_id, 1)
         one = torch.zeros(1, device="cuda")
         stream = torch.cuda.current_stream().cuda_stream
-        self.communicator.allReduce(one.data_ptr(), one.data_ptr(), 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+        self.communicator.allReduce(
+            one.data_ptr(), one.data_ptr(), 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream
+        )
         torch.cuda.synchronize()
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> None:
         stream = torch.cuda.current_stream()
-        self.communicator.bcast(buffer_B.data_ptr(), buffer_B.numel(), nccl.NCCL_UINT8, 0, stream.cuda_stream)
+        self.communicator.bcast(
+            buffer_B.data_ptr(), buffer_B.numel(), nccl.NCCL_UINT8, 0, stream.cuda_stream
+        )
         stream.synchronize()
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
@@ -49,25 +54,26 @@ class CupyReceiver:
 
 
 def main() -> None:
-    threading.Timer(120, os._exit, args=(9,)).start()  # whatever happens to NCCL here, the test machine gets its process back
+    threading.Timer(
+        120, os._exit, args=(9,)
+    ).start()  # whatever happens to NCCL here, the test machine gets its process back
     rendezvous = Rendezvous.model_validate_json(sys.argv[1])
     manifest = Manifest.model_validate_json(sys.stdin.readline())
     torch.cuda.set_device(0)
     group = CupyReceiver(rendezvous)
     say("joined")
     got: dict[str, torch.Tensor] = {}
+    order = in_chunks(manifest, int(sys.argv[2]))
 
     def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
         got.update(tensors)
-        say("bucket")
+        say("chunk")
 
     try:
         while sys.stdin.readline().strip() == "receive":
-            report = receive_weights(
-                group=group, manifest=manifest, bucket_bytes=rendezvous.bucket_bytes, device="cuda", deadline_s=60, load=load
-            )
+            receive_chunks(group, manifest, order, deadline_s=60, load=load, device="cuda")
             digests = [int(tensor_digest(got[s.name])) for s in manifest.tensors]
-            say("received", seconds=report.seconds, digests=digests, sha256={n: sha256(t.cpu()) for n, t in got.items()})
+            say("received", digests=digests, sha256={n: sha256(t.cpu()) for n, t in got.items()})
     except SpliceError as error:
         say("failed", error=type(error).__name__, text=str(error))
     say("done")

@@ -1,4 +1,6 @@
-"""Strided parts of a buffer land where they belong and nowhere else; Triton's kernel does the same, interpreted, and compiles."""
+"""Strided parts of a buffer land where they belong and nowhere else; Triton's kernel does the same,
+interpreted, and compiles.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_transfer.copies import Part, PreparedCopy
-from weight_transfer.strides import block_table, boxes_2d, tile_of
+from weight_transfer.copies import PreparedCopy
+from weight_transfer.strides import Part, block_table, boxes_2d, tile_of
 
 
 @given(
     dims=st.lists(
-        st.tuples(st.integers(0, 4), st.sampled_from([0, 1, 2, 5, 12, 60]), st.sampled_from([0, 1, 3, 6, 30])), max_size=4
+        st.tuples(
+            st.integers(0, 4),
+            st.sampled_from([0, 1, 2, 5, 12, 60]),
+            st.sampled_from([0, 1, 3, 6, 30]),
+        ),
+        max_size=4,
     )
 )
 @settings(max_examples=200, deadline=None)
 def test_boxes_have_the_same_elements(dims: list[tuple[int, int, int]]) -> None:
     size, first, second = ([d[k] for d in dims] for k in range(3))
-    places = [tuple(sum(i * s for i, s in zip(at, steps, strict=True)) for steps in (first, second))
-              for at in itertools.product(*map(range, size))]  # fmt: skip
+    places = [
+        tuple(sum(i * s for i, s in zip(at, steps, strict=True)) for steps in (first, second))
+        for at in itertools.product(*map(range, size))
+    ]
     found = [
         tuple(b.start[k] + r * b.row[k] + c * b.column[k] for k in (0, 1))
         for b in boxes_2d(size, first, second)
@@ -43,21 +52,43 @@ def test_what_a_shard_is_merges_to_rows_and_columns() -> None:
 
 
 def test_tiles_cover_every_box_once() -> None:
-    assert [tile_of(n, 4096)[1] for n in (1, 32, 40, 384, 768, 5000, 2**30)] == [32, 32, 64, 128, 256, 1024, 4096]
+    assert [tile_of(n, 4096)[1] for n in (1, 32, 40, 384, 768, 5000, 2**30)] == [
+        32,
+        32,
+        64,
+        128,
+        256,
+        1024,
+        4096,
+    ]
     assert tile_of(384, 4096) == (32, 128)
     rows_R, columns_R = torch.tensor([1, 40, 3]), torch.tensor([100, 40, 7])
     table_B2 = block_table(rows_R, columns_R, (32, 32))
-    assert table_B2.tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3], [2, 0]]
+    assert table_B2.tolist() == [
+        [0, 0],
+        [0, 1],
+        [0, 2],
+        [0, 3],
+        [1, 0],
+        [1, 1],
+        [1, 2],
+        [1, 3],
+        [2, 0],
+    ]
 
 
-def some_parts(dtype: torch.dtype) -> tuple[torch.Tensor, list[Part], list[torch.Tensor], list[torch.Tensor]]:
+def some_parts(
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, list[Part], list[torch.Tensor], list[torch.Tensor]]:
     """(buffer, parts, the tensors they write into, what those must then be)."""
     count = 40 * 96
     values = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
     sent = values.view(dtype).view(40, 96)
     buffer_B = torch.cat([torch.zeros(2 * dtype.itemsize, dtype=torch.uint8), values])
     wanted, live, parts = [], [], []
-    for n, source in enumerate((sent[8:16], sent[:, 48:], sent[3:21, 7:20], sent.t()[5:9], sent[::2, ::3], sent[6:7, 9:10])):
+    for n, source in enumerate(
+        (sent[8:16], sent[:, 48:], sent[3:21, 7:20], sent.t()[5:9], sent[::2, ::3], sent[6:7, 9:10])
+    ):
         stored = torch.zeros(source.shape[0] + 3, source.shape[1] + 8 * (n % 2)).to(dtype)
         expected = stored.clone()
         target = stored[1 : 1 + source.shape[0], : source.shape[1]]
@@ -74,16 +105,24 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64], ids=str
+)
 def test_parts_land_where_they_belong_and_nowhere_else(dtype: torch.dtype, device: str) -> None:
     buffer_B, parts, live, wanted = some_parts(dtype)
     on_device = [t.to(device) for t in live]
     moved = [
-        Part(target=t.as_strided(p.target.shape, p.target.stride(), p.target.storage_offset()), offset_bytes=p.offset_bytes, strides=p.strides)
+        Part(
+            target=t.as_strided(p.target.shape, p.target.stride(), p.target.storage_offset()),
+            offset_bytes=p.offset_bytes,
+            strides=p.strides,
+        )
         for t, p in zip(on_device, parts, strict=True)
-    ]  # fmt: skip
+    ]
     prepared = PreparedCopy(moved)
-    prepared.launch(torch.zeros_like(buffer_B, device=device))  # another buffer first: the parts are not bound to one
+    prepared.launch(
+        torch.zeros_like(buffer_B, device=device)
+    )  # another buffer first: the parts are not bound to one
     prepared.launch(buffer_B.to(device))
     assert all(same(t.cpu(), w) for t, w in zip(on_device, wanted, strict=True))
 
@@ -110,7 +149,9 @@ def test_the_cuda_kernel_moves_the_same_bytes_interpreted() -> None:
     """Triton's interpreter runs it on the CPU; it must be chosen before Triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     argv = [sys.executable, "-c", INTERPRETED]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.strip() == "same bytes", done.stderr[-2000:]
 
 
@@ -125,8 +166,15 @@ def test_the_cuda_kernel_compiles(element_bytes: int) -> None:
 
     signature = {"table_ptr": "*i64", "block_table_ptr": "*i32", "buffer_ptr": "*u8"}
     for is_dense in (True, False):
-        constants = {"DTYPE": digest_kernels.UNSIGNED[element_bytes], "IS_DENSE": is_dense, "BLOCK_R": 16, "BLOCK_C": 256}
+        constants = {
+            "DTYPE": digest_kernels.UNSIGNED[element_bytes],
+            "IS_DENSE": is_dense,
+            "BLOCK_R": 16,
+            "BLOCK_C": 256,
+        }
         source = ASTSource(
-            fn=copy_kernels._copy_kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
+            fn=copy_kernels._copy_kernel,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
         )
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]

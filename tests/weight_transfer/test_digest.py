@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_transfer import digest
+from weight_transfer import digest, splitmix
 from weight_transfer.digest import digest_many, region_digest, tensor_digest
 
 DTYPES = [
@@ -30,7 +30,11 @@ DTYPES = [
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.Size(shape).numel()) * dtype.itemsize
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    return (
+        torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(shape)
+    )
 
 
 def by_definition(t: torch.Tensor) -> int:
@@ -39,9 +43,9 @@ def by_definition(t: torch.Tensor) -> int:
     total = 0
     for i, value in enumerate(t.contiguous().view(digest._int_dtype(t.dtype)).reshape(-1).tolist()):
         bits = value & ((1 << (8 * t.element_size())) - 1)
-        x = (bits * digest.SPREAD & mask) ^ ((i + 1) * digest.GOLDEN & mask)
-        x = (x ^ (x >> 30)) * digest.MUL_1 & mask
-        x = (x ^ (x >> 27)) * digest.MUL_2 & mask
+        x = (bits * splitmix.SPREAD & mask) ^ ((i + 1) * splitmix.GOLDEN & mask)
+        x = (x ^ (x >> 30)) * splitmix.MUL_1 & mask
+        x = (x ^ (x >> 27)) * splitmix.MUL_2 & mask
         total += x ^ (x >> 31)
     return digest._signed(total & mask)
 
@@ -74,11 +78,16 @@ def test_known_number() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
 )
 @settings(max_examples=60, deadline=None)
-def test_regions_of_a_partition_add_up(shape: list[int], cut_points: list[list[int]], chunk: int, dtype: torch.dtype) -> None:
+def test_regions_of_a_partition_add_up(
+    shape: list[int], cut_points: list[list[int]], chunk: int, dtype: torch.dtype
+) -> None:
     """Any grid of boxes, and any chunk size."""
     t = random_bits(tuple(shape), dtype, seed=sum(shape))
     strides = row_major(tuple(shape))
-    edges = [sorted({0, size, *(c for c in cuts if c < size)}) for size, cuts in zip(shape, cut_points, strict=False)]
+    edges = [
+        sorted({0, size, *(c for c in cuts if c < size)})
+        for size, cuts in zip(shape, cut_points, strict=False)
+    ]
     total = torch.zeros((), dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digest, "CHUNK_ELEMENTS", chunk)
@@ -91,13 +100,24 @@ def test_regions_of_a_partition_add_up(shape: list[int], cut_points: list[list[i
 
 
 def test_qkv_slices_in_a_fused_kernel_tensor_add_up() -> None:
-    """What the receiver does: q, k and v lie as row ranges of one tensor, two shards of it on two workers."""
+    """What the receiver does: q, k and v lie as row ranges of one tensor, two shards of it on two
+    workers.
+    """
     q, k = random_bits((8, 6), torch.bfloat16, 1), random_bits((4, 6), torch.bfloat16, 2)
     shards = [torch.cat([q[s * 4 : s * 4 + 4], k[s * 2 : s * 2 + 2]]) for s in range(2)]
-    total_q = sum(region_digest(sh[:4], first_index=s * 24, index_strides=(6, 1)) for s, sh in enumerate(shards))
-    total_k = sum(region_digest(sh[4:], first_index=s * 12, index_strides=(6, 1)) for s, sh in enumerate(shards))
+    total_q = sum(
+        region_digest(sh[:4], first_index=s * 24, index_strides=(6, 1))
+        for s, sh in enumerate(shards)
+    )
+    total_k = sum(
+        region_digest(sh[4:], first_index=s * 12, index_strides=(6, 1))
+        for s, sh in enumerate(shards)
+    )
     assert int(total_q) == int(tensor_digest(q)) and int(total_k) == int(tensor_digest(k))
-    swapped = sum(region_digest(sh[:4], first_index=(1 - s) * 24, index_strides=(6, 1)) for s, sh in enumerate(shards))
+    swapped = sum(
+        region_digest(sh[:4], first_index=(1 - s) * 24, index_strides=(6, 1))
+        for s, sh in enumerate(shards)
+    )
     assert int(swapped) != int(tensor_digest(q))
 
 
@@ -110,11 +130,17 @@ def test_strided_and_transposed_regions() -> None:
     )
     assert int(parts) == int(tensor_digest(t))
     stored_transposed = t.t().contiguous()
-    assert int(region_digest(stored_transposed, first_index=0, index_strides=(1, 10))) == int(tensor_digest(t))
-    assert int(region_digest(stored_transposed, first_index=0, index_strides=(12, 1))) != int(tensor_digest(t))
+    assert int(region_digest(stored_transposed, first_index=0, index_strides=(1, 10))) == int(
+        tensor_digest(t)
+    )
+    assert int(region_digest(stored_transposed, first_index=0, index_strides=(12, 1))) != int(
+        tensor_digest(t)
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64], ids=str
+)
 def test_every_single_bit_counts(dtype: torch.dtype) -> None:
     t = random_bits((6, 5), dtype)
     raw = t.reshape(-1).view(torch.uint8)
@@ -150,7 +176,13 @@ def test_nan_payloads_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "numel", [digest.CHUNK_ELEMENTS - 1, digest.CHUNK_ELEMENTS, digest.CHUNK_ELEMENTS + 1, 2 * digest.CHUNK_ELEMENTS + 3]
+    "numel",
+    [
+        digest.CHUNK_ELEMENTS - 1,
+        digest.CHUNK_ELEMENTS,
+        digest.CHUNK_ELEMENTS + 1,
+        2 * digest.CHUNK_ELEMENTS + 3,
+    ],
 )
 def test_chunk_boundaries(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     t = random_bits((numel,), torch.uint8)
@@ -166,7 +198,9 @@ def test_indices_beyond_32_bits() -> None:
 
 
 def test_many_is_one_by_one() -> None:
-    tensors = [random_bits((n, 3), DTYPES[n % len(DTYPES)], n) for n in range(12)] + [random_bits((4, 6), torch.float32).t()]
+    tensors = [random_bits((n, 3), DTYPES[n % len(DTYPES)], n) for n in range(12)] + [
+        random_bits((4, 6), torch.float32).t()
+    ]
     assert digest_many(tensors).tolist() == [int(tensor_digest(t)) for t in tensors]
     assert digest_many([]).shape == (0,)
 
@@ -205,11 +239,13 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         launch(out_N)
     assert out_N.tolist() == [int(digest.tensor_digest(x)) for x in (*tensors, t)], dtype
 print("same numbers")
-"""
+"""  # noqa: E501
 
 
 def test_the_cuda_kernels_give_the_same_numbers_interpreted() -> None:
-    """Triton's interpreter runs the kernels on the CPU; it must be chosen before Triton is imported."""
+    """Triton's interpreter runs the kernels on the CPU; it must be chosen before Triton is
+    imported.
+    """
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -227,7 +263,9 @@ LAYOUTS = ((True, True), (True, False), (False, False))
 
 @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
 def test_the_cuda_kernels_compile(element_bytes: int) -> None:
-    """For an H100 or H200, by Triton's compiler alone: a kernel that does not compile shows where there is no GPU, too."""
+    """For an H100 or H200, by Triton's compiler alone: a kernel that does not compile shows where
+    there is no GPU, too.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -236,19 +274,43 @@ def test_the_cuda_kernels_compile(element_bytes: int) -> None:
 
     dtype = digest_kernels.UNSIGNED[element_bytes]
     integers = dict.fromkeys(
-        ["rows", "columns", "row_memory", "column_memory", "row_index", "column_index", "first_index", "tiles_across"], "i64"
+        [
+            "rows",
+            "columns",
+            "row_memory",
+            "column_memory",
+            "row_index",
+            "column_index",
+            "first_index",
+            "tiles_across",
+        ],
+        "i64",
     )
     region = {"bits_ptr": f"*i{8 * element_bytes}", "out_ptr": "*i64", **integers}
     many = {"table_ptr": "*i64", "block_table_ptr": "*i64", "out_ptr": "*i64"}
-    prepared, tile = {**many, "block_table_ptr": "*i32"}, {"DTYPE": dtype, "BLOCK_R": 16, "BLOCK_C": 512}
+    prepared, tile = (
+        {**many, "block_table_ptr": "*i32"},
+        {"DTYPE": dtype, "BLOCK_R": 16, "BLOCK_C": 512},
+    )
     for kernel, signature, constants in (
         (digest_kernels._region_kernel, region, {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}),
         (digest_kernels._many_kernel, many, {"DTYPE": dtype, "BLOCK": 4096}),
-        *((digest_kernels._prepared_region_kernel, prepared, tile | {"IS_DENSE": d, "ALIGNED": a}) for d, a in LAYOUTS),
         *(
-            (digest_kernels._prepared_kernel, prepared, {"ELEMENT_BYTES": element_bytes, "ALIGNED": a, "BLOCK": 8192})
+            (digest_kernels._prepared_region_kernel, prepared, tile | {"IS_DENSE": d, "ALIGNED": a})
+            for d, a in LAYOUTS
+        ),
+        *(
+            (
+                digest_kernels._prepared_kernel,
+                prepared,
+                {"ELEMENT_BYTES": element_bytes, "ALIGNED": a, "BLOCK": 8192},
+            )
             for a in ((True, False) if element_bytes in (2, 4) else ())
         ),
     ):
-        source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        source = ASTSource(
+            fn=kernel,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+        )
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]

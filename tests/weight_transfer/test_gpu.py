@@ -1,4 +1,5 @@
-"""On GPUs: Triton's digests are the torch path's, fast enough for 61 GB; NCCL carries every byte, and its failures are bounded.
+"""On GPUs: Triton's digests are the torch path's, fast enough for 61 GB; NCCL carries every byte,
+and its failures are bounded.
 
 `-m gpu1` needs one GPU, `-m gpu2` two and cupy. Timings are printed (`-s`).
 """
@@ -21,11 +22,10 @@ import torch
 from orchestrator.errors import TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from tests.weight_transfer.conftest import Peer
-from tests.weight_transfer.peer import big_manifest, mixed_manifest, sha256, values
+from tests.weight_transfer.peer import big_manifest, mixed_manifest, sender_to, sha256, values
 from weight_transfer import digest
 from weight_transfer.digest import digest_many, region_digest, tensor_digest
 from weight_transfer.groups import TransferGroup, open_listener
-from weight_transfer.sender import WeightSender
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 CUDA = torch.device("cuda", 0)
@@ -35,12 +35,18 @@ ROOT = Path(__file__).resolve().parents[2]
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.Size(shape).numel()) * dtype.itemsize
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    return (
+        torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(shape)
+    )
 
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (4095,), (4097,), (3, 5000), (70_001, 3), (17, 33, 65)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (4095,), (4097,), (3, 5000), (70_001, 3), (17, 33, 65)], ids=str
+)
 def test_triton_is_the_torch_path(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert digest._kernels() is not None, "this test wants Triton"
     t = random_bits(shape, dtype)
@@ -63,12 +69,23 @@ def test_triton_regions_are_the_torch_paths(dtype: torch.dtype) -> None:
     for rows, columns, strides in regions:
         first = (rows.start or 0) * 200 + (columns.start or 0) + 2**33
         wanted = region_digest(t[rows, columns], first_index=first, index_strides=strides)
-        assert int(region_digest(on_gpu[rows, columns], first_index=first, index_strides=strides)) == int(wanted)
-    cube, cube_strides = random_bits((6, 7, 8), dtype), (1000, 13, 200)  # does not merge to two dimensions
+        assert int(
+            region_digest(on_gpu[rows, columns], first_index=first, index_strides=strides)
+        ) == int(wanted)
+    cube, cube_strides = (
+        random_bits((6, 7, 8), dtype),
+        (1000, 13, 200),
+    )  # does not merge to two dimensions
     wanted = region_digest(cube, first_index=3, index_strides=cube_strides)
-    assert int(region_digest(cube.to(CUDA), first_index=3, index_strides=cube_strides)) == int(wanted)
+    assert int(region_digest(cube.to(CUDA), first_index=3, index_strides=cube_strides)) == int(
+        wanted
+    )
     transposed = region_digest(t.t(), first_index=0, index_strides=(1, 200))
-    assert int(region_digest(on_gpu.t(), first_index=0, index_strides=(1, 200))) == int(transposed) == int(tensor_digest(t))
+    assert (
+        int(region_digest(on_gpu.t(), first_index=0, index_strides=(1, 200)))
+        == int(transposed)
+        == int(tensor_digest(t))
+    )
 
 
 @pytest.mark.gpu1
@@ -76,23 +93,30 @@ def test_more_than_2_to_31_elements() -> None:
     t = torch.randint(0, 256, (2**31 + 5000,), dtype=torch.uint8, device=CUDA)
     half = 2**30 + 77
     bits = t.view(torch.uint8)
-    by_torch = digest._sum_of_mixes(bits[:half], 0, (1,)) + digest._sum_of_mixes(bits[half:], half, (1,))
+    by_torch = digest._sum_of_mixes(bits[:half], 0, (1,)) + digest._sum_of_mixes(
+        bits[half:], half, (1,)
+    )
     assert int(tensor_digest(t)) == int(by_torch) == int(digest_many([t])[0])
 
 
 @pytest.mark.gpu1
 def test_many_is_one_by_one_and_strided_ones_too() -> None:
     tensors = [random_bits((n * 700 + 1, 3), DTYPES[n % len(DTYPES)], n) for n in range(24)]
-    on_gpu = [t.to(CUDA) for t in tensors] + [tensors[0].to(CUDA).t(), torch.zeros(0, 3, device=CUDA)]
+    on_gpu = [t.to(CUDA) for t in tensors] + [
+        tensors[0].to(CUDA).t(),
+        torch.zeros(0, 3, device=CUDA),
+    ]
     wanted = [int(tensor_digest(t)) for t in tensors] + [int(tensor_digest(tensors[0].t())), 0]
     assert digest_many(on_gpu).tolist() == wanted
 
 
 def qwen3_30b_manifest() -> Manifest:
-    from trainer_node.make_checkpoint import REAL_SHAPES, tensor_shapes
+    from trainer_node.tools.make_checkpoint import REAL_SHAPES, tensor_shapes
 
     shapes = tensor_shapes(REAL_SHAPES["qwen3-30b-a3b"])
-    return Manifest(tensors=tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items()))
+    return Manifest(
+        tensors=tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
+    )
 
 
 def views_of_61_gb(manifest: Manifest) -> list[torch.Tensor]:
@@ -107,7 +131,9 @@ def views_of_61_gb(manifest: Manifest) -> list[torch.Tensor]:
 
 @pytest.mark.gpu1
 def test_digests_of_61_gb_do_not_depend_on_how_many_are_asked_for_at_once() -> None:
-    """The seconds are printed; what they are worth in a publication is `verify_s` of `benchmarks/sync.py`."""
+    """The seconds are printed; what they are worth in a publication is `verify_s` of
+    `benchmarks/sync.py`.
+    """
     manifest = qwen3_30b_manifest()
     views = views_of_61_gb(manifest)
     digest_many(views[:100])
@@ -115,7 +141,9 @@ def test_digests_of_61_gb_do_not_depend_on_how_many_are_asked_for_at_once() -> N
     found = []
     for name, run in {
         "digest_many, all at once": lambda: digest_many(views),
-        "digest_many, 60 calls": lambda: torch.cat([digest_many(views[a : a + 315]) for a in range(0, len(views), 315)]),
+        "digest_many, 60 calls": lambda: torch.cat(
+            [digest_many(views[a : a + 315]) for a in range(0, len(views), 315)]
+        ),
         "tensor_digest, one by one": lambda: torch.stack([tensor_digest(v) for v in views]),
     }.items():
         torch.cuda.synchronize()
@@ -124,21 +152,25 @@ def test_digests_of_61_gb_do_not_depend_on_how_many_are_asked_for_at_once() -> N
         queued = time.monotonic() - began
         torch.cuda.synchronize()
         took = time.monotonic() - began
-        print(f"\n{manifest.nbytes / 1e9:.2f} GB, {len(views)} tensors, {name}: {took:.3f} s (queued {queued:.3f} s)")
+        print(
+            f"\n{manifest.nbytes / 1e9:.2f} GB, {len(views)} tensors, {name}: {took:.3f} s (queued "
+            f"{queued:.3f} s)"
+        )
     at_once, in_calls, one_by_one = found
     assert at_once.shape == (len(views),)
     assert torch.equal(at_once, in_calls) and torch.equal(at_once, one_by_one)
 
 
 @pytest.mark.gpu1
-def test_packing_61_gb() -> None:
-    """The sender without a wire: iterator, pack and digest."""
+def test_filling_61_gb() -> None:
+    """The sender without a wire: fill and digest."""
     manifest = qwen3_30b_manifest()
     views = views_of_61_gb(manifest)
-    sender = WeightSender(groups={}, manifest=manifest, bucket_bytes=1 << 30, device=CUDA)
+    by_name = dict(zip((s.name for s in manifest.tensors), views, strict=True))
+    sender = sender_to({}, manifest, 192 << 20, tensor=lambda spec: by_name[spec.name], device=CUDA)
     for _ in range(2):
-        report = sender.send(((s.name, v) for s, v in zip(manifest.tensors, views, strict=True)), deadline_s=60)
-    print("\npack 61 GB:", {k: round(v, 3) for k, v in report.seconds.items()})
+        report = sender.send(deadline_s=60)
+    print("\nfill 61 GB:", {k: round(v, 3) for k, v in report.seconds.items()})
     assert report.digests_N.tolist() == digest_many(views).tolist()
     sender.close()
 
@@ -149,11 +181,16 @@ def test_packing_61_gb() -> None:
 class NcclPeer(Peer):
     """nccl_peer.py on the second GPU."""
 
-    def __init__(self, *, rendezvous_json: str, manifest_json: str) -> None:
+    def __init__(self, *, rendezvous_json: str, manifest_json: str, chunk_bytes: int) -> None:
         super().__init__(
             "",
             manifest_json=manifest_json,
-            command=[sys.executable, str(ROOT / "tests" / "weight_transfer" / "nccl_peer.py"), rendezvous_json],
+            command=[
+                sys.executable,
+                str(ROOT / "tests" / "weight_transfer" / "nccl_peer.py"),
+                rendezvous_json,
+                str(chunk_bytes),
+            ],
             env={
                 **os.environ,
                 "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1],
@@ -171,9 +208,13 @@ class NcclPeer(Peer):
 def nccl_pair() -> Iterator[Callable[..., tuple[NcclPeer, TransferGroup]]]:
     opened: list[Any] = []
 
-    def connect(manifest: Manifest, *, bucket_bytes: int) -> tuple[NcclPeer, TransferGroup]:
-        listener = open_listener(transport="nccl", host="127.0.0.1", world_size=2, bucket_bytes=bucket_bytes, device=CUDA)
-        peer = NcclPeer(rendezvous_json=listener.rendezvous.model_dump_json(), manifest_json=manifest.model_dump_json())
+    def connect(manifest: Manifest, *, chunk_bytes: int) -> tuple[NcclPeer, TransferGroup]:
+        listener = open_listener(transport="nccl", host="127.0.0.1", world_size=2, device=CUDA)
+        peer = NcclPeer(
+            rendezvous_json=listener.rendezvous.model_dump_json(),
+            manifest_json=manifest.model_dump_json(),
+            chunk_bytes=chunk_bytes,
+        )
         opened.append(peer)
         group = listener.join(60)
         opened.append(group)
@@ -185,19 +226,21 @@ def nccl_pair() -> Iterator[Callable[..., tuple[NcclPeer, TransferGroup]]]:
         (thing.end if isinstance(thing, Peer) else thing.close)()
 
 
-def gpu_tensors(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((s.name, values(s).to(CUDA)) for s in manifest.tensors)
+def zeros(spec: TensorSpec) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=torch.uint8, device=CUDA)
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
-def test_nccl_carries_every_byte(nccl_pair: Callable[..., Any], bucket_bytes: int) -> None:
+@pytest.mark.parametrize("chunk_bytes", [1000, 1 << 20])
+def test_nccl_carries_every_byte(nccl_pair: Callable[..., Any], chunk_bytes: int) -> None:
     manifest = mixed_manifest()
-    peer, group = nccl_pair(manifest, bucket_bytes=bucket_bytes)
-    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=bucket_bytes, device=CUDA)
+    peer, group = nccl_pair(manifest, chunk_bytes=chunk_bytes)
+    sender = sender_to(
+        {"r": group}, manifest, chunk_bytes, tensor=lambda spec: values(spec).to(CUDA), device=CUDA
+    )
     for _ in range(2):
         peer.receive()
-        report = sender.send(gpu_tensors(manifest), deadline_s=30)
+        report = sender.send(deadline_s=30)
         got = peer.wait_for("received", timeout_s=30)
         assert got["sha256"] == {s.name: sha256(values(s)) for s in manifest.tensors}
         assert got["digests"] == report.digests_N.tolist()
@@ -206,10 +249,11 @@ def test_nccl_carries_every_byte(nccl_pair: Callable[..., Any], bucket_bytes: in
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_abort_frees_a_sender_whose_nccl_peer_is_gone(nccl_pair: Callable[..., Any], how: str) -> None:
+def test_abort_frees_a_sender_whose_nccl_peer_is_gone(
+    nccl_pair: Callable[..., Any], how: str
+) -> None:
     manifest = big_manifest(tensors=64, mib_each=64)
-    peer, group = nccl_pair(manifest, bucket_bytes=64 << 20)
-    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=64 << 20, device=CUDA)
+    peer, group = nccl_pair(manifest, chunk_bytes=64 << 20)
     peer.receive()
     aborted_at: list[float] = []
 
@@ -217,15 +261,14 @@ def test_abort_frees_a_sender_whose_nccl_peer_is_gone(nccl_pair: Callable[..., A
         aborted_at.append(time.monotonic())
         sender.abort("watchdog: no progress")
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for n, spec in enumerate(manifest.tensors):
-            if n == 4:
-                (peer.stop if how == "stop" else peer.kill)()
-                threading.Timer(2.0, abort).start()
-            yield spec.name, torch.zeros(spec.shape, dtype=torch.uint8, device=CUDA)
+    def strike(chunk: int) -> None:
+        if chunk == 4:
+            (peer.stop if how == "stop" else peer.kill)()
+            threading.Timer(2.0, abort).start()
 
+    sender = sender_to({"r": group}, manifest, 64 << 20, tensor=zeros, before=strike, device=CUDA)
     with pytest.raises((TransferAborted, TransferError)) as caught:
-        sender.send(tensors(), deadline_s=60)
+        sender.send(deadline_s=60)
     freed_s = time.monotonic() - aborted_at[0] if aborted_at else 0.0
     print(f"\n{how}: {type(caught.value).__name__} {freed_s:.3f} s after the abort")
     assert freed_s < 1.0
@@ -239,11 +282,11 @@ def test_abort_frees_a_sender_whose_nccl_peer_is_gone(nccl_pair: Callable[..., A
 def test_nccl_deadline(nccl_pair: Callable[..., Any]) -> None:
     """The peer never receives."""
     manifest = big_manifest(tensors=16, mib_each=64)
-    _, group = nccl_pair(manifest, bucket_bytes=64 << 20)
-    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=64 << 20, device=CUDA)
+    _, group = nccl_pair(manifest, chunk_bytes=64 << 20)
+    sender = sender_to({"r": group}, manifest, 64 << 20, tensor=zeros, device=CUDA)
     began = time.monotonic()
     with pytest.raises(TransferTimeout, match="'r'"):
-        sender.send(((s.name, torch.zeros(s.shape, dtype=torch.uint8, device=CUDA)) for s in manifest.tensors), deadline_s=3)
+        sender.send(deadline_s=3)
     assert time.monotonic() - began < 5
     sender.close()
 
@@ -254,7 +297,7 @@ def test_a_process_whose_nccl_join_failed_can_exit() -> None:
 import torch
 from orchestrator.errors import TransferTimeout
 from weight_transfer.groups import open_listener
-listener = open_listener(transport="nccl", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cuda:0")
+listener = open_listener(transport="nccl", host="127.0.0.1", world_size=2, device="cuda:0")
 try:
     listener.join(2)
 except TransferTimeout as error:
@@ -262,19 +305,29 @@ except TransferTimeout as error:
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False, env=environment
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+        env=environment,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "timed out"), done.stderr[-2000:]
 
 
 @pytest.mark.gpu2
 def test_nccl_61_gb(nccl_pair: Callable[..., Any]) -> None:
-    """Packed through the ring; the receiver drops what it gets (it would not fit beside its copy otherwise)."""
+    """Through the ring; the receiver drops what it gets (it would not fit beside its copy
+    otherwise).
+    """
     manifest = big_manifest(tensors=61, mib_each=1000)
-    peer, group = nccl_pair(manifest, bucket_bytes=1 << 30)
+    peer, group = nccl_pair(manifest, chunk_bytes=192 << 20)
     source = torch.zeros(1000 << 20, dtype=torch.uint8, device=CUDA)
-    sender = WeightSender(groups={"r": group}, manifest=manifest, bucket_bytes=1 << 30, device=CUDA)
+    sender = sender_to({"r": group}, manifest, 192 << 20, tensor=lambda _: source, device=CUDA)
     peer.receive()
-    report = sender.send(((s.name, source) for s in manifest.tensors), deadline_s=60)
-    print(f"\n{report.nbytes / 1e9:.1f} GB over NCCL:", json.dumps({k: round(v, 3) for k, v in report.seconds.items()}))
+    report = sender.send(deadline_s=60)
+    print(
+        f"\n{report.nbytes / 1e9:.1f} GB over NCCL:",
+        json.dumps({k: round(v, 3) for k, v in report.seconds.items()}),
+    )
     sender.close()

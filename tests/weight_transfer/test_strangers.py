@@ -1,4 +1,6 @@
-"""Connections from somebody who does not have the rendezvous's secret: none gets a byte of the weights, none keeps the workers out."""
+"""Connections from somebody who does not have the rendezvous's secret: none gets a byte of the
+weights, none keeps the workers out.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from weight_transfer import handshake
 from weight_transfer.groups import GroupListener, TransferGroup, join_tcp, open_listener
 from weight_transfer.handshake import ANSWER_BYTES, CHALLENGE_BYTES, PROOF_BYTES
 
-WEIGHTS_B = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+WEIGHTS_B = torch.randint(
+    0, 256, (1 << 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+)
 JOIN_S = 20.0
 
 
@@ -30,7 +34,7 @@ class Trainer:
 
     def __init__(self, *, world_size: int = 2, deadline_s: float = JOIN_S) -> None:
         self.listener: GroupListener = open_listener(
-            transport="tcp", host="127.0.0.1", world_size=world_size, bucket_bytes=1 << 16, device="cpu"
+            transport="tcp", host="127.0.0.1", world_size=world_size, device="cpu"
         )
         self.rendezvous = self.listener.rendezvous
         self.error: TransferError | None = None
@@ -113,7 +117,10 @@ def test_a_stranger_with_the_wrong_secret(trainer: Trainer) -> None:
     assert_worker_is_served(trainer)
 
 
-@pytest.mark.parametrize("said", [bytes(ANSWER_BYTES), b"\x00\x00\x00\x01" + bytes(ANSWER_BYTES - 4), b"\xff" * (1 << 16)])
+@pytest.mark.parametrize(
+    "said",
+    [bytes(ANSWER_BYTES), b"\x00\x00\x00\x01" + bytes(ANSWER_BYTES - 4), b"\xff" * (1 << 16)],
+)
 def test_a_stranger_without_a_secret(trainer: Trainer, said: bytes) -> None:
     with knock(trainer.rendezvous) as stranger:
         stranger.sendall(said)
@@ -127,7 +134,9 @@ def test_a_stranger_that_is_there_first_and_says_nothing(trainer: Trainer) -> No
         assert_nothing_but_a_challenge(stranger)
 
 
-def test_an_endless_handshake(start_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_handshake(
+    start_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A byte now and then: it ends after `PROOF_S`, however alive it is."""
     monkeypatch.setattr(handshake, "PROOF_S", 1.0)
     trainer = start_trainer()
@@ -143,7 +152,10 @@ def test_an_endless_handshake(start_trainer: Callable[..., Trainer], monkeypatch
 def test_more_strangers_than_are_heard(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "PROOF_S", 10 * JOIN_S)
     with ExitStack() as stack:
-        strangers = [stack.enter_context(knock(trainer.rendezvous)) for _ in range(handshake.MOST_UNPROVEN + 40)]
+        strangers = [
+            stack.enter_context(knock(trainer.rendezvous))
+            for _ in range(handshake.MOST_UNPROVEN + 40)
+        ]
         assert_nothing_but_a_challenge(strangers[0])  # pushed out
         assert_worker_is_served(trainer)
 
@@ -182,16 +194,24 @@ def test_a_replayed_proof(trainer: Trainer) -> None:
 @pytest.mark.parametrize("rank", [0, 2, 1 << 31])
 def test_a_rank_that_no_worker_has(trainer: Trainer, rank: int) -> None:
     with knock(trainer.rendezvous) as stranger:
-        stranger.sendall(answer_to(read(stranger, CHALLENGE_BYTES), trainer.rendezvous.secret, rank=rank))
+        stranger.sendall(
+            answer_to(read(stranger, CHALLENGE_BYTES), trainer.rendezvous.secret, rank=rank)
+        )
         assert_nothing_but_a_challenge(stranger, already=CHALLENGE_BYTES)
     assert_worker_is_served(trainer)
 
 
-def test_the_place_of_a_worker_that_is_there_is_not_taken(start_trainer: Callable[..., Trainer]) -> None:
+def test_the_place_of_a_worker_that_is_there_is_not_taken(
+    start_trainer: Callable[..., Trainer],
+) -> None:
     """Not even with its proof: the first one of a rank stays."""
     trainer = start_trainer(world_size=3)
     secret = trainer.rendezvous.secret
-    with knock(trainer.rendezvous) as first, knock(trainer.rendezvous) as second, knock(trainer.rendezvous) as other:
+    with (
+        knock(trainer.rendezvous) as first,
+        knock(trainer.rendezvous) as second,
+        knock(trainer.rendezvous) as other,
+    ):
         prove(first, secret, rank=1)
         second.sendall(answer_to(read(second, CHALLENGE_BYTES), secret, rank=1))
         assert_nothing_but_a_challenge(second, already=CHALLENGE_BYTES)
@@ -213,9 +233,11 @@ def test_a_proof_after_the_join_is_over_comes_too_late(trainer: Trainer) -> None
 
 def test_a_worker_with_the_proof_that_never_reads_is_ended_by_the_deadline() -> None:
     """The trainer's thread would stand in a blocking send for ever."""
-    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device="cpu")
     with knock(listener.rendezvous) as worker:
-        proving = threading.Thread(target=prove, args=(worker, listener.rendezvous.secret), kwargs={"rank": 1})
+        proving = threading.Thread(
+            target=prove, args=(worker, listener.rendezvous.secret), kwargs={"rank": 1}
+        )
         proving.start()
         group = listener.join(JOIN_S)
         proving.join(JOIN_S)
@@ -230,9 +252,13 @@ def test_a_worker_with_the_proof_that_never_reads_is_ended_by_the_deadline() -> 
 
 
 def test_it_listens_on_its_own_host_only() -> None:
-    before = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
-    after = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    before = {
+        c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device="cpu")
+    after = {
+        c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
     listener.close()
     assert after - before == {("127.0.0.1", listener.rendezvous.port)}
 
@@ -240,7 +266,7 @@ def test_it_listens_on_its_own_host_only() -> None:
 def test_the_secret_is_new_each_time_and_not_printed() -> None:
     found = []
     for _ in range(2):
-        listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+        listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device="cpu")
         found.append(listener.rendezvous)
         listener.close()
     assert found[0].secret != found[1].secret and len(found[0].secret) == 32
@@ -257,8 +283,12 @@ class FalseTrainer:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.heard, self._say = b"", say
         self.rendezvous = Rendezvous(
-            transport="tcp", host="127.0.0.1", port=self._listening.getsockname()[1], secret=os.urandom(32), world_size=2, bucket_bytes=1
-        )  # fmt: skip
+            transport="tcp",
+            host="127.0.0.1",
+            port=self._listening.getsockname()[1],
+            secret=os.urandom(32),
+            world_size=2,
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -277,14 +307,18 @@ class FalseTrainer:
 
 
 @pytest.mark.parametrize(
-    "say", [lambda heard: os.urandom(PROOF_BYTES), lambda heard: heard[-PROOF_BYTES:]], ids=["any", "the worker's own proof"]
+    "say",
+    [lambda heard: os.urandom(PROOF_BYTES), lambda heard: heard[-PROOF_BYTES:]],
+    ids=["any", "the worker's own proof"],
 )
 def test_a_stranger_in_the_trainers_place(say: Callable[[bytes], bytes]) -> None:
     """The worker takes no weights from it, and tells it nothing that helps."""
     stranger = FalseTrainer(say)
     try:
-        with pytest.raises(TransferError, match="does not have the trainer's secret"):
+        with pytest.raises(TransferError, match="does not know the trainer's secret"):
             join_tcp(stranger.rendezvous, rank=1, deadline_s=JOIN_S)
-        assert len(stranger.heard) == ANSWER_BYTES and stranger.rendezvous.secret not in stranger.heard
+        assert (
+            len(stranger.heard) == ANSWER_BYTES and stranger.rendezvous.secret not in stranger.heard
+        )
     finally:
         stranger.close()

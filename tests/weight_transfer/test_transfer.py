@@ -1,4 +1,6 @@
-"""Bytes over TCP between real processes: all of them arrive as they were, and every way to fail ends in bounded time."""
+"""Bytes over TCP between real processes: all of them arrive as they were, and every way to fail
+ends in bounded time.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +16,53 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.errors import ConfigError, ManifestError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.errors import (
+    ConfigError,
+    ManifestError,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+)
 from orchestrator.protocol.messages import Manifest, Rendezvous, TensorSpec
 from tests.weight_transfer.handshakes import prove
-from tests.weight_transfer.peer import big_manifest, mixed_manifest, sha256, values
+from tests.weight_transfer.peer import (
+    big_manifest,
+    in_chunks,
+    mixed_manifest,
+    receive_chunks,
+    sender_to,
+    sha256,
+    values,
+)
 from weight_transfer import socket_group
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import GroupListener, TransferGroup, join_tcp, open_listener
 from weight_transfer.handshake import introduce
-from weight_transfer.receiver import receive_weights
-from weight_transfer.sender import WeightSender
 
 SOON_S = 8.0
-"""What "bounded" means where nothing has to run into a deadline, which is at least 20 s away; two busy cores are slow."""
+"""What "bounded" means where nothing has to run into a deadline, which is at least 20 s away; two
+busy cores are slow.
+"""
 
 
-def listen(*, world_size: int = 2, bucket_bytes: int = 1 << 20) -> GroupListener:
-    return open_listener(transport="tcp", host="127.0.0.1", world_size=world_size, bucket_bytes=bucket_bytes, device="cpu")
-
-
-def sender_to(groups: dict[str, TransferGroup], manifest: Manifest, bucket_bytes: int = 1 << 20) -> WeightSender:
-    return WeightSender(groups=groups, manifest=manifest, bucket_bytes=bucket_bytes, device="cpu")
+def listen(*, world_size: int = 2) -> GroupListener:
+    return open_listener(transport="tcp", host="127.0.0.1", world_size=world_size, device="cpu")
 
 
 class Join:
     """All ranks of a group join, each on a thread of its own; what became of them."""
 
     def __init__(
-        self, world_size: int, *, deadline_s: float = 20.0, wait_for: tuple[int, ...] | None = None, absent: tuple[int, ...] = (),
-        then: Callable[[TransferGroup], None] = lambda group: None, expected: type[Exception] = TransferError, start: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        world_size: int,
+        *,
+        deadline_s: float = 20.0,
+        wait_for: tuple[int, ...] | None = None,
+        absent: tuple[int, ...] = (),
+        then: Callable[[TransferGroup], None] = lambda group: None,
+        expected: type[Exception] = TransferError,
+        start: bool = True,
+    ) -> None:
         self.groups: dict[int, TransferGroup] = {}
         self.errors: dict[int, Exception] = {}
         self.listener = listen(world_size=world_size)
@@ -54,7 +73,10 @@ class Join:
             self.start()
 
     def start(self) -> None:
-        threads = {rank: threading.Thread(target=self._join, args=(rank,), daemon=True) for rank in self._ranks}
+        threads = {
+            rank: threading.Thread(target=self._join, args=(rank,), daemon=True)
+            for rank in self._ranks
+        }
         for thread in threads.values():
             thread.start()
         for rank in self._wait_for:
@@ -68,7 +90,9 @@ class Join:
                 self._then(group)
             else:
                 # Longer than the trainer's, so that it is the trainer that gives up.
-                group = join_tcp(self.listener.rendezvous, rank=rank, deadline_s=2 * self._deadline_s)
+                group = join_tcp(
+                    self.listener.rendezvous, rank=rank, deadline_s=2 * self._deadline_s
+                )
             self.groups[rank] = group
         except (TransferError, self._expected) as error:
             self.errors[rank] = error
@@ -81,19 +105,18 @@ def both_ends() -> tuple[TransferGroup, TransferGroup]:
     return ends.groups[0], ends.groups[1]
 
 
-def all_tensors(manifest: Manifest, *, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((spec.name, values(spec, seed=seed)) for spec in manifest.tensors)
-
-
 @pytest.fixture
 def pair(start_peer: Callable[..., Any]) -> Iterator[Callable[..., tuple[Any, TransferGroup]]]:
     """A receiving peer and the joined group that leads to it."""
     groups: list[TransferGroup] = []
 
-    def connect(manifest: Manifest, *, bucket_bytes: int = 1 << 20, **options: Any) -> tuple[Any, TransferGroup]:
-        listener = listen(bucket_bytes=bucket_bytes)
+    def connect(manifest: Manifest, **options: Any) -> tuple[Any, TransferGroup]:
+        listener = listen()
         peer = start_peer(
-            "receive", manifest_json=manifest.model_dump_json(), rendezvous=listener.rendezvous.model_dump_json(), **options
+            "receive",
+            manifest_json=manifest.model_dump_json(),
+            rendezvous=listener.rendezvous.model_dump_json(),
+            **options,
         )
         groups.append(listener.join(120))
         peer.wait_for("joined")
@@ -104,55 +127,60 @@ def pair(start_peer: Callable[..., Any]) -> Iterator[Callable[..., tuple[Any, Tr
         group.close()
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 50, 1000, 1 << 20])
-def test_every_byte_arrives(pair: Callable[..., Any], bucket_bytes: int) -> None:
-    """Mixed dtypes at unaligned offsets, a scalar, an empty tensor, tensors larger than a bucket."""
+@pytest.mark.parametrize("chunk_bytes", [1, 50, 1000, 1 << 20])
+def test_every_byte_arrives(pair: Callable[..., Any], chunk_bytes: int) -> None:
+    """Mixed dtypes, a scalar, an empty tensor, tensors larger than a chunk, a chunk
+    without bytes.
+    """
     manifest = mixed_manifest()
-    peer, group = pair(manifest, bucket_bytes=bucket_bytes, hash=True)
-    report = sender_to({"r": group}, manifest, bucket_bytes).send(all_tensors(manifest), deadline_s=20)
+    peer, group = pair(manifest, chunk_bytes=chunk_bytes, hash=True)
+    report = sender_to({"r": group}, manifest, chunk_bytes).send(deadline_s=20)
     got = peer.wait_for("received")
-    assert got["shapes_fit"] and got["nbytes"] == report.nbytes == manifest.nbytes
+    assert got["shapes_fit"] and report.nbytes == manifest.nbytes
     assert got["sha256"] == {s.name: sha256(values(s)) for s in manifest.tensors}
-    assert got["digests"] == report.digests_N.tolist() == [int(tensor_digest(values(s))) for s in manifest.tensors]
-    assert set(report.seconds) == {"export", "pack", "wire", "digest", "total"}
+    assert (
+        got["digests"]
+        == report.digests_N.tolist()
+        == [int(tensor_digest(values(s))) for s in manifest.tensors]
+    )
+    assert set(report.seconds) == {"fill", "wire", "digest", "total"}
     assert peer.exit_code(timeout_s=SOON_S) == 0
-
-
-def test_strided_tensors_are_sent_row_major(pair: Callable[..., Any]) -> None:
-    manifest = Manifest(tensors=(TensorSpec(name="w.0", dtype="float32", shape=(7, 5)),))
-    peer, group = pair(manifest, hash=True)
-    w = values(manifest.tensors[0])
-    sender_to({"r": group}, manifest).send([("w.0", w.t().contiguous().t())], deadline_s=20)
-    assert peer.wait_for("received")["sha256"] == {"w.0": sha256(w)}
 
 
 def test_a_group_carries_many_rounds(pair: Callable[..., Any]) -> None:
     manifest = mixed_manifest()
-    peer, group = pair(manifest, bucket_bytes=2000, rounds=3, hash=True)
-    sender = sender_to({"r": group}, manifest, 2000)
+    peer, group = pair(manifest, chunk_bytes=2000, rounds=3, hash=True)
+    sender = sender_to({"r": group}, manifest, 2000, tensor=lambda spec: values(spec, seed=seed))
     for seed in range(3):
-        sender.send(all_tensors(manifest, seed=seed), deadline_s=20)
-        assert peer.wait_for("received")["sha256"] == {s.name: sha256(values(s, seed=seed)) for s in manifest.tensors}
+        sender.send(deadline_s=20)
+        assert peer.wait_for("received")["sha256"] == {
+            s.name: sha256(values(s, seed=seed)) for s in manifest.tensors
+        }
 
 
 def test_two_replicas_and_a_replica_of_two_workers(start_peer: Callable[..., Any]) -> None:
     manifest = mixed_manifest()
-    listeners = [listen(world_size=2, bucket_bytes=500), listen(world_size=3, bucket_bytes=500)]
+    listeners = [listen(world_size=2), listen(world_size=3)]
     peers = [
         start_peer(
             "receive",
             manifest_json=manifest.model_dump_json(),
             rendezvous=listeners[which].rendezvous.model_dump_json(),
             rank=rank,
+            chunk_bytes=500,
             hash=True,
         )
         for which, rank in ((0, 1), (1, 1), (1, 2))
     ]
-    sender = sender_to({f"replica-{n}": ls.join(120) for n, ls in enumerate(listeners)}, manifest, 500)
+    sender = sender_to(
+        {f"replica-{n}": ls.join(120) for n, ls in enumerate(listeners)}, manifest, 500
+    )
     try:
-        sender.send(all_tensors(manifest), deadline_s=20)
+        sender.send(deadline_s=20)
         for peer in peers:
-            assert peer.wait_for("received")["sha256"] == {s.name: sha256(values(s)) for s in manifest.tensors}
+            assert peer.wait_for("received")["sha256"] == {
+                s.name: sha256(values(s)) for s in manifest.tensors
+            }
     finally:
         sender.close()
 
@@ -168,7 +196,9 @@ def test_no_descriptor_stays_open() -> None:
 
 
 def test_a_duplicate_of_a_connection_does_not_keep_it_open() -> None:
-    """A forked process has one, for as long as it lives; the peer must hear of the end nevertheless."""
+    """A forked process has one, for as long as it lives; the peer must hear of the end
+    nevertheless.
+    """
     trainer, worker = both_ends()
     duplicates = [os.dup(int(name)) for name in os.listdir("/proc/self/fd") if is_socket(name)]
     try:
@@ -205,7 +235,7 @@ def test_ends_that_have_other_sizes_in_mind() -> None:
     thread = threading.Thread(target=receive)
     thread.start()
     try:
-        with pytest.raises(TransferError, match="rank 1 wants 6 bytes where 5 are sent"):
+        with pytest.raises(TransferError, match="rank 1 requests 6 bytes, the trainer sends 5"):
             trainer.broadcast(torch.ones(5, dtype=torch.uint8), deadline_s=20)
     finally:
         trainer.close()
@@ -240,7 +270,9 @@ def test_sender_stopped_mid_transfer_runs_into_the_deadline(start_peer: Callable
     assert time.monotonic() - began < SOON_S
 
 
-def test_abort_from_another_thread_frees_a_receiver_of_a_stopped_sender(start_peer: Callable[..., Any]) -> None:
+def test_abort_from_another_thread_frees_a_receiver_of_a_stopped_sender(
+    start_peer: Callable[..., Any],
+) -> None:
     manifest = big_manifest(tensors=200, mib_each=1)
     peer, group = join_a_sending_peer(start_peer, manifest)
     aborted_at: list[float] = []
@@ -270,18 +302,16 @@ def test_abort_from_another_thread_frees_a_receiver_of_a_stopped_sender(start_pe
 def test_receiver_killed_mid_transfer_frees_the_sender(pair: Callable[..., Any]) -> None:
     manifest = big_manifest(tensors=200, mib_each=1)
     peer, group = pair(manifest, load_s=0.05)
-    sender = sender_to({"replica-7": group}, manifest)
     struck_at: list[float] = []
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for n, item in enumerate(all_tensors(manifest)):
-            if n == 10:
-                peer.kill()
-                struck_at.append(time.monotonic())
-            yield item
+    def strike(chunk: int) -> None:
+        if chunk == 10:
+            peer.kill()
+            struck_at.append(time.monotonic())
 
+    sender = sender_to({"replica-7": group}, manifest, before=strike)
     with pytest.raises(TransferError, match="'replica-7'"):
-        sender.send(tensors(), deadline_s=30)
+        sender.send(deadline_s=30)
     assert time.monotonic() - struck_at[0] < SOON_S
     sender.close()
 
@@ -299,7 +329,7 @@ def test_abort_frees_a_sender_whose_receiver_is_stopped(pair: Callable[..., Any]
 
     threading.Timer(1.0, abort).start()
     with pytest.raises(TransferAborted, match="watchdog: no progress"):
-        sender.send(all_tensors(manifest), deadline_s=30)
+        sender.send(deadline_s=30)
     assert time.monotonic() - aborted_at[0] < SOON_S
     began = time.monotonic()
     sender.close()
@@ -307,8 +337,8 @@ def test_abort_frees_a_sender_whose_receiver_is_stopped(pair: Callable[..., Any]
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_peer_lost_in_the_middle_of_a_bucket(pair: Callable[..., Any], how: str) -> None:
-    """Half of the bucket is written when it happens."""
+def test_a_peer_lost_in_the_middle_of_a_chunk(pair: Callable[..., Any], how: str) -> None:
+    """Half of the chunk is written when it happens."""
     manifest = Manifest(tensors=(TensorSpec(name="w.0", dtype="uint8", shape=(512 << 20,)),))
     peer, group = pair(manifest, deadline_s=60)
     freed_from: list[float] = []
@@ -332,17 +362,19 @@ def test_a_peer_lost_in_the_middle_of_a_bucket(pair: Callable[..., Any], how: st
 
 
 def test_a_process_with_a_stuck_send_can_exit(start_peer: Callable[..., Any]) -> None:
-    """The receiver is stopped with a bucket half written; the sender gives up and its process ends at once."""
+    """The receiver is stopped with a chunk half written; the sender gives up and its process ends
+    at once.
+    """
     manifest = big_manifest(tensors=1, mib_each=64)
     script = f"""
 import os, signal, sys, time, torch
 from orchestrator.errors import TransferTimeout
 from weight_transfer.groups import open_listener
-listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device="cpu")
 print(listener.rendezvous.model_dump_json(), flush=True)
 group = listener.join(120)
 pid = int(sys.stdin.readline())
-time.sleep(0.3)  # the receiver is waiting for the bucket by now
+time.sleep(0.3)  # the receiver is waiting for the chunk by now
 os.kill(pid, signal.SIGSTOP)
 try:
     group.broadcast(torch.zeros({64 << 20}, dtype=torch.uint8), deadline_s=1)
@@ -350,11 +382,15 @@ except TransferTimeout:
     print("timed out", flush=True)
 group.close()
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdin is not None and process.stdout is not None
         rendezvous = process.stdout.readline()
-        peer = start_peer("receive", manifest_json=manifest.model_dump_json(), rendezvous=rendezvous.strip())
+        peer = start_peer(
+            "receive", manifest_json=manifest.model_dump_json(), rendezvous=rendezvous.strip()
+        )
         peer.wait_for("joined")
         process.stdin.write(f"{peer.process.pid}\n")
         process.stdin.flush()
@@ -370,69 +406,45 @@ def test_one_dead_replica_ends_the_others_too(start_peer: Callable[..., Any]) ->
     manifest = big_manifest(tensors=100, mib_each=1)
     listeners = [listen(), listen()]
     peers = [
-        start_peer("receive", manifest_json=manifest.model_dump_json(), rendezvous=listener.rendezvous.model_dump_json())
+        start_peer(
+            "receive",
+            manifest_json=manifest.model_dump_json(),
+            rendezvous=listener.rendezvous.model_dump_json(),
+        )
         for listener in listeners
     ]
-    sender = sender_to({"good": listeners[0].join(120), "bad": listeners[1].join(120)}, manifest)
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for n, item in enumerate(all_tensors(manifest)):
-            if n == 10:
-                peers[1].kill()
-            yield item
+    def strike(chunk: int) -> None:
+        if chunk == 10:
+            peers[1].kill()
 
+    sender = sender_to(
+        {"good": listeners[0].join(120), "bad": listeners[1].join(120)}, manifest, before=strike
+    )
     try:
         with pytest.raises(TransferError, match="'bad'"):
-            sender.send(tensors(), deadline_s=30)
+            sender.send(deadline_s=30)
         assert peers[0].wait_for("failed", timeout_s=SOON_S)["error"] == "TransferError"
         with pytest.raises(TransferAborted):
-            sender.send(all_tensors(manifest), deadline_s=30)
+            sender.send(deadline_s=30)
     finally:
         sender.close()
 
 
-def test_a_failing_load_tells_the_sender(pair: Callable[..., Any], start_peer: Callable[..., Any]) -> None:
-    manifest = big_manifest(tensors=200, mib_each=1)
-    peer, group = join_a_sending_peer(start_peer, manifest)
-
-    def load(_: object) -> None:
-        raise RuntimeError("no such parameter")
-
-    with pytest.raises(RuntimeError, match="no such parameter"):
-        receive_weights(group=group, manifest=manifest, bucket_bytes=1 << 20, device="cpu", deadline_s=30, load=load)
-    assert peer.wait_for("failed", timeout_s=SOON_S)["error"] == "TransferError"
-    assert peer.exit_code(timeout_s=SOON_S) == 3
-    group.close()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"name": "layers.77"}, "'layers.77' bfloat16 .* wants 'layers.1' bfloat16"),
-        ({"shape": (7, 5)}, r"'layers.1' bfloat16 \[7, 5\] .* wants 'layers.1' bfloat16 \[5, 7\]"),
-        ({"dtype": "float16"}, "'layers.1' float16 .* wants 'layers.1' bfloat16"),
-    ],
-    ids=["name", "shape", "dtype"],
-)
-def test_a_tensor_that_is_not_the_manifests_is_named(pair: Callable[..., Any], wrong: dict[str, Any], message: str) -> None:
+def test_a_failing_fill_tells_the_receiver(pair: Callable[..., Any]) -> None:
+    """As an export that is not what the manifest says."""
     manifest = mixed_manifest()
-    peer, group = pair(manifest, bucket_bytes=10)
-    specs = list(manifest.tensors)
-    specs[1] = specs[1].model_copy(update=wrong)
-    sender = sender_to({"r": group}, manifest, 10)
-    with pytest.raises(ManifestError, match=message):
-        sender.send([(s.name, torch.zeros(s.shape, dtype=getattr(torch, s.dtype))) for s in specs], deadline_s=20)
-    assert peer.wait_for("failed", timeout_s=SOON_S)["error"] == "TransferError", "the receiver must hear of it"
+    peer, group = pair(manifest, chunk_bytes=10)
 
+    def fail(chunk: int) -> None:
+        if chunk == 1:
+            raise ManifestError("tensor 1 is not what was planned")
 
-def test_too_few_and_too_many_tensors(pair: Callable[..., Any]) -> None:
-    manifest = mixed_manifest()
-    _, group = pair(manifest)
-    with pytest.raises(ManifestError, match=r"ended where the manifest wants 'layers\.11'"):
-        sender_to({"r": group}, manifest).send(list(all_tensors(manifest))[:-1], deadline_s=20)
-    _, group = pair(manifest)
-    with pytest.raises(ManifestError, match="'more' came after the last"):
-        sender_to({"r": group}, manifest).send([*all_tensors(manifest), ("more", torch.zeros(1))], deadline_s=20)
+    with pytest.raises(ManifestError, match="not what was planned"):
+        sender_to({"r": group}, manifest, 10, before=fail).send(deadline_s=20)
+    assert peer.wait_for("failed", timeout_s=SOON_S)["error"] == "TransferError", (
+        "the receiver must hear of it"
+    )
 
 
 def test_a_group_that_is_never_complete_times_out() -> None:
@@ -456,7 +468,9 @@ def test_a_trainer_that_is_gone_as_soon_as_it_has_joined_leaves_nobody_connectin
     """A worker that has proved itself hears of the end, whether or not it was told to go."""
     for _ in range(20):
         ends = Join(3, then=lambda group: group.abort("the trainer died"))
-        assert all(type(e) in (TransferError, TransferAborted) for e in ends.errors.values()), ends.errors
+        assert all(type(e) in (TransferError, TransferAborted) for e in ends.errors.values()), (
+            ends.errors
+        )
         for group in ends.groups.values():
             group.close()
 
@@ -473,14 +487,20 @@ def test_a_rank_that_breaks_off_ends_the_others_joining(monkeypatch: pytest.Monk
     monkeypatch.setattr(socket_group, "introduce", breaks_off)
     ends = Join(4, absent=(3,), expected=RuntimeError)
     assert set(ends.errors) == {0, 1, 2} and not ends.groups
-    assert "rank 2 broke off" in str(ends.errors[0]) and "rank 2 broke off" in str(ends.errors[1]), ends.errors
+    assert "rank 2 disconnected" in str(ends.errors[0]) and "rank 2 disconnected" in str(
+        ends.errors[1]
+    ), ends.errors
 
 
 @pytest.mark.parametrize("how", ["deadline", "closed"])
-def test_a_rank_that_stands_still_while_connecting_holds_nobody(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_rank_that_stands_still_while_connecting_holds_nobody(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     held = threading.Event()
 
-    def stands_still(connection: socket.socket, secret: bytes, *, rank: int, deadline: float) -> None:
+    def stands_still(
+        connection: socket.socket, secret: bytes, *, rank: int, deadline: float
+    ) -> None:
         if rank == 2:
             held.wait(60)
             raise RuntimeError("ended")
@@ -489,7 +509,13 @@ def test_a_rank_that_stands_still_while_connecting_holds_nobody(monkeypatch: pyt
         introduce(connection, secret, rank=rank, deadline=deadline)
 
     monkeypatch.setattr(socket_group, "introduce", stands_still)
-    ends = Join(3, deadline_s=5.0 if how == "deadline" else 60.0, wait_for=(0, 1), expected=RuntimeError, start=False)
+    ends = Join(
+        3,
+        deadline_s=5.0 if how == "deadline" else 60.0,
+        wait_for=(0, 1),
+        expected=RuntimeError,
+        start=False,
+    )
     ends.start()
     held.set()
     said = "in time" if how == "deadline" else "listener was closed"
@@ -506,12 +532,20 @@ def test_joining_a_trainer_that_is_not_there() -> None:
     assert time.monotonic() - began < SOON_S
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="nccl on cuda"):
-        open_listener(transport="nccl", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+        open_listener(transport="nccl", host="127.0.0.1", world_size=2, device="cpu")
     with pytest.raises(ConfigError, match="its own address"):
-        open_listener(transport="tcp", host="203.0.113.7", world_size=2, bucket_bytes=1, device="cpu")
-    rendezvous = Rendezvous(transport="tcp", host="127.0.0.1", port=1, secret=bytes(32), world_size=2, bucket_bytes=1)
+        open_listener(transport="tcp", host="203.0.113.7", world_size=2, device="cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))]
+        )
+        with pytest.raises(ConfigError, match=r"`host` head is 127\.0\.1\.1 on this host"):
+            open_listener(transport="tcp", host="head", world_size=2, device="cpu")
+    rendezvous = Rendezvous(
+        transport="tcp", host="127.0.0.1", port=1, secret=bytes(32), world_size=2
+    )
     with pytest.raises(ConfigError, match="1 to 1"):
         join_tcp(rendezvous, rank=2, deadline_s=1)
     with pytest.raises(ConfigError, match="a secret of 0 bytes"):
@@ -519,13 +553,15 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_lives_beside_a_default_process_group_and_exits() -> None:
-    """Both ends in one process with a default group up; a join that fails, an operation left in flight; then a plain exit."""
+    """Both ends in one process with a default group up; a join that fails, an operation left in
+    flight; then a plain exit.
+    """
     script = """
 import threading, torch, torch.distributed as dist
 from orchestrator.errors import TransferError, TransferTimeout
 from weight_transfer.groups import join_tcp, open_listener
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def opened(): return open_listener(transport="tcp", host="127.0.0.1", world_size=2, bucket_bytes=1, device="cpu")
+def opened(): return open_listener(transport="tcp", host="127.0.0.1", world_size=2, device="cpu")
 lonely = opened()
 try:
     lonely.join(0.2)
@@ -543,32 +579,50 @@ ends["worker"].close(); ends["trainer"].close()
 one = torch.ones(1); dist.all_reduce(one); assert one.item() == 1
 dist.destroy_process_group()
 print("end of script")
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["timed out", "nothing came", "end of script"]), done.stderr
+"""  # noqa: E501
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.splitlines()) == (
+        0,
+        ["timed out", "nothing came", "end of script"],
+    ), done.stderr
 
 
-def join_a_sending_peer(start_peer: Callable[..., Any], manifest: Manifest) -> tuple[Any, TransferGroup]:
-    """A peer that sends 1 MiB buckets, 20 ms each, and this process's end of the group."""
-    peer = start_peer("send", manifest_json=manifest.model_dump_json(), bucket_bytes=1 << 20, load_s=0.02)
+def join_a_sending_peer(
+    start_peer: Callable[..., Any], manifest: Manifest
+) -> tuple[Any, TransferGroup]:
+    """A peer that sends 1 MiB chunks, 20 ms each, and this process's end of the group."""
+    peer = start_peer(
+        "send", manifest_json=manifest.model_dump_json(), chunk_bytes=1 << 20, load_s=0.02
+    )
     rendezvous = Rendezvous.model_validate_json(peer.wait_for("listening")["rendezvous"])
     return peer, join_tcp(rendezvous, rank=1, deadline_s=120)
 
 
-def receive_and(strike: Callable[[], None], *, after: int, group: TransferGroup, manifest: Manifest, deadline_s: float) -> None:
-    """Receive, and strike the peer after some buckets; notes on the error when that was."""
+def receive_and(
+    strike: Callable[[], None],
+    *,
+    after: int,
+    group: TransferGroup,
+    manifest: Manifest,
+    deadline_s: float,
+) -> None:
+    """Receive, and strike the peer after some chunks; notes on the error when that was."""
     struck_at: list[float] = []
-    buckets = 0
+    chunks = 0
 
     def load(_: object) -> None:
-        nonlocal buckets
-        buckets += 1
-        if buckets == after:
+        nonlocal chunks
+        chunks += 1
+        if chunks == after:
             strike()
             struck_at.append(time.monotonic())
 
     try:
-        receive_weights(group=group, manifest=manifest, bucket_bytes=1 << 20, device="cpu", deadline_s=deadline_s, load=load)
+        receive_chunks(
+            group, manifest, in_chunks(manifest, 1 << 20), deadline_s=deadline_s, load=load
+        )
     except TransferError as error:
         error.struck_at = struck_at[0] if struck_at else None  # type: ignore[attr-defined]
         raise

@@ -1,5 +1,0 @@
-"""`python -m orchestrator` is the `splice` command."""
-
-from orchestrator.cli import app
-
-app()

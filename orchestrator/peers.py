@@ -1,0 +1,150 @@
+"""The table of peers: who is connected, over which connection, in which state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.errors import NodeLost
+from orchestrator.protocol.messages import Hello
+
+log = logging.getLogger("splice.orchestrator")
+LOG_EVERY_S = 10.0
+"""Seconds between two log lines about one peer's dropped messages."""
+STRANGERS = "strangers"
+"""Counts the dropped messages of connections without a `Hello`."""
+FORGOTTEN = "forgotten"
+"""Counts the dropped messages of peers that are gone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Peer:
+    """A node or client as the orchestrator sees it."""
+
+    hello: Hello
+    address: bytes
+    """ZeroMQ's name of the connection. No two living connections share one."""
+    key: bytes
+    """The public key that the connection proved; empty without key folders."""
+    last_seen_s: float
+    state: str = "connected"
+    detail: dict[str, object] = field(default_factory=dict)
+    times_ready: int = 0
+    said_ready: bool = False
+    """Whether its latest status message was `Ready`."""
+
+    @property
+    def life(self) -> str:
+        """Changes when the process, or the server below it, starts anew with empty memory."""
+        return f"{self.hello.incarnation}/{self.times_ready}"
+
+
+class Peers:
+    """Owns the peers, their addresses, and the counts of dropped messages."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Peer] = {}
+        self.dropped: Counter[str] = Counter()
+        self._ids: dict[bytes, str] = {}
+        self._changed = asyncio.Condition()
+        self._next_log_s: dict[str, float] = {}
+
+    def id_at(self, address: bytes) -> str | None:
+        """Return the peer that speaks over a connection, or None for a stranger's."""
+        return self._ids.get(address)
+
+    def put(self, peer_id: str, peer: Peer) -> None:
+        """Add a peer, or replace the earlier process under its id."""
+        self.bind(peer_id, peer.address)
+        self.by_id[peer_id] = peer
+
+    def bind(self, peer_id: str, address: bytes) -> None:
+        """Have the peer speak over this connection only."""
+        known = self.by_id.get(peer_id)
+        if known is not None and known.address != address:
+            self._ids.pop(known.address, None)
+        self._ids[address] = peer_id
+
+    def remove(self, peer_id: str) -> Peer | None:
+        """Remove a peer that is gone."""
+        peer = self.by_id.pop(peer_id, None)
+        if peer is not None:
+            self._ids.pop(peer.address, None)
+            self._next_log_s.pop(peer_id, None)
+            self.dropped[FORGOTTEN] += self.dropped.pop(peer_id, 0)
+        return peer
+
+    def one_lost(self) -> str | None:
+        """Return a lost peer, or None if all live."""
+        return next((i for i, peer in self.by_id.items() if peer.state == "lost"), None)
+
+    def nodes(self, role: str, *, state: str = "ready") -> list[str]:
+        """Return the ids of the nodes of this role in this state, sorted."""
+        return sorted(i for i, p in self.by_id.items() if p.hello.role == role and p.state == state)
+
+    def is_connected(self, peer_id: str) -> bool:
+        """Whether the peer has sent `Hello` and is not lost."""
+        return peer_id in self.by_id and self.by_id[peer_id].state != "lost"
+
+    async def set_state(
+        self, peer_id: str, state: str, detail: dict[str, object] | None = None
+    ) -> None:
+        """Change a peer's state and wake those who wait for it."""
+        peer = self.by_id[peer_id]
+        peer.state = state
+        if detail is not None:
+            peer.detail = detail
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait_ready(
+        self, peer_ids: Sequence[str], *, timeout_s: float, one_is_enough: bool = False
+    ) -> None:
+        """Wait until all these nodes, or one of them, are ready.
+
+        Raises:
+            NodeLost: the timeout passed; names the missing nodes.
+        """
+
+        def missing() -> list[str]:
+            return [p for p in peer_ids if p not in self.by_id or self.by_id[p].state != "ready"]
+
+        def is_enough() -> bool:
+            return len(missing()) < len(peer_ids) if one_is_enough else not missing()
+
+        if not missing():
+            return
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(is_enough)
+        except TimeoutError:
+            raise NodeLost(
+                f"not ready within {timeout_s:.0f} s: {', '.join(missing())}; read their logs"
+            ) from None
+
+    async def wait_heard(self, peer_ids: Sequence[str], *, since_s: float) -> None:
+        """Wait until each peer was heard after `since_s` or is lost: its state is then current."""
+        while any(
+            p.state != "lost" and p.last_seen_s <= since_s
+            for i in peer_ids
+            if (p := self.by_id.get(i)) is not None
+        ):
+            await asyncio.sleep(0.05)
+
+    def drop(self, peer_id: str | None, why: str, *, defect: Exception | None = None) -> None:
+        """Count a message that was dropped, and log it at most every LOG_EVERY_S."""
+        counted_as, now_s = peer_id or STRANGERS, time.monotonic()
+        self.dropped[counted_as] += 1
+        if now_s >= self._next_log_s.get(counted_as, 0.0):
+            self._next_log_s[counted_as] = now_s + LOG_EVERY_S
+            log.warning(
+                "dropped %d messages of %s so far; the last one: %s",
+                self.dropped[counted_as],
+                counted_as,
+                why,
+                exc_info=defect,
+            )

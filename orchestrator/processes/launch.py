@@ -1,0 +1,149 @@
+"""Starts a set of node processes, watches them, starts them again and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from orchestrator.errors import NodeLost
+from orchestrator.processes.child import TERM_GRACE_S, ChildProcess, descendants
+from orchestrator.processes.restarts import EXIT_LINK_LOST, BackOff, RestartBudget
+
+log = logging.getLogger("splice.launch")
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeProcess(ChildProcess):
+    """A node that is started again after it ends.
+
+    Attributes:
+        restarts: how often the launcher starts it again after a crash.
+        pauses: pauses before the starts after a lost link.
+        starts_at_s: when it starts again after a lost link, on the monotonic clock.
+        stopping: whether `stop` was called after the last start.
+    """
+
+    name: str
+    restarts: RestartBudget = field(default_factory=lambda: RestartBudget(0))
+    pauses: BackOff = field(default_factory=BackOff)
+    starts_at_s: float | None = field(default=None, repr=False)
+    stopping: bool = False
+
+    def start(self) -> None:
+        """Start the node."""
+        self.stopping, self.starts_at_s = False, None
+        ChildProcess.start(self)
+
+    def stop(self, *, grace_s: float = TERM_GRACE_S) -> None:
+        """End the node for good; see `ChildProcess.stop`."""
+        self.stopping = True
+        ChildProcess.stop(self, grace_s=grace_s)
+
+    def died(self) -> bool:
+        """Whether it ended although nobody asked it to."""
+        return self.exit_code is not None and not self.stopping
+
+    def is_lost(self, now_s: float) -> bool:
+        """Whether it died and will not start again."""
+        is_crash = self.died() and self.exit_code != EXIT_LINK_LOST
+        return is_crash and not self.restarts.has_left(now_s)
+
+    def keep_alive(self, now_s: float) -> None:
+        """Start the node again if it died and `restarts` allows it.
+
+        After a lost link the node always starts again, after a pause.
+        """
+        if not self.died():
+            return
+        if self.exit_code != EXIT_LINK_LOST:
+            if self.restarts.take(now_s):
+                self.start()
+        elif self.starts_at_s is None:
+            self.starts_at_s = now_s + self.pauses.next_s(now_s)
+        elif now_s >= self.starts_at_s:
+            self.start()
+
+
+class Launcher:
+    """A set of node processes. Leaving the context ends them all, last started first."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, NodeProcess] = {}
+        self._watching = threading.Event()
+        self._restarting = threading.Lock()
+        """Held while a node restarts: after the restart is counted, the node looks dead for good.
+        """
+        self._peak_bytes = 0
+        self._thread = threading.Thread(target=self._watch, name="splice-launcher", daemon=True)
+
+    def start(self, node: NodeProcess) -> NodeProcess:
+        """Start a node and watch it."""
+        self.nodes[node.name] = node
+        node.start()
+        return node
+
+    def check(self) -> None:
+        """Raise if a node died and will not start again.
+
+        Raises:
+            NodeLost: names it and quotes the end of its log.
+        """
+        for node in self.nodes.values():
+            with self._restarting:
+                is_lost = node.is_lost(time.monotonic())
+            if is_lost:
+                raise NodeLost(f"{node.name} ended with code {node.exit_code}.\n{node.log_tail()}")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of all nodes and this process, as a sum of proportional set sizes.
+
+        It is sampled once a second.
+        """
+        return self._peak_bytes
+
+    def __enter__(self) -> Launcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watching.set()
+        self._thread.join(timeout=10)
+        # Ctrl-C must not interrupt the clean-up.
+        previous = signal.getsignal(signal.SIGINT)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for node in reversed(list(self.nodes.values())):
+                node.stop()
+        finally:
+            if in_main:
+                signal.signal(signal.SIGINT, previous)
+
+    def _watch(self) -> None:
+        while not self._watching.wait(1.0):
+            for node in list(self.nodes.values()):
+                with self._restarting:
+                    try:
+                        node.keep_alive(time.monotonic())
+                    except OSError as error:  # out of memory or processes: watch the others
+                        log.warning("cannot start %s again: %s", node.name, error)
+            self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
+
+    def _memory_bytes(self) -> int:
+        total = 0
+        roots = [os.getpid(), *(n.pid for n in self.nodes.values() if n.pid is not None)]
+        family = {p.pid: p for root in roots for p in descendants(root, and_self=True)}
+        for process in family.values():
+            with contextlib.suppress(psutil.Error):
+                info = process.memory_full_info()
+                total += getattr(info, "pss", info.rss)
+        return total

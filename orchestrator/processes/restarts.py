@@ -1,0 +1,69 @@
+"""Decides when an ended process starts again.
+
+| it ended with | which means | its launcher |
+| --- | --- | --- |
+| 0 | it was told to end | leaves it |
+| `EXIT_LINK_LOST` | it lost the orchestrator or other ranks | starts it again after a pause |
+| anything else | it crashed | starts it again, at most `RestartBudget.most` times within an hour |
+
+Crashes days apart must not end a run of weeks. A process that cannot start must not restart for
+ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+EXIT_LINK_LOST = 75
+"""Exit code of a process that lost its connection and can start again: EX_TEMPFAIL of sysexits.h.
+"""
+START_ID = "SPLICE_START_ID"
+"""Environment variable of a rank: the launcher's id of its start."""
+RESTART_WINDOW_S = 3600.0
+LONGEST_PAUSE_S = 30.0
+
+
+class RestartBudget:
+    """Counts starts after crashes; times on one monotonic clock.
+
+    Args:
+        most: starts allowed within any `within_s` seconds.
+    """
+
+    def __init__(self, most: int, *, within_s: float = RESTART_WINDOW_S) -> None:
+        self.most = most
+        self._within_s = within_s
+        self._taken_s: deque[float] = deque()
+
+    def used(self, now_s: float) -> int:
+        """Return the number of starts within the window that ends now."""
+        while self._taken_s and now_s - self._taken_s[0] > self._within_s:
+            self._taken_s.popleft()
+        return len(self._taken_s)
+
+    def has_left(self, now_s: float) -> bool:
+        """Whether one more start is allowed."""
+        return self.used(now_s) < self.most
+
+    def take(self, now_s: float) -> bool:
+        """Count one more start. Returns False, without counting, if it is not allowed."""
+        if not self.has_left(now_s):
+            return False
+        self._taken_s.append(now_s)
+        return True
+
+
+class BackOff:
+    """Pauses before starts after a lost link.
+
+    The first is 1 s. Each further start within ten minutes doubles it, up to `LONGEST_PAUSE_S`.
+    """
+
+    def __init__(self) -> None:
+        self._starts = RestartBudget(1 << 30, within_s=600.0)
+
+    def next_s(self, now_s: float) -> float:
+        """Return the pause before the next start, in seconds, and count that start."""
+        before = self._starts.used(now_s)
+        self._starts.take(now_s)
+        return min(2.0 ** min(before, 10), LONGEST_PAUSE_S)

@@ -1,0 +1,252 @@
+"""Losses, optimizer parameters, and the buffers of a batch.
+
+Shapes: S = sequences, T = tokens of all sequences, laid end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from orchestrator.protocol.messages.base import Message, TensorSpec
+
+ParamValue = bool | int | float | str
+TokenIds = Annotated[tuple[int, ...], Field(max_length=2**20, fail_fast=True)]
+BatchSpecs = Annotated[tuple[TensorSpec, ...], Field(max_length=16, fail_fast=True)]
+NormalizeBy = Literal["tokens", "sequences"] | Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+LOSS_PARAMETERS: dict[str, dict[str, float | None]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "truncated_importance_sampling": {"clip_low": 0.2, "clip_high": 0.2, "ratio_cap": 2.0},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+}
+"""Built-in loss -> its parameters and their defaults. `trainer_node/training/losses.py` defines
+each."""
+
+_ALL_PARAMETERS = ("clip_low", "clip_high", "dual_clip", "ratio_cap")
+
+
+class KlSpec(Message):
+    """A penalty in the loss on the distance to a reference policy.
+
+    The term is `coefficient * sum_t estimator(log p_t, log p_t(reference))`. The gradients of `k2`
+    and `k3` pull towards the reference. That of `k1` has mean 0, so `k1` is for logging.
+    """
+
+    coefficient: float = Field(default=0.01, ge=0, allow_inf_nan=False)
+    """0: the trainer logs the divergence only."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    reference: Literal["base", "given", "adapter"] = "base"
+    """base: the model with its adapters off. given: the batch's `reference_logprobs`.
+    adapter: the model with the adapter in `adapter_dir`."""
+    adapter_dir: str | None = Field(default=None, min_length=1)
+    """adapter: a PEFT folder on the trainer's hosts, with the trainer's LoRA settings. The trainer
+    reads it once."""
+
+    @model_validator(mode="after")
+    def _adapter_is_named(self) -> KlSpec:
+        if (self.reference == "adapter") != (self.adapter_dir is not None):
+            raise ValueError(
+                "kl.adapter_dir names the PEFT folder of kl.reference = 'adapter'; "
+                "give both or neither"
+            )
+        return self
+
+
+class LossSpec(Message):
+    """A loss and its parameters.
+
+    A loss is a sum over tokens. The optimizer step divides it once, as `normalize_by` says. The
+    parameters left out take the defaults of `LOSS_PARAMETERS`; those that the loss does not have
+    are refused. A loss of the user's (`trainer_node.training.losses.register_loss`) takes its
+    parameters in `params`.
+    """
+
+    name: str = Field(default="grpo", pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
+    clip_low: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """ppo: lower bound, times the advantage, of a token with a negative advantage. None: off."""
+    ratio_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """truncated_importance_sampling: largest weight of trainer against sampler."""
+    params: dict[str, ParamValue] = Field(default={}, max_length=64)
+    """Parameters of a registered loss."""
+    kl: KlSpec | None = None
+    entropy_bonus: float = Field(default=0.0, allow_inf_nan=False)
+    """The loss gets `- entropy_bonus * sum_t entropy_t`."""
+    normalize_by: NormalizeBy = "tokens"
+    """Divisor: the number of loss tokens, of sequences with loss tokens (gspo), or this
+    constant."""
+    allowed_token_ids: TokenIds | None = None
+    """The ids that the sampler could draw, over which log-probs are normalised. None: all ids."""
+    max_logprob_gap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Largest mean |log p(trainer) - log p(sampler)| of the job's first step, in nats a token.
+
+    Above it the job fails before the step with code logprob_gap. Weights and optimizer keep their
+    state; pending gradients are dropped. None: no bound. On the first step after a publication or
+    load, the result's `warnings` name a gap that the trainer's dtype cannot explain.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        name = data.get("name", "grpo")
+        filled = dict(LOSS_PARAMETERS.get(name, {})) if isinstance(name, str) else {}
+        if name == "gspo":
+            filled["normalize_by"] = "sequences"  # type: ignore[assignment]
+        return {**filled, **data}
+
+    @model_validator(mode="after")
+    def _only_its_own(self) -> LossSpec:
+        known = LOSS_PARAMETERS.get(self.name)
+        foreign = [
+            p for p in _ALL_PARAMETERS if getattr(self, p) is not None and p not in (known or {})
+        ]
+        if foreign:
+            where = (
+                f"it takes {sorted(known) or 'none'}" if known is not None else "put them in params"
+            )
+            raise ValueError(f"{foreign} are no parameters of the loss {self.name}; {where}")
+        if known is not None and self.params:
+            raise ValueError(
+                f"params is for losses of your own; {self.name} is built in "
+                f"and takes {sorted(known) or 'none'}"
+            )
+        missing = [p for p in known or {} if p != "dual_clip" and getattr(self, p) is None]
+        if missing:
+            raise ValueError(f"{missing} of the loss {self.name} must be numbers, not None")
+        return self
+
+
+class OptimParams(Message):
+    """Parameters of one AdamW step."""
+
+    lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
+
+
+BATCH_TENSORS: dict[str, str] = {
+    "tokens": "int32",
+    "sequence_lengths": "int32",
+    "loss_mask": "float32",
+    "advantages": "float32",
+    "sampler_logprobs": "float32",
+}
+"""Buffer of a batch -> dtype, in wire order. `sequence_lengths` is [S], the others are [T].
+
+Row t describes the *prediction of* token t. loss_mask[t] = 1 where the policy sampled token t, so
+the first token of a sequence has mask 0. advantages and sampler_logprobs are 0 where the mask is 0.
+"""
+
+OPTIONAL_BATCH_TENSORS: dict[str, str] = {
+    "old_logprobs": "float32",
+    "reference_logprobs": "float32",
+    "routed_experts": "int32",
+    "temperatures": "float32",
+}
+"""Buffers that may follow BATCH_TENSORS, in this order. They are [T], and 0 where the mask is 0.
+
+old_logprobs: the trainer's own, from `Forward` before the first step on this batch. Ratios then use
+    them instead of the sampler's.
+reference_logprobs: of the reference policy, for `KlSpec(reference="given")`. routed_experts: [T,
+layers, top_k], the experts that the sampler's routers chose for token t *itself*.
+    The trainer's routers use them, in the policy and in a reference of base weights (router replay,
+    Ma et al. 2025, arXiv:2510.11370).
+temperatures: [T] or [S], the divisor of the sampler's logits. The trainer then computes all
+log-probs
+    and entropies, also a reference model's, from softmax(logits / temperature). Each must be finite
+    and at least MIN_TEMPERATURE, also where the mask is 0. Without the buffer it is 1.
+"""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this one. At 0 it is greedy: the likeliest token has
+probability 1."""
+
+FORWARD_TENSORS: dict[str, str] = {"tokens": "int32", "sequence_lengths": "int32"}
+"""Buffers that a forward pass needs."""
+
+OPTIONAL_FORWARD_TENSORS: dict[str, str] = {"temperatures": "float32"}
+"""Buffers that may follow FORWARD_TENSORS, as in OPTIONAL_BATCH_TENSORS."""
+
+FORWARD_RESULTS: dict[str, str] = {"logprobs": "float32", "entropy": "float32"}
+"""Buffers that a forward pass returns, [T] each, with the rows of BATCH_TENSORS.
+
+log p(token t | tokens before it), and the entropy in nats of the distribution of token t, both at
+the batch's temperatures. 0 for the first token of a sequence.
+"""
+
+
+def batch_specs(
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    optional: Sequence[str] = (),
+    routing: tuple[int, int] = (0, 0),
+    token_temperatures: bool = False,
+) -> tuple[TensorSpec, ...]:
+    """Return the `tensors` field of a training message for a batch of this size.
+
+    Args:
+        optional: which of OPTIONAL_BATCH_TENSORS follow.
+        routing: the model's layers and experts per token, for routed_experts.
+        token_temperatures: temperatures are [T]; else [S].
+    """
+    wanted = BATCH_TENSORS | {n: d for n, d in OPTIONAL_BATCH_TENSORS.items() if n in optional}
+    return _specs(
+        wanted,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        routing=routing,
+        token_temperatures=token_temperatures,
+    )
+
+
+def forward_specs(
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    optional: Sequence[str] = (),
+    token_temperatures: bool = False,
+) -> tuple[TensorSpec, ...]:
+    """Return the `tensors` field of a forward message. Arguments as in `batch_specs`."""
+    wanted = FORWARD_TENSORS | {n: d for n, d in OPTIONAL_FORWARD_TENSORS.items() if n in optional}
+    return _specs(
+        wanted,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        token_temperatures=token_temperatures,
+    )
+
+
+def _specs(
+    wanted: dict[str, str],
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    routing: tuple[int, int] = (0, 0),
+    token_temperatures: bool,
+) -> tuple[TensorSpec, ...]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "sequence_lengths": (num_sequences,),
+        "routed_experts": (num_tokens, *routing),
+    }
+    if not token_temperatures:
+        shapes["temperatures"] = (num_sequences,)
+    return tuple(
+        TensorSpec(name=n, dtype=d, shape=shapes.get(n, (num_tokens,)))  # type: ignore[arg-type]
+        for n, d in wanted.items()
+    )

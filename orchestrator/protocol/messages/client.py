@@ -1,0 +1,80 @@
+"""What a client sends, and the status that it gets."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from orchestrator.protocol.messages.base import Message, Role
+from orchestrator.protocol.messages.jobs import JobSpec
+from orchestrator.protocol.messages.json_fields import Json
+
+
+class SubmitJob(Message):
+    """Run one job. The batch's buffers, if any, follow the body."""
+
+    kind: Literal["SubmitJob"] = "SubmitJob"
+    job_id: str = Field(min_length=1, max_length=128)
+    job: JobSpec
+    progress: bool = True
+    """Whether to send the job's `Progress`. False: send the outcome only."""
+
+    @model_validator(mode="after")
+    def _leaves_the_request_open(self) -> Self:
+        for name in ("request_id", "deadline_s"):
+            field = type(self.job).model_fields.get(name)
+            if field is not None and getattr(self.job, name) != field.default:
+                raise ValueError(f"the orchestrator sets a job's {name}; leave it out")
+        return self
+
+
+class CancelJob(Message):
+    """Cancel a job that has not started. A running job goes on to its end."""
+
+    kind: Literal["CancelJob"] = "CancelJob"
+    job_id: str = Field(min_length=1, max_length=128)
+
+
+class GetStatus(Message):
+    """Ask for `Status`."""
+
+    kind: Literal["GetStatus"] = "GetStatus"
+
+
+class Subscribe(Message):
+    """Receive every `Progress` and terminal message of every job from now on."""
+
+    kind: Literal["Subscribe"] = "Subscribe"
+
+
+class StopRun(Message):
+    """Send `Shutdown` to every node, then end the orchestrator."""
+
+    kind: Literal["StopRun"] = "StopRun"
+
+
+class NodeStatus(Message):
+    """One node in `Status`."""
+
+    node_id: str
+    role: Role
+    state: Literal["connected", "ready", "lost", "poisoned"]
+    packages: dict[str, str] = Field(default={})
+    gpus: tuple[str, ...] = ()
+    detail: Json = Field(default={})
+
+
+class Status(Message):
+    """Answer to `GetStatus`."""
+
+    kind: Literal["Status"] = "Status"
+    name: str
+    version: int | None
+    publication: str
+    """State of the publication machine."""
+    nodes: tuple[NodeStatus, ...]
+    queued_jobs: int
+    dropped: dict[str, int] = Field(default={})
+    """Peer -> number of its messages that were dropped as malformed or forbidden.
+    "strangers": connections without a `Hello`. "forgotten": peers that are gone."""

@@ -1,0 +1,136 @@
+"""Requests to the inference nodes, in the order of a publication."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from orchestrator.protocol.messages.base import Message, PauseMode, PublicationMode, Request
+from orchestrator.protocol.messages.manifest import Manifest, Rendezvous
+
+
+class JoinTransferGroup(Request):
+    """All workers join the trainer's group, and leave any earlier one first."""
+
+    kind: Literal["JoinTransferGroup"] = "JoinTransferGroup"
+    rendezvous: Rendezvous
+
+
+class LeaveTransferGroup(Request):
+    """Both sides: abort and destroy the communicators."""
+
+    kind: Literal["LeaveTransferGroup"] = "LeaveTransferGroup"
+
+
+class PrepareUpdate(Request):
+    """Check the manifest against the model's placement plan. Nothing pauses and nothing changes.
+
+    `Completed.result["layout"]` is the `WireLayout` in which this replica receives. `["changed"]`
+    is the `ManifestPart` for `manifest.changed`, or None if that is everything. The request ends in
+    `Failed(code="plan_refused")` if a name, dtype or shape does not fit, or if a weight of the
+    model would get no data. The message names the tensors.
+    """
+
+    kind: Literal["PrepareUpdate"] = "PrepareUpdate"
+    version: int = Field(ge=0)
+    manifest: Manifest
+    in_manifest_order: bool = False
+    """Use `reload` chunks in manifest order only: the layout that all replicas and trainers
+    share."""
+
+
+class ReceiveWeights(Request):
+    """Pause, receive, finish, then digest the live tensors. Generation stays paused.
+
+    In mode "shadow", generation goes on: the replica receives beside the live tensors, digests what
+    came, and changes nothing, whatever fails. `SwapWeights` follows.
+
+    In place, `Progress(phase="paused")` and `Progress(phase="applying")` come once generation has
+    paused, before the first receive. Until then a failure leaves @N serving. `Completed` carries
+    one int64 buffer [N] of digests in manifest order, and `result = {"seconds": {...},
+    "unverified": {name: reason}, "spans": ...}`.
+    """
+
+    kind: Literal["ReceiveWeights"] = "ReceiveWeights"
+    version: int = Field(ge=0)
+    pause_mode: PauseMode = "keep"
+    mode: PublicationMode = "in_place"
+    """"shadow": into the memory that `PrepareShadow` allocated."""
+    base_version: int | None = Field(default=None, ge=0)
+    """None: the whole manifest comes. Else only the changed part comes, on top of this version. A
+    replica that serves another version answers `Failed(code="base_missing")` and pauses nothing."""
+
+
+class PrepareShadow(Request):
+    """Allocate memory for a `ReceiveWeights(mode="shadow")`. Generation goes on.
+
+    `Completed.result["why_not"]` is None, or why the replica must receive in place: the update does
+    not fit, or the replica serves nothing.
+    """
+
+    kind: Literal["PrepareShadow"] = "PrepareShadow"
+    version: int = Field(ge=0)
+    base_version: int | None = Field(default=None, ge=0)
+    """As in `ReceiveWeights`."""
+    budget_bytes: int = Field(ge=0)
+    """Most bytes that each worker may use beside its model."""
+
+
+class SwapWeights(Request):
+    """Pause, copy what was received into the live tensors, then digest them.
+
+    Generation stays paused, except as `commit_if` says. `Progress` is as in
+    `ReceiveWeights(mode="in_place")`: before "applying" a failure leaves @N serving; afterwards it
+    poisons the replica. "paused" may come before vLLM's queued step has ended; the swap waits for
+    it. `Completed` carries the digests of the live tensors, and `result["committed"]`.
+    """
+
+    kind: Literal["SwapWeights"] = "SwapWeights"
+    version: int = Field(ge=0)
+    pause_mode: PauseMode = "keep"
+    commit_if: bytes | None = None
+    """For the only replica: the trainer's digests, int64 in manifest order. If the live tensors
+    have exactly these, the replica moves its alias and resumes at once. `CommitUpdate` is then a
+    no-op."""
+
+
+class CheckCanary(Request):
+    """Score these tokens with the received weights, before anybody is served by them.
+
+    `Completed` carries one float32 buffer [T], the log-prob of each token given those before it, 0
+    for the first. A replica that was serving does not run its engine between two versions: it
+    returns no buffer, and `result["skipped"]` says why.
+    """
+
+    kind: Literal["CheckCanary"] = "CheckCanary"
+    version: int = Field(ge=0)
+    tokens: tuple[int, ...] = Field(min_length=2)
+
+
+class CommitUpdate(Request):
+    """Move the alias to `version` and resume."""
+
+    kind: Literal["CommitUpdate"] = "CommitUpdate"
+    version: int = Field(ge=0)
+
+
+class AbortUpdate(Message):
+    """Abort the update in flight at once; its request answers with its own terminal message.
+
+    Before the first byte, @N goes on. Afterwards the replica is poisoned: it serves nothing until a
+    full resync. Not a request.
+    """
+
+    kind: Literal["AbortUpdate"] = "AbortUpdate"
+    reason: str
+    request_id: str | None = None
+    """The `ReceiveWeights` or `SwapWeights` to abort; any other update goes on. If it has not
+    arrived yet, it fails on arrival. None: the update in flight."""
+
+
+class LeaveAlias(Request):
+    """Stop serving (503) until the next commit: the other replicas moved on."""
+
+    kind: Literal["LeaveAlias"] = "LeaveAlias"
+    reason: str

@@ -1,0 +1,196 @@
+"""Jobs: what a client submits.
+
+An `Operation` is a job that the trainer runs as it is: the orchestrator adds a request id and a
+deadline and sends it on. The other jobs take more than one request, and exist between client and
+orchestrator only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
+
+from orchestrator.protocol.messages.base import Message, Request
+from orchestrator.protocol.messages.batches import BatchSpecs, LossSpec, OptimParams, TokenIds
+from orchestrator.protocol.messages.json_fields import ClientState
+
+
+class Operation(Request):
+    """Base of the jobs that are one request to the trainer."""
+
+    request_id: str = ""
+    """The orchestrator sets it. Empty in a job."""
+    deadline_s: float = Field(default=3600.0, gt=0)
+    """The orchestrator sets it."""
+
+    def as_request(self, *, request_id: str, deadline_s: float) -> Self:
+        """Return the request to the trainer."""
+        return self.model_copy(update={"request_id": request_id, "deadline_s": deadline_s})
+
+
+class _Batch(Message):
+    """Fields of everything that takes a batch and a loss."""
+
+    loss: LossSpec = LossSpec()
+    tensors: BatchSpecs
+    """Specs of the batch's buffers: `batch_specs(...)`."""
+    grad_accumulation_sequences: int | None = Field(default=None, ge=1)
+    """Sequences of weight zero pad the batch to a multiple of this number, shared evenly by the
+    data-parallel ranks. It must be a multiple of the data-parallel size, which is the default. The
+    number changes the distribution over ranks, not the result."""
+
+
+class TrainStep(_Batch):
+    """`ForwardBackward` and `OptimStep` for each mini-batch of each epoch.
+
+    The first step includes the pending gradients. `Completed.result["steps"]` has each step's
+    metrics, `["metrics"]` those of all together. A step with a gradient that is not finite is
+    skipped, as in `OptimStep`: its metrics are `skipped` = 1. The request fails only if all steps
+    were skipped.
+    """
+
+    mini_batch_sequences: int | None = Field(default=None, ge=1)
+    """Sequences per optimizer step; the last step takes the remainder. None: the whole batch is one
+    step.
+
+    Sequences keep their order. A mini-batch without a loss token refuses the job before the first
+    step.
+    """
+    epochs: int = Field(default=1, ge=1)
+    """Number of passes over the batch."""
+    optim: OptimParams = OptimParams()
+
+
+class InitialSyncJob(Message):
+    """Join the transfer group and publish the trainer's weights as `name@0`."""
+
+    kind: Literal["InitialSyncJob"] = "InitialSyncJob"
+
+
+class TrainMergedJob(TrainStep):
+    """Train, then publish the merged weights as the next version."""
+
+    kind: Literal["TrainMergedJob"] = "TrainMergedJob"
+
+
+class TrainLora(Operation, TrainStep):
+    """Train, then write the adapter in PEFT format to `output_dir`. Nothing is published."""
+
+    kind: Literal["TrainLora"] = "TrainLora"
+    output_dir: str
+
+
+class ResyncJob(Message):
+    """Send the whole served version to every replica again and verify every live tensor.
+
+    The alias stays. After a failed publication that left nothing served, send the newest version
+    that was.
+    """
+
+    kind: Literal["ResyncJob"] = "ResyncJob"
+
+
+class Forward(Operation):
+    """Log-prob and entropy of every token: `Completed` carries the buffers of FORWARD_RESULTS."""
+
+    kind: Literal["Forward"] = "Forward"
+    tensors: BatchSpecs
+    """Specs of the buffers: `forward_specs(...)`."""
+    allowed_token_ids: TokenIds | None = None
+    """Log-probs and entropy over these ids only; any other token has log-prob -inf."""
+    adapters: bool = True
+    """False: use the base model, which is the reference policy."""
+
+
+class ForwardBackward(Operation, _Batch):
+    """Add the batch's gradient to the pending ones, which the next `OptimStep` uses.
+
+    `Completed.result["metrics"]` are the batch's own, over all ranks. A refused batch leaves the
+    pending gradients as they are. A later failure drops all of them, and its message says so.
+    """
+
+    kind: Literal["ForwardBackward"] = "ForwardBackward"
+    loss_weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Multiplies this batch's loss, but not its share of the divisor."""
+
+
+class OptimStep(Operation):
+    """Reduce the pending gradients over the ranks, divide once, and step. Nothing is published or
+    saved.
+
+    A gradient that is not finite skips the step: the state stays, the pending gradients are
+    dropped, and the trainer counts the skip.
+    """
+
+    kind: Literal["OptimStep"] = "OptimStep"
+    optim: OptimParams = OptimParams()
+
+
+class SaveCheckpointJob(Message):
+    """Write the trainer's state, without pending gradients, to a folder on the trainer's host."""
+
+    kind: Literal["SaveCheckpointJob"] = "SaveCheckpointJob"
+    checkpoint_dir: str = Field(min_length=1)
+    """An absolute path, as in every job."""
+    client_state: ClientState = Field(default={})
+    """The client's own state, such as its data position. `LoadCheckpoint` returns it."""
+
+
+class LoadCheckpoint(Operation):
+    """Restore what a `SaveCheckpointJob` or a `TrainMergedJob` wrote.
+
+    Pending gradients are dropped; the result has the number of batches. A refused checkpoint
+    changes nothing. The served version stays until the next job that publishes.
+    """
+
+    kind: Literal["LoadCheckpoint"] = "LoadCheckpoint"
+    checkpoint_dir: str = Field(min_length=1)
+
+
+class LoadAdapter(Operation):
+    """Replace the trainer's adapter by a PEFT adapter, with a fresh optimizer.
+
+    Pending gradients are dropped; the result has the number of batches. A refused adapter changes
+    nothing. The served version stays until the next job that publishes.
+    """
+
+    kind: Literal["LoadAdapter"] = "LoadAdapter"
+    adapter_dir: str = Field(min_length=1)
+    """A folder on each of the trainer's hosts."""
+
+
+class ExportHf(Operation):
+    """Write the merged model as an HF checkpoint into a new folder, which appears whole or not at
+    all."""
+
+    kind: Literal["ExportHf"] = "ExportHf"
+    output_dir: str = Field(min_length=1)
+    """A new folder on the trainer's host."""
+    shard_bytes: int = Field(default=5 * 10**9, gt=0)
+    """Largest safetensors file, unless one tensor alone is larger."""
+
+
+class PublishJob(Message):
+    """Save the trainer's present state as the next version and publish it, as after `OptimStep`
+    jobs."""
+
+    kind: Literal["PublishJob"] = "PublishJob"
+
+
+TrainLoraJob = TrainLora
+ForwardJob = Forward
+ForwardBackwardJob = ForwardBackward
+OptimStepJob = OptimStep
+LoadCheckpointJob = LoadCheckpoint
+LoadAdapterJob = LoadAdapter
+ExportHfJob = ExportHf
+"""The operations under the names that `splice` exports to users, where every job ends in "Job"."""
+
+OperationJob = (
+    TrainLora | Forward | ForwardBackward | OptimStep | LoadCheckpoint | LoadAdapter | ExportHf
+)
+JobSpec = Annotated[
+    InitialSyncJob | TrainMergedJob | SaveCheckpointJob | PublishJob | ResyncJob | OperationJob,
+    Field(discriminator="kind"),
+]

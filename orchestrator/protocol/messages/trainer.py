@@ -1,0 +1,121 @@
+"""Requests to the trainer and its launchers, besides the operations that are jobs already."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from orchestrator.protocol.messages.base import Message, Request, Transport
+from orchestrator.protocol.messages.jobs import TrainStep
+from orchestrator.protocol.messages.json_fields import ClientState
+from orchestrator.protocol.messages.manifest import WireLayout
+
+
+class TrainMerged(Request, TrainStep):
+    """Train towards `version`. The state is durable in `checkpoint_dir` before `Completed`."""
+
+    kind: Literal["TrainMerged"] = "TrainMerged"
+    version: int = Field(ge=1)
+    checkpoint_dir: str
+    delete_after: tuple[str, ...] = ()
+    """Checkpoints to delete once the new one is complete."""
+
+
+class SaveCheckpoint(Request):
+    """Write adapters (PEFT format in `<dir>/adapter`) or full weights, optimizer and version.
+
+    The trainer flushes every file, writes the marker last, then renames the folder.
+    """
+
+    kind: Literal["SaveCheckpoint"] = "SaveCheckpoint"
+    version: int = Field(ge=0)
+    checkpoint_dir: str
+    client_state: ClientState = Field(default={})
+    delete_after: tuple[str, ...] = ()
+    """Checkpoints to delete once the new one is complete."""
+
+
+class ReleaseMemory(Request):
+    """Move weights, adapters, optimizer state and pending gradients to host memory.
+
+    Transfer groups stay joined. The next request that needs the state moves it back.
+    `Completed.result` has rank 0's `offloaded_bytes`, and `resident_bytes`, which is 0.
+    """
+
+    kind: Literal["ReleaseMemory"] = "ReleaseMemory"
+
+
+class PlanPublication(Request):
+    """Return the `Manifest` as a dict in `Completed.result`. No data moves."""
+
+    kind: Literal["PlanPublication"] = "PlanPublication"
+
+
+class OpenTransferGroup(Request):
+    """Close existing transfer groups, open one for each replica, and join all before the deadline.
+
+    Before joining, the trainer reports
+    `Progress(phase="listening", detail={"rendezvous": {node_id: ...}})`.
+    """
+
+    kind: Literal["OpenTransferGroup"] = "OpenTransferGroup"
+    transport: Transport
+    replicas: dict[str, int]
+    """Inference node id -> its number of workers."""
+
+
+class UseLayout(Request):
+    """Plan to send the manifest in this order and in these pieces. No data moves.
+
+    `Completed.result["why_not"]` is None, or why the trainer cannot send in this order. Every
+    trainer can send in manifest order.
+    """
+
+    kind: Literal["UseLayout"] = "UseLayout"
+    layout: WireLayout
+    part: tuple[int, ...] | None = None
+    """Indices of the tensors that an update of changed tensors sends; `layout` then refers to them.
+    None: the whole manifest, which also discards an earlier part."""
+
+
+class SendWeights(Request):
+    """Export, merge and send every tensor of the manifest to every group, in the order of
+    `UseLayout`.
+
+    `Completed` carries one int64 buffer [N]: the digest of each of the N tensors, in manifest
+    order.
+    """
+
+    kind: Literal["SendWeights"] = "SendWeights"
+    version: int = Field(ge=0)
+    changed_only: bool = False
+    """Send the part that `UseLayout.part` named."""
+
+
+class AbortSend(Message):
+    """Abort a transfer at once; the aborted request answers with its own `Failed`. Not a
+    request."""
+
+    kind: Literal["AbortSend"] = "AbortSend"
+    reason: str
+    request_id: str | None = None
+    """The `OpenTransferGroup` or `SendWeights` to abort; any other goes on. None: the present
+    one."""
+
+
+class StartTrainer(Request):
+    """Launcher: start the trainer's processes of this host unless they run.
+
+    `Completed` means that they were started; `Ready` follows later.
+    """
+
+    kind: Literal["StartTrainer"] = "StartTrainer"
+
+
+class StopTrainer(Request):
+    """Launcher: `Completed` means that this host has no trainer process any more."""
+
+    kind: Literal["StopTrainer"] = "StopTrainer"
+    grace_s: float = Field(ge=0)
+    """Seconds after `Shutdown` within which they may end by themselves; signals follow."""

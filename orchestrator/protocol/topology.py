@@ -1,0 +1,71 @@
+"""Whether the trainer's parallel sizes fit a model.
+
+The launcher checks before it starts anything, each rank before it allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import ParallelConfig, TrainerConfig
+
+_EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj"}
+
+
+def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
+    """Refuse parallel sizes that do not divide the model, and options that exclude each other.
+
+    Args:
+        model: the contents of the model's config.json.
+
+    Raises:
+        ConfigError: names the size, the model's number and the fix.
+    """
+    parallel = trainer.parallel
+    heads = int(model["num_attention_heads"])
+    experts = int(model.get("num_experts") or model.get("num_local_experts") or 0)
+    for field, value, what in (
+        ("tensor", heads, "attention heads"),
+        ("tensor", model.get("num_key_value_heads") or heads, "key/value heads"),
+        ("tensor", parallel.tensor if experts else model["intermediate_size"], "intermediate_size"),
+        ("pipeline", model["num_hidden_layers"], "layers"),
+        ("expert", experts, "experts"),
+        (
+            "expert_tensor",
+            model.get("moe_intermediate_size") if experts else 0,
+            "moe_intermediate_size",
+        ),
+    ):
+        size = getattr(parallel, field)
+        if size > 1 and (not value or int(value) % size):
+            raise ConfigError(
+                f"parallel.{field} = {size} does not divide the model's {value or 0} {what}; "
+                "choose a divisor"
+            )
+    lora = trainer.lora
+    if (
+        experts
+        and trainer.finetuning_type == "lora"
+        and lora.dropout
+        and _EXPERT_TARGETS & set(lora.targets)
+    ):
+        _check_expert_dropout(parallel)
+
+
+def _check_expert_dropout(parallel: ParallelConfig) -> None:
+    """Refuse topologies in which copies of a token at an expert would drop different elements."""
+    if parallel.tensor > 1 and parallel.expert > 1 and not parallel.sequence:
+        raise ConfigError(
+            "lora.dropout on experts with parallel.tensor > 1 and parallel.expert > 1 needs "
+            "parallel.sequence = True: "
+            "without it an expert gets every token once from each tensor rank "
+            "and would drop other elements of each copy"
+        )
+    if parallel.expert_tensor > 1:
+        raise ConfigError(
+            "lora.dropout on experts needs parallel.expert_tensor = 1: the ranks that share an "
+            "expert would drop "
+            "other elements of the same token"
+        )

@@ -1,0 +1,1 @@
+"""How a version reaches every replica: states, one attempt, and rolling forward."""

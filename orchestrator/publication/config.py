@@ -1,0 +1,57 @@
+"""How publications run: the user's settings, checked at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import PauseMode, PublicationMode, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicationConfig:
+    """Settings of all publications of a run."""
+
+    transport: Transport = "tcp"
+    pause_mode: PauseMode = "keep"
+    join_timeout_s: float = 120.0
+    plan_timeout_s: float = 300.0
+    transfer_timeout_s: float = 300.0
+    commit_timeout_s: float = 30.0
+    recovery_timeout_s: float = 300.0
+    attempts: int = 3
+    full_every: int | None = None
+    """Send all tensors at least every this many publications; 1: always. None: only when needed."""
+    mode: PublicationMode = "in_place"
+    """in_place: generation stops while the bytes arrive; no extra memory.
+
+    shadow: the bytes arrive beside the live tensors while generation continues, and are swapped in
+    once verified. An update that does not fit arrives in place, and the result says why.
+    """
+    shadow_bytes: int = 4 * 2**30
+    """Most bytes that shadow mode may use beside the model on each inference worker."""
+    canary: bool = True
+    """Compare a replica that serves nothing with the trainer before its commit.
+
+    Digests prove that the weights are the trainer's. The log-probs of a fixed prompt prove that
+    both compute the same model from them.
+    """
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("tcp", "nccl"):
+            raise ConfigError(f"the transport is tcp or nccl, got {self.transport!r}")
+        if self.pause_mode not in ("keep", "keep_kv", "wait", "abort"):
+            raise ConfigError(
+                f"the pause mode is keep, keep_kv, wait or abort, got {self.pause_mode!r}"
+            )
+        if self.mode not in ("in_place", "shadow"):
+            raise ConfigError(f"the publication mode is in_place or shadow, got {self.mode!r}")
+        if self.shadow_bytes < 1:
+            raise ConfigError(
+                f"shadow_bytes is {self.shadow_bytes}; it must be at least 1. "
+                "To publish without a shadow, use mode in_place"
+            )
+        if self.full_every is not None and self.full_every < 1:
+            raise ConfigError(
+                f"full_every is {self.full_every}; it must be at least 1 (always all) or None"
+            )

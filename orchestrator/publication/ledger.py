@@ -1,0 +1,129 @@
+"""Journaled facts: what the replicas serve, how far the publication is, what each version was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from orchestrator.errors import ContentChanged
+from orchestrator.journal import Journal
+from orchestrator.protocol.messages import Manifest
+from orchestrator.publication.content import Content
+from orchestrator.publication.state import State, advance
+
+
+class Ledger:
+    """Outlives every publication."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.state = State.IDLE
+        self.version: int | None = None
+        """The served version; None before @0 and while poisoned."""
+        self.holding: dict[str, str] = {}
+        """Replica -> its life when it took the served version."""
+        self._full_by: str | None = None
+        """Incarnation of the trainer that last sent all tensors."""
+        self._since_full = 0
+        self._content: Content | None = None
+        """What was sent last."""
+        self._sent: tuple[int, str] | None = None
+        """A version, and the digest of its content when it was first sent."""
+
+    def step(
+        self, to: State, version: int, *, checkpoint_dir: str | None = None, keep: bool = False
+    ) -> None:
+        """Go on to the next state, durably; `keep`: together with the version's digest.
+
+        Raises:
+            PublicationError: `to` does not follow the present state.
+        """
+        self.state = advance(self.state, to)
+        with self._journal.together():
+            self._journal.record_publication(
+                version=version, state=str(to), checkpoint_dir=checkpoint_dir
+            )
+            if keep:
+                self._keep_digest(version)
+
+    def may_send_part(
+        self, version: int, *, lives: Mapping[str, str], trainer: str, full_every: int | None
+    ) -> bool:
+        """Whether the changed tensors alone bring these replicas to `version`.
+
+        The other tensors are then those of the last full update: LoRA training changes adapters
+        alone, whatever checkpoint was loaded since. Therefore every replica must have held the
+        served version since its commit, and the same trainer process must have sent everything.
+        The same version again is a resync, which needs everything.
+
+        Args:
+            lives: replica -> its life.
+            trainer: the trainer's incarnation.
+            full_every: as in `PublicationConfig`.
+        """
+        is_due = full_every is not None and self._since_full + 1 >= full_every
+        is_held = all(self.holding.get(r) == life for r, life in lives.items())
+        is_next = self.version is not None and version != self.version
+        return is_next and is_held and self._full_by == trainer and not is_due
+
+    def committed(
+        self, version: int, *, holding: dict[str, str], trainer: str, is_full: bool
+    ) -> None:
+        """All replicas in `holding` serve `version`."""
+        self.version, self.state = version, advance(self.state, State.IDLE)
+        self.holding = holding
+        self._since_full = 0 if is_full else self._since_full + 1
+        if is_full:
+            self._full_by = trainer
+
+    def failed(
+        self, version: int, error: Exception, *, failed_in: State, left: State, lost: Sequence[str]
+    ) -> None:
+        """A publication of `version` failed; the replicas `lost` may hold anything."""
+        self.state = left
+        for replica in lost:
+            self.holding.pop(replica, None)
+        with self._journal.together():
+            self._journal.record_publication(
+                version=version, state=f"failed:{failed_in}", detail=str(error)[:2000]
+            )
+            self._keep_digest(version)
+        if self.state is State.POISONED:
+            self.version = None
+
+    # ------------------------------------------------------------ the content of a version
+
+    def expect(self, manifest: Manifest) -> None:
+        """Prepare for an update of this manifest, possibly on top of what was sent before."""
+        if self._content is None or self._content.manifest != manifest:
+            self._content = Content(manifest)
+        self._content.manifest = manifest
+
+    def take_digests(self, version: int, sent: bytes, indices: Sequence[int] | None) -> None:
+        """Compare what the trainer sent with what the version was when it was first sent.
+
+        Raises:
+            ContentChanged: the content differs.
+        """
+        assert self._content is not None
+        is_now = self._content.take(sent, indices)
+        was = self._journal.digest(version)
+        if was is None and self._sent is not None and self._sent[0] == version:
+            was = self._sent[1]
+        self._sent = (version, was or is_now)
+        if was is not None and was != is_now:
+            raise ContentChanged(
+                f"version {version} is not what it was when it was first sent: the digest of its "
+                f"tensors was {was[:16]} and is {is_now[:16]} now. Either its checkpoint changed "
+                "on disk, or the trainer computes differently (another device or topology). It is "
+                "not served again. Publish the trainer's state as a new version (PublishJob), or "
+                "load another checkpoint first"
+            )
+
+    def _keep_digest(self, version: int) -> None:
+        if self._sent is not None and self._sent[0] == version:
+            self._journal.set_digest(*self._sent)
+
+    def forget_unserved(self, version: int) -> None:
+        """Allow other content for a version that nobody was ever served."""
+        self._sent = None
+        self._journal.forget_digest(version)

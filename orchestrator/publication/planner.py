@@ -1,0 +1,146 @@
+"""What a publication sends and in which order: the manifest, and layouts that all nodes share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import PublicationError
+from orchestrator.protocol.messages import (
+    Manifest,
+    ManifestPart,
+    PlanPublication,
+    PrepareUpdate,
+    UseLayout,
+    WireLayout,
+)
+from orchestrator.publication.answers import PrepareAnswer, valid
+from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.members import Members
+from orchestrator.router import new_id
+
+log = logging.getLogger("splice.publisher")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """The tensors that an update brings."""
+
+    manifest: Manifest
+    base: int | None = None
+    """The version that the update completes. None: the update brings all tensors."""
+    indices: tuple[int, ...] | None = None
+    """Indices of its tensors in the whole manifest. None: it is the whole manifest."""
+
+
+class Planner:
+    """Plans once for each set of processes, and keeps the plan."""
+
+    def __init__(self, members: Members, config: PublicationConfig) -> None:
+        self._members, self._config = members, config
+        self._manifest: tuple[str, Manifest] | None = None
+        """The trainer's incarnation, and the manifest that it gave."""
+        self.planned: dict[str, str] = {}
+        """The members of the transfer groups when they planned."""
+        self.part: Wire | None = None
+        """An update of the changed tensors alone; None: there is none."""
+
+    async def plan(self, version: int, replicas: Sequence[str]) -> Manifest:
+        """Have all replicas check the manifest and agree on a layout; returns the manifest.
+
+        Raises:
+            JobFailed | PublicationError: a replica refused the manifest, or no layout is shared.
+        """
+        manifest = await self._get_manifest()
+        if self.planned != self._members.joined:
+            await self._agree(version, manifest, replicas)
+            self.planned = dict(self._members.joined)
+        return manifest
+
+    def forget(self) -> None:
+        """Plan anew with the next publication."""
+        self.planned, self._manifest = {}, None
+
+    async def _get_manifest(self) -> Manifest:
+        process = self._members.trainer_process
+        if self._manifest is not None and self._manifest[0] == process:
+            return self._manifest[1]
+        request = PlanPublication(request_id=new_id("plan"), deadline_s=self._config.plan_timeout_s)
+        trainer_id = self._members.trainer_id
+        completed, _ = await self._members.router.request(trainer_id, request, phase="planning")
+        manifest = valid(trainer_id, Manifest, completed.result)
+        self._manifest = (process, manifest)
+        return manifest
+
+    async def _agree(self, version: int, manifest: Manifest, replicas: Sequence[str]) -> None:
+        """Find a layout that all replicas and the trainer can use; manifest order comes last.
+
+        The part that training changes has a layout of its own, provided that all replicas complete
+        it to the same whole layers.
+        """
+        why: str | None = None
+        for in_manifest_order in (False, True):
+            answers = await self._members.ask_all(
+                replicas,
+                lambda _, in_order=in_manifest_order: PrepareUpdate(  # type: ignore[misc]
+                    request_id=new_id("prepare"),
+                    deadline_s=self._config.plan_timeout_s,
+                    version=version,
+                    manifest=manifest,
+                    in_manifest_order=in_order,
+                ),
+                phase="planning",
+            )
+            plans = [valid(r, PrepareAnswer, a[0].result) for r, a in answers.items()]
+            why = await self._use_plans(manifest, plans)
+            if why is None:
+                return
+            log.info("the layout is not used: %s", why)
+        raise PublicationError(f"no layout for all replicas and the trainer: {why}")
+
+    async def _use_plans(self, manifest: Manifest, plans: Sequence[PrepareAnswer]) -> str | None:
+        """Have the trainer send as the replicas planned; None, or why that is impossible."""
+        self.part, layout, part = None, plans[0].layout, _shared_part(plans)
+        if any(p.layout != layout or (part is not None and p.changed != part) for p in plans):
+            return "the replicas planned different ones"
+        why = await self._use_layout(layout)
+        if why is None and part is not None:
+            why = await self._use_layout(part.layout, part.tensors)
+            self.part = Wire(manifest=manifest.part(part.tensors), indices=part.tensors)
+        return why
+
+    async def _use_layout(
+        self, layout: WireLayout, tensors: tuple[int, ...] | None = None
+    ) -> str | None:
+        """Have the trainer send the manifest, or the part of these tensors, in a layout.
+
+        Returns: None, or why the trainer cannot.
+        """
+        request = UseLayout(
+            request_id=new_id("layout"),
+            deadline_s=self._config.plan_timeout_s,
+            layout=layout,
+            part=tensors,
+        )
+        answer, _ = await self._members.router.request(
+            self._members.trainer_id, request, phase="planning the layout"
+        )
+        what = "layout" if tensors is None else f"layout of the {len(tensors)} tensors that change"
+        log.info("%s: %s", what, _summary(layout))
+        why = answer.result.get("why_not")
+        return None if why is None else f"the trainer cannot send it: {why}"
+
+
+def _shared_part(plans: Sequence[PrepareAnswer]) -> ManifestPart | None:
+    """The first replica's part, if all replicas complete the changed tensors to the same layers."""
+    part = plans[0].changed
+    if part is None or any(p.changed is None or p.changed.tensors != part.tensors for p in plans):
+        return None
+    return part
+
+
+def _summary(layout: WireLayout) -> str:
+    kinds = ("live", "staged", "reload")
+    counts = {k: sum(len(c.tensors) for c in layout.chunks if c.kind == k) for k in kinds}
+    return f"{len(layout.chunks)} chunks, tensors {counts}, not live: {layout.why_not_live}"

@@ -1,0 +1,225 @@
+"""Publishes versions: one attempt after another, until one succeeds or rolling forward is hopeless.
+
+Enters: a version whose parts are durable on disk. Leaves: a `PublicationReport` or an exception.
+After an exception the replicas either still serve @N or are poisoned: see `publication.state`.
+`publication.publication` is one attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orchestrator.errors import (
+    ContentChanged,
+    JobFailed,
+    JournalError,
+    PublicationError,
+    SpliceError,
+)
+from orchestrator.journal import Journal
+from orchestrator.protocol.messages import LoadCheckpoint
+from orchestrator.publication.config import PublicationConfig
+from orchestrator.publication.ledger import Ledger
+from orchestrator.publication.members import Members
+from orchestrator.publication.planner import Planner
+from orchestrator.publication.publication import Publication
+from orchestrator.publication.report import PublicationReport, Report
+from orchestrator.publication.state import State, after_failure
+from orchestrator.router import ControlRouter, new_id
+
+log = logging.getLogger("splice.publisher")
+
+BLAMED_OUT = 2
+"""Exclude a replica after this many failed attempts, provided another remains."""
+
+
+class Publisher:
+    """Drives publications over the control socket, one at a time."""
+
+    def __init__(
+        self,
+        *,
+        router: ControlRouter,
+        journal: Journal,
+        config: PublicationConfig,
+        trainer_id: str = "trainer",
+    ) -> None:
+        self._config = config
+        self._members = Members(router=router, config=config, trainer_id=trainer_id)
+        self._planner = Planner(self._members, config)
+        self._ledger = Ledger(journal)
+        self._abort_first = False
+        self.forget_unserved = self._ledger.forget_unserved
+        self.leave_all = self._members.leave_all
+
+    @property
+    def state(self) -> State:
+        """Where the present publication is, or where the last one left the replicas."""
+        return self._ledger.state
+
+    @property
+    def version(self) -> int | None:
+        """The served version; None before @0 and while poisoned."""
+        return self._ledger.version
+
+    @property
+    def holding(self) -> dict[str, str]:
+        """Replica -> its life when it took the served version."""
+        return self._ledger.holding
+
+    def resume(self, *, version: int | None, state: State) -> None:
+        """Continue where the last orchestrator was; the next publication aborts its transfers."""
+        self._ledger.version, self._ledger.state, self._abort_first = version, state, True
+
+    def bare_replicas(self) -> list[str]:
+        """Ready replicas that do not hold the served version: restarted since, or left out."""
+        if self.version is None:
+            return []
+        lives = self._members.lives(self._members.router.nodes("inference"))
+        return [replica for replica, life in lives.items() if self.holding.get(replica) != life]
+
+    async def publish(
+        self,
+        version: int,
+        *,
+        checkpoint_dir: str,
+        replicas: Sequence[str],
+        report: Report,
+        holder: str | None = None,
+        others: Sequence[str] = (),
+    ) -> PublicationReport:
+        """Publish `version` to all healthy `replicas` or to none, with at most `attempts` attempts.
+
+        Leaves out a replica that is gone or alone fails its verification, if another remains.
+
+        Args:
+            holder: incarnation of the trainer that holds the version in memory. Another trainer
+                first loads `checkpoint_dir`.
+            others: replicas that serve `version` already and continue whatever happens.
+
+        Raises:
+            JobFailed | PublicationError | NodeLost: the publication failed; `self.state` says
+                whether @N is still served or the replicas are poisoned.
+        """
+        if self._abort_first:
+            why = "the orchestrator was restarted in the middle of a publication"
+            await self._members.abort(replicas, why)
+            self._abort_first = False
+        publication = Publication(
+            version=version,
+            checkpoint_dir=checkpoint_dir,
+            replicas=tuple(replicas),
+            others=tuple(others),
+            holder=holder,
+            report=report,
+            members=self._members,
+            planner=self._planner,
+            ledger=self._ledger,
+            config=self._config,
+        )
+        blamed: Counter[str] = Counter()
+        failure: SpliceError | OSError | None = None
+        for attempt in range(1, self._config.attempts + 1):
+            was_poisoned = self.state is State.POISONED
+            try:
+                if failure is not None:
+                    publication = replace(publication)
+                    await self._roll_forward(publication, failure, blamed)
+                result = await publication.run()
+            except JournalError:
+                raise
+            except Exception as error:
+                failure = _as_ours(error)
+                await self._after_failure(publication, failure, was_poisoned=was_poisoned)
+                if attempt == self._config.attempts or not _is_worth_retrying(failure):
+                    raise failure from error
+                blamed.update([failure.node] if isinstance(failure, JobFailed) else [])
+            else:
+                result.attempts = attempt
+                return result
+        raise AssertionError("unreachable")
+
+    async def _after_failure(
+        self, publication: Publication, error: Exception, *, was_poisoned: bool
+    ) -> None:
+        """Note what the replicas serve now, and end what is under way."""
+        failed_in = self.state
+        is_answer = isinstance(error, JobFailed) and error.is_answer
+        if publication.may_have_committed and not is_answer:
+            failed_in = State.APPLYING  # without its answer, the replica may serve either version
+        left = after_failure(failed_in, was_poisoned=was_poisoned)
+        if publication.others:
+            left = State.IDLE
+        self._members.joined = {}
+        self._planner.forget()
+        lost = () if publication.is_beside else publication.replicas
+        version = publication.version
+        self._ledger.failed(version, error, failed_in=failed_in, left=left, lost=lost)
+        if failed_in not in (State.IDLE, State.PLANNED, State.POISONED):
+            why = f"publication of version {version} failed while {failed_in}: {error}"
+            await self._members.abort(publication.replicas, why)
+        detail: dict[str, object] = {
+            "state": str(failed_in),
+            "left": str(left),
+            "error": str(error)[:500],
+        }
+        publication.report("failed", detail)
+        log.warning(
+            "publication of version %d failed while %s, now %s: %s", version, failed_in, left, error
+        )
+
+    async def _roll_forward(
+        self, publication: Publication, failure: Exception, blamed: Counter[str]
+    ) -> None:
+        """Prepare the next attempt: restore the trainer, and leave out absent replicas."""
+        there = await self._recover(publication)
+        there = [r for r in there if blamed[r] < BLAMED_OUT] or there
+        why = f"it was not ready, or was the one that failed, after: {failure}"
+        absent = dict.fromkeys(set(publication.replicas) - set(there), why)
+        publication.left_out |= await publication.exclude(absent)
+        publication.replicas = tuple(there)
+
+    async def _recover(self, publication: Publication) -> list[str]:
+        """Wait for the trainer (its launcher restarts it) and load the version into it.
+
+        Returns: the replicas that are ready.
+
+        Raises:
+            NodeLost: the trainer, or every replica, was not ready in time.
+        """
+        publication.report("recovering", {"version": publication.version})
+        router, trainer_id = self._members.router, self._members.trainer_id
+        replicas, timeout_s = publication.replicas, self._config.recovery_timeout_s
+        await router.wait_heard([trainer_id, *replicas], since_s=time.monotonic())
+        await router.wait_ready([trainer_id], timeout_s=timeout_s)
+        await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True)
+        holder = self._members.trainer_process
+        load = LoadCheckpoint(
+            request_id=new_id("load"),
+            deadline_s=self._config.plan_timeout_s,
+            checkpoint_dir=publication.checkpoint_dir,
+        )
+        await router.request(trainer_id, load, phase="restoring the version to be published")
+        publication.holder = holder
+        deadline_s = time.monotonic() + timeout_s
+        # Replicas may have gone while the trainer was loading.
+        while not (there := [r for r in router.nodes("inference") if r in replicas]):
+            left_s = max(0.1, deadline_s - time.monotonic())
+            await router.wait_ready(replicas, timeout_s=left_s, one_is_enough=True)
+        return there
+
+
+def _as_ours(error: Exception) -> SpliceError | OSError:
+    if isinstance(error, SpliceError | OSError):
+        return error
+    log.error("a publication failed by a defect of the orchestrator", exc_info=error)
+    return PublicationError(f"a defect of the orchestrator: {type(error).__name__}: {error}")
+
+
+def _is_worth_retrying(error: Exception) -> bool:
+    is_refused = isinstance(error, JobFailed) and error.code in ("plan_refused", "bad_input")
+    return not is_refused and not isinstance(error, ContentChanged)

@@ -1,0 +1,245 @@
+"""Jobs that publish: each makes or chooses a version, then moves it to the replicas.
+
+A version is durable in `versions/N` before its publication starts. Every step is noted in the
+journal, so a restarted orchestrator repeats neither the training nor the save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.jobs import Job, Outcome
+from orchestrator.operations import request_id, steps_taken
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    PublishJob,
+    ResyncJob,
+    SaveCheckpoint,
+    TrainMerged,
+    TrainMergedJob,
+    TrainStep,
+)
+from orchestrator.resync import Resync
+from orchestrator.retention import expired
+from orchestrator.run import Run
+
+PublishingJob = InitialSyncJob | TrainMergedJob | PublishJob | ResyncJob
+
+
+class Versions:
+    """Owns the list of versions on disk, and runs the jobs that publish."""
+
+    def __init__(self, run: Run, resync: Resync) -> None:
+        self._config, self._folder, self._router = run.config, run.folder, run.router
+        self._journal, self._facts, self._publisher = run.journal, run.facts, run.publisher
+        self._trainer, self._resync = run.trainer, resync
+        self._on_disk: list[int] = []
+
+    def restore(self) -> None:
+        """Find the versions on disk after a restart."""
+        parent = self._folder.version_dir(0).parent
+        names = [p.name for p in parent.iterdir()] if parent.is_dir() else []
+        self._on_disk = sorted(int(name) for name in names if name.isdigit())
+
+    async def run(self, job: Job, spec: PublishingJob) -> Outcome:
+        """Run a job that publishes; returns what its `Completed` carries."""
+        if isinstance(spec, InitialSyncJob):
+            result = await self._initial_sync(job)
+        elif isinstance(spec, TrainMergedJob):
+            result = await self._train_merged(job, spec)
+        elif isinstance(spec, PublishJob):
+            result = await self._publish_present_state(job)
+        else:
+            result = await self._resync_all(job)
+        return Outcome(result=result)
+
+    async def _initial_sync(self, job: Job) -> dict[str, object]:
+        noted = self._facts.of_job(job.id)
+        if self._publisher.version is not None and "version" not in noted:
+            raise ConfigError(
+                f"{self._config.name}@{self._publisher.version} is served already; "
+                "InitialSync comes once, first"
+            )
+        replicas = await self._replicas()
+        if "made" not in noted:
+            self._publisher.forget_unserved(0)
+        await self._save(job, 0)
+        return await self._publish(job, 0, self._dir(0), replicas, {})
+
+    async def _train_merged(self, job: Job, spec: TrainMergedJob) -> dict[str, object]:
+        self._refuse_before_initial_sync()
+        replicas = await self._replicas()
+        version = self._next_version(job)
+        made = self._facts.of_job(job.id).get("made")
+        if made is None:
+            made = await self._train(job, spec, version)
+        else:  # an earlier orchestrator ended before the publication
+            await self._trainer.ready(job.report)
+        return await self._publish(job, version, self._dir(version), replicas, made)
+
+    async def _publish_present_state(self, job: Job) -> dict[str, object]:
+        self._refuse_before_initial_sync()
+        replicas = await self._replicas()
+        version = self._next_version(job)
+        await self._save(job, version)
+        return await self._publish(job, version, self._dir(version), replicas, {})
+
+    async def _resync_all(self, job: Job) -> dict[str, object]:
+        """Send the served version, or the newest one before a publication that failed for good."""
+        self._refuse_before_initial_sync()
+        version = self._publisher.version
+        if version is None:
+            version = self._journal.committed_version()
+            assert version is not None
+        if self._trainer.memory.pending:
+            raise ConfigError(
+                "gradients are pending, which a resync would lose; "
+                "submit OptimStep or LoadCheckpoint first"
+            )
+        async with self._resync.served_state(version, job.report) as served_dir:
+            return await self._publish(job, version, served_dir, await self._replicas(), {})
+
+    def _refuse_before_initial_sync(self) -> None:
+        if self._publisher.version is None and self._journal.committed_version() is None:
+            raise ConfigError("no version is served yet; submit InitialSync first")
+
+    async def _replicas(self) -> list[str]:
+        """Wait for replicas: all of them for @0, later at least one, so that a loss ends no run."""
+        wanted = self._config.replicas if self._journal.committed_version() is None else 1
+        deadline_s = time.monotonic() + self._config.ready_timeout_s
+        while len(self._router.nodes("inference")) < wanted:
+            if time.monotonic() > deadline_s:
+                count = len(self._router.nodes("inference"))
+                raise NodeLost(f"{count} of {self._config.replicas} inference nodes are ready")
+            await asyncio.sleep(0.05)
+        return self._router.nodes("inference")
+
+    # ------------------------------------------------------------ making a version
+
+    def _dir(self, version: int) -> str:
+        return str(self._folder.version_dir(version))
+
+    def _next_version(self, job: Job) -> int:
+        """The version that the job makes; the same one after a restart."""
+        noted = self._facts.of_job(job.id).get("version")
+        return self._trainer.memory.version + 1 if noted is None else int(noted)
+
+    async def _train(self, job: Job, spec: TrainMergedJob, version: int) -> dict[str, Any]:
+        """Train, durable as `version`; returns metrics, seconds, steps and warnings."""
+        going = self._expired(version)
+        self._facts.note(job.id, version=version)
+        completed, _ = await self._trainer.ask(
+            TrainMerged(
+                request_id=request_id("training", job),
+                deadline_s=self._config.train_timeout_s,
+                version=version,
+                checkpoint_dir=self._dir(version),
+                delete_after=tuple(map(self._dir, going)),
+                **{name: getattr(spec, name) for name in TrainStep.model_fields},
+            ),
+            job.buffers,
+            phase="training",
+            report=job.report,
+        )
+        wanted = ("metrics", "seconds", "steps", "warnings")
+        made = {name: completed.result[name] for name in wanted if name in completed.result}
+        self._trainer.memory.stepped(steps_taken(made))
+        self._made(job, version, going, **made)
+        return made
+
+    async def _save(self, job: Job, version: int) -> None:
+        """Make the trainer's state durable as `version`, unless an earlier orchestrator did."""
+        if "made" in self._facts.of_job(job.id):
+            await self._trainer.ready(job.report)
+            return
+        if self._trainer.memory.pending:
+            # A repeated publication starts from the checkpoint, which has no pending gradients.
+            raise ConfigError(
+                f"gradients of {self._trainer.memory.pending} batches are pending, which a "
+                "publication could lose; submit OptimStep to use them, or LoadCheckpoint to drop "
+                "them, first"
+            )
+        going = self._expired(version)
+        self._facts.note(job.id, version=version)
+        job.report("saving", {"checkpoint_dir": self._dir(version)})
+        phase = f"saving version {version}"
+        await self._trainer.ask(
+            SaveCheckpoint(
+                request_id=request_id(phase, job),
+                deadline_s=self._config.train_timeout_s,
+                version=version,
+                checkpoint_dir=self._dir(version),
+                delete_after=tuple(map(self._dir, going)),
+            ),
+            phase=phase,
+            report=job.report,
+        )
+        self._made(job, version, going)
+
+    def _expired(self, new: int) -> list[int]:
+        """Return the versions whose checkpoints go once `new` is durable."""
+        memory = self._trainer.memory
+        durable = [v for v in self._on_disk if self._dir(v) == memory.durable_dir]
+        served = [self._publisher.version, self._journal.committed_version()]
+        return expired(
+            self._on_disk, new=new, keep=self._config.keep_versions, protected=[*served, *durable]
+        )
+
+    def _made(self, job: Job, version: int, gone: Sequence[int], **result: object) -> None:
+        """Note that `version` is durable and in the trainer, and the job's result so far."""
+        self._trainer.memory.version = version
+        self._on_disk = [v for v in self._on_disk if v not in gone and v != version] + [version]
+        self._trainer.memory.saved(self._dir(version))
+        self._facts.note(job.id, made=result)
+
+    # ------------------------------------------------------------ publishing it
+
+    async def _publish(
+        self,
+        job: Job,
+        version: int,
+        checkpoint_dir: str,
+        replicas: Sequence[str],
+        made: dict[str, Any],
+    ) -> dict[str, object]:
+        """Move the version to the replicas; returns the job's result."""
+        pause_s = 0.0
+
+        def report(phase: str, detail: dict[str, object]) -> None:
+            nonlocal pause_s
+            if phase == "resumed":
+                pause_s = float(detail["pause_s"])  # type: ignore[arg-type]
+            job.report(phase, detail)
+
+        done = await self._publisher.publish(
+            version,
+            checkpoint_dir=checkpoint_dir,
+            replicas=replicas,
+            report=report,
+            holder=self._trainer.memory.incarnation,
+        )
+        return {
+            "version": version,
+            "alias": f"{self._config.name}@{version}",
+            "metrics": made.get("metrics", {}),
+            "steps": list(made.get("steps", [])),
+            "warnings": list(made.get("warnings", [])),
+            "seconds": {**made.get("seconds", {}), **done.seconds, "pause": pause_s},
+            "mode": done.mode,
+            "why_in_place": done.why_in_place,
+            "sent": done.sent,
+            "bytes_sent": done.nbytes,
+            "num_tensors": done.num_tensors,
+            "num_verified": done.num_verified,
+            "unverified": done.unverified,
+            "canary": done.canary,
+            "states": done.states,
+            "attempts": done.attempts,
+            "replicas": list(done.replicas),
+            "left_out": done.left_out,
+            "checkpoint_dir": checkpoint_dir,
+        }

@@ -1,0 +1,69 @@
+"""The public interface of splice: clients, jobs, losses and errors.
+
+    from splice import LossSpec, OptimParams, SpliceClient
+
+The command line is `splice` (`splice.cli`). `splice.cluster.Cluster` runs all roles on one host.
+"""
+
+from orchestrator.errors import (
+    ConfigError,
+    ContentChanged,
+    JobFailed,
+    LinkLost,
+    NodeLost,
+    ProtocolError,
+    SpliceError,
+    VerificationError,
+)
+from orchestrator.protocol.messages import (
+    ExportHfJob,
+    ForwardBackwardJob,
+    ForwardJob,
+    InitialSyncJob,
+    LoadAdapterJob,
+    LoadCheckpointJob,
+    LossSpec,
+    OptimParams,
+    OptimStepJob,
+    PublishJob,
+    ResyncJob,
+    SaveCheckpointJob,
+    Status,
+    TensorSpec,
+    TrainLoraJob,
+    TrainMergedJob,
+    batch_specs,
+)
+from splice.client import AsyncSpliceClient, BatchBuffers, ForwardResult, SpliceClient
+
+__all__ = [
+    "AsyncSpliceClient",
+    "BatchBuffers",
+    "ConfigError",
+    "ContentChanged",
+    "ExportHfJob",
+    "ForwardBackwardJob",
+    "ForwardJob",
+    "ForwardResult",
+    "InitialSyncJob",
+    "JobFailed",
+    "LinkLost",
+    "LoadAdapterJob",
+    "LoadCheckpointJob",
+    "LossSpec",
+    "NodeLost",
+    "OptimParams",
+    "OptimStepJob",
+    "ProtocolError",
+    "PublishJob",
+    "ResyncJob",
+    "SaveCheckpointJob",
+    "SpliceClient",
+    "SpliceError",
+    "Status",
+    "TensorSpec",
+    "TrainLoraJob",
+    "TrainMergedJob",
+    "VerificationError",
+    "batch_specs",
+]

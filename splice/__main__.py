@@ -1,0 +1,5 @@
+"""`python -m splice` runs the `splice` command."""
+
+from splice.cli import app
+
+app()

@@ -1,0 +1,594 @@
+"""The client: submits jobs and waits for the one outcome of each.
+
+with SpliceClient(endpoint="tcp://127.0.0.1:40001", run_token=token) as client:
+    client.run(InitialSyncJob())
+    client.train_merged(batch, LossSpec(name="ppo"), OptimParams(lr=1e-5))
+
+    old = client.forward(batch).logprobs
+    for part in parts:
+        client.forward_backward(part, LossSpec(name="ppo"))
+    client.optim_step(OptimParams(lr=1e-5))  # one step with the gradients of all parts
+    client.publish()
+
+    first = client.submit(job, buffers=batch.buffers)  # queues both, waits for neither
+    second = client.submit(job, buffers=next_batch.buffers)
+    client.wait(first), client.wait(second)
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from orchestrator.errors import ErrorCode, JobFailed, NodeLost, ProtocolError
+from orchestrator.protocol.curve import PeerKeys
+from orchestrator.protocol.frames import Envelope
+from orchestrator.protocol.messages import (
+    FORWARD_RESULTS,
+    FORWARD_TENSORS,
+    OPTIONAL_FORWARD_TENSORS,
+    AnyMessage,
+    CancelJob,
+    Completed,
+    ExportHfJob,
+    Failed,
+    ForwardBackwardJob,
+    ForwardJob,
+    GetStatus,
+    Hello,
+    JobSpec,
+    LoadAdapterJob,
+    LoadCheckpointJob,
+    LossSpec,
+    OptimParams,
+    OptimStepJob,
+    Progress,
+    PublishJob,
+    SaveCheckpointJob,
+    Status,
+    StopRun,
+    SubmitJob,
+    TensorSpec,
+    TrainLoraJob,
+    TrainMergedJob,
+    check_node_id,
+)
+from orchestrator.protocol.node_link import NodeLink
+from orchestrator.router import new_id
+
+OnProgress = Callable[[Progress], None]
+READ_TURN_S = 0.5
+
+
+class BatchBuffers(Protocol):
+    """A batch: specs (see `batch_specs`) and the raw buffers in the same order."""
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """One spec for each buffer."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[bytes | memoryview]:
+        """Raw elements, little-endian and row-major."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """Log-prob and entropy (nats) of every token, with the sequences end to end.
+
+    See `messages.FORWARD_RESULTS`.
+    """
+
+    logprobs: array.array[float]
+    entropy: array.array[float]
+    seconds: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Submitted:
+    """A job whose outcome `wait` has not returned. `came`: progress for `on_progress`."""
+
+    message: SubmitJob
+    buffers: Sequence[bytes | memoryview]
+    on_progress: OnProgress | None
+    came: deque[Progress] = field(default_factory=deque)
+    outcome: Envelope | None = None
+    is_cancelled: bool = False
+
+
+class SpliceClient:
+    """A client of a running orchestrator. Threads may share it.
+
+    The orchestrator runs jobs one at a time, in the order of their arrival.
+
+    Raises (on enter):
+        NodeLost: nothing answers at `endpoint`.
+        ConfigError: the orchestrator rejected the client (another run's token, another protocol
+            version). The constructor raises it for an invalid `client_id`.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        run_token: str,
+        client_id: str | None = None,
+        curve: PeerKeys | None = None,
+    ) -> None:
+        hello = Hello(
+            role="client",
+            node_id=check_node_id(client_id or new_id("client")),
+            incarnation=uuid.uuid4().hex,
+            run_token=run_token,
+            pid=os.getpid(),
+        )
+        self._link = NodeLink(endpoint=endpoint, hello=hello, curve=curve, lost_after_s=30.0)
+        self._jobs: dict[str, _Submitted] = {}
+        self._status: Status | None = None
+        self._statuses_came = 0
+        self._awaits_status = self._is_stopping = False
+        self._changed = threading.Condition()
+        self._is_reading = False
+
+    def __enter__(self) -> SpliceClient:
+        self._link.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._link.close()
+
+    def run(
+        self,
+        job: JobSpec,
+        *,
+        buffers: Sequence[bytes | memoryview] = (),
+        job_id: str | None = None,
+        timeout_s: float = 7200.0,
+        on_progress: OnProgress | None = None,
+    ) -> dict[str, Any]:
+        """Submit a job and wait for it; returns `Completed.result`.
+
+        A second submission of the same `job_id` returns the first outcome. No job runs twice.
+
+        Raises:
+            JobFailed: the job failed; has code, node, phase and remedy.
+            NodeLost: the orchestrator is gone.
+            TimeoutError: no outcome within `timeout_s`. The job continues; run it again with the
+                same id to wait for it.
+        """
+        envelope = self._run(
+            job, buffers, job_id=job_id, timeout_s=timeout_s, on_progress=on_progress
+        )
+        return _outcome(envelope.message)
+
+    def submit(
+        self,
+        job: JobSpec,
+        *,
+        buffers: Sequence[bytes | memoryview] = (),
+        job_id: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> str:
+        """Submit a job without waiting for it; returns its id for `wait`.
+
+        Args:
+            buffers: must not change until `wait` returns, because the client sends them again to a
+                restarted orchestrator.
+            on_progress: called by `wait`.
+
+        Raises:
+            ProtocolError: the buffers do not match the job's `tensors`.
+        """
+        job_id = job_id or new_id("job")
+        message = SubmitJob(job_id=job_id, job=job, progress=on_progress is not None)
+        with self._changed:
+            self._jobs[job_id] = _Submitted(
+                message=message, buffers=buffers, on_progress=on_progress
+            )
+        try:
+            self._link.send(message, buffers)
+        except ProtocolError:
+            with self._changed:
+                del self._jobs[job_id]
+            raise
+        return job_id
+
+    def wait(self, job_id: str, *, timeout_s: float = 7200.0) -> dict[str, Any]:
+        """The result of a job that this client submitted. Raises as `run` does.
+
+        Raises:
+            KeyError: this client did not submit the job, or `wait` already returned its result.
+        """
+        return _outcome(self._wait(job_id, timeout_s).message)
+
+    def _run(
+        self,
+        job: JobSpec,
+        buffers: Sequence[bytes | memoryview],
+        *,
+        job_id: str | None = None,
+        timeout_s: float = 7200.0,
+        on_progress: OnProgress | None = None,
+    ) -> Envelope:
+        """Submit and wait for the terminal message."""
+        return self._wait(
+            self.submit(job, buffers=buffers, job_id=job_id, on_progress=on_progress), timeout_s
+        )
+
+    def _wait(self, job_id: str, timeout_s: float) -> Envelope:
+        """The job's terminal message. After a timeout or NodeLost the caller may wait again."""
+        submitted, deadline_s = self._jobs[job_id], time.monotonic() + timeout_s
+        while self._read_until(
+            lambda: bool(submitted.came) or submitted.outcome is not None, deadline_s
+        ):
+            while submitted.came and submitted.on_progress is not None:
+                submitted.on_progress(submitted.came.popleft())
+            if submitted.outcome is not None:
+                with self._changed:
+                    self._jobs.pop(job_id, None)
+                return submitted.outcome
+        raise TimeoutError(
+            f"job {job_id} has no outcome after {timeout_s:.0f} s; "
+            f"wait again with job_id={job_id!r}"
+        )
+
+    # ------------------------------------------------------------ reading
+
+    def _read_until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+        """Whether the condition became true in time.
+
+        One waiting thread at a time reads the link, on behalf of all.
+
+        Raises:
+            NodeLost: the orchestrator is gone.
+        """
+        while True:
+            with self._changed:
+                left_s = deadline_s - time.monotonic()
+                if condition() or left_s <= 0:
+                    return condition()
+                if self._is_reading:
+                    self._changed.wait(min(left_s, READ_TURN_S))
+                    continue
+                self._is_reading = True
+            try:
+                self._take(self._link.recv(timeout_s=min(left_s, READ_TURN_S)))
+            finally:
+                with self._changed:
+                    self._is_reading = False
+                    self._changed.notify_all()
+
+    def _take(self, envelope: Envelope | None) -> None:
+        message = None if envelope is None else envelope.message
+        with self._changed:
+            if isinstance(message, Hello):  # a restarted orchestrator; it knows earlier job ids
+                for job_id, submitted in self._jobs.items():
+                    self._link.send(submitted.message, submitted.buffers)
+                    if submitted.is_cancelled:
+                        self._link.send(CancelJob(job_id=job_id))
+                if self._awaits_status:
+                    self._link.send(GetStatus())
+                if self._is_stopping:
+                    self._link.send(StopRun())
+                return
+            if isinstance(message, Status):
+                self._status = message
+                self._statuses_came += 1
+                self._awaits_status = False
+                return
+            known = self._jobs.get(getattr(message, "request_id", ""))
+            if known is None:
+                return
+            if not isinstance(message, Progress):
+                known.outcome = envelope
+            elif known.on_progress is not None:
+                known.came.append(message)
+
+    # ------------------------------------------------------------ jobs; `**run`: keywords of `run`
+
+    def forward(
+        self,
+        batch: BatchBuffers,
+        *,
+        adapters: bool = True,
+        allowed_token_ids: Sequence[int] | None = None,
+        **run: Any,
+    ) -> ForwardResult:
+        """Log-probs and entropy of every token.
+
+        Sends only the batch's tokens, lengths and temperatures.
+
+        Args:
+            adapters: False evaluates the base model, which is the reference policy.
+            allowed_token_ids: normalise over these token ids only.
+        """
+        wanted = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
+        kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in wanted]
+        allowed = None if allowed_token_ids is None else tuple(allowed_token_ids)
+        job = ForwardJob(
+            tensors=tuple(s for s, _ in kept), adapters=adapters, allowed_token_ids=allowed
+        )
+        envelope = self._run(job, [b for _, b in kept], **run)
+        result = _outcome(envelope.message)
+        found = dict(zip((s.name for s in envelope.message.tensors), envelope.buffers, strict=True))  # type: ignore[union-attr]
+        values = {name: array.array("f", found[name]) for name in FORWARD_RESULTS}
+        return ForwardResult(**values, seconds=result["seconds"])
+
+    def train_merged(
+        self,
+        batch: BatchBuffers,
+        loss: LossSpec | None = None,
+        optim: OptimParams | None = None,
+        *,
+        mini_batch_sequences: int | None = None,
+        epochs: int = 1,
+        grad_accumulation_sequences: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Train on the batch, then publish the next version.
+
+        Returns a dict: "steps" has the metrics of each optimizer step, "metrics" those of the whole
+        job, "warnings" suspicious findings (see `LossSpec.max_logprob_gap`).
+
+        Args:
+            mini_batch_sequences: sequences per optimizer step, in order; None: all in one step.
+            epochs: passes over the batch.
+        """
+        job = TrainMergedJob(
+            loss=loss or LossSpec(),
+            optim=optim or OptimParams(),
+            tensors=tuple(batch.specs),
+            mini_batch_sequences=mini_batch_sequences,
+            epochs=epochs,
+            grad_accumulation_sequences=grad_accumulation_sequences,
+        )
+        return self.run(job, buffers=batch.buffers, **run)
+
+    def train_lora(
+        self,
+        batch: BatchBuffers,
+        output_dir: str,
+        loss: LossSpec | None = None,
+        optim: OptimParams | None = None,
+        *,
+        mini_batch_sequences: int | None = None,
+        epochs: int = 1,
+        grad_accumulation_sequences: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Train as `train_merged` does, then write the adapter to a folder on the trainer's host.
+
+        Nothing is published.
+        """
+        job = TrainLoraJob(
+            loss=loss or LossSpec(),
+            optim=optim or OptimParams(),
+            tensors=tuple(batch.specs),
+            mini_batch_sequences=mini_batch_sequences,
+            epochs=epochs,
+            grad_accumulation_sequences=grad_accumulation_sequences,
+            output_dir=output_dir,
+        )
+        return self.run(job, buffers=batch.buffers, **run)
+
+    def forward_backward(
+        self,
+        batch: BatchBuffers,
+        loss: LossSpec | None = None,
+        *,
+        loss_weight: float = 1.0,
+        grad_accumulation_sequences: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Add the batch's gradient to the pending gradients. "metrics": those of this batch."""
+        job = ForwardBackwardJob(
+            loss=loss or LossSpec(),
+            tensors=tuple(batch.specs),
+            loss_weight=loss_weight,
+            grad_accumulation_sequences=grad_accumulation_sequences,
+        )
+        return self.run(job, buffers=batch.buffers, **run)
+
+    def optim_step(self, optim: OptimParams | None = None, **run: Any) -> dict[str, Any]:
+        """Take one optimizer step with the pending gradients. "metrics": over all their batches."""
+        return self.run(OptimStepJob(optim=optim or OptimParams()), **run)
+
+    def save_checkpoint(
+        self, checkpoint_dir: str, *, client_state: Mapping[str, Any] | None = None, **run: Any
+    ) -> dict[str, Any]:
+        """Write the trainer's state to a folder on its host."""
+        return self.run(
+            SaveCheckpointJob(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})),
+            **run,
+        )
+
+    def load_checkpoint(self, checkpoint_dir: str, **run: Any) -> dict[str, Any]:
+        """Restore the trainer's state from a checkpoint.
+
+        Returns a dict: "client_state" as saved, "dropped_batches" (batches whose pending gradients
+        were dropped), "rng_restored" (True if the topology is the saved one, so that the random
+        number generators continue).
+        """
+        return self.run(LoadCheckpointJob(checkpoint_dir=checkpoint_dir), **run)
+
+    def load_adapter(self, adapter_dir: str, **run: Any) -> dict[str, Any]:
+        """Replace the trainer's adapter by a PEFT adapter, a folder on the trainer's hosts.
+
+        "dropped_batches" as in `load_checkpoint`.
+        """
+        return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **run)
+
+    def export_hf(self, output_dir: str, **run: Any) -> dict[str, Any]:
+        """Write the merged model as an HF checkpoint into a new folder on the trainer's host."""
+        return self.run(ExportHfJob(output_dir=output_dir), **run)
+
+    def publish(self, **run: Any) -> dict[str, Any]:
+        """Publish the trainer's current state as the next version."""
+        return self.run(PublishJob(), **run)
+
+    def status(self, *, timeout_s: float = 10.0) -> Status:
+        """The served version, the nodes and the queue."""
+        with self._changed:
+            had = self._statuses_came
+            self._awaits_status = True
+        self._link.send(GetStatus())
+        if self._read_until(lambda: self._statuses_came > had, time.monotonic() + timeout_s):
+            assert self._status is not None
+            return self._status
+        raise TimeoutError(f"no status within {timeout_s:.0f} s")
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job that has not started. `wait` then raises `JobFailed`, code "cancelled"."""
+        with self._changed:
+            submitted = self._jobs.get(job_id)
+            if submitted is not None:  # in case the orchestrator is restarting
+                submitted.is_cancelled = True
+        self._link.send(CancelJob(job_id=job_id))
+
+    def stop_run(self, *, timeout_s: float = 30.0) -> None:
+        """End the run: nodes and orchestrator shut down in order.
+
+        Raises:
+            TimeoutError: no orchestrator answered within `timeout_s`. It has ended, or the run
+                continues once it is resumed.
+            NodeLost: the orchestrator is gone.
+        """
+        self._is_stopping = True
+        try:
+            # A restarted orchestrator drops messages until it knows this client again.
+            self.status(timeout_s=timeout_s)
+        except BaseException:
+            self._is_stopping = False
+            raise
+        self._link.send(StopRun())
+
+
+class AsyncSpliceClient:
+    """`SpliceClient` for asyncio: each call runs on a worker thread, so awaits may overlap."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._client = SpliceClient(**kwargs)
+
+    async def __aenter__(self) -> AsyncSpliceClient:
+        await asyncio.to_thread(self._client.__enter__)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._client.__exit__)
+
+    async def run(self, job: JobSpec, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.run`."""
+        return await asyncio.to_thread(self._client.run, job, **kwargs)
+
+    async def submit(self, job: JobSpec, **kwargs: Any) -> str:
+        """See `SpliceClient.submit`."""
+        return await asyncio.to_thread(self._client.submit, job, **kwargs)
+
+    async def wait(self, job_id: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.wait`."""
+        return await asyncio.to_thread(self._client.wait, job_id, **kwargs)
+
+    async def forward(self, batch: BatchBuffers, **kwargs: Any) -> ForwardResult:
+        """See `SpliceClient.forward`."""
+        return await asyncio.to_thread(self._client.forward, batch, **kwargs)
+
+    async def train_merged(
+        self,
+        batch: BatchBuffers,
+        loss: LossSpec | None = None,
+        optim: OptimParams | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """See `SpliceClient.train_merged`."""
+        return await asyncio.to_thread(self._client.train_merged, batch, loss, optim, **kwargs)
+
+    async def train_lora(
+        self,
+        batch: BatchBuffers,
+        output_dir: str,
+        loss: LossSpec | None = None,
+        optim: OptimParams | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """See `SpliceClient.train_lora`."""
+        return await asyncio.to_thread(
+            self._client.train_lora, batch, output_dir, loss, optim, **kwargs
+        )
+
+    async def forward_backward(
+        self, batch: BatchBuffers, loss: LossSpec | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """See `SpliceClient.forward_backward`."""
+        return await asyncio.to_thread(self._client.forward_backward, batch, loss, **kwargs)
+
+    async def optim_step(self, optim: OptimParams | None = None, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.optim_step`."""
+        return await asyncio.to_thread(self._client.optim_step, optim, **kwargs)
+
+    async def save_checkpoint(self, checkpoint_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.save_checkpoint`."""
+        return await asyncio.to_thread(self._client.save_checkpoint, checkpoint_dir, **kwargs)
+
+    async def load_checkpoint(self, checkpoint_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.load_checkpoint`."""
+        return await asyncio.to_thread(self._client.load_checkpoint, checkpoint_dir, **kwargs)
+
+    async def load_adapter(self, adapter_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.load_adapter`."""
+        return await asyncio.to_thread(self._client.load_adapter, adapter_dir, **kwargs)
+
+    async def export_hf(self, output_dir: str, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.export_hf`."""
+        return await asyncio.to_thread(self._client.export_hf, output_dir, **kwargs)
+
+    async def publish(self, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.publish`."""
+        return await asyncio.to_thread(self._client.publish, **kwargs)
+
+    async def status(self, **kwargs: Any) -> Status:
+        """See `SpliceClient.status`."""
+        return await asyncio.to_thread(self._client.status, **kwargs)
+
+    async def cancel(self, job_id: str) -> None:
+        """See `SpliceClient.cancel`."""
+        self._client.cancel(job_id)
+
+    async def stop_run(self, **kwargs: Any) -> None:
+        """See `SpliceClient.stop_run`."""
+        await asyncio.to_thread(self._client.stop_run, **kwargs)
+
+
+def _outcome(message: AnyMessage | None) -> dict[str, Any]:
+    if isinstance(message, Completed):
+        return message.result
+    if isinstance(message, Failed):
+        raise JobFailed(
+            code=message.code,
+            node=message.node,
+            phase=message.phase,
+            message=message.message,
+            remedy=message.remedy,
+            steps_taken=message.steps_taken,
+        )
+    if message is not None and message.kind == "Cancelled":
+        raise JobFailed(
+            code=ErrorCode.CANCELLED,
+            node="orchestrator",
+            phase="queued",
+            message=message.reason,
+            remedy="submit it again under a new id",
+        )
+    raise ProtocolError(f"{message!r} is not an outcome")
+
+
+__all__ = ["AsyncSpliceClient", "BatchBuffers", "ForwardResult", "NodeLost", "SpliceClient"]

@@ -1,0 +1,252 @@
+"""Runs all roles on one host: orchestrator, trainer node and inference nodes.
+
+The environment carries secrets, JSON files in the run folder the configuration. The kernel chooses
+the ports.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.restarts import RestartBudget
+from orchestrator.protocol.config import InferenceConfig, TrainerConfig
+from orchestrator.protocol.messages import Status, Transport
+from orchestrator.publication.config import PublicationConfig
+from splice.client import SpliceClient
+
+OnWait = Callable[[str], None]
+_ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The processes of a run and their interpreters.
+
+    Attributes:
+        trainer_module: module run under torchrun. Tests that inject failures pass another one.
+        publication: how versions are published. `trainer.transport` overrides its `transport`.
+        keep_versions: versions whose checkpoints stay on disk; None: all.
+        trainer_restarts, orchestrator_restarts: restarts after crashes within an hour.
+    """
+
+    run_dir: Path
+    name: str
+    trainer_python: Path
+    inference_python: Path
+    trainer: TrainerConfig
+    inference: tuple[InferenceConfig, ...]
+    trainer_gpus: tuple[int, ...] = ()
+    trainer_module: str = "trainer_node"
+    trainer_env: dict[str, str] = field(default_factory=dict)
+    inference_env: dict[str, str] = field(default_factory=dict)
+    publication: PublicationConfig = field(default_factory=PublicationConfig)
+    keep_versions: int | None = None
+    ready_timeout_s: float = 600.0
+    trainer_restarts: int = 2
+    orchestrator_restarts: int = 2
+    control_endpoint: str = "tcp://127.0.0.1:0"
+
+
+STOP_S = 5.0
+"""Time for the orchestrator to answer `stop_run`. After it the launcher ends the nodes."""
+
+
+class Cluster:
+    """A running cluster, as a context manager. Entering waits until every node is ready.
+
+    Raises (on enter):
+        ConfigError: an interpreter is missing, or the run folder exists.
+        NodeLost: a node died or was not ready in time. The text quotes its log.
+    """
+
+    def __init__(self, config: ClusterConfig, *, on_wait: OnWait | None = None) -> None:
+        self.config = config
+        self.run_token = secrets.token_hex(16)
+        self.launcher = Launcher()
+        self.client: SpliceClient
+        self._on_wait = on_wait or (lambda _: None)
+
+    def __enter__(self) -> Cluster:
+        self._check()
+        self.config.run_dir.mkdir(parents=True, mode=0o700)
+        self.launcher.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.launcher.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._stop_in_order()
+            self.client.__exit__(kind, error, trace)
+        finally:
+            self.launcher.__exit__(kind, error, trace)
+
+    @property
+    def base_urls(self) -> list[str]:
+        """The replicas' OpenAI URLs, without /v1, in the order of `ClusterConfig.inference`."""
+        urls = {
+            n.node_id: str(n.detail["base_url"])
+            for n in self.client.status().nodes
+            if n.role == "inference"
+        }
+        return [urls[f"inference-{i}"] for i in range(len(self.config.inference))]
+
+    # ------------------------------------------------------------ inside
+
+    def _check(self) -> None:
+        pythons = {"trainer": self.config.trainer_python, "inference": self.config.inference_python}
+        for what, python in pythons.items():
+            if not python.exists():
+                raise ConfigError(
+                    f"no {what} interpreter at {python}; run `make envs`, or pass --{what}-python"
+                )
+        if self.config.run_dir.exists():
+            raise ConfigError(
+                f"the run folder {self.config.run_dir} exists; choose a new one for each run"
+            )
+
+    def _start(self) -> None:
+        config = self.config
+        # Model folders need no hub. For a hub id the user's HF_HUB_OFFLINE decides.
+        folders = all(
+            model.is_dir() for model in (config.trainer.model, *(i.model for i in config.inference))
+        )
+        env = {**_ENV, **(_OFFLINE if folders else {}), "SPLICE_RUN_TOKEN": self.run_token}
+        logs = config.run_dir / "logs"
+        argv = [str(config.trainer_python), "-m", "splice", "serve", "--resume"]
+        argv += ["--run-dir", str(config.run_dir), "--name", config.name]
+        argv += ["--endpoint", config.control_endpoint, "--replicas", str(len(config.inference))]
+        argv += ["--keep-versions", str(config.keep_versions or 0)]
+        argv += _publication_options(config.publication, transport=config.trainer.transport)
+        self.launcher.start(
+            NodeProcess(
+                name="orchestrator",
+                argv=argv,
+                env=env,
+                log_file=logs / "orchestrator.log",
+                restarts=RestartBudget(config.orchestrator_restarts),
+            )
+        )
+        endpoint = self._wait_endpoint()
+        for index, inference in enumerate(config.inference):
+            self._start_inference(f"inference-{index}", inference, endpoint=endpoint, env=env)
+        self._start_trainer(endpoint, env)
+        self.client = SpliceClient(endpoint=endpoint, run_token=self.run_token).__enter__()
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.client.__exit__(None, None, None)
+            raise
+
+    def _start_inference(
+        self, node_id: str, inference: InferenceConfig, *, endpoint: str, env: dict[str, str]
+    ) -> None:
+        logs = self.config.run_dir / "logs"
+        path = self.config.run_dir / f"{node_id}.json"
+        inference = inference.model_copy(update={"log_file": logs / f"{node_id}.vllm.log"})
+        path.write_text(inference.model_dump_json(indent=1))
+        argv = [str(self.config.inference_python), "-m", "inference_node"]
+        argv += _node_arguments(endpoint, node_id, path)
+        self.launcher.start(
+            NodeProcess(
+                name=node_id,
+                argv=argv,
+                env={**env, **self.config.inference_env},
+                log_file=logs / f"{node_id}.log",
+            )
+        )
+
+    def _start_trainer(self, endpoint: str, env: dict[str, str]) -> None:
+        config = self.config
+        path = config.run_dir / "trainer.json"
+        path.write_text(config.trainer.model_dump_json(indent=1))
+        argv = [str(config.trainer_python), "-m", "splice", "trainer"]
+        argv += _node_arguments(endpoint, "trainer", path)
+        argv += ["--module", config.trainer_module]
+        argv += ["--max-restarts", str(config.trainer_restarts)]
+        own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **config.trainer_env}
+        if config.trainer.device == "cuda":
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in config.trainer_gpus)
+        node = NodeProcess(
+            name="trainer",
+            argv=argv,
+            env={**env, **own},
+            log_file=config.run_dir / "logs" / "trainer.log",
+        )
+        self.launcher.start(node)
+
+    def _wait_endpoint(self) -> str:
+        path, deadline_s = self.config.run_dir / "endpoint", time.monotonic() + 60
+        while not path.exists():
+            self.launcher.check()
+            if time.monotonic() > deadline_s:
+                raise NodeLost(
+                    "the orchestrator did not bind within 60 s:\n"
+                    + self.launcher.nodes["orchestrator"].log_tail()
+                )
+            time.sleep(0.05)
+        return path.read_text().strip()
+
+    def _wait_ready(self) -> None:
+        wanted = {"trainer", *(f"inference-{i}" for i in range(len(self.config.inference)))}
+        deadline_s = time.monotonic() + self.config.ready_timeout_s
+        while missing := wanted - _ready(self.client.status(timeout_s=30.0)):
+            self.launcher.check()
+            self._on_wait(f"waiting for {', '.join(sorted(missing))}")
+            if time.monotonic() > deadline_s:
+                tails = "\n".join(
+                    f"--- {n}:\n{self.launcher.nodes[n].log_tail(10)}" for n in sorted(missing)
+                )
+                raise NodeLost(
+                    f"not ready within {self.config.ready_timeout_s:.0f} s: "
+                    f"{', '.join(sorted(missing))}\n{tails}"
+                )
+            time.sleep(0.25)
+
+    def _stop_in_order(self) -> None:
+        """Ask the run to end and wait for its processes. The launcher then ends the others."""
+        for node in self.launcher.nodes.values():
+            node.stopping = True
+        try:
+            self.client.stop_run(timeout_s=STOP_S)
+        except (TimeoutError, NodeLost):
+            return  # the nodes were not told to end; the launcher ends them
+        deadline_s = time.monotonic() + 20
+        processes = [n.process for n in self.launcher.nodes.values() if n.process is not None]
+        while time.monotonic() < deadline_s and any(p.poll() is None for p in processes):
+            time.sleep(0.1)
+
+
+def _node_arguments(endpoint: str, node_id: str, config: Path) -> Sequence[str]:
+    return ["--endpoint", endpoint, "--node-id", node_id, "--config", str(config)]
+
+
+def _ready(status: Status) -> set[str]:
+    return {n.node_id for n in status.nodes if n.state == "ready"}
+
+
+def _publication_options(publication: PublicationConfig, *, transport: Transport) -> list[str]:
+    """`publication` as options of `splice serve`."""
+    options = ["--transport", transport, "--pause-mode", publication.pause_mode]
+    options += ["--mode", publication.mode, "--shadow-bytes", str(publication.shadow_bytes)]
+    options += ["--canary" if publication.canary else "--no-canary"]
+    if publication.full_every is not None:
+        options += ["--full-every", str(publication.full_every)]
+    return options

@@ -1,0 +1,167 @@
+"""Checks the model folder, tokenizer, parallel sizes and GPUs before any process starts.
+
+It reads config.json and tokenizer.json, and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import InferenceConfig, TrainerConfig
+from orchestrator.protocol.topology import check_topology
+
+SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe")
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vLLM 0.32, `v1/attention/backends/cpu_attn.py`."""
+
+
+def read_model_config(model: Path) -> dict[str, Any]:
+    """config.json of an HF checkpoint folder.
+
+    Raises:
+        ConfigError: no such folder, no config.json, or not JSON.
+    """
+    path = model / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"no model at {model}: it has no config.json; "
+            "give the path of a Hugging Face checkpoint folder"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return config
+
+
+def check_model(model: Path, *, needs_weights: bool) -> dict[str, Any]:
+    """Check that the model is supported and has weights and its tokenizer; returns its config.
+
+    Raises:
+        ConfigError: names what is missing or mismatched.
+    """
+    config = read_model_config(model)
+    model_type = config.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(
+            f"{model} is a {model_type!r} model; splice supports {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if needs_weights and not sorted(model.glob("*.safetensors")):
+        raise ConfigError(
+            f"{model} holds no *.safetensors; "
+            "use --random-init for a model that has only a config.json"
+        )
+    _check_tokenizer(model, vocab_size=int(config["vocab_size"]))
+    return config
+
+
+def _check_tokenizer(model: Path, *, vocab_size: int) -> None:
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{model} has no tokenizer.json; copy the model's tokenizer files into the folder"
+        )
+    try:
+        tokenizer = json.loads(path.read_text())
+        ids = list(tokenizer["model"]["vocab"].values()) + [
+            t["id"] for t in tokenizer.get("added_tokens", [])
+        ]
+        largest = max(ids)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"splice cannot read the tokenizer {path}: {error!r}") from error
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"wrong tokenizer: {path} has token ids up to {largest}, "
+            f"but {model}/config.json says vocab_size {vocab_size}"
+        )
+
+
+def check_parallel(
+    model_config: dict[str, Any], *, trainer: TrainerConfig, inference: Sequence[InferenceConfig]
+) -> None:
+    """Check that the parallel sizes divide the model.
+
+    Raises:
+        ConfigError: names the size, the model's number and the fix.
+    """
+    check_topology(trainer, model_config)
+    heads = int(model_config["num_attention_heads"])
+    kv_heads = int(model_config.get("num_key_value_heads") or heads)
+    for tensor in (i.tensor_parallel for i in inference):
+        if heads % tensor:
+            raise ConfigError(
+                f"inference tensor parallel size {tensor} does not divide "
+                f"the model's {heads} attention heads"
+            )
+        if kv_heads % tensor and tensor % kv_heads:
+            raise ConfigError(
+                f"inference tensor parallel size {tensor} does not fit "
+                f"the model's {kv_heads} key/value heads"
+            )
+
+
+def check_cpu_attention(model_config: dict[str, Any]) -> None:
+    """Check the head size: vLLM's CPU attention lacks kernels for some and dies at a request.
+
+    Raises:
+        ConfigError: names the head size.
+    """
+    head_dim = model_config.get("head_dim") or int(model_config["hidden_size"]) // int(
+        model_config["num_attention_heads"]
+    )
+    if head_dim not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"vLLM cannot serve head size {head_dim} on the CPU; "
+            f"it has kernels for {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def check_gpus(
+    *, trainer_gpus: Sequence[int], inference_gpus: Sequence[Sequence[int]], available: int | None
+) -> None:
+    """Check that no GPU is used twice, and that each exists (if `available` is known).
+
+    Raises:
+        ConfigError: names the GPUs.
+    """
+    used: dict[int, str] = {}
+    groups = [
+        ("trainer", trainer_gpus),
+        *((f"inference-{i}", g) for i, g in enumerate(inference_gpus)),
+    ]
+    for owner, gpus in groups:
+        for gpu in gpus:
+            if gpu in used:
+                raise ConfigError(
+                    f"GPU {gpu} is assigned to {used[gpu]} and to {owner}; "
+                    "each of them needs its own GPUs"
+                )
+            if available is not None and not 0 <= gpu < available:
+                raise ConfigError(f"GPU {gpu} ({owner}) does not exist; this host has {available}")
+            used[gpu] = owner
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Check that the port is free (0 always is).
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    if port == 0:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} is in use ({error.strerror}); "
+                "choose another port, or 0 for any free one"
+            ) from error

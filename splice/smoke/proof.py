@@ -1,0 +1,179 @@
+"""The proof: compares served log-probs with an independent reference.
+
+PEFT merges in fp32 and transformers scores, so the reference shares no code with splice.
+
+In fp32, every version k must pass two checks. |served@k - reference@k| < tau, and
+|served@k - reference@(k-1)| > 10 tau, so that the check can tell versions apart. For every class of
+weights, perturbing one tensor must change the reference by more than 2 tau, so that the check would
+notice it. The perturbation is 1 % noise, or 10 % or 100 % where the model is less sensitive. Among
+experts, one that receives tokens is perturbed.
+
+In bf16, rounded activations move a served log-prob away from an fp32 computation on the same
+weights. The size of the difference depends on the model, since experts may change their routing.
+transformers measures it: the same bf16 weights, once computed in fp32 and once in bf16. The median
+served difference over tokens may be at most twice the measured one. It must be less than half of
+the difference to the previous version. The median ignores tokens that are routed elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.errors import SpliceError
+from splice.smoke.served import Logprobs, max_difference, median_difference
+
+REFERENCE_TIMEOUT_S = 600.0
+
+
+class ProofError(SpliceError, RuntimeError):
+    """The reference could not be computed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Proof:
+    """Differences in nats. `failures` is empty if every check held."""
+
+    tau: float
+    """fp32: the largest allowed difference. bf16: unused."""
+    rounding: dict[int, float] = field(default_factory=dict)
+    """bf16: median difference of transformers' bf16 and fp32 results."""
+    median_to_own: dict[int, float] = field(default_factory=dict)
+    median_to_previous: dict[int, float] = field(default_factory=dict)
+    to_own: dict[int, float] = field(default_factory=dict)
+    to_previous: dict[int, float] = field(default_factory=dict)
+    perturbed: dict[str, float] = field(default_factory=dict)
+    share_changed: dict[int, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+def run_reference(
+    *,
+    python: Path,
+    model: Path,
+    dtype: str,
+    trained: Mapping[str, Path],
+    sequences: Sequence[Sequence[int]],
+    work_dir: Path,
+    visible: float,
+) -> dict[str, object]:
+    """Score `sequences` with every version, in a separate process.
+
+    Args:
+        trained: version -> a PEFT adapter for `model`, or a whole HF checkpoint.
+        visible: nats by which a perturbation must change a log-prob.
+
+    Raises:
+        ProofError: the process failed. The text quotes the end of its output.
+    """
+    request, out = work_dir / "reference.request.json", work_dir / "reference.json"
+    asked = {
+        "model": str(model),
+        "dtype": dtype,
+        "sequences": [list(s) for s in sequences],
+        "perturb": True,
+        "visible": visible,
+        "trained": {k: str(v) for k, v in trained.items()},
+    }
+    request.write_text(json.dumps(asked))
+    argv = [str(python), "-m", "trainer_node.tools.reference"]
+    argv += ["--request", str(request), "--out", str(out)]
+    # Many small operations: waking a large host's thread pool takes longer than they do.
+    env = {"OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1))} | os.environ
+    try:
+        done = subprocess.run(
+            argv, env=env, capture_output=True, text=True, timeout=REFERENCE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ProofError(
+            f"the reference took more than {REFERENCE_TIMEOUT_S:.0f} s; "
+            "use --no-proof for a model of this size"
+        ) from error
+    if done.returncode != 0:
+        raise ProofError(
+            f"the reference failed: {' '.join(argv)}\n{(done.stdout + done.stderr)[-3000:]}"
+        )
+    result: dict[str, object] = json.loads(out.read_text())
+    return result
+
+
+def judge(
+    *,
+    tau: float,
+    served: Mapping[int, Logprobs],
+    reference: Mapping[str, Logprobs],
+    rounded: Mapping[str, Logprobs] | None = None,
+) -> Proof:
+    """Compare every served version with its own reference and with the previous one.
+
+    Args:
+        rounded: the reference computed in bf16, for a model served in bf16. None selects the sharp
+            fp32 criterion.
+    """
+    proof = Proof(tau=tau)
+    for version, logprobs in sorted(served.items()):
+        own, previous = reference[str(version)], reference.get(str(version - 1))
+        proof.to_own[version] = max_difference(logprobs, own)
+        proof.median_to_own[version] = median_difference(logprobs, own)
+        if previous is not None:
+            proof.to_previous[version] = max_difference(logprobs, previous)
+            proof.median_to_previous[version] = median_difference(logprobs, previous)
+        if rounded is None:
+            _judge_sharply(proof, version)
+        else:
+            proof.rounding[version] = median_difference(rounded[str(version)], own)
+            _judge_rounded(proof, version)
+    return proof
+
+
+def _judge_sharply(proof: Proof, version: int) -> None:
+    own, previous = proof.to_own[version], proof.to_previous.get(version)
+    if not own < proof.tau:
+        proof.failures.append(
+            f"@{version}: served differs from its reference by {own:.2e}, "
+            f"more than tau = {proof.tau:.0e}"
+        )
+    if previous is not None and not previous > 10 * proof.tau:
+        proof.failures.append(
+            f"@{version}: served differs from @{version - 1}'s reference by only {previous:.2e}"
+        )
+
+
+def _judge_rounded(proof: Proof, version: int) -> None:
+    own, rounding, previous = (
+        proof.median_to_own[version],
+        proof.rounding[version],
+        proof.median_to_previous.get(version),
+    )
+    if not own <= 2 * rounding:
+        proof.failures.append(
+            f"@{version}: served differs from its reference by {own:.2e} in the median, "
+            f"bf16 rounding explains only {rounding:.2e}"
+        )
+    if previous is not None and not own < previous / 2:
+        proof.failures.append(
+            f"@{version}: served is no nearer to its own reference ({own:.2e}) "
+            f"than to @{version - 1}'s ({previous:.2e})"
+        )
+
+
+def visible(tau: float, *, sharp: bool) -> float:
+    """Nats by which a perturbed tensor must move a log-prob to exceed tau. bf16 accepts any."""
+    return 2 * tau if sharp else 0.0
+
+
+def judge_sensitivity(proof: Proof, perturbed: Mapping[str, float], *, sharp: bool) -> None:
+    """Check that the perturbation of every class of weights is visible."""
+    proof.perturbed = dict(perturbed)
+    if not perturbed:
+        proof.failures.append("the reference perturbed no weights")
+    for name, difference in perturbed.items():
+        if sharp and not difference > visible(proof.tau, sharp=sharp):
+            proof.failures.append(
+                f"a perturbation of {name} moves the log-probs by only {difference:.2e}; "
+                "the check would miss it"
+            )

@@ -1,0 +1,80 @@
+"""Which tests only `make test-all` runs: the slow ones, where a quicker test covers the same code.
+
+`make test` runs the rest. Each entry is a pattern of test ids (`fnmatch`). Add a test here if it
+takes more than about 4 s and another test would fail with it in most cases.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+WHOLE = (
+    # Wrong versions of the product, each with the tests that must find it: `make mutants`.
+    "tests/trainer_node/test_mutants.py::*",
+    # The parity matrix: topology x LoRA or all parameters x RL or SFT. COVERING stays.
+    "tests/trainer_node/test_parity.py::test_topology_changes_nothing*",
+    "tests/trainer_node/test_parity_bf16.py::*",
+    "tests/trainer_node/test_operations.py::test_topology_changes_nothing*",
+    "tests/trainer_node/test_dropout.py::test_steps_resume_cuts_and_recomputation*",
+    "tests/trainer_node/test_packing.py::test_packs_equal_one_sequence_at_a_time*",
+    "tests/trainer_node/test_full.py::test_two_steps_equal_transformers*",
+    # Whole processes, started, killed and started again.
+    "tests/trainer_node/test_node.py::test_a_model_that_only_bridge_can_export*",
+    "tests/trainer_node/test_node.py::test_several_ranks_send_in_the_receivers_order*moe*",
+    "tests/trainer_node/test_node.py::test_a_whole_life*dense*",
+    "tests/trainer_node/test_node.py::test_the_ranks_end_with_a_killed_torchrun",
+    "tests/trainer_node/test_node.py::test_a_lost_replica_and_no_joiner",
+    "tests/trainer_node/test_node.py::test_bad_topology_is_said_before_anything_is_built",
+    "tests/trainer_node/test_memory.py::*",
+    "tests/trainer_node/test_hub.py::test_two_hosts_a_hub_id_and_a_prefix",
+    "tests/trainer_node/test_ranks.py::test_forked_ranks_draw_different_numbers",
+    "tests/trainer_node/test_wire_export.py::test_the_kernel_interpreted_on_a_real_model",
+    "tests/trainer_node/test_experts.py::test_kernels_interpreted",
+    "tests/trainer_node/test_generations.py::test_a_crash_while_mending*",
+    "tests/orchestrator/test_fuzz.py::test_a_peer_that_says_anything_harms_nobody_else*client*",
+    "tests/orchestrator/test_trust.py::test_a_trainer_that_never_says_where_it_listens_is_named",
+    "tests/orchestrator/test_resume.py::test_killed_at_each_commit_of_a_job",
+    "tests/orchestrator/test_reconnect.py::test_a_node_that_was_suspended*",
+    "tests/orchestrator/test_replicas.py::test_one_that_never_recovers*",
+    "tests/orchestrator/test_replicas.py::test_the_last_one_is_waited_for",
+    "tests/orchestrator/test_restarts.py::test_a_prefix_that_stays_a_process*",
+    "tests/weight_transfer/test_transfer.py::test_sender_stopped_mid_transfer*",
+    "tests/weight_transfer/test_transfer.py::test_a_process_with_a_stuck_send_can_exit",
+    "tests/weight_transfer/test_transfer.py::test_a_rank_that_stands_still_while_connecting*",
+    "tests/benchmarks/test_benchmarks.py::test_runs_small_on_a_cpu*",
+    # More vLLM servers: a third kind of model, several workers or engines, restarts.
+    "tests/inference_node/*tied*",
+    "tests/inference_node/test_data_parallel.py::*",
+    "tests/inference_node/test_tensor_parallel.py::*",
+    "tests/inference_node/test_process_end.py::*",
+    "tests/inference_node/test_failures.py::test_a_vllm_that_dies_before_it_takes_a_call*",
+    "tests/inference_node/test_failures.py::test_a_dead_vllm_is_restarted*",
+    "tests/e2e/*",
+)
+COVERING = (
+    "*test_parity.py*dense_tied-tp2-lora-rl*",
+    "*test_parity.py*dense_tied-pp2-lora-sft*",
+    "*test_parity.py*dense_tied-dp2-full-rl*",
+    "*test_parity.py*dense_tied-cp2-full-sft*",
+    "*test_parity.py*dense_untied-tp2pp2-full-rl*",
+    "*test_parity.py*moe-ep2-lora-sft*",
+    "*test_parity.py*moe-tp2ep2-cp2-lora-rl*",
+    "*test_parity.py*moe-dp2ep2-etp2-full-sft*",
+    "*test_operations.py*dp2*",
+    "tests/e2e/test_smoke.py::test_from_checkpoint_to_version_two*qwen3_moe*",
+    "tests/e2e/test_smoke.py::test_bad_input_starts_nothing*",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _is_one_of(item, WHOLE) and not _is_one_of(item, COVERING):
+            item.add_marker(pytest.mark.whole)
+
+
+def _is_one_of(item: pytest.Item, patterns: tuple[str, ...]) -> bool:
+    node_id = item.nodeid.replace("[", "(").replace("]", ")")  # fnmatch takes [ for a set
+    return any(fnmatchcase(node_id, pattern) for pattern in patterns)

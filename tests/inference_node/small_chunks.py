@@ -1,0 +1,17 @@
+"""An inference node whose chunks have at most 40 kB, so that a tiny model is sent in many. Its
+workers import this module, too.
+"""
+
+import sys
+
+if __name__ == "__main__":
+    from inference_node import __main__, names
+
+    names.WORKER_EXTENSION = "tests.inference_node.small_chunks.SpliceWorkerExtension"
+    sys.exit(__main__.main())
+
+from inference_node import direct
+from inference_node.worker_extension import SpliceWorkerExtension
+
+__all__ = ["SpliceWorkerExtension"]
+direct.MAX_CHUNK_BYTES = 40_000

@@ -1,0 +1,28 @@
+"""The README's loop is the file that runs, and the README stays short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES = 150
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks of a language."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return [piece.split("```")[0] for piece in readme.split(f"```{language}\n")[1:]]
+
+
+def test_the_loop_in_the_readme_is_the_file_that_runs():
+    assert blocks("python") == [(ROOT / "examples/first_loop.py").read_text(encoding="utf-8")]
+
+
+def test_the_readme_starts_the_file():
+    (start,) = blocks("bash")
+    assert start.splitlines()[-1] == ".venv-trainer/bin/python examples/first_loop.py"
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MOST_LINES

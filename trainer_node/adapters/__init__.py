@@ -1,0 +1,1 @@
+"""LoRA adapters: on Megatron's linears, merged into weights, and in PEFT's files."""

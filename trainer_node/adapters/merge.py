@@ -1,0 +1,91 @@
+"""Merges adapters into weights: a plan that touches no data, then one tensor at a time.
+
+Shapes: O = out features, I = in features, R = rank. The merge is `W + (alpha / rank) * B @ A`,
+computed in fp32 from the base and rounded once to its dtype. The base is never written.
+
+    targets {"model.layers.0.mlp.up_proj.weight": spec}
+    deltas {"model.layers.0.mlp.up_proj": LoraDelta(A, B)}
+        -> [MergeOp(target="model.layers.0.mlp.up_proj.weight", adapter="...up_proj")]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from orchestrator.errors import MergePlanError
+from orchestrator.protocol.messages import TensorSpec
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module)\.")
+_DECODER = re.compile(r"^(?:language_model\.)?(decoder\.layers\..*)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraDelta:
+    """One HF linear's adapter, in full (unsharded) HF layout, fp32, unscaled."""
+
+    lora_A_RI: torch.Tensor
+    lora_B_OR: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOp:
+    """Merge adapter `adapter` into HF tensor `target`."""
+
+    target: str
+    adapter: str
+
+
+def strip_wrappers(name: str) -> str:
+    """Drop `module.` (DDP, Float16Module) and `_orig_mod.` (torch.compile) components anywhere in a
+    name."""
+    return _WRAPPERS.sub("", name)
+
+
+def decoder_name(name: str) -> str | None:
+    """The name below the decoder's layers ("decoder.layers.3...."), for text models and text towers
+    alike; None elsewhere."""
+    match = _DECODER.match(strip_wrappers(name))
+    return match.group(1) if match else None
+
+
+def plan_merge(
+    *, deltas: Mapping[str, LoraDelta], targets: Mapping[str, TensorSpec]
+) -> list[MergeOp]:
+    """Decide which adapter lands in which HF tensor; touches no data. Order: that of `targets`.
+
+    Raises:
+        MergePlanError: an adapter without a target, a target hit twice, or a shape mismatch; names
+            the tensors and shapes.
+    """
+    wanted: dict[str, str] = {}
+    for name, delta in deltas.items():
+        target = f"{strip_wrappers(name)}.weight"
+        if target in wanted:
+            raise MergePlanError(f"{target} is hit by two adapters: {wanted[target]} and {name}")
+        if target not in targets:
+            raise MergePlanError(
+                f"adapter {name} has no target: the model exports no tensor {target}"
+            )
+        _check_shapes(name=name, delta=delta, target=targets[target])
+        wanted[target] = name
+    return [MergeOp(target=name, adapter=wanted[name]) for name in targets if name in wanted]
+
+
+def _check_shapes(*, name: str, delta: LoraDelta, target: TensorSpec) -> None:
+    a, b = tuple(delta.lora_A_RI.shape), tuple(delta.lora_B_OR.shape)
+    fits = len(a) == 2 and len(b) == 2 and a[0] == b[1] and (b[0], a[1]) == target.shape
+    if not fits:
+        raise MergePlanError(
+            f"adapter {name} has A {a} and B {b}, which do not make {target.name} of shape "
+            f"{target.shape}"
+        )
+
+
+def merge_tensor(weight: torch.Tensor, delta: LoraDelta, scale: float) -> torch.Tensor:
+    """`weight + scale * B @ A` in fp32, rounded once to the weight's dtype; a new tensor."""
+    product = torch.mm(delta.lora_B_OR.float(), delta.lora_A_RI.float())
+    return product.mul_(scale).add_(weight).to(weight.dtype)

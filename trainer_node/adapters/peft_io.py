@@ -1,0 +1,431 @@
+"""Reads and writes adapters in the PEFT library's format.
+
+    read_config(folder) -> check_config(config, lora)    refuses settings that change the numbers
+    read_tensors(folder) -> by_module(...)               PEFT's names -> (HF module, "A" or "B")
+    check_tensors(found, expected)                       names missing, extra, misshapen tensors
+
+`write`, or `gather_stacks`, `layout` and `write_config`, write an adapter. `read_on_all_ranks`
+reads one on every rank: all ranks load it, or all refuse it and keep what they had.
+
+Shapes: O = out features, I = in features, R = rank; A is [R, I], B is [O, R].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import LoraConfig
+from trainer_node import objects
+from trainer_node.adapters.merge import LoraDelta
+from trainer_node.lockstep import Failure, agree
+from trainer_node.state.bulk_files import Extent, bulk_writer
+from trainer_node.state.generations import write_file
+
+if TYPE_CHECKING:
+    from trainer_node.model.model import Model
+    from trainer_node.model.parameters import Piece
+
+Key = tuple[str, str]
+"""HF module name and "A" or "B"."""
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+OLD_WEIGHTS = "adapter_model.bin"
+SAME_NUMBERS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "loftq_config",
+    "lora_dropout", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+})  # fmt: skip # a list of names
+"""Settings that do not change what a saved adapter computes. The trainer uses its own
+`lora_dropout`. `loftq_config` has an effect only with init_lora_weights="loftq"."""
+PLAIN_INIT = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Other initialisations (pissa, olora, corda, loftq, ...) also change the base weights, so their
+adapter does not fit the checkpoint's base."""
+_NAME = re.compile(
+    r"^(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight$"
+)
+
+
+class AdapterError(ConfigError):
+    """A PEFT adapter that cannot be loaded; names the file and the settings or tensors. Nothing was
+    changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """One matrix of an HF linear, or of all experts' linears end to end, as in the file: fp32."""
+
+    names: tuple[str, ...]
+    """HF module names, in the order in which they are stacked."""
+    matrix: str
+    """"A" or "B"."""
+    shape: tuple[int, ...]
+    """Shape of one module's matrix."""
+    pieces: tuple[tuple[int, torch.Tensor], ...]
+    """(first element, tensor) of each piece, contiguous, on any device. They make up the whole
+    stack."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all modules."""
+        return 4 * len(self.names) * math.prod(self.shape)
+
+
+def layout(stacks: Sequence[Stack]) -> list[Extent]:
+    """Lay out a safetensors file: 8 bytes with the header's size, the header, the stacks.
+
+    The header names every module's matrix.
+    """
+    # Written as text: dicts of 37,000 modules would keep the garbage collector busy for longer than
+    # the disk.
+    entries, places, end = ['"__metadata__":{"format":"pt"}'], [], 0
+    for stack in stacks:
+        places.append(end)
+        size, shape = 4 * math.prod(stack.shape), json.dumps(stack.shape)
+        for name in stack.names:
+            key = json.dumps(f"base_model.model.{name}.lora_{stack.matrix}.weight")
+            entries.append(
+                f'{key}:{{"dtype":"F32","shape":{shape},"data_offsets":[{end},{end + size}]}}'
+            )
+            end += size
+    text = f"{{{','.join(entries)}}}".encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    parts = [Extent(offset=0, nbytes=len(head), source=head)]
+    for stack, place in zip(stacks, places, strict=True):
+        for first, tensor in stack.pieces:
+            parts.append(
+                Extent(
+                    offset=len(head) + place + 4 * first,
+                    nbytes=4 * tensor.numel(),
+                    source=partial(_itself, tensor),
+                )
+            )
+    return parts
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def write(
+    folder: Path, tensors: Mapping[Key, torch.Tensor], *, lora: LoraConfig, model: Path
+) -> None:
+    """Write whole tensors as a PEFT adapter into `folder`, which may exist.
+
+    Each file appears whole or not at all, the config last.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stacks = [
+        Stack(names=(n,), matrix=m, shape=tuple(t.shape), pieces=((0, t.float()),))
+        for (n, m), t in tensors.items()
+    ]
+    parts = layout(stacks)
+    with bulk_writer(next(iter(tensors.values())).device) as writer:
+        write_file(folder / WEIGHTS, lambda path: writer.start(path, parts).wait())
+    write_config(folder, lora=lora, model=model)
+
+
+def write_config(folder: Path, *, lora: LoraConfig, model: Path) -> None:
+    """Write PEFT's adapter_config.json; to be called when the weights are there."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model.absolute()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    write_file(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=1)))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json.
+
+    Raises:
+        AdapterError: it is not there, or no JSON object.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise AdapterError(
+            f"{folder} is no PEFT adapter: {path} cannot be read ({error})"
+        ) from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{path} does not hold a JSON object")
+    return config
+
+
+def check_config(config: Mapping[str, Any], lora: LoraConfig, *, path: Path) -> None:
+    """Check that this trainer computes the adapter as PEFT does.
+
+    Raises:
+        AdapterError: names each setting, its value and what the trainer has or knows.
+    """
+    wrong = (
+        []
+        if config.get("peft_type") == "LORA"
+        else [f"peft_type is {config.get('peft_type')!r}; LORA is known"]
+    )
+    for field, ours in (("r", lora.rank), ("lora_alpha", lora.alpha)):
+        if config.get(field) != ours:
+            wrong.append(
+                f"{field} is {config.get(field)!r}, the trainer's lora config has {ours!r}"
+            )
+    wrong += _target_mismatch(config.get("target_modules"), lora)
+    if config.get("init_lora_weights") not in PLAIN_INIT:
+        wrong.append(
+            f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base "
+            "weights too"
+        )
+    known = SAME_NUMBERS | {"peft_type", "r", "lora_alpha", "target_modules", "init_lora_weights"}
+    for field in sorted(set(config) - known):
+        if config[field] and not (field == "bias" and config[field] == "none"):
+            wrong.append(f"{field} is {config[field]!r}, which is not supported")
+    if wrong:
+        raise AdapterError(f"{path}: {'; '.join(wrong)}")
+
+
+def _target_mismatch(targets: Any, lora: LoraConfig) -> list[str]:
+    """PEFT matches a list's entries as endings of module names. The tensors show what a pattern
+    matched."""
+    if isinstance(targets, str):
+        return []
+    named = {str(t).rpartition(".")[2] for t in targets or ()}
+    if named == set(lora.targets):
+        return []
+    return [
+        f"target_modules are {sorted(named)}, the trainer's lora config has {sorted(lora.targets)}"
+    ]
+
+
+def read_tensors(folder: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """The stored tensors under their names.
+
+    Args:
+        mapped: the tensors stay views of the file, which the ranks of a host share. Nobody may
+            change the file while they are in use.
+
+    Raises:
+        AdapterError: neither file is there, or it is damaged.
+    """
+    path, old = folder / WEIGHTS, folder / OLD_WEIGHTS
+    try:
+        if path.is_file():
+            stored = load_file(path)
+            return stored if mapped else {name: t.clone() for name, t in stored.items()}
+        if old.is_file():
+            return cast(
+                dict[str, torch.Tensor], torch.load(old, map_location="cpu", weights_only=True)
+            )
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from error
+    raise AdapterError(
+        f"there is neither {WEIGHTS} nor {OLD_WEIGHTS} in {folder}; the adapter's weights are "
+        "missing"
+    )
+
+
+def by_module(stored: Mapping[str, torch.Tensor], *, path: Path) -> dict[Key, torch.Tensor]:
+    """Take stored names apart; the tensors become fp32.
+
+    Raises:
+        AdapterError: a name that is no lora_A or lora_B of a linear, or one that is there twice;
+            names it.
+    """
+    found: dict[Key, torch.Tensor] = {}
+    foreign, twice, adapters = [], [], set()
+    for name, tensor in stored.items():
+        match = _NAME.match(name)
+        if match is None:
+            foreign.append(name)
+            continue
+        key = (match["module"], match["matrix"])
+        twice += [name] if key in found else []
+        adapters.add(match["adapter"])
+        found[key] = tensor.float()
+    if foreign or twice:
+        raise AdapterError(
+            f"{path}: not a LoRA of linear layers: "
+            f"{_some(foreign or twice)}{' (there twice)' if twice else ''}"
+        )
+    if len(adapters) > 1:
+        raise AdapterError(
+            f"{path} holds several adapters: {sorted(map(str, adapters))}; save one of them"
+        )
+    return found
+
+
+def check_tensors(
+    found: Mapping[Key, torch.Tensor], expected: Mapping[Key, tuple[int, ...]], *, path: Path
+) -> None:
+    """Check for exactly the expected tensors, in the expected shapes.
+
+    Raises:
+        AdapterError: names what is missing, too many, or of another shape.
+    """
+    missing = [_stored_name(k) for k in expected if k not in found]
+    extra = [_stored_name(k) for k in found if k not in expected]
+    shapes = [
+        f"{_stored_name(k)} is {tuple(found[k].shape)}, the model wants {shape}"
+        for k, shape in expected.items()
+        if k in found and tuple(found[k].shape) != shape
+    ]
+    wrong = [
+        f"{what}: {_some(names)}"
+        for what, names in (("missing", missing), ("too many", extra), ("shape", shapes))
+        if names
+    ]
+    if wrong:
+        raise AdapterError(f"{path} does not fit the model: {'; '.join(wrong)}")
+
+
+def _stored_name(key: Key) -> str:
+    return f"{key[0]}.lora_{key[1]}.weight"
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(list(names)[:5])
+    return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"
+
+
+def read_adapter(
+    folder: Path, *, lora: LoraConfig, expected: Mapping[Key, tuple[int, ...]]
+) -> dict[Key, torch.Tensor]:
+    """A checked adapter's whole tensors, fp32 on the CPU.
+
+    Raises:
+        AdapterError: see the functions above.
+    """
+    check_config(read_config(folder), lora, path=folder / CONFIG)
+    found = by_module(read_tensors(folder), path=folder)
+    check_tensors(found, expected, path=folder)
+    bad = [_stored_name(k) for k, t in found.items() if not t.isfinite().all()]
+    if bad:
+        raise AdapterError(f"{folder} holds values that are not finite: {_some(bad)}")
+    return found
+
+
+def expected_tensors(model: Model) -> dict[Key, tuple[int, ...]]:
+    """Every adapter matrix of the whole model and its whole shape. A collective."""
+    mine = [(m.module, m.matrix, m.whole_shape) for m in model.adapters.local_matrices()]
+    everyones = objects.all_gather(mine, group=model.control_group)
+    return {(name, matrix): shape for one in everyones for name, matrix, shape in one}
+
+
+def read_on_all_ranks(model: Model, folder: Path) -> dict[Key, torch.Tensor]:
+    """`read_adapter` on every rank; if one refuses, all do. A collective.
+
+    Raises:
+        AdapterError: on every rank, with the first failed rank's message.
+    """
+    expected = expected_tensors(model)
+    with agree(model.control_group, partial(_refusal, folder)):
+        return read_adapter(folder, lora=model.config.lora, expected=expected)
+
+
+def _refusal(folder: Path, failures: Sequence[Failure], _: Exception | None) -> AdapterError:
+    first = failures[0]
+    if first.kind == AdapterError.__name__:
+        return AdapterError(first.text)
+    return AdapterError(f"the adapter in {folder} cannot be read: {first}")
+
+
+# ---------------------------------------------------------------- the trainer's adapters, whole
+
+
+@torch.no_grad()
+def gather_stacks(model: Model, *, group: Any) -> list[Stack]:
+    """Return the whole model's adapters on rank 0, and an empty list elsewhere.
+
+    Rank 0's own tensors are not copied. A collective with one message from each rank.
+
+    Args:
+        group: its timeout limits the wait for a rank; None: the default group.
+    """
+    from trainer_node.model.parameters import Piece
+
+    mine = [
+        (piece, p.param.detach())
+        for p in model.params
+        if p.counted and p.group.rank() == 0
+        for piece in p.pieces
+    ]
+    plans = objects.all_gather([(asdict(piece), t.shape) for piece, t in mine], group=group)
+    if dist.get_rank() != 0:
+        if mine:
+            dist.send(torch.cat([t.reshape(-1) for _, t in mine]), dst=0)
+        return []
+    for source, plan in enumerate(plans):
+        if source and plan:
+            sizes = [math.prod(shape) for _, shape in plan]
+            flat = torch.empty(sum(sizes), device=model.device)
+            dist.recv(flat, src=source)
+            mine += [
+                (Piece(**piece), t.view(shape))
+                for (piece, shape), t in zip(plan, flat.split(sizes), strict=True)
+            ]
+    by_key: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+    for piece, tensor in mine:
+        by_key[piece.key].append((piece, tensor))
+    return [_stack(key, pieces) for key, pieces in by_key.items()]
+
+
+def gather_deltas(model: Model) -> dict[str, LoraDelta]:
+    """The live adapters of the whole model on rank 0, by HF module; empty elsewhere. A collective.
+
+    With one rank they are views of the parameters: use them before the next optimizer step.
+    """
+    whole: dict[Key, torch.Tensor] = {}
+    for stack in [] if model.trains_all else gather_stacks(model, group=None):
+        flat = [tensor.reshape(-1) for _, tensor in stack.pieces]
+        matrices = flat[0] if len(flat) == 1 else torch.cat(flat)
+        for name, matrix in zip(stack.names, matrices.view(-1, *stack.shape), strict=True):
+            whole[name, stack.matrix] = matrix
+    return {
+        name: LoraDelta(lora_A_RI=matrix, lora_B_OR=whole[name, "B"])
+        for (name, kind), matrix in whole.items()
+        if kind == "A"
+    }
+
+
+def _stack(key: str, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> Stack:
+    shape = pieces[0][0].shape
+    module, _, matrix = key.rpartition(".lora_")
+    if all(tuple(t.shape[1:]) == shape[1:] for _, t in pieces):
+        row = math.prod(shape[1:])
+        parts = tuple(
+            sorted(
+                ((piece.offsets[0] * row, t.contiguous()) for piece, t in pieces),
+                key=lambda x: x[0],
+            )
+        )
+    else:  # cut along the columns
+        whole = pieces[0][1].new_empty(shape)
+        for piece, t in pieces:
+            whole[tuple(slice(o, o + n) for o, n in zip(piece.offsets, t.shape, strict=True))] = t
+        parts = ((0, whole),)
+    if len(shape) == 2:
+        return Stack(names=(module,), matrix=matrix, shape=shape, pieces=parts)
+    before, _, linear = module.partition(".experts.")
+    names = tuple(f"{before}.experts.{e}.{linear}" for e in range(shape[0]))
+    return Stack(names=names, matrix=matrix, shape=shape[1:], pieces=parts)

@@ -1,0 +1,1 @@
+"""Exports merged tensors with HF names, to the wire and to disk."""

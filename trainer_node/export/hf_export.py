@@ -1,0 +1,117 @@
+"""Writes the merged model as an HF checkpoint, which transformers and vLLM load.
+
+    <dir>/config.json, tokenizer files                       copied from the model's folder
+    <dir>/model-00001-of-0000N.safetensors ...               in the manifest's order
+    <dir>/model.safetensors.index.json                       which tensor is where
+
+Streamed: at most one file's tensors are in memory. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from orchestrator.protocol.messages import Manifest
+from trainer_node.export.merged import Exporter
+from trainer_node.lockstep import Failure, agree
+from trainer_node.model.model import Model
+from trainer_node.state import generations
+from trainer_node.state.generations import CheckpointError, write_file
+
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+INDEX = "model.safetensors.index.json"
+
+
+def plan_files(manifest: Manifest, *, shard_bytes: int) -> dict[str, tuple[str, ...]]:
+    """Map file names to their tensors, in the manifest's order.
+
+    A tensor larger than `shard_bytes` gets a file of its own.
+    """
+    files: list[list[str]] = [[]]
+    used = 0
+    for spec in manifest.tensors:
+        if files[-1] and used + spec.nbytes > shard_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(spec.name)
+        used += spec.nbytes
+    if len(files) == 1:
+        return {"model.safetensors": tuple(files[0])}
+    return {
+        f"model-{i:05d}-of-{len(files):05d}.safetensors": tuple(names)
+        for i, names in enumerate(files, 1)
+    }
+
+
+def export_hf(model: Model, exporter: Exporter, folder: Path, *, shard_bytes: int) -> list[str]:
+    """Write the checkpoint; returns its files. A collective.
+
+    Raises:
+        CheckpointError: on every rank, if the folder exists, a foreign file is in the way, or rank
+            0 could not write.
+        ManifestError, MergePlanError: see `Exporter`.
+    """
+    manifest = exporter.manifest()
+    plan = plan_files(manifest, shard_bytes=shard_bytes)
+    stream = exporter.merged_tensors()
+    with agree(model.control_group, partial(_failed, folder)):
+        try:
+            if dist.get_rank() == 0:
+                _write(model.config.model, folder, manifest, plan, stream)
+        finally:
+            for _ in stream:  # every rank finishes the export, so that they stay in step
+                pass
+    return [*plan, INDEX] if len(plan) > 1 else [*plan]
+
+
+def _failed(folder: Path, failures: Sequence[Failure], _: Exception | None) -> CheckpointError:
+    return CheckpointError(f"exporting to {folder} failed: {failures[0]}")
+
+
+def _write(
+    model: Path,
+    folder: Path,
+    manifest: Manifest,
+    plan: dict[str, tuple[str, ...]],
+    stream: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
+    temp = generations.make_empty(generations.new_folder(folder))
+    try:
+        for name, tensors in plan.items():
+            _write_shard(temp / name, tensors, stream)
+        if len(plan) > 1:
+            index = {
+                "metadata": {"total_size": manifest.nbytes},
+                "weight_map": {t: f for f, ts in plan.items() for t in ts},
+            }
+            write_file(temp / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
+        for source in sorted({p for pattern in _COPIED for p in model.glob(pattern)}):
+            if source.name != INDEX:
+                write_file(temp / source.name, partial(shutil.copyfile, source))
+        temp.replace(folder)  # an empty folder may be there
+        (folder / generations.BEGUN).unlink()
+        generations.DISK.flush(folder.parent)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def _write_shard(
+    path: Path, names: Sequence[str], stream: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    # A merged tensor may be a view of a larger one. safetensors needs separate tensors.
+    tensors = {}
+    for wanted in names:
+        name, tensor = next(stream)
+        assert name == wanted, f"the export gave {name} where the plan has {wanted}"
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
+    write_file(path, lambda temp: save_file(tensors, temp, metadata={"format": "pt"}))

@@ -1,0 +1,221 @@
+"""Triton kernel of `wire_export`: W + scale * B @ A of many equally shaped tensors in one launch.
+Imported only where Triton is installed.
+
+    out[t, o, i] = round(W[t, o, i] + scale * sum_r B[t, o, r] * A[t, r, i])
+
+Sum order: one chain of fp32 fused multiply-adds, r = 0, 1, ..., R - 1, from 0; then one
+multiplication by `scale`, one addition of W and one rounding to W's dtype, never fused with each
+other. The reference (`merge.merge_tensor`) does the same three steps after its matrix product. BLAS
+libraries sum over r in the same order at small ranks but do not promise it, so the fp32 value
+before the rounding may differ by the reordering of a sum of R terms; a rounded bf16 or fp16 then
+differs only where the fp32 value is that close to a tie. Without a delta the bits are copied, NaN
+payloads included.
+
+Speed: bound by memory. A program makes one [BLOCK_O, BLOCK_I] tile: W is read once and `out`
+written once in 16-byte pieces, A and B come out of the caches. BLOCK_O and BLOCK_I are smaller than
+the number of threads, so that Triton loads a column of B and a row of A right into the registers
+where they are used, without a trip through shared memory (a test reads the PTX).
+
+Axes: T = tensors of a launch, O = out features, I = in features, R = rank; W's rows may lie in
+groups (q, k and v inside `linear_qkv`).
+"""
+
+# Triton takes annotations for globals:
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+ENTRY = 4
+"""int64 words of a table row: addresses of W, A and B, offset in the output in bytes."""
+VECTOR_BYTES = 16
+BITS: dict[int, Any] = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+FLOATS: dict[torch.dtype, Any] = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A program's block. `rows` and `columns` are powers of two."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    precision: str = "chain"
+    """Order of the product's sum: "chain" as above; "ieee" or "tf32x3" are Triton's dots: other sum
+    orders, for measurements."""
+
+
+MERGE_TILE = Tile(rows=64, columns=128, num_warps=8)
+COPY_TILE = Tile(rows=32, columns=256, num_warps=4)
+FLAT_TILE = Tile(rows=1, columns=8192, num_warps=8)
+
+
+@triton.jit
+def _merge_kernel(
+    table_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    rows_per_group,
+    group_stride,
+    row_stride,
+    out_stride,
+    tiles_across,
+    tiles,
+    scale,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tile = program % tiles
+    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    w_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
+    out_offset = tl.load(entry + 3)
+    if VECTOR > 1:  # addresses out of a table: what Triton cannot see, the plan has checked
+        w_ptr = tl.multiple_of(w_ptr, 16)
+        out_offset = tl.multiple_of(out_offset, 16)
+
+    o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
+    first_i = (tile % tiles_across).to(tl.int64) * BLOCK_I
+    i = tl.arange(0, BLOCK_I)
+    if GROUPED:
+        w_row = (o // rows_per_group).to(tl.int64) * group_stride + (o % rows_per_group).to(
+            tl.int64
+        ) * row_stride
+    else:
+        w_row = o.to(tl.int64) * row_stride
+    w_ptrs = w_ptr + first_i + w_row[:, None] + i[None, :]
+    out_ptrs = (
+        (out_ptr + out_offset).to(tl.pointer_type(DTYPE))
+        + first_i
+        + o.to(tl.int64)[:, None] * out_stride
+        + i[None, :]
+    )
+    left_i = tl.minimum(num_columns - first_i, BLOCK_I).to(tl.int32)
+    if VECTOR > 1:
+        left_i = tl.multiple_of(left_i, VECTOR)
+    inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
+    if EVEN:
+        w = tl.load(w_ptrs, eviction_policy="evict_first")
+    else:
+        w = tl.load(w_ptrs, mask=inside, other=0, eviction_policy="evict_first")
+
+    if RANK > 0:
+        a_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
+        b_ptr = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+        if VECTOR > 1:
+            a_ptr = tl.multiple_of(a_ptr, 16)
+            b_ptr = tl.multiple_of(b_ptr, 16)
+        a_ptrs = a_ptr + first_i + i
+        b_ptrs = b_ptr + o.to(tl.int64) * RANK
+        if PRECISION == "chain":
+            product = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
+            for r in tl.static_range(RANK):
+                if EVEN:
+                    b = tl.load(b_ptrs + r)
+                    a = tl.load(a_ptrs + r * num_columns)
+                else:
+                    b = tl.load(b_ptrs + r, mask=o < num_rows, other=0.0)
+                    a = tl.load(a_ptrs + r * num_columns, mask=i < left_i, other=0.0)
+                product = tl.fma(b[:, None], a[None, :], product)
+                if r % 4 == 3 and r < RANK - 1:
+                    # Else all loads move to the front and take registers of a second program.
+                    tl.debug_barrier()
+        else:
+            r = tl.arange(0, PADDED_RANK)
+            b_OR = tl.load(
+                b_ptrs[:, None] + r[None, :],
+                mask=(o < num_rows)[:, None] & (r < RANK)[None, :],
+                other=0.0,
+            )
+            a_RI = tl.load(
+                a_ptrs[None, :] + r[:, None] * num_columns,
+                mask=(r < RANK)[:, None] & (i < left_i)[None, :],
+                other=0.0,
+            )
+            product = tl.dot(b_OR, a_RI, input_precision=PRECISION)
+        w = (product * scale + w.to(tl.float32)).to(DTYPE)
+
+    if EVEN:
+        tl.store(out_ptrs, w, eviction_policy="evict_first")
+    else:
+        tl.store(out_ptrs, w, mask=inside, eviction_policy="evict_first")
+
+
+def launch(
+    *,
+    table_T4: torch.Tensor,
+    out_B: torch.Tensor,
+    shape: tuple[int, int],
+    groups: tuple[int, int, int],
+    out_stride: int,
+    dtype: torch.dtype,
+    rank: int,
+    scale: float,
+    vectors: bool,
+    tile: Tile | None = None,
+) -> None:
+    """Merge or copy T tensors of one shape into `out_B`; queued on the current stream.
+
+    Args:
+        table_T4: int64 on the device; see `ENTRY`.
+        shape: (O, I).
+        groups: rows of a group of W, elements from a group to the next, from a row to the next.
+        out_stride: elements from a row to the next in `out_B`.
+        rank: 0 copies bits. A [R, I] and B [O, R] are fp32 and contiguous.
+        vectors: addresses, strides and offsets all allow 16-byte pieces.
+    """
+    rows, columns = shape
+    rows_per_group, group_stride, row_stride = groups
+    tile = tile or default_tile(rows=rows, rank=rank)
+    across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
+    with torch.cuda.device_of(out_B):
+        _merge_kernel[(len(table_T4) * across * down,)](
+            table_T4,
+            out_B,
+            rows,
+            columns,
+            rows_per_group,
+            group_stride,
+            row_stride,
+            out_stride,
+            across,
+            across * down,
+            scale,
+            DTYPE=FLOATS[dtype] if rank else BITS[dtype.itemsize],
+            RANK=rank,
+            PADDED_RANK=max(16, triton.next_power_of_2(rank)),
+            PRECISION=tile.precision,
+            GROUPED=rows_per_group < rows,
+            EVEN=rows % tile.rows == 0 and columns % tile.columns == 0,
+            VECTOR=VECTOR_BYTES // dtype.itemsize if vectors else 1,
+            BLOCK_O=tile.rows,
+            BLOCK_I=tile.columns,
+            num_warps=tile.num_warps,
+            # The product's chain is fused by name; scale and W are not to be.
+            enable_fp_fusion=False,
+        )
+
+
+def default_tile(*, rows: int, rank: int) -> Tile:
+    """The tile for a merge, a strided copy, or a flat one."""
+    if rank:
+        return MERGE_TILE
+    return FLAT_TILE if rows == 1 else COPY_TILE

@@ -1,0 +1,842 @@
+"""Fills byte buffers with merged HF tensors, in the receiver's order.
+
+The export is planned once. Each chunk then takes a few kernels.
+
+    WireExport(model, manifest, order)    order: manifest indices of each chunk
+        .start(limit=...)                 on every rank, before each send of all chunks
+        .fill(chunk, out_B)               rank 0: queues the merge on the current stream
+        .drain(), .contribute()           rank 0 after its last chunk; the other ranks
+
+`Exporter` asks Bridge for one HF tensor after the other. This module reads the same mappings once,
+as strided views of Megatron's parameters. q, k and v are groups of rows of `linear_qkv`. Gate and
+up are halves of `linear_fc1`. The vocabulary loses its padding, and a tied head is the embedding.
+One launch merges equally shaped tensors of a chunk, such as all experts' gate and up of a layer. It
+reads a table of addresses on the device, which is made again when a parameter has moved.
+
+On several ranks, each rank merges its pieces (`gather_plan` assigns them) and sends them to rank 0
+(`gathering`). Rank 0 merges its own pieces into the chunk, and copies the others to their places
+with the same kernel. Each piece has its own delta. A of a row-parallel linear is split by columns,
+as its weight is. B of a column-parallel linear is split by rows. The other matrix is whole on every
+rank.
+
+Axes: B = bytes, O = out features, I = in features, R = rank, T = tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from orchestrator.errors import ConfigError, ManifestError, MergePlanError
+from orchestrator.protocol.messages import Manifest, TensorSpec
+from trainer_node import objects
+from trainer_node.adapters.merge import LoraDelta, plan_merge
+from trainer_node.export.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
+from trainer_node.export.gathering import Exchange
+from trainer_node.model.hf import VOCAB_TENSORS
+from weight_transfer.layout import torch_dtype
+
+if TYPE_CHECKING:
+    from trainer_node.model.model import Model
+
+VECTOR_BYTES = 16
+BATCH_ELEMENTS = 1 << 26
+"""Elements that the torch path merges at a time: 256 MiB of fp32 scratch."""
+
+
+class _NotUnderstoodError(ConfigError):
+    """This module cannot map a parameter of the model to HF tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the elements of an HF tensor, or of a piece of it, are in a parameter.
+
+    They are groups of rows of contiguous columns. Strides and offset count elements.
+    """
+
+    param: torch.Tensor
+    offset: int
+    groups: int
+    rows: int
+    """Rows of one group."""
+    columns: int
+    group_stride: int
+    row_stride: int
+    shape: tuple[int, ...]
+    """Shape of the HF tensor, or of the piece."""
+
+    @staticmethod
+    def whole(param: torch.Tensor, *, first: int = 0, rows: int | None = None) -> Source:
+        """Rows [first, first + rows) of a contiguous parameter; a vector is one row."""
+        if param.dim() < 2:
+            count = param.numel() if rows is None else rows
+            return Source(
+                param=param,
+                offset=first,
+                groups=1,
+                rows=1,
+                columns=count,
+                group_stride=0,
+                row_stride=count,
+                shape=(count,) if param.dim() else (),
+            )
+        columns = math.prod(param.shape[1:])
+        count = param.shape[0] if rows is None else rows
+        return Source(
+            param=param,
+            offset=first * columns,
+            groups=1,
+            rows=count,
+            columns=columns,
+            group_stride=0,
+            row_stride=columns,
+            shape=(count, *param.shape[1:]),
+        )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.groups * self.rows * self.columns
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements are one run."""
+        return self.groups == 1 and (self.rows == 1 or self.row_stride == self.columns)
+
+    def address(self) -> int:
+        """Present address of the first element."""
+        return self.param.data_ptr() + self.offset * self.param.element_size()
+
+    def view(self) -> torch.Tensor:
+        """Return [groups, rows, columns], a view."""
+        data = self.param.detach()
+        strides = (self.group_stride, self.row_stride, 1)
+        return data.as_strided(
+            (self.groups, self.rows, self.columns), strides, data.storage_offset() + self.offset
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """An adapter in place: A [R, I] and B [O, R], or expert `expert` of A [E, R, I] and B [E, O,
+    R]; fp32, contiguous."""
+
+    lora_A: torch.Tensor
+    lora_B: torch.Tensor
+    expert: int | None
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.lora_B.shape[-1]
+
+    def addresses(self) -> tuple[int, int]:
+        """Present addresses of A and B."""
+        e = self.expert or 0
+        a, b = self.lora_A, self.lora_B
+        return a.data_ptr() + 4 * e * a.shape[-2] * a.shape[-1], b.data_ptr() + 4 * e * b.shape[
+            -2
+        ] * b.shape[-1]
+
+    def matrices(self) -> LoraDelta:
+        """Return A and B of this adapter, as views."""
+        a, b = self.lora_A.detach(), self.lora_B.detach()
+        return LoraDelta(
+            lora_A_RI=a if self.expert is None else a[self.expert],
+            lora_B_OR=b if self.expert is None else b[self.expert],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A tensor, or a piece of one, in a chunk's buffer."""
+
+    source: Source
+    delta: Delta | None
+    offset: int
+    """First byte in the buffer."""
+    row_stride: int
+    """Elements from one row to the next, in the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Properties that all tensors of one launch share."""
+
+    dtype: torch.dtype
+    rank: int
+    rows: int
+    columns: int
+    rows_per_group: int
+    group_stride: int
+    row_stride: int
+    out_stride: int
+    aligned: bool
+    """Each tensor's offset in the chunk is a multiple of its element size."""
+
+    @staticmethod
+    def of(member: Member) -> _Kind:
+        s, dtype = member.source, member.source.param.dtype
+        aligned, rows = member.offset % dtype.itemsize == 0, s.groups * s.rows
+        out_stride = s.columns if rows == 1 else member.row_stride
+        if member.delta is None and s.contiguous and out_stride == s.columns:
+            return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, aligned)
+        rank = 0 if member.delta is None else member.delta.rank
+        return _Kind(
+            dtype, rank, rows, s.columns, s.rows, s.group_stride, s.row_stride, out_stride, aligned
+        )
+
+
+@dataclass(slots=True)
+class _Launch:
+    kind: _Kind
+    members: list[Member]
+    vectors: bool = False
+
+    def entries(self) -> list[tuple[int, int, int, int]]:
+        """Return the kernel's table with present addresses. Sets whether 16-byte steps are
+        possible."""
+        entries = [
+            (m.source.address(), *(m.delta.addresses() if m.delta else (0, 0)), m.offset)
+            for m in self.members
+        ]
+        k, size = self.kind, self.kind.dtype.itemsize
+        every = functools.reduce(
+            lambda bits, entry: bits | entry[0] | entry[1] | entry[2] | entry[3], entries, 0
+        )
+        every |= k.columns * size
+        if k.rows > 1:
+            every |= k.row_stride * size | k.out_stride * size
+        if k.rows_per_group < k.rows:
+            every |= k.group_stride * size
+        self.vectors = every % VECTOR_BYTES == 0
+        return entries
+
+
+@dataclass(slots=True)
+class _Chunk:
+    nbytes: int
+    launches: list[_Launch]
+    tensors: list[torch.Tensor]
+    """Every parameter and adapter matrix that the chunk reads, once each."""
+    addresses: list[int] = field(default_factory=list)
+    """Addresses of `tensors` when the table was made."""
+    table_T4: torch.Tensor | None = None
+
+
+class Merger:
+    """Merges the members of each buffer and writes them there.
+
+    Args:
+        chunks: size in bytes and members of each buffer.
+        scale: alpha / rank.
+        device: device of parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[tuple[int, Iterable[Member]]],
+        *,
+        scale: float,
+        device: torch.device | str,
+    ) -> None:
+        self._scale, self._device = scale, torch.device(device)
+        self._kernels = _kernels() if self._device.type == "cuda" else None
+        self._chunks = [_plan_chunk(nbytes, members) for nbytes, members in chunks]
+        for chunk in self._chunks if self._kernels is not None else ():
+            self._make_table(chunk)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the order."""
+        return len(self._chunks)
+
+    def chunk_nbytes(self, chunk: int) -> int:
+        """Bytes of a chunk."""
+        return self._chunks[chunk].nbytes
+
+    def resident(self, chunk: int) -> torch.Tensor | None:
+        """Return the chunk's bytes [B] if they are one run of a parameter without an adapter, else
+        None.
+
+        Such a chunk needs no `fill`.
+        """
+        plan = self._chunks[chunk]
+        if len(plan.launches) != 1 or len(plan.launches[0].members) != 1:
+            return None
+        kind, member = plan.launches[0].kind, plan.launches[0].members[0]
+        is_all = member.offset == 0 and member.source.numel * kind.dtype.itemsize == plan.nbytes
+        if member.delta is not None or not member.source.contiguous or not is_all:
+            return None
+        return member.source.view().view(-1).view(torch.uint8)
+
+    @torch.no_grad()
+    def fill(self, chunk: int, out_B: torch.Tensor) -> None:
+        """Write a chunk's merged tensors, unless `out_B` is the memory that `resident` returns.
+
+        On CUDA the work is queued on the current stream. Adapters must not change before it is
+        done.
+
+        Raises:
+            ValueError: `out_B` is not a contiguous uint8 vector of exactly the chunk's bytes on the
+                plan's device.
+        """
+        plan = self._chunks[chunk]
+        wanted = (torch.uint8, (plan.nbytes,), self._device.type)
+        if (
+            out_B.dtype,
+            tuple(out_B.shape),
+            out_B.device.type,
+        ) != wanted or not out_B.is_contiguous():
+            raise ValueError(
+                f"chunk {chunk} wants a contiguous buffer {wanted}, got {out_B.dtype} "
+                f"{tuple(out_B.shape)} {out_B.device}"
+            )
+        there_B = self.resident(chunk)
+        if there_B is not None and there_B.data_ptr() == out_B.data_ptr():
+            return
+        if self._kernels is None:
+            for launch in plan.launches:
+                self._fill_by_torch(launch, out_B)
+        elif out_B.data_ptr() % VECTOR_BYTES:
+            whole_B = out_B.clone()  # a fresh allocation is aligned
+            self._fill_by_kernel(plan, whole_B)
+            out_B.copy_(whole_B)
+        else:
+            self._fill_by_kernel(plan, out_B)
+
+    # ------------------------------------------------------------ kernel
+
+    def _make_table(self, plan: _Chunk) -> None:
+        plan.addresses = [t.data_ptr() for t in plan.tensors]
+        entries = [entry for launch in plan.launches for entry in launch.entries()]
+        table_T4 = torch.tensor(entries, dtype=torch.int64).view(len(entries), 4)
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if plan.table_T4 is None:
+                table_T4 = table_T4.to(self._device)
+                stream.synchronize()  # while planning: later fills may run on another stream
+            else:  # from pinned memory the host does not wait for the copy
+                plan.table_T4.record_stream(stream)
+                table_T4 = table_T4.pin_memory().to(self._device, non_blocking=True)
+        plan.table_T4 = table_T4
+
+    def _fill_by_kernel(self, plan: _Chunk, out_B: torch.Tensor) -> None:
+        assert self._kernels is not None
+        if plan.table_T4 is None or [t.data_ptr() for t in plan.tensors] != plan.addresses:
+            self._make_table(plan)
+        assert plan.table_T4 is not None
+        tables = plan.table_T4.split([len(launch.members) for launch in plan.launches])
+        for launch, table_T4 in zip(plan.launches, tables, strict=True):
+            kind = launch.kind
+            if not kind.aligned:
+                self._fill_by_torch(launch, out_B)
+                continue
+            self._kernels.launch(
+                table_T4=table_T4,
+                out_B=out_B,
+                shape=(kind.rows, kind.columns),
+                groups=(kind.rows_per_group, kind.group_stride, kind.row_stride),
+                out_stride=kind.out_stride,
+                dtype=kind.dtype,
+                rank=kind.rank,
+                scale=self._scale,
+                vectors=launch.vectors,
+            )
+
+    # ------------------------------------------------------------ torch
+
+    def _fill_by_torch(self, launch: _Launch, out_B: torch.Tensor) -> None:
+        if launch.kind.rank == 0:
+            for member in launch.members:
+                _put(out_B, member, member.source.view())
+            return
+        for batch in _batches(launch.members):
+            products_TOI = _products(batch).mul_(self._scale)
+            for member, product_OI in zip(batch, products_TOI, strict=True):
+                weight = member.source.view()
+                _put(out_B, member, product_OI.view(weight.shape).add_(weight).to(weight.dtype))
+
+
+# ------------------------------------------------------------ over the ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalBox:
+    """A box of an HF tensor on this rank."""
+
+    source: Source
+    box: Box
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    def held(self, name: str) -> Held:
+        """Return what the other ranks need to know."""
+        return Held(name, _dtype_name(self.source.param), self.shape, self.box)
+
+
+class WireExport:
+    """The merged tensors of a model, chunk by chunk on rank 0, in the receiver's order.
+
+    The constructor is a collective. It needs a model for which `supports` returns None.
+
+    Args:
+        manifest: the names and shapes; `Exporter.manifest()` or a part of it.
+        order: chunks of manifest indices; every index exactly once.
+
+    Raises (on every rank alike):
+        PartitionError: the ranks' pieces are not whole tensors.
+        ManifestError: the manifest does not fit the model, or the order is incomplete.
+        MergePlanError: an adapter has no target, or two, or does not fit.
+    """
+
+    def __init__(self, model: Model, manifest: Manifest, order: Sequence[Sequence[int]]) -> None:
+        specs, rank = manifest.tensors, torch.distributed.get_rank()
+        _check_order([spec.name for spec in specs], order)
+        boxes = _local_boxes(model)
+        adapter_of, problem = _plan_adapters(model, boxes, [spec.name for spec in specs])
+        held = [asdict(piece.held(name)) for name, piece in boxes.items()]
+        everyones = objects.all_gather((problem, held), group=model.control_group)
+        for text, _ in everyones:
+            if text is not None:
+                raise MergePlanError(text)
+        plans = lay_out(
+            specs,
+            order,
+            assign([map(_held, theirs) for _, theirs in everyones], specs),
+            ranks=len(everyones),
+        )
+        self._nbytes = [plan.nbytes for plan in plans]
+        self.longest_s = math.inf
+        """Longest duration of a send, in seconds: only its deadline limits it."""
+        self._exchange = Exchange(
+            [p.messages for p in plans], group=model.gather_group, device=model.device
+        )
+        mine = [_own_members(plan, rank, specs, boxes, adapter_of) for plan in plans]
+        self._own = Merger(mine, scale=model.scale, device=model.device)
+        theirs = [
+            _placed_members(self._exchange, k, plan, specs)
+            for k, plan in enumerate(plans if rank == 0 else ())
+        ]
+        self._placed = Merger(theirs, scale=1.0, device=model.device)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the order."""
+        return len(self._nbytes)
+
+    def chunk_nbytes(self, chunk: int) -> int:
+        """Bytes of a chunk."""
+        return self._nbytes[chunk]
+
+    def start(self, *, limit: float) -> None:
+        """Prepare a send, on every rank, before rank 0's `fill` and the others' `contribute`.
+
+        Args:
+            limit: `time.monotonic()` up to which a rank waits for another.
+        """
+        self._exchange.start(limit=limit)
+
+    def resident(self, chunk: int) -> torch.Tensor | None:
+        """On rank 0: see `Merger.resident`. The caller calls `fill` for this chunk too."""
+        return self._own.resident(chunk)
+
+    def fill(self, chunk: int, out_B: torch.Tensor) -> None:
+        """On rank 0: write a chunk, its merged tensors end to end, row-major.
+
+        The caller fills each chunk once, in order. On CUDA the work is queued on the current
+        stream. Adapters must not change before it is done.
+
+        Raises:
+            ValueError: `out_B` does not fit; as `Merger.fill`.
+            OutOfStep: a rank is gone, or did not send its pieces before the limit.
+        """
+        self._exchange.post(chunk)
+        self._own.fill(chunk, out_B)
+        self._exchange.wait(chunk)
+        self._placed.fill(chunk, out_B)
+
+    def drain(self) -> None:
+        """On rank 0, after the last `fill` or a failure: receive what the others still send."""
+        self._exchange.drain()
+
+    def contribute(self) -> None:
+        """On the other ranks: merge this rank's pieces of every chunk and send them.
+
+        Raises:
+            OutOfStep: rank 0 is gone, or did not receive them before the limit.
+            Exception: the merge failed. The ranks are in step; later messages hold no weights.
+        """
+        self._exchange.send(self._own.fill)
+
+    def release(self) -> None:
+        """Free the buffers between the ranks. `start` makes them again."""
+        self._exchange.release()
+
+    def seconds(self, fill_s: float) -> dict[str, float]:
+        """Seconds of all `fill`s, by phase. Export and merge are one pass here."""
+        return {"export": 0.0, "merge": fill_s}
+
+
+def supports(model: Model) -> str | None:
+    """Return why `WireExport` cannot export this model; None if it can.
+
+    A collective, with one answer on all ranks.
+    """
+    reason = None
+    try:
+        _local_boxes(model)
+    except _NotUnderstoodError as error:
+        reason = str(error)
+    reasons = objects.all_gather(reason, group=model.control_group)
+    for rank, text in enumerate(reasons):
+        if text is not None:
+            return text if len(reasons) == 1 else f"rank {rank}: {text}"
+    return None
+
+
+def _held(fields: dict[str, Any]) -> Held:
+    """Undo `asdict`."""
+    return Held(**{**fields, "box": Box(**fields["box"])})
+
+
+def _plan_adapters(
+    model: Model, boxes: Mapping[str, LocalBox], names: Sequence[str]
+) -> tuple[dict[str, Delta], str | None]:
+    """Map each HF tensor to the adapter of this rank's piece; or return what is wrong."""
+    deltas = _deltas(model)
+    targets = {
+        name: TensorSpec(
+            name=name,
+            dtype=_dtype_name(boxes[name].source.param),  # type: ignore[arg-type]
+            shape=boxes[name].source.shape,
+        )
+        for name in names
+        if name in boxes
+    }
+    try:
+        plan = plan_merge(
+            deltas={name: d.matrices() for name, d in deltas.items()}, targets=targets
+        )
+    except MergePlanError as error:
+        return {}, str(error)
+    return {op.target: deltas[op.adapter] for op in plan}, None
+
+
+def _own_members(
+    plan: ChunkPlan,
+    rank: int,
+    specs: Sequence[TensorSpec],
+    boxes: Mapping[str, LocalBox],
+    adapter_of: Mapping[str, Delta],
+) -> tuple[int, list[Member]]:
+    """This rank's members: of the chunk itself on rank 0, of the message on others."""
+    members = []
+    for placed in plan.placements[rank]:
+        name = specs[placed.index].name
+        offset, row_stride = (
+            (placed.offset, placed.row_stride) if rank == 0 else (placed.packed, placed.box.columns)
+        )
+        members.append(
+            Member(
+                source=boxes[name].source,
+                delta=adapter_of.get(name),
+                offset=offset,
+                row_stride=row_stride,
+            )
+        )
+    return (plan.nbytes if rank == 0 else plan.messages[rank]), members
+
+
+def _placed_members(
+    exchange: Exchange, k: int, plan: ChunkPlan, specs: Sequence[TensorSpec]
+) -> tuple[int, list[Member]]:
+    """The other ranks' members of a chunk: copies out of their messages."""
+    members = []
+    for rank, placements in enumerate(plan.placements):
+        for placed in placements if rank else ():
+            dtype, box = torch_dtype(specs[placed.index].dtype), placed.box
+            buffer, begin = exchange.place(k, rank, dtype)
+            source = Source(
+                param=buffer,
+                offset=(begin + placed.packed) // dtype.itemsize,
+                groups=1,
+                rows=box.rows,
+                columns=box.columns,
+                group_stride=0,
+                row_stride=box.columns,
+                shape=(box.rows, box.columns),
+            )
+            members.append(
+                Member(
+                    source=source, delta=None, offset=placed.offset, row_stride=placed.row_stride
+                )
+            )
+    return plan.nbytes, members
+
+
+# ------------------------------------------------------------ plan
+
+
+def _check_order(names: Sequence[str], order: Sequence[Sequence[int]]) -> None:
+    seen: set[int] = set()
+    for index in (i for chunk in order for i in chunk):
+        if not 0 <= index < len(names):
+            raise ManifestError(
+                f"the order has index {index}, but the manifest ends at {len(names) - 1} "
+                f"({names[-1]})"
+            )
+        if index in seen:
+            raise ManifestError(f"the order has {names[index]} (index {index}) twice")
+        seen.add(index)
+    if len(seen) != len(names):
+        missing = [names[i] for i in range(len(names)) if i not in seen]
+        raise ManifestError(
+            f"the order lacks {len(missing)} tensors of the manifest: {missing[:3]}"
+        )
+
+
+def _plan_chunk(nbytes: int, members: Iterable[Member]) -> _Chunk:
+    by_kind: dict[_Kind, list[Member]] = defaultdict(list)
+    tensors: dict[int, torch.Tensor] = {}
+    for member in members:
+        source, delta = member.source, member.delta
+        if source.numel:
+            by_kind[_Kind.of(member)].append(member)
+        read = (source.param,) if delta is None else (source.param, delta.lora_A, delta.lora_B)
+        tensors.update((id(t), t) for t in read)
+    launches = [_Launch(kind, same) for kind, same in by_kind.items()]
+    return _Chunk(nbytes=nbytes, launches=launches, tensors=list(tensors.values()))
+
+
+def _deltas(model: Model) -> dict[str, Delta]:
+    """HF module name -> adapter."""
+    from trainer_node.adapters.lora import ExpertAdapter
+
+    deltas = {}
+    for adapter in model.adapters.adapters:
+        for i, names in enumerate(adapter.names):
+            if names is None:
+                continue
+            lora_A, lora_B = adapter.lora_A[str(i)], adapter.lora_B[str(i)]
+            each: Iterable[tuple[str, int | None]]
+            each = (
+                ((name, e) for e, name in enumerate(names))
+                if isinstance(adapter, ExpertAdapter)
+                else ((str(names), None),)
+            )
+            for name, expert in each:
+                deltas[name] = Delta(lora_A=lora_A, lora_B=lora_B, expert=expert)
+    return deltas
+
+
+def _local_boxes(model: Model) -> dict[str, LocalBox]:
+    """HF name -> this rank's piece.
+
+    Raises:
+        _NotUnderstoodError: a mapping or a parameter of a kind that this module does not know.
+    """
+    # Late, because on a CPU Bridge can be imported only after `cpu_shims.apply`.
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+    if (
+        type(model.bridge).maybe_modify_converted_hf_weight
+        is not MegatronModelBridge.maybe_modify_converted_hf_weight
+    ):
+        raise _NotUnderstoodError(
+            f"{type(model.bridge).__name__} changes tensors after its mappings"
+        )
+    boxes: dict[str, LocalBox] = {}
+    for task in model.conversion_tasks:
+        if task is None:
+            raise _NotUnderstoodError("a parameter of the model has no HF name")
+        if task.param_weight is None:  # another pipeline stage's
+            continue
+        _check_param(task)
+        for name, source in _task_sources(task).items():
+            boxes[name] = (
+                _vocab_box(task, source, model.vocab_size)
+                if name in VOCAB_TENSORS
+                else _local_box(task, source)
+            )
+    embedding, head = VOCAB_TENSORS
+    if model.hf_config.tie_word_embeddings and embedding in boxes:
+        boxes.setdefault(head, boxes[embedding])
+    return {name: piece for name, piece in boxes.items() if piece.source.numel}
+
+
+def _split(task: Any) -> tuple[int | None, int, int]:
+    """Return the split dimension (None: copies), the number of parts, and this rank's part."""
+    from trainer_node.model.parameters import split_dim, tensor_group
+
+    group = tensor_group(expert=task.mapping.is_expert)
+    if group.size() == 1:
+        return None, 1, 0
+    try:
+        dim = split_dim(task)
+    except ValueError as error:
+        raise _NotUnderstoodError(f"{task.global_param_name}: {error}") from error
+    # The bias of a row-parallel linear is a copy.
+    return (
+        (None, 1, 0)
+        if dim is None or dim >= task.param_weight.dim()
+        else (dim, group.size(), group.rank())
+    )
+
+
+def _local_box(task: Any, source: Source) -> LocalBox:
+    dim, parts, part = _split(task)
+    (height, width), shape = matrix(source.shape), list(source.shape)
+    if dim is not None:
+        shape[dim] *= parts
+    box = Box(part * height if dim == 0 else 0, height, part * width if dim == 1 else 0, width)
+    return LocalBox(source=source, box=box, shape=tuple(shape))
+
+
+def _vocab_box(task: Any, source: Source, vocab_size: int) -> LocalBox:
+    """Rows of real tokens. Megatron pads after the last one, so a piece may be empty."""
+    dim, _, part = _split(task)
+    if dim == 1:
+        raise _NotUnderstoodError(f"{task.global_param_name} is split by columns")
+    begin = part * source.param.shape[0]
+    rows = min(max(vocab_size - begin, 0), source.param.shape[0])
+    source = Source.whole(source.param, rows=rows)
+    return LocalBox(
+        source=source,
+        box=Box(begin, rows, 0, source.columns),
+        shape=(vocab_size, *source.shape[1:]),
+    )
+
+
+def _check_param(task: Any) -> None:
+    data = task.param_weight.data
+    if type(data) is not torch.Tensor or not data.is_contiguous():
+        raise _NotUnderstoodError(
+            f"{task.global_param_name} is a {type(data).__name__} of strides {tuple(data.stride())}"
+        )
+
+
+def _task_sources(task: Any) -> Mapping[str, Source]:
+    """Return what `task.mapping.megatron_to_hf` makes of this rank's part, as views.
+
+    Subclasses may do more, so types are compared exactly.
+    """
+    from megatron.bridge.models.conversion import param_mapping as bridge
+
+    mapping, param, kind = task.mapping, task.param_weight, type(task.mapping)
+    names = mapping.hf_param
+    plain = (
+        bridge.DirectMapping,
+        bridge.ColumnParallelMapping,
+        bridge.RowParallelMapping,
+        bridge.ReplicatedMapping,
+    )
+    if kind in plain or (kind is bridge.AutoMapping and mapping.permute_dims is None):
+        return {str(names): Source.whole(param)}
+    if kind is bridge.GatedMLPMapping and param.shape[0] % 2 == 0:
+        half = param.shape[0] // 2
+        return {
+            names["gate"]: Source.whole(param, rows=half),
+            names["up"]: Source.whole(param, first=half, rows=half),
+        }
+    if kind is bridge.QKVMapping:
+        return _qkv_sources(
+            names, param, mapping._get_config(task.megatron_module), parts=_split(task)[1]
+        )
+    raise _NotUnderstoodError(
+        f"{task.global_param_name} is mapped by {kind.__name__}, which the merge in the "
+        "receiver's order does not know"
+    )
+
+
+def _qkv_sources(
+    names: Mapping[str, str], param: torch.Tensor, config: Any, *, parts: int
+) -> dict[str, Source]:
+    """q, k and v of the interleaved rows [group: its query heads, its key head, its value head]; a
+    bias is a matrix of one column."""
+    if getattr(config, "attention_output_gate", False):
+        raise _NotUnderstoodError(f"{names['q']} carries an output gate")
+    heads = config.num_attention_heads // config.num_query_groups
+    groups = config.num_query_groups // parts
+    size = config.kv_channels or config.hidden_size // config.num_attention_heads
+    columns = math.prod(param.shape[1:])
+    if param.shape[0] != groups * (heads + 2) * size:
+        raise _NotUnderstoodError(
+            f"{names['q']}: {param.shape[0]} fused rows are not {groups} groups of {heads} + 2 "
+            f"heads of {size}"
+        )
+    return {
+        names[part]: Source(
+            param=param,
+            offset=first * size * columns,
+            groups=groups,
+            rows=width * size,
+            columns=columns,
+            group_stride=(heads + 2) * size * columns,
+            row_stride=columns,
+            shape=(groups * width * size, *param.shape[1:]),
+        )
+        for part, first, width in (("q", 0, heads), ("k", heads, 1), ("v", heads + 1, 1))
+    }
+
+
+# ------------------------------------------------------------ torch path
+
+
+def _put(out_B: torch.Tensor, member: Member, tensor: torch.Tensor) -> None:
+    """Copy a tensor to its place row by row, as bytes: the place need not be aligned."""
+    columns, size = member.source.columns, tensor.element_size()
+    bytes_OB = tensor.contiguous().view(-1, columns).view(torch.uint8)
+    places = out_B[member.offset :].as_strided(bytes_OB.shape, (member.row_stride * size, 1))
+    places.copy_(bytes_OB)
+
+
+def _batches(members: Sequence[Member]) -> Iterator[list[Member]]:
+    """Members with the same adapter matrices, at most `BATCH_ELEMENTS` elements at a time."""
+    by_matrix: dict[int, list[Member]] = defaultdict(list)
+    for member in members:
+        by_matrix[id(member.delta.lora_A)].append(member)  # type: ignore[union-attr]
+    for group in by_matrix.values():
+        step = max(1, BATCH_ELEMENTS // group[0].source.numel)
+        for first in range(0, len(group), step):
+            yield group[first : first + step]
+
+
+def _products(batch: Sequence[Member]) -> torch.Tensor:
+    """B @ A of each, [T, O, I] in fp32."""
+    deltas = [member.delta for member in batch]
+    first = deltas[0]
+    assert first is not None
+    if first.expert is None:
+        return torch.mm(first.lora_B.detach(), first.lora_A.detach())[None]
+    experts = [d.expert for d in deltas if d is not None and d.expert is not None]
+    lora_A, lora_B = first.lora_A.detach(), first.lora_B.detach()
+    if experts == list(range(experts[0], experts[0] + len(experts))):
+        return torch.bmm(lora_B[experts[0] : experts[-1] + 1], lora_A[experts[0] : experts[-1] + 1])
+    picked = torch.tensor(experts, device=lora_A.device)
+    return torch.bmm(lora_B[picked], lora_A[picked])
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    """Return the dtype's name in manifests."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Return the Triton kernel, or None without Triton. The torch path does the same."""
+    try:
+        import triton  # noqa: F401  - only to see whether it is there
+    except ImportError:
+        return None
+    from trainer_node.export import merge_kernels
+
+    return merge_kernels

@@ -1,0 +1,256 @@
+"""Handles the requests that train, score, save and load. Every rank runs every handler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.protocol.messages import (
+    FORWARD_RESULTS,
+    ExportHf,
+    Forward,
+    ForwardBackward,
+    LoadAdapter,
+    LoadCheckpoint,
+    LossSpec,
+    OptimStep,
+    SaveCheckpoint,
+    TensorSpec,
+    TrainLora,
+    TrainMerged,
+    TrainStep,
+)
+from trainer_node.export.hf_export import export_hf
+from trainer_node.export.merged import Exporter
+from trainer_node.request import Outcome, Request
+from trainer_node.state import checkpoint
+from trainer_node.training import gap, steps
+from trainer_node.training.batch import Batch, decode_batch, decode_forward
+from trainer_node.training.sums import StepSums
+from trainer_node.training.trainer import Trainer
+
+log = logging.getLogger("splice.trainer")
+
+
+class Jobs:
+    """The handlers and the trainer that they use."""
+
+    def __init__(self, trainer: Trainer, exporter: Exporter) -> None:
+        self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
+        """Message type -> handler."""
+        return {
+            TrainMerged: self.train_merged,
+            TrainLora: self.train_lora,
+            Forward: self.forward,
+            ForwardBackward: self.forward_backward,
+            OptimStep: self.optim_step,
+            ExportHf: self.export_hf,
+            SaveCheckpoint: self.save_checkpoint,
+            LoadCheckpoint: self.load_checkpoint,
+            LoadAdapter: self.load_adapter,
+        }
+
+    # ------------------------------------------------------------ training
+
+    def train_merged(self, request: Request[TrainMerged]) -> Outcome:
+        """Take the job's steps and save a checkpoint."""
+        message = request.message
+        result, train_s = self._train(request)
+        started = time.monotonic()
+        checkpoint.save(self._trainer, Path(message.checkpoint_dir), version=message.version)
+        result |= {"version": message.version, "seconds": self._seconds(request, train_s, started)}
+        return Outcome(result=result | _delete(request, message.delete_after))
+
+    def train_lora(self, request: Request[TrainLora]) -> Outcome:
+        """Take the job's steps and save the adapter alone."""
+        self._model.need_adapters("TrainLora (use TrainMerged)")
+        folder = request.message.output_dir
+        result, train_s = self._train(request)
+        started = time.monotonic()
+        checkpoint.save_adapter(self._model, Path(folder))
+        seconds = self._seconds(request, train_s, started)
+        return Outcome(result=result | {"output_dir": folder, "seconds": seconds})
+
+    def _train(self, request: Request[Any]) -> tuple[dict[str, Any], float]:
+        """Take the job's steps. Returns their part of the result, and their seconds."""
+        message: TrainStep = request.message
+        request.progress("training")
+        started, batch = time.monotonic(), self._batch(request)
+        is_on_policy = self._trainer.steps_since_sent == 0
+
+        def on_step(step: steps.Step, count: int) -> None:
+            request.steps_taken += step.is_taken
+            if count > 1:
+                request.progress("training", metrics=step.metrics)
+
+        done = steps.train(self._trainer, batch, message, on_step=on_step)
+        result: dict[str, Any] = {
+            "metrics": steps.total_metrics(done),
+            "steps": [s.metrics for s in done],
+            "warnings": [],
+        }
+        if is_on_policy:
+            result["warnings"] = self._warnings(request, done[0].used.sums, batch, message.loss)
+        train_s = time.monotonic() - started
+        request.progress("saving", metrics=result["metrics"])
+        return result, train_s
+
+    def _batch(self, request: Request[Any]) -> Batch:
+        """Decode the batch and check it, before any part of the request runs.
+
+        Raises:
+            ConfigError: the batch or its loss is refused; nothing has changed.
+        """
+        message: TrainStep | ForwardBackward = request.message
+        batch = decode_batch(
+            specs=message.tensors,
+            buffers=request.buffers,
+            vocab_size=self._model.vocab_size,
+            max_length=self._model.max_length,
+            loss=message.loss,
+        )
+        accumulation = message.grad_accumulation_sequences
+        self._trainer.check(batch, message.loss, grad_accumulation_sequences=accumulation)
+        return batch
+
+    def _warnings(
+        self, request: Request[Any], sums: StepSums, batch: Batch, loss: LossSpec
+    ) -> list[str]:
+        """Return and log the warnings about the gap between trainer and sampler."""
+        dtype = self._model.config.dtype
+        texts = gap.warnings(sums, loss, dtype=dtype, temperatures_T=batch.temperatures_T)
+        for text in texts if request.link is not None else ():
+            log.warning("%s: %s", request.id, text)
+        return texts
+
+    def _seconds(
+        self, request: Request[Any], train_s: float, save_began: float
+    ) -> dict[str, float]:
+        save_s = time.monotonic() - save_began
+        return {"train": train_s, "save": save_s, **self._to_first_forward(request)}
+
+    def _to_first_forward(self, request: Request[Any]) -> dict[str, float]:
+        """Seconds from the request's receipt to its first forward pass."""
+        return {"to_first_forward": self._trainer.first_forward_s - request.received_s}
+
+    def forward_backward(self, request: Request[ForwardBackward]) -> Outcome:
+        """Add a batch's gradients to the pending ones."""
+        message, trainer = request.message, self._trainer
+        request.progress("training")
+        started, batch = time.monotonic(), self._batch(request)
+        sums = trainer.forward_backward(batch, message.loss, loss_weight=message.loss_weight)
+        warnings = []
+        if trainer.steps_since_sent == 0:
+            warnings = self._warnings(request, sums, batch, message.loss)
+        seconds = {"forward_backward": time.monotonic() - started}
+        return Outcome(
+            result={
+                "metrics": sums.metrics(message.loss.normalize_by),
+                "warnings": warnings,
+                "pending_batches": trainer.pending.num_batches,
+                "seconds": seconds | self._to_first_forward(request),
+            }
+        )
+
+    def optim_step(self, request: Request[OptimStep]) -> Outcome:
+        """Take one step with the pending gradients."""
+        request.progress("training")
+        metrics = self._trainer.optim_step(request.message.optim)
+        return Outcome(result={"metrics": metrics, "seconds": {"optim": metrics["seconds_optim"]}})
+
+    # ------------------------------------------------------------ scoring
+
+    def forward(self, request: Request[Forward]) -> Outcome:
+        """Return log-prob and entropy of each marked token."""
+        message = request.message
+        request.progress("forward")
+        started = time.monotonic()
+        batch = decode_forward(
+            specs=message.tensors,
+            buffers=request.buffers,
+            vocab_size=self._model.vocab_size,
+            max_length=self._model.max_length,
+            allowed_token_ids=message.allowed_token_ids,
+        )
+        results: Sequence[torch.Tensor] = self._trainer.forward(
+            batch, allowed_token_ids=message.allowed_token_ids, adapters=message.adapters
+        )
+        seconds = {"forward": time.monotonic() - started} | self._to_first_forward(request)
+        return Outcome(
+            result={"seconds": seconds},
+            tensors=tuple(
+                TensorSpec(name=n, dtype=d, shape=tuple(t.shape))  # type: ignore[arg-type]
+                for (n, d), t in zip(FORWARD_RESULTS.items(), results, strict=True)
+            ),
+            buffers=tuple(t.contiguous().numpy().tobytes() for t in results),
+        )
+
+    # ------------------------------------------------------------ saving and loading
+
+    def export_hf(self, request: Request[ExportHf]) -> Outcome:
+        """Write the merged model as an HF checkpoint."""
+        message = request.message
+        request.progress("exporting")
+        started, folder = time.monotonic(), message.output_dir
+        files = export_hf(
+            self._model, self._exporter, Path(folder), shard_bytes=message.shard_bytes
+        )
+        seconds = {"export": time.monotonic() - started}
+        return Outcome(result={"output_dir": folder, "files": files, "seconds": seconds})
+
+    def save_checkpoint(self, request: Request[SaveCheckpoint]) -> Outcome:
+        """Save the trainer's state."""
+        message, trainer = request.message, self._trainer
+        request.progress("saving")
+        started, folder = time.monotonic(), message.checkpoint_dir
+        checkpoint.save(
+            trainer, Path(folder), version=message.version, client_state=message.client_state
+        )
+        result = {
+            "version": message.version,
+            "checkpoint_dir": folder,
+            "pending_batches": trainer.pending.num_batches,
+            "seconds": {"save": time.monotonic() - started},
+        }
+        return Outcome(result=result | _delete(request, message.delete_after))
+
+    def load_checkpoint(self, request: Request[LoadCheckpoint]) -> Outcome:
+        """Load the trainer's state."""
+        request.progress("loading")
+        started = time.monotonic()
+        loaded = checkpoint.load(self._trainer, Path(request.message.checkpoint_dir))
+        return Outcome(
+            result={
+                "version": loaded.version,
+                "client_state": loaded.client_state,
+                "dropped_batches": loaded.dropped_batches,
+                "rng_restored": loaded.rng_restored,
+                "seconds": {"load": time.monotonic() - started},
+            }
+        )
+
+    def load_adapter(self, request: Request[LoadAdapter]) -> Outcome:
+        """Replace the adapter by one in PEFT's format."""
+        request.progress("loading")
+        started, folder = time.monotonic(), request.message.adapter_dir
+        dropped = self._trainer.load_adapter(Path(folder))
+        seconds = {"load": time.monotonic() - started}
+        return Outcome(
+            result={"adapter_dir": folder, "dropped_batches": dropped, "seconds": seconds}
+        )
+
+
+def _delete(request: Request[Any], folders: Sequence[str]) -> dict[str, Any]:
+    """Delete old checkpoints, on rank 0, once the new one is complete."""
+    not_deleted = checkpoint.delete(map(Path, folders)) if request.link is not None else {}
+    for folder, reason in not_deleted.items():
+        log.warning("cannot delete the old checkpoint %s: %s", folder, reason)
+    return {"not_deleted": not_deleted} if not_deleted else {}

@@ -1,0 +1,265 @@
+"""Builds one rank's model: a checked config in, a `Model` out. Every function is a collective.
+
+    process groups -> Megatron's model through Bridge -> HF's weights -> freeze it -> hook adapters
+    on
+
+With finetuning_type "lora" the base is frozen and fp32 adapters train. With "full" every parameter
+trains, without adapters. On a CPU `cpu_shims.apply` must run before this module is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import TrainerConfig
+from trainer_node import objects
+from trainer_node.adapters.lora import AdapterSet
+from trainer_node.adapters.merge import strip_wrappers
+from trainer_node.model import topology
+from trainer_node.model.experts import StackedExperts, understood
+from trainer_node.model.hf import HfCheckpoint
+from trainer_node.model.model import DTYPES, Model
+from trainer_node.model.parameters import TrainedParam, count, model_parameters
+
+COMPILE_BACKEND = "inductor"
+
+
+def build(config: TrainerConfig, hf_config: Any) -> Model:
+    """Join the other ranks and build this rank's part of the model.
+
+    Args:
+        hf_config: `hf.read_config`'s; `topology.check` has passed it.
+
+    Raises:
+        ConfigError: the config and the checkpoint do not fit together.
+    """
+    objects.restrict_torch()
+    device = topology.join(config)
+    control_group = topology.group_of_all("gloo")
+    gather_group = topology.group_of_all()
+    bridge, provider = _bridge(config, hf_config)
+    with_weights = config.init == "hf"
+    checkpoint = HfCheckpoint(
+        config.model, hf_config, padded_vocab=_padded_vocab(provider), with_weights=with_weights
+    )
+    modules = [_megatron_model(config, provider, device)]
+    if with_weights:
+        _load_weights(bridge, checkpoint, modules)
+    else:
+        _random_weights(
+            modules, config=config, hf_config=hf_config, provider=provider, device=device
+        )
+    modules[0].requires_grad_(False)
+    tasks = _conversion_tasks(bridge, checkpoint, modules, provider)
+    adapters, params = trainable(
+        modules[0], tasks, config=config, hf_config=hf_config, provider=provider, device=device
+    )
+    num_parameters = count(params, device)
+    if num_parameters == 0:
+        raise ConfigError(f"no linear of the model is among the lora targets {config.lora.targets}")
+    return Model(
+        config=config,
+        hf_config=hf_config,
+        device=device,
+        control_group=control_group,
+        gather_group=gather_group,
+        provider=provider,
+        bridge=bridge,
+        checkpoint=checkpoint,
+        modules=modules,
+        head=modules[0],
+        routers=[m for m in modules[0].modules() if isinstance(m, TopKRouter)],
+        conversion_tasks=tasks,
+        adapters=adapters,
+        params=params,
+        num_parameters=num_parameters,
+    )
+
+
+# ---------------------------------------------------------------- Megatron's model
+
+
+def _bridge(config: TrainerConfig, hf_config: Any) -> tuple[Any, Any]:
+    """Bridge's mapping for this architecture, and Megatron's config."""
+    auto = AutoBridge.from_hf_config(hf_config)
+    provider = _provider(auto, config, hf_config)
+    # The instance caches the parameter names of all pipeline ranks, so one is kept for good.
+    bridge = auto._model_bridge
+    bridge._unwrap_name = strip_wrappers
+    bridge.hf_config = hf_config
+    return bridge, provider
+
+
+def _provider(auto: Any, config: TrainerConfig, hf_config: Any) -> Any:
+    parallel, dtype = config.parallel, DTYPES[config.dtype]
+    provider = auto.to_megatron_provider(load_weights=False)
+    provider.tensor_model_parallel_size = parallel.tensor
+    provider.pipeline_model_parallel_size = parallel.pipeline
+    provider.expert_model_parallel_size = parallel.expert
+    provider.expert_tensor_parallel_size = parallel.expert_tensor
+    provider.context_parallel_size = parallel.context
+    provider.sequence_parallel = parallel.sequence and parallel.tensor > 1
+    provider.params_dtype = provider.pipeline_dtype = dtype
+    provider.bf16, provider.fp16 = dtype is torch.bfloat16, False
+    provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
+    # Not linear in the micro-batch cut (Bridge sets 1e-3 for Qwen3-MoE).
+    provider.moe_aux_loss_coeff = 0.0
+    # Bridge assumes normalised top-k probabilities; HF has both.
+    provider.moe_router_pre_softmax = not getattr(hf_config, "norm_topk_prob", True)
+    # A fused router cannot replay a micro-batch's choice of experts (`passes`).
+    provider.moe_enable_routing_replay = bool(getattr(hf_config, "num_experts", None))
+    provider.moe_router_fusion = False
+    # On GPUs unfused rotary embeddings of packed sequences read the sequences' bounds back to the
+    # host, in every layer. (Without dropout and bias the fused bias-dropout is one addition, which
+    # Megatron would compile for every shape.)
+    provider.apply_rope_fusion = provider.bias_activation_fusion = True
+    # The base is frozen: nothing accumulates into main_grad, and sums are divided by us.
+    provider.gradient_accumulation_fusion = False
+    provider.calculate_per_token_loss = True
+    provider.finalize_model_grads_func = None
+    provider.attention_dropout = provider.hidden_dropout = 0.0
+    provider.perform_initialization = False
+    if config.recompute != "none":
+        provider.recompute_granularity = config.recompute
+    if config.recompute == "full":
+        provider.recompute_method, provider.recompute_num_layers = "uniform", 1
+    if config.device == "cpu":
+        from trainer_node.model import cpu_shims
+
+        cpu_shims.prepare_provider(provider)
+    provider.finalize()
+    return provider
+
+
+def _padded_vocab(provider: Any) -> int:
+    multiple, tensor = provider.make_vocab_size_divisible_by, provider.tensor_model_parallel_size
+    return int(calculate_padded_vocab_size(provider.vocab_size, multiple, tensor))
+
+
+def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) -> Any:
+    RouterReplay.clear_global_router_replay_instances()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    provider._pg_collection = groups
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    model = provider.provide(pre_process=first, post_process=last)
+    model.to(device)
+    if first and config.recompute == "full":
+        # Megatron's checkpointing is reentrant: adapters get gradients only if an input requires
+        # one.
+        model.embedding.register_forward_hook(
+            lambda _module, _args, output: output.requires_grad_()
+        )
+    if config.compile:
+        for layer in model.decoder.layers:
+            layer.compile(backend=COMPILE_BACKEND)
+    if last:
+        # The model ends with its hidden states: `passes` makes logits where there is loss, a chunk
+        # at a time.
+        model.output_layer.forward = lambda hidden, **_: (hidden, None)
+    for module in model.modules():
+        if isinstance(module, MoELayer) and not provider.sequence_parallel:
+            # In training mode the layer refuses tensor parallelism without sequence parallelism,
+            # for speed only. Its own flag decides nothing else; the modules below it keep theirs.
+            module.training = False
+    return model
+
+
+def _load_weights(bridge: Any, checkpoint: HfCheckpoint, modules: list[Any]) -> None:
+    bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
+    bridge.load_weights_hf_to_megatron(checkpoint, modules)
+
+
+@torch.no_grad()
+def _random_weights(
+    modules: list[Any],
+    *,
+    config: TrainerConfig,
+    hf_config: Any,
+    provider: Any,
+    device: torch.device,
+) -> None:
+    """Draw normal weights of the config's std, seeded by global name, so that pipeline and expert
+    ranks do not matter."""
+    tied = bool(hf_config.tie_word_embeddings)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+    for local, param in modules[0].named_parameters():
+        if param.dim() < 2:
+            continue
+        name = _megatron_local_name_to_global(modules, provider, strip_wrappers(local), 0)
+        if tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        part = etp_rank if ".experts." in name else 0 if ".router." in name else tp_rank
+        key = f"{config.seed}:{name}:{part}"
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
+        generator = torch.Generator(device=device).manual_seed(seed)
+        param.normal_(0.0, hf_config.initializer_range, generator=generator)
+
+
+def _conversion_tasks(
+    bridge: Any, checkpoint: HfCheckpoint, modules: list[Any], provider: Any
+) -> list[Any]:
+    tasks: list[Any] = bridge.build_conversion_tasks(checkpoint, modules)
+    for task in tasks:
+        # Bridge 0.3.1 would send its whole configuration between pipeline ranks, pickled. Every
+        # rank has the same one.
+        task.mapping._broadcast_obj_cache |= dict.fromkeys(("qkv_config", "kv_config"), provider)
+    return tasks
+
+
+# ---------------------------------------------------------------- what trains
+
+
+def trainable(
+    module: Any,
+    tasks: Sequence[Any],
+    *,
+    config: TrainerConfig,
+    hf_config: Any,
+    provider: Any,
+    device: torch.device,
+) -> tuple[AdapterSet, list[TrainedParam]]:
+    """Hook adapters on the frozen module; with finetuning_type "full" let the module itself train.
+    Returns what trains."""
+    trains_all = config.finetuning_type == "full"
+    adapters = AdapterSet(
+        tasks=() if trains_all else tasks,
+        layers=[m for m in module.modules() if isinstance(m, TransformerLayer)],
+        config=provider,
+        lora=config.lora,
+        seed=config.seed,
+        device=device,
+    )
+    if not trains_all:
+        params = adapters.params()
+        if not config.lora.dropout and understood(provider, device):
+            _stack_experts(module, adapters)
+        return adapters, params
+    module.requires_grad_(True)
+    tied = bool(hf_config.tie_word_embeddings)
+    vocab_size = int(hf_config.vocab_size)
+    return adapters, model_parameters(
+        module, tasks, config=provider, tied=tied, vocab_size=vocab_size
+    )
+
+
+def _stack_experts(module: Any, adapters: AdapterSet) -> None:
+    """Put grouped products in the place of Megatron's experts, which compute the same."""
+    for layer in [m for m in module.modules() if isinstance(m, MoELayer)]:
+        linears = layer.experts.linear_fc1, layer.experts.linear_fc2
+        of_layer = tuple(adapters.by_module.get(linear) for linear in linears)
+        StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Presents an HF checkpoint folder to Megatron-Bridge: a checked config and a lazy state dict.
+
+The folder has config.json, and safetensors unless weights are random. Bridge takes `HfCheckpoint`
+for its own `PreTrainedCausalLM`. The vocabulary's rows are padded to what Megatron allocates.
+Raises `ConfigError` only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from orchestrator.errors import ConfigError
+
+VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+"""HF tensors whose rows are the vocabulary, which Megatron pads."""
+
+
+def read_config(folder: Path) -> Any:
+    """The folder's config as transformers 4 reads it, with what transformers 5 writes differently
+    put right.
+
+    Raises:
+        ConfigError: no config.json, or a feature that the trainer would get wrong silently.
+    """
+    from transformers import AutoConfig
+
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"no config.json in {folder}; `model` must be an HF checkpoint folder")
+    raw = json.loads(file.read_text())
+    config = AutoConfig.from_pretrained(folder)
+    rope = raw.get("rope_parameters") or {}
+    # transformers 5 moved these into rope_parameters; transformers 4 would take the class's
+    # defaults without a word.
+    if "rope_theta" in rope and "rope_theta" not in raw:
+        config.rope_theta = rope["rope_theta"]
+    scaling = raw.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "yarn"):
+        raise ConfigError(f"{file}: rope scaling {kind!r} is not supported; default and yarn are")
+    experts = {raw[k] for k in ("num_experts", "num_local_experts") if raw.get(k) is not None}
+    if len(experts) > 1:
+        raise ConfigError(
+            f"{file}: num_experts and num_local_experts differ: {sorted(experts)}; make them agree"
+        )
+    _refuse_unknown_layers(file, raw)
+    return config
+
+
+def _refuse_unknown_layers(file: Path, raw: dict[str, Any]) -> None:
+    if raw.get("use_sliding_window"):
+        raise ConfigError(
+            f"{file}: use_sliding_window is on; the trainer attends to the whole sequence"
+        )
+    if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            f"{file}: dense layers among MoE layers (mlp_only_layers, decoder_sparse_step) are "
+            "not supported"
+        )
+
+
+class _Keys:
+    """Every key the bridge may ask for, except an output layer that is tied and therefore not in
+    HF's checkpoint."""
+
+    def __init__(self, *, tied: bool) -> None:
+        self._tied = tied
+
+    def __contains__(self, name: object) -> bool:
+        return not (self._tied and name == "lm_head.weight")
+
+    def get_all_keys(self) -> _Keys:
+        """Return the tensors' names, under Bridge's method name."""
+        return self
+
+
+class _State(Mapping[str, torch.Tensor]):
+    """Name -> tensor, read when asked for."""
+
+    def __init__(self, folder: Path, *, padded_vocab: int, source: _Keys) -> None:
+        self.source, self._padded_vocab = source, padded_vocab
+        self._files = _tensor_files(folder)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise ConfigError(f"the checkpoint has no tensor {name}; is it complete?")
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor = file.get_tensor(name)
+        missing = self._padded_vocab - tensor.shape[0]
+        if name in VOCAB_TENSORS and missing > 0:
+            tensor = torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> safetensors file, by the index or the files' own headers."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            files.update(dict.fromkeys(file.keys(), path))
+    return files
+
+
+class HfCheckpoint:
+    """The object that Bridge reads: `.config`, `.state` and `.state.source.get_all_keys()`."""
+
+    def __init__(self, folder: Path, config: Any, *, padded_vocab: int, with_weights: bool) -> None:
+        self.config, self.model_name_or_path = config, str(folder)
+        source = _Keys(tied=bool(config.tie_word_embeddings))
+        self.state = _State(folder, padded_vocab=padded_vocab, source=source)
+        if with_weights and not len(self.state):
+            raise ConfigError(
+                f"no safetensors in {folder}; use init='random' for a config without weights"
+            )

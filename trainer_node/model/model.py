@@ -1,0 +1,88 @@
+"""One rank's model, as `build` makes it, for training, exports and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import TrainerConfig
+from trainer_node.model import topology
+from trainer_node.model.hf import HfCheckpoint
+
+if TYPE_CHECKING:
+    from trainer_node.adapters.lora import AdapterSet
+    from trainer_node.model.parameters import TrainedParam
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Megatron's modules with their adapters, and the process groups of all ranks. Use `close` at
+    the end."""
+
+    config: TrainerConfig
+    hf_config: Any
+    device: torch.device
+    control_group: Any
+    """gloo group for requests, outcomes and plans."""
+    gather_group: Any
+    """Group for the pieces of weights that go to rank 0 (`gathering`), with its own deadlines."""
+    provider: Any
+    """Megatron's transformer config."""
+    bridge: Any
+    """Bridge's mapping between Megatron's parameters and HF's tensors."""
+    checkpoint: HfCheckpoint
+    modules: list[Any]
+    """Megatron's model on this rank, in a list as Megatron and Bridge require."""
+    head: Any
+    """Module whose output layer makes logits. Only the last pipeline stage has that layer."""
+    routers: list[Any]
+    """Routers of this rank's MoE layers."""
+    conversion_tasks: list[Any]
+    """Bridge's tasks: for each parameter of the whole model, its HF tensors."""
+    adapters: AdapterSet
+    params: list[TrainedParam]
+    """Trained parameters: the adapters, or all with finetuning_type "full"."""
+    num_parameters: int
+    """Trainable elements of the whole model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return DTYPES[self.config.dtype]
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether the model's own parameters train, without adapters."""
+        return self.config.finetuning_type == "full"
+
+    def need_adapters(self, what: str) -> None:
+        """Raise ConfigError in full-parameter training, where `what` needs adapters."""
+        if self.trains_all:
+            raise ConfigError(
+                f"{what} needs adapters, and this trainer has none: it was started with "
+                "finetuning_type = 'full'"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """The HF vocabulary's size, without Megatron's padding."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence the model knows positions for."""
+        return int(self.hf_config.max_position_embeddings)
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.config.lora.alpha / self.config.lora.rank
+
+    def close(self) -> None:
+        """Leave the process groups. Safe to call twice."""
+        topology.leave()

@@ -1,0 +1,202 @@
+"""Handles the requests that move the weights to the replicas. Every rank runs every handler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from orchestrator.errors import ManifestError
+from orchestrator.protocol.messages import (
+    LeaveTransferGroup,
+    Manifest,
+    OpenTransferGroup,
+    PlanPublication,
+    ReleaseMemory,
+    SendWeights,
+    TensorSpec,
+    UseLayout,
+)
+from trainer_node.export import wire_export
+from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
+from trainer_node.export.gather_plan import PartitionError
+from trainer_node.export.merged import Exporter
+from trainer_node.lockstep import Lockstep
+from trainer_node.request import NotReady, Outcome, Request
+from trainer_node.training.trainer import Trainer
+from trainer_node.transfer import Chunks, Transfer
+from weight_transfer.chunks import SendReport
+
+log = logging.getLogger("splice.trainer")
+OUT_OF_STEP_S = 20.0
+"""How long the ranks wait for each other past an update's deadline, in seconds.
+
+In this time they reach the end of a failed send. It is less than `node.DEADLINE_GRACE_S`.
+"""
+
+
+class Publication:
+    """The handlers, and what they plan and send with."""
+
+    def __init__(
+        self, trainer: Trainer, exporter: Exporter, transfer: Transfer, lockstep: Lockstep
+    ) -> None:
+        self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
+        self._transfer, self._lockstep = transfer, lockstep
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
+        """Message type -> handler."""
+        return {
+            PlanPublication: self.plan,
+            UseLayout: self.use_layout,
+            OpenTransferGroup: self.open_group,
+            SendWeights: self.send,
+            LeaveTransferGroup: self.leave_group,
+            ReleaseMemory: self.release_memory,
+        }
+
+    def plan(self, request: Request[PlanPublication]) -> Outcome:
+        """Return the manifest: every merged tensor's name, dtype and shape."""
+        request.progress("planning")
+        return Outcome(result=self._exporter.manifest().model_dump(mode="python"))
+
+    # ------------------------------------------------------------ groups
+
+    def open_group(self, request: Request[OpenTransferGroup]) -> Outcome:
+        """Join the replicas' workers in transfer groups."""
+
+        def on_listening(addresses: dict[str, Any]) -> None:
+            request.check_abort()  # it may have come before there was anything to abort
+            request.progress("listening", rendezvous=addresses)
+
+        if request.link is not None:
+            self._transfer.open(request.message, on_listening=on_listening)
+        return Outcome()
+
+    def leave_group(self, _: Request[LeaveTransferGroup]) -> Outcome:
+        """Close every transfer group."""
+        self._transfer.close()
+        return Outcome()
+
+    def release_memory(self, request: Request[ReleaseMemory]) -> Outcome:
+        """Move all state to host memory, and free the buffers of the transfer."""
+        request.progress("offloading")
+        started = time.monotonic()
+        self._transfer.free_buffers()
+        moved = self._trainer.offload()
+        seconds = {"offload": time.monotonic() - started}
+        resident = self._trainer.resident_bytes()
+        return Outcome(
+            result={"offloaded_bytes": moved, "resident_bytes": resident, "seconds": seconds}
+        )
+
+    # ------------------------------------------------------------ the layout
+
+    def use_layout(self, request: Request[UseLayout]) -> Outcome:
+        """Plan the export in the receivers' order, if this trainer can fill it."""
+        request.progress("planning the layout")
+        part, manifest = request.message.part, self._exporter.manifest()
+        changed_only = part is not None
+        if part is not None:
+            _check_part(manifest, part)
+            manifest = manifest.part(part)
+        else:
+            self._transfer.use_chunks(None, changed_only=True)
+        order = [chunk.tensors for chunk in request.message.layout.chunks]
+        export = self._plan_export(manifest, order, part)
+        chunks, why_not = None, None
+        if isinstance(export, str):
+            why_not = export
+        else:
+            chunks = Chunks(manifest=manifest, order=order, export=export)
+        self._transfer.use_chunks(chunks, changed_only=changed_only)
+        return Outcome(result={"why_not": why_not})
+
+    def _plan_export(
+        self, manifest: Manifest, order: Sequence[Sequence[int]], part: Sequence[int] | None
+    ) -> wire_export.WireExport | BridgeExport | str:
+        """Return the export that fills the chunks, or why none can; the same on every rank."""
+        reason = wire_export.supports(self._model)
+        if reason is None:
+            try:
+                return wire_export.WireExport(self._model, manifest, order)
+            except PartitionError as error:
+                reason = str(error)
+        if not is_manifest_order(order, manifest):
+            return reason
+        config = self._model.config
+        timeout_s = config.collective_timeout_s if config.parallel.splits_the_model else None
+        return BridgeExport(self._exporter, manifest, order, part=part, timeout_s=timeout_s)
+
+    # ------------------------------------------------------------ a send
+
+    def send(self, request: Request[SendWeights]) -> Outcome:
+        """Send the merged weights from rank 0. The other ranks contribute their pieces.
+
+        After any failure every rank still reaches the end and learns of it.
+        """
+        message, transfer = request.message, self._transfer
+        deadline = time.monotonic() + message.deadline_s
+        self._trainer.steps_since_sent = 0
+        chunks = transfer.choose(changed_only=message.changed_only)
+        if chunks is None:
+            what = "a part of the manifest" if message.changed_only else "the manifest"
+            raise NotReady(f"no layout of {what} is planned; send UseLayout first")
+        export = chunks.export
+        with self._lockstep.agree():
+            self._check_ready(request)
+            export.start(limit=deadline + OUT_OF_STEP_S)
+        request.progress("sending", version=message.version)
+        if request.link is None:
+            with self._lockstep.agree():
+                export.contribute()
+            return Outcome()
+        deadline = min(deadline, time.monotonic() + export.longest_s)
+        report = transfer.send(chunks, deadline=deadline, agreement=self._lockstep.agree())
+        report.seconds.update(export.seconds(report.seconds.pop("fill")))
+        return self._sent(message, report)
+
+    def _check_ready(self, request: Request[SendWeights]) -> None:
+        """On rank 0: whether the request may send, and has groups to send to."""
+        if request.link is None:
+            return
+        request.check_abort()
+        problem = self._transfer.problem()
+        if problem is not None:
+            raise NotReady(problem)
+
+    def _sent(self, message: SendWeights, report: SendReport) -> Outcome:
+        digests = report.digests_N
+        if self._model.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            log.info(
+                "sent version %d; GPU bytes: %d used, %d reserved by torch, %d at most in tensors",
+                message.version,
+                total - free,
+                torch.cuda.memory_reserved(),
+                torch.cuda.max_memory_allocated(),
+            )
+        spec = TensorSpec(name="digests", dtype="int64", shape=tuple(digests.shape))
+        return Outcome(
+            result={"version": message.version, "nbytes": report.nbytes, "seconds": report.seconds},
+            tensors=(spec,),
+            buffers=(digests.contiguous().numpy().tobytes(),),
+        )
+
+
+def _check_part(manifest: Manifest, tensors: Sequence[int]) -> None:
+    """Refuse a part that lacks a changed tensor: replicas would keep its old weights."""
+    specs = manifest.tensors
+    is_ascending = list(tensors) == sorted(set(tensors))
+    if not is_ascending or not tensors or not 0 <= tensors[0] <= tensors[-1] < len(specs):
+        raise ManifestError(
+            f"a part is ascending indices into the manifest's {len(specs)} tensors, "
+            f"got {list(tensors[:5])}..."
+        )
+    missing = [specs[i].name for i in sorted(set(manifest.changed or ()) - set(tensors))]
+    if missing:
+        raise ManifestError(f"the part lacks {len(missing)} tensors with adapters: {missing[:3]}")

@@ -1,0 +1,1 @@
+"""Programs beside the trainer: small checkpoints, and the independent reference."""

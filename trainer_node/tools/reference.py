@@ -1,0 +1,231 @@
+"""The independent reference: PEFT merges base and adapter, and transformers scores them. It shares
+no code with the rest of splice.
+
+    python -m trainer_node.tools.reference --request request.json --out answer.json [--device cuda]
+
+Request: `{"model": folder, "dtype": "float32" | "bfloat16", "trained": {"0": folder or null, "1":
+folder, ...}, "sequences": [[token ids], ...], "perturb": bool, "served": {"0": [[log-prob of token
+t given its prefix, null first], ...]}, "visible": nats}`; `served` and `visible` may be absent. A
+folder is a PEFT adapter for the model, or a whole HF checkpoint (it has a config.json); null is the
+model itself.
+
+Answer: `logprobs` (per version, sequence and token; null for a sequence's first), `perturbed`
+(class -> largest change of a log-prob when one weight tensor of that class gets relative noise, in
+the last numbered version), `perturbed_tensors` (class -> that tensor), `perturbed_noise` (class ->
+that noise: the first of NOISES that moves a log-prob by more than `visible`), `share_changed`
+(bfloat16: version -> share of all elements that differ from the version before after rounding) and
+`served_diff` (version -> largest |served - reference|, where `served` was given).
+
+The base is loaded and merged in fp32. With dtype bfloat16 the base is first rounded to bf16, as a
+bf16 trainer holds it, and each merged tensor is rounded once more, as it travels; the scoring
+itself stays in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+NOISES = (0.01, 0.1, 1.0)
+"""Relative; 1: the tensor is another one. How much a tensor matters depends on the model, so a
+check of what can be seen tries more and more."""
+
+
+def load_base(folder: str, dtype: str, device: str) -> nn.Module:
+    """The base in fp32 on `device`, through bf16 if that is the trainer's dtype."""
+    raw = json.loads((Path(folder) / "config.json").read_text())
+    config = AutoConfig.from_pretrained(folder)
+    rope = raw.get("rope_parameters") or {}
+    if "rope_theta" in rope and "rope_theta" not in raw and hasattr(config, "rope_theta"):
+        config.rope_theta = rope[
+            "rope_theta"
+        ]  # written by transformers 5, which transformers 4 does not read
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, torch_dtype=torch.float32)
+    if dtype == "bfloat16":
+        round_to_bf16(model)
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def round_to_bf16(model: nn.Module) -> None:
+    """Round every parameter, in place, and keep it in fp32."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
+
+
+def merged(folder: str, dtype: str, trained: str | None, device: str) -> nn.Module:
+    """A fresh base with the adapter merged in by PEFT, or the checkpoint itself where `trained` is
+    a whole one."""
+    if trained is not None and (Path(trained) / "config.json").is_file():
+        return load_base(trained, dtype, device)
+    model = load_base(folder, dtype, device)
+    if trained is not None:
+        model = PeftModel.from_pretrained(model, trained).merge_and_unload().eval()  # type: ignore[arg-type]
+        if dtype == "bfloat16":
+            round_to_bf16(model)
+    return model
+
+
+@torch.no_grad()
+def score(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
+    """log p(token t | tokens before t), one sequence at a time, without padding."""
+    device = next(model.parameters()).device
+    result: list[list[float | None]] = []
+    for tokens in sequences:
+        ids = torch.tensor([list(tokens)], device=device)
+        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        picked = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+        result.append([None, *picked.tolist()])
+    return result
+
+
+def max_difference(
+    one: Sequence[Sequence[float | None]], other: Sequence[Sequence[float | None]]
+) -> float:
+    """Largest absolute difference over all tokens that both have."""
+    pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
+
+
+@torch.no_grad()
+def expert_tokens(model: nn.Module, sequences: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Expert's module -> tokens that go to it; empty for a dense model."""
+    found = {
+        n.removesuffix(".down_proj"): m
+        for n, m in model.named_modules()
+        if ".experts." in n and n.endswith(".down_proj")
+    }
+    counts = dict.fromkeys(found, 0)
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            counts[name] += args[0].shape[0]
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(count(name)) for name, module in found.items()]
+    score(model, sequences)
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def classes(names: Sequence[str], tokens: Mapping[str, int]) -> dict[str, str]:
+    """Class of weights -> one of its tensors; classes that the model does not have are left out.
+
+    Of the first layer, but of an expert that of the layer in which it gets the most tokens. Experts
+    without tokens are none.
+
+    Args:
+        tokens: as `expert_tokens`.
+    """
+    busiest: dict[int, str] = {}
+    for name, count in sorted(tokens.items(), key=lambda item: item[1]):
+        if count:
+            busiest[int(name.rpartition(".")[2])] = name
+    experts = sorted(busiest)
+    endings = {k: f"{k}_proj.weight" for k in ("q", "k", "v", "o", "gate", "up", "down")}
+    found = {
+        k: [n for n in names if n.endswith(ending) and ".experts." not in n]
+        for k, ending in endings.items()
+    }
+    if experts:
+        # The classes gate, up and down are then those of an expert in the middle.
+        middle = experts[len(experts) // 2]
+        for k in ("gate", "up", "down"):
+            found[k] = found[k] or [f"{busiest[middle]}.{k}_proj.weight"]
+        found["first_expert"] = [f"{busiest[experts[0]]}.down_proj.weight"]
+        found["last_expert"] = [f"{busiest[experts[-1]]}.down_proj.weight"]
+    found["embedding"] = [n for n in names if n.endswith("embed_tokens.weight")]
+    found["head"] = [n for n in names if n == "lm_head.weight"]
+    found["norm"] = [n for n in names if n.endswith("input_layernorm.weight")]
+    return {k: v[0] for k, v in found.items() if v}
+
+
+@torch.no_grad()
+def perturbations(
+    model: nn.Module, sequences: Sequence[Sequence[int]], *, visible: float
+) -> Iterator[tuple[str, str, float, float]]:
+    """(class, tensor, noise, largest change): the least of NOISES that moves a log-prob by more
+    than `visible` nats, or the largest."""
+    parameters, plain = dict(model.named_parameters()), score(model, sequences)
+    for kind, name in classes(list(parameters), expert_tokens(model, sequences)).items():
+        weight = parameters[name]
+        kept = weight.clone()
+        generator = torch.Generator(device=weight.device).manual_seed(0)
+        direction = torch.randn(weight.shape, generator=generator, device=weight.device)
+        noise, difference = 0.0, 0.0
+        for noise in NOISES:
+            weight.copy_(kept * (1 + noise * direction))
+            difference = max_difference(score(model, sequences), plain)
+            if difference > visible:
+                break
+        weight.copy_(kept)
+        yield kind, name, noise, difference
+
+
+def share_changed(before: dict[str, torch.Tensor], after: nn.Module) -> float:
+    """Return the fraction of all elements that differ."""
+    changed = sum(int((p.detach().cpu() != before[n]).sum()) for n, p in after.named_parameters())
+    return changed / sum(p.numel() for p in after.parameters())
+
+
+def answer(request: dict[str, Any], device: str) -> dict[str, Any]:
+    """Score every version; see the module's docstring."""
+    result: dict[str, Any] = {
+        "logprobs": {},
+        "perturbed": {},
+        "perturbed_tensors": {},
+        "perturbed_noise": {},
+        "share_changed": {},
+        "served_diff": {},
+        "rounded_logprobs": {},
+    }
+    numbered = [v for v in request["trained"] if v.isdigit()]
+    before: dict[str, torch.Tensor] | None = None
+    for version, trained in request["trained"].items():
+        model = merged(request["model"], request["dtype"], trained, device)
+        result["logprobs"][version] = score(model, request["sequences"])
+        if request["dtype"] == "bfloat16":
+            if before is not None:
+                result["share_changed"][version] = share_changed(before, model)
+            before = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
+        if request.get("perturb") and numbered and version == numbered[-1]:
+            for kind, name, noise, difference in perturbations(
+                model, request["sequences"], visible=request.get("visible", 0.0)
+            ):
+                result["perturbed"][kind], result["perturbed_tensors"][kind] = difference, name
+                result["perturbed_noise"][kind] = noise
+        if request["dtype"] == "bfloat16":
+            # Its weights are bf16 values already, so only the arithmetic changes.
+            result["rounded_logprobs"][version] = score(
+                model.to(torch.bfloat16), request["sequences"]
+            )
+        served = (request.get("served") or {}).get(version)
+        if served is not None:
+            result["served_diff"][version] = max_difference(served, result["logprobs"][version])
+        del model
+    return result
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--request", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    result = answer(json.loads(arguments.request.read_text()), arguments.device)
+    arguments.out.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

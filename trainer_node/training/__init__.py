@@ -1,0 +1,1 @@
+"""Turns a batch into optimizer steps: packing, losses, sums, AdamW."""

@@ -1,0 +1,693 @@
+"""Losses as pure functions of log-probs: sums over tokens, which the caller divides once.
+
+A loss is a function of `log_probs_N` and of the INPUTS in its signature. Other names in the
+signature are its parameters. `register_loss` adds a user's own loss:
+
+    @register_loss("soft_clip")
+    def soft_clip(log_probs_N, *, advantages_N, sharpness: float = 2.0) -> LossOutput: ...
+
+    LossSpec(name="soft_clip", params={"sharpness": 3.0})
+    TrainerConfig(loss_modules=("my_losses",))
+
+Shapes: N = positions with loss, S = sequences of the micro-batch, V = vocabulary rows on this
+tensor-parallel rank, H = hidden size, C = a chunk of N, K = allowed token ids. Symbols: p = the
+policy that is trained, mu = the sampler, old = the trainer before the first step on the batch, A =
+advantage.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import LOSS_PARAMETERS, LossSpec, ParamValue
+
+LOGITS_PER_CHUNK = 2**26
+"""Logits that exist at a time, in the forward and the backward pass: 256 MiB in fp32, a few times
+over."""
+
+
+def linear_statistics(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int,
+    allowed_K: torch.Tensor | None = None,
+    group: Any = None,
+    with_entropy: bool = True,
+    temperatures_N: torch.Tensor | None = None,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log p(target) and entropy of `softmax(hidden @ weight.T / temperature)`, fp32, in
+    nats.
+
+    The vocabulary is split over `group`.
+
+    The logits exist for one chunk of positions at a time, again in the backward pass, and are never
+    gathered. Memory therefore does not grow with N. (Memory-efficient linear cross entropy: Wijmans
+    et al. 2024, arXiv:2411.09009; here with the entropy.)
+
+    Rows at or beyond `vocab_size` (Megatron's padding) do not count. With `allowed_K`,
+    probabilities are normalised over these ids only, as in a restricted sampler. A target outside
+    them has -inf.
+
+    The gradient of `hidden_NH` is this rank's share of a sum over `group`; that of `weight_VH` is
+    whole.
+
+    Args:
+        vocab_start: id of this rank's first row.
+        vocab_size: the HF vocabulary's size, without padding.
+        group: tensor-parallel group; None or of size 1: this rank holds all rows.
+        with_entropy: False: the entropy is not computed; zeros.
+        temperatures_N: None: 1.
+    """
+    num_rows = weight_VH.shape[0]
+    head = _Head(
+        local_N=targets_N - vocab_start,
+        invalid_V=~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, weight_VH.device),
+        group=group if group is not None and group.size() > 1 and len(targets_N) else None,
+        with_entropy=with_entropy,
+        temperatures_N1=None if temperatures_N is None else temperatures_N[:, None],
+        chunk=max(1, logits_per_chunk // num_rows),
+    )
+    log_probs_N, entropy_N = _LinearStatistics.apply(hidden_NH.to(weight_VH.dtype), weight_VH, head)
+    return log_probs_N, entropy_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """Values that all chunks share."""
+
+    local_N: torch.Tensor
+    """The target's row on this rank; outside [0, V) where another rank has it."""
+    invalid_V: torch.Tensor
+    group: Any
+    with_entropy: bool
+    temperatures_N1: torch.Tensor | None
+    chunk: int
+
+    def chunks(self) -> list[slice]:
+        """Yield the slices of positions that form a chunk."""
+        size = len(self.local_N)
+        return [slice(i, min(i + self.chunk, size)) for i in range(0, max(size, 1), self.chunk)]
+
+    def logits(
+        self, chunk: slice, hidden_NH: torch.Tensor, weight_VH: torch.Tensor
+    ) -> torch.Tensor:
+        """Divided by the temperature; fp32 (or fp64), -inf where a row does not count. [C, V], the
+        caller's to overwrite."""
+        logits = functional.linear(hidden_NH[chunk], weight_VH)
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        if self.temperatures_N1 is not None:
+            logits.div_(self.temperatures_N1[chunk])
+        return logits.masked_fill_(self.invalid_V, -torch.inf)
+
+    def here(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each target, clamped into this rank's, and whether it is this rank's. [C] each."""
+        local_C = self.local_N[chunk]
+        num_rows = len(self.invalid_V)
+        return local_C.clamp(0, num_rows - 1), (local_C >= 0) & (local_C < num_rows)
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """With l the logits divided by the temperature, Z = sum_v e^(l_v), p_v = e^(l_v) / Z and H =
+    log Z - sum_v p_v l_v:
+
+    d log p_t / d l_v = [v = t] - p_v        d H / d l_v = -p_v (log p_v + H)
+
+    The gradient of the logits is the gradient of l divided by the temperature.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, head: _Head
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of each chunk against the rank's own maximum, then once over the ranks."""
+        parts = [_chunk_sums(head, c, hidden_NH, weight_VH) for c in head.chunks()]
+        target_N, local_top_N, sum_N, energy_N = torch.cat(parts, dim=1)
+        top_N = local_top_N.clone()
+        if head.group is not None:
+            dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=head.group)
+        # A rank without a row that counts has top -inf and sums of 0.
+        shift_N = torch.where(local_top_N.isinf(), torch.zeros_like(top_N), local_top_N - top_N)
+        # sum e^(l - top) (l - top), from the sums against the rank's own maximum
+        energy_N = (energy_N + shift_N * sum_N) * shift_N.exp()
+        sum_N = sum_N * shift_N.exp()
+        if head.group is not None:
+            sums_3N = torch.stack([target_N, sum_N, energy_N])
+            dist.all_reduce(sums_3N, group=head.group)
+            target_N, sum_N, energy_N = sums_3N
+        log_sum_N = sum_N.log()
+        entropy_N = (
+            log_sum_N - energy_N / sum_N if head.with_entropy else torch.zeros_like(log_sum_N)
+        )
+        ctx.head = head
+        ctx.save_for_backward(hidden_NH, weight_VH, top_N, log_sum_N, entropy_N)
+        return target_N - top_N - log_sum_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """The logits again, chunk by chunk; no collective."""
+        hidden_NH, weight_VH, top_N, log_sum_N, entropy_N = ctx.saved_tensors
+        head: _Head = ctx.head
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        sum_dtype = torch.promote_types(weight_VH.dtype, torch.float32)
+        grad_weight = (
+            torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
+        )
+        grads_N1 = [
+            g[:, None] if head.temperatures_N1 is None else g[:, None] / head.temperatures_N1
+            for g in grads
+        ]
+        for c in head.chunks():
+            grad_log_prob_C1, grad_entropy_C1 = (g[c] for g in grads_N1)
+            log_p_CV = head.logits(c, hidden_NH, weight_VH).sub_((top_N[c] + log_sum_N[c])[:, None])
+            p_CV = log_p_CV.exp()
+            grad_CV = p_CV * -grad_log_prob_C1
+            if head.with_entropy:
+                log_p_CV.masked_fill_(head.invalid_V, 0.0).add_(entropy_N[c, None]).mul_(p_CV)
+                grad_CV.addcmul_(log_p_CV, grad_entropy_C1, value=-1.0)
+            row_C, here_C = head.here(c)
+            grad_CV.scatter_add_(1, row_C[:, None], grad_log_prob_C1 * here_C[:, None])
+            grad_CV = grad_CV.to(weight_VH.dtype)
+            grad_hidden_NH[c] = grad_CV @ weight_VH
+            if grad_weight is not None:
+                grad_weight += grad_CV.T @ hidden_NH[c]
+        return (
+            grad_hidden_NH,
+            None if grad_weight is None else grad_weight.to(weight_VH.dtype),
+            None,
+        )
+
+
+def _chunk_sums(
+    head: _Head, chunk: slice, hidden_NH: torch.Tensor, weight_VH: torch.Tensor
+) -> torch.Tensor:
+    """Return [4, C]: the target's logit (0 on other ranks), and over this rank's rows max l, sum
+    e^(l - max), and sum e^(l - max) (l - max)."""
+    logits = head.logits(chunk, hidden_NH, weight_VH)
+    row_C, here_C = head.here(chunk)
+    picked_C = logits.gather(1, row_C[:, None])[:, 0]
+    target_C = torch.where(here_C, picked_C, torch.zeros_like(picked_C))
+    top_C = logits.amax(dim=1)
+    logits.sub_(top_C.masked_fill(top_C.isinf(), 0.0)[:, None])
+    weights = logits.exp()
+    energy_C = torch.zeros_like(top_C)
+    if head.with_entropy:
+        # Rows that do not count are 0 * 0, not 0 * -inf.
+        energy_C = logits.masked_fill_(head.invalid_V, 0.0).mul_(weights).sum(dim=1)
+    return torch.stack([target_C, top_C, weights.sum(dim=1), energy_C])
+
+
+def gather_positions(
+    values_PM: torch.Tensor, here_M: torch.Tensor, num_positions: int, group: Any
+) -> torch.Tensor:
+    """Join the positions of all ranks of `group`: [P, M] each -> [P, N] on every rank.
+
+    Every rank computes the same with the result, so the gradient of a rank's own positions flows
+    back unchanged. The ranks' parts of a parameter's gradient then add up to one whole.
+
+    Args:
+        here_M: which of the positions are this rank's.
+    """
+    gathered: torch.Tensor = _Gather.apply(values_PM, here_M, num_positions, group)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values_PM: torch.Tensor, here_M: torch.Tensor, num_positions: int, group: Any
+    ) -> torch.Tensor:
+        """A sum in which all but one term are 0, hence exact."""
+        ctx.save_for_backward(here_M)
+        whole_PN = values_PM.new_zeros(len(values_PM), num_positions).index_copy_(
+            1, here_M, values_PM
+        )
+        dist.all_reduce(whole_PN, group=group)
+        return whole_PN
+
+    @staticmethod
+    def backward(ctx: Any, grad_PN: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        """No collective."""
+        (here_M,) = ctx.saved_tensors
+        return grad_PN.index_select(1, here_M), None, None, None
+
+
+def _valid_rows(
+    num_rows: int,
+    vocab_start: int,
+    vocab_size: int,
+    allowed_K: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
+    ids_V = torch.arange(vocab_start, vocab_start + num_rows, device=device)
+    valid_V = ids_V < vocab_size
+    return valid_V if allowed_K is None else valid_V & torch.isin(ids_V, allowed_K)
+
+
+# ---------------------------------------------------------------- the registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """A loss summed over tokens, and the number of tokens whose ratio was clipped."""
+
+    loss: torch.Tensor
+    num_clipped: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Inputs of a loss, for the positions with loss of one micro-batch. Only `log_probs_N`
+    has a gradient."""
+
+    log_probs_N: torch.Tensor
+    sampler_logprobs_N: torch.Tensor
+    advantages_N: torch.Tensor
+    old_logprobs_N: torch.Tensor | None
+    """None: the batch has none."""
+    sequence_N: torch.Tensor
+    """int64: which sequence of the micro-batch a position belongs to, below `num_sequences`. Whole
+    sequences, never parts."""
+    num_sequences: int
+    """Sequences of the micro-batch; some may have no positions here."""
+
+
+INPUTS = ("sampler_logprobs_N", "advantages_N", "old_logprobs_N", "sequence_N", "num_sequences")
+LossFunction = Callable[..., LossOutput]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredLoss:
+    """A loss and what its signature declares."""
+
+    name: str
+    function: LossFunction
+    inputs: tuple[str, ...]
+    parameters: Mapping[str, Any]
+    """Name -> default; `inspect.Parameter.empty` where the caller must give it."""
+
+    @property
+    def takes_sampler(self) -> bool:
+        """Whether the batch's sampler_logprobs mean something to it."""
+        return "sampler_logprobs_N" in self.inputs
+
+
+_LOSSES: dict[str, RegisteredLoss] = {}
+
+
+def register_loss(name: str) -> Callable[[LossFunction], LossFunction]:
+    """Decorator: make `function` the loss called `name`. A built-in or registered name is never
+    replaced.
+
+    Raises:
+        ConfigError: the name is taken, or the signature is not (log_probs_N, *, inputs and
+            parameters by keyword).
+    """
+
+    def register(function: LossFunction) -> LossFunction:
+        known = _LOSSES.get(name)
+        if known is not None and (known.function.__module__, known.function.__qualname__) != (
+            function.__module__,
+            function.__qualname__,
+        ):
+            raise ConfigError(
+                f"the loss name {name!r} is taken by "
+                f"{known.function.__module__}.{known.function.__qualname__}"
+            )
+        first, *rest = inspect.signature(function).parameters.values()
+        wrong = [p.name for p in rest if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        if first.name != "log_probs_N" or wrong:
+            raise ConfigError(
+                f"the loss {name!r} must be called as (log_probs_N, *, keywords); "
+                f"{wrong or first.name} is not"
+            )
+        _LOSSES[name] = RegisteredLoss(
+            name=name,
+            function=function,
+            inputs=tuple(p.name for p in rest if p.name in INPUTS),
+            parameters={p.name: p.default for p in rest if p.name not in INPUTS},
+        )
+        return function
+
+    return register
+
+
+def import_losses(modules: Sequence[str]) -> None:
+    """Import the modules that register losses of the user's own.
+
+    Raises:
+        ConfigError: one cannot be imported; names it.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"loss_modules: {module} cannot be imported: {error}; is it on PYTHONPATH of the "
+                "trainer?"
+            ) from error
+
+
+def registered(name: str) -> RegisteredLoss:
+    """Return the loss with this name.
+
+    Raises:
+        ConfigError: no such loss. Lists the known ones.
+    """
+    if name not in _LOSSES:
+        raise ConfigError(
+            f"loss.name: no loss {name!r}; there are {sorted(_LOSSES)} (losses of your own: "
+            "TrainerConfig.loss_modules)"
+        )
+    return _LOSSES[name]
+
+
+def bind_loss(spec: LossSpec) -> Callable[[LossInputs], LossOutput]:
+    """The spec's loss with its parameters filled in.
+
+    Raises:
+        ConfigError: no such loss, or a parameter that it does not have, or lacks; names them.
+    """
+    loss = registered(spec.name)
+    given: dict[str, ParamValue | None] = dict(spec.params)
+    if spec.name in LOSS_PARAMETERS:
+        given = {p: getattr(spec, p) for p in LOSS_PARAMETERS[spec.name]}
+    unknown = sorted(set(given) - set(loss.parameters))
+    if unknown:
+        raise ConfigError(
+            f"loss.params: {unknown} are no parameters of {spec.name}, which takes "
+            f"{sorted(loss.parameters)}"
+        )
+    if spec.max_logprob_gap is not None and not loss.takes_sampler:
+        raise ConfigError(
+            f"loss.max_logprob_gap: {spec.name} takes no sampler_logprobs, so there is no gap to "
+            "bound; leave it out"
+        )
+    missing = [
+        p
+        for p, default in loss.parameters.items()
+        if default is inspect.Parameter.empty and p not in given
+    ]
+    if missing:
+        raise ConfigError(f"loss.params: {spec.name} needs {missing}")
+    return partial(_call, loss, given)
+
+
+def _call(loss: RegisteredLoss, parameters: Mapping[str, Any], inputs: LossInputs) -> LossOutput:
+    out = loss.function(
+        inputs.log_probs_N, **{n: getattr(inputs, n) for n in loss.inputs}, **parameters
+    )
+    if out.loss.dim() != 0:
+        raise ConfigError(
+            f"the loss {loss.name} returned shape {tuple(out.loss.shape)}; it must be the sum "
+            "over tokens, a scalar"
+        )
+    return out
+
+
+# ---------------------------------------------------------------- the losses
+
+
+def _ratio(
+    log_probs_N: torch.Tensor, sampler_logprobs_N: torch.Tensor, old_logprobs_N: torch.Tensor | None
+) -> torch.Tensor:
+    """p / old, or p / mu where the batch has no `old_logprobs`."""
+    return (log_probs_N - (sampler_logprobs_N if old_logprobs_N is None else old_logprobs_N)).exp()
+
+
+@register_loss("cross_entropy")
+def cross_entropy(log_probs_N: torch.Tensor) -> LossOutput:
+    """Negative log-likelihood, summed: `-sum_t log p_t`. Supervised fine-tuning (Ouyang et al.
+    2022, arXiv:2203.02155, section 3.5)."""
+    return LossOutput(loss=-log_probs_N.sum(), num_clipped=log_probs_N.new_zeros(()))
+
+
+@register_loss("importance_sampling")
+def importance_sampling(
+    log_probs_N: torch.Tensor,
+    *,
+    sampler_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor | None = None,
+) -> LossOutput:
+    """The unclipped surrogate: `-sum_t r_t A_t`, `r_t = p_t / mu_t`; on policy its gradient is
+    REINFORCE's.
+
+    Off-policy policy gradient (Degris et al. 2012, arXiv:1205.4839); as a surrogate Schulman et al.
+    2017 (arXiv:1707.06347, eq. 6).
+    """
+    ratio_N = _ratio(log_probs_N, sampler_logprobs_N, old_logprobs_N)
+    return LossOutput(loss=-(ratio_N * advantages_N).sum(), num_clipped=log_probs_N.new_zeros(()))
+
+
+@register_loss("ppo")
+def ppo(
+    log_probs_N: torch.Tensor,
+    *,
+    sampler_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor | None = None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> LossOutput:
+    """Clipped surrogate with dual clip, summed: `-sum_t s_t`, `s_t = min(r_t A_t, clip(r_t, 1 -
+    clip_low, 1 + clip_high) A_t)`, and where `A_t < 0`: `max(s_t, dual_clip * A_t)`.
+
+    Schulman et al. 2017 (arXiv:1707.06347, eq. 7); the lower bound for negative advantages is the
+    dual clip of Ye et al. 2020 (arXiv:1912.09729, section "Dual-clip PPO", there with 3).
+    """
+    ratio_N = _ratio(log_probs_N, sampler_logprobs_N, old_logprobs_N)
+    plain_N = ratio_N * advantages_N
+    surrogate_N = torch.minimum(plain_N, ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N)
+    if dual_clip is not None:
+        bounded_N = torch.maximum(surrogate_N, dual_clip * advantages_N)
+        surrogate_N = torch.where(advantages_N < 0, bounded_N, surrogate_N)
+    return LossOutput(loss=-surrogate_N.sum(), num_clipped=(surrogate_N != plain_N).sum())
+
+
+@register_loss("grpo")
+def grpo(
+    log_probs_N: torch.Tensor,
+    *,
+    sampler_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor | None = None,
+    clip_low: float,
+    clip_high: float,
+) -> LossOutput:
+    """Clipped policy gradient, summed: `-sum_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high)
+    A_t)`, `r_t = p_t / p_t(sampler)`.
+
+    PPO's surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with GRPO's group-relative
+    advantages (Shao et al. 2024, arXiv:2402.03300, eq. 3), which the caller computes. The paper's
+    KL term is `LossSpec.kl`; its `1 / |o_i|` can be put into the advantages, because the surrogate
+    is linear in their size.
+    """
+    ratio_N = _ratio(log_probs_N, sampler_logprobs_N, old_logprobs_N)
+    plain_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    return LossOutput(
+        loss=-torch.minimum(plain_N, clipped_N).sum(), num_clipped=(clipped_N < plain_N).sum()
+    )
+
+
+@register_loss("dapo")
+def dapo(
+    log_probs_N: torch.Tensor,
+    *,
+    sampler_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor | None = None,
+    clip_low: float,
+    clip_high: float,
+) -> LossOutput:
+    """GRPO's surrogate with an upper bound of its own ("clip-higher", 0.2 and 0.28), divided by the
+    tokens of all sequences.
+
+    Yu et al. 2025 (arXiv:2503.14476, eq. 8, section 3.1). Dynamic sampling and overlong shaping are
+    the caller's.
+    """
+    return grpo(
+        log_probs_N,
+        sampler_logprobs_N=sampler_logprobs_N,
+        advantages_N=advantages_N,
+        old_logprobs_N=old_logprobs_N,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+
+
+@register_loss("truncated_importance_sampling")
+def truncated_importance_sampling(
+    log_probs_N: torch.Tensor,
+    *,
+    sampler_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor | None = None,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float,
+) -> LossOutput:
+    """The clipped surrogate against the trainer's own old policy, each token weighted by old
+    against sampler, truncated: `-sum_t min(old_t / mu_t, ratio_cap) * min(r_t A_t, clip(r_t) A_t)`,
+    `r_t = p_t / old_t`; the weight has no gradient.
+
+    Without `old_logprobs` the trainer's present policy is the old one: then r is 1 and the gradient
+    is `-sum_t min(p_t / mu_t, ratio_cap) A_t grad log p_t`. Truncated weights: Espeholt et al. 2018
+    (arXiv:1802.01561, section 4); sampler and trainer as two old policies: Hilton et al. 2021
+    (arXiv:2110.00641, section 3); for an inference engine whose log-probs differ from the
+    trainer's: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training".
+    """
+    old_N = log_probs_N.detach() if old_logprobs_N is None else old_logprobs_N
+    untruncated_N = (old_N - sampler_logprobs_N).exp()
+    weight_N = untruncated_N.clamp(max=ratio_cap)
+    ratio_N = (log_probs_N - old_N).exp()
+    plain_N = ratio_N * advantages_N
+    surrogate_N = torch.minimum(plain_N, ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N)
+    clipped_N = (surrogate_N < plain_N) | (untruncated_N > ratio_cap)
+    return LossOutput(loss=-(weight_N * surrogate_N).sum(), num_clipped=clipped_N.sum())
+
+
+@register_loss("cispo")
+def cispo(
+    log_probs_N: torch.Tensor,
+    *,
+    sampler_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor | None = None,
+    clip_low: float,
+    clip_high: float,
+) -> LossOutput:
+    """The weight is clipped, not the update, so that every token keeps a gradient:
+    `-sum_t stop_gradient(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log p_t`.
+
+    MiniMax-M1 (2025, arXiv:2506.13585, eq. 4 and 5). The default has no lower bound (clip_low 1),
+    as there, and caps the weight at 5 as Khatri et al. 2025 (arXiv:2510.13786) do.
+    """
+    ratio_N = _ratio(log_probs_N.detach(), sampler_logprobs_N, old_logprobs_N)
+    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    return LossOutput(
+        loss=-(weight_N * advantages_N * log_probs_N).sum(), num_clipped=(weight_N != ratio_N).sum()
+    )
+
+
+@register_loss("gspo")
+def gspo(
+    log_probs_N: torch.Tensor,
+    *,
+    sampler_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    num_sequences: int,
+    old_logprobs_N: torch.Tensor | None = None,
+    clip_low: float,
+    clip_high: float,
+) -> LossOutput:
+    """One ratio and one surrogate for a sequence, summed over sequences: `-sum_i min(s_i A_i,
+    clip(s_i, 1 - clip_low, 1 + clip_high) A_i)`, `s_i = (p(y_i) / old(y_i))^(1 / |y_i|)`; A_i is
+    the mean of the sequence's advantages.
+
+    Zheng et al. 2025 (arXiv:2507.18071, eq. 5 and 7; clip ranges 3e-4 and 4e-4). Divided by
+    sequences unless asked otherwise. Every token of a clipped sequence counts as clipped.
+    """
+    old_N = sampler_logprobs_N if old_logprobs_N is None else old_logprobs_N
+    zeros_S = log_probs_N.new_zeros(num_sequences)
+    lengths_S = zeros_S.index_add(0, sequence_N, torch.ones_like(log_probs_N))
+    divisor_S = lengths_S.clamp(min=1)
+    ratio_S = (zeros_S.index_add(0, sequence_N, log_probs_N - old_N) / divisor_S).exp()
+    advantage_S = zeros_S.index_add(0, sequence_N, advantages_N.to(log_probs_N.dtype)) / divisor_S
+    plain_S = ratio_S * advantage_S
+    clipped_S = ratio_S.clamp(1 - clip_low, 1 + clip_high) * advantage_S
+    return LossOutput(
+        loss=-torch.minimum(plain_S, clipped_S).sum(),
+        num_clipped=(lengths_S * (clipped_S < plain_S)).sum(),
+    )
+
+
+# ---------------------------------------------------------------- what is added to a loss
+
+
+def kl_to_reference(
+    log_probs_N: torch.Tensor, reference_logprobs_N: torch.Tensor, *, estimator: str
+) -> torch.Tensor:
+    """An estimate of KL(p || reference) for each sampled token, [N], with `d = log reference - log
+    p`.
+
+    k1: `-d`, unbiased; k2: `d^2 / 2`; k3: `exp(d) - 1 - d`, unbiased and never negative. Schulman
+    2020, "Approximating KL divergence"; k3 as a loss term: GRPO (arXiv:2402.03300, eq. 4).
+    Differentiated through the sample, k1's expected gradient is 0 and k2's is that of the
+    divergence (Tang and Munos 2025, arXiv:2506.09477).
+    """
+    d_N = reference_logprobs_N - log_probs_N
+    if estimator == "k1":
+        return -d_N
+    if estimator == "k2":
+        return d_N.square() / 2
+    if estimator == "k3":
+        return d_N.expm1() - d_N
+    raise ConfigError(f"loss.kl.estimator: {estimator!r} is none of k1, k2, k3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """A loss with everything added, and the sums that are reported. All scalars; only `total` has a
+    gradient."""
+
+    total: torch.Tensor
+    num_clipped: torch.Tensor
+    kl: torch.Tensor
+    entropy: torch.Tensor
+    logprob_gap: torch.Tensor
+    logprob_gap_max: torch.Tensor
+
+
+def total_loss(
+    inputs: LossInputs,
+    spec: LossSpec,
+    *,
+    entropy_N: torch.Tensor | None,
+    reference_logprobs_N: torch.Tensor | None,
+) -> LossTerms:
+    """`loss + kl.coefficient * sum_t kl_t - entropy_bonus * sum_t entropy_t`; N must be at least 1.
+
+    Args:
+        entropy_N: needed where the spec has an entropy bonus.
+        reference_logprobs_N: needed where the spec has a KL term.
+    """
+    out = bind_loss(spec)(inputs)
+    log_probs_N = inputs.log_probs_N
+    total, kl, entropy = out.loss, log_probs_N.new_zeros(()), log_probs_N.new_zeros(())
+    if spec.kl is not None:
+        assert reference_logprobs_N is not None
+        kl = kl_to_reference(log_probs_N, reference_logprobs_N, estimator=spec.kl.estimator).sum()
+        total = total + spec.kl.coefficient * kl
+    if spec.entropy_bonus != 0.0:
+        assert entropy_N is not None
+        entropy = entropy_N.sum()
+        total = total - spec.entropy_bonus * entropy
+    gap_N = torch.zeros_like(log_probs_N)
+    if registered(spec.name).takes_sampler:
+        gap_N = (log_probs_N.detach() - inputs.sampler_logprobs_N).abs()
+    return LossTerms(
+        total=total,
+        num_clipped=out.num_clipped.detach(),
+        kl=kl.detach(),
+        entropy=entropy.detach(),
+        logprob_gap=gap_N.sum(),
+        logprob_gap_max=gap_N.max(),
+    )

@@ -1,0 +1,302 @@
+"""Runs one batch through the model: cuts it into packs, and turns hidden states into losses or
+scores.
+
+    cut(batch) -> packs -> run(packs, loss or scores) -> one report of each pack ->
+    reduce_sums(reports)
+
+Megatron's schedule calls `loss` or `scores` with the hidden states of each pack. A pass never waits
+for the device: positions with loss and sequence bounds come from the CPU.
+
+Axes: L = a pack's positions, N = its positions with loss, M = those of them on this context rank, H
+= hidden size, V = this rank's part of the vocabulary, K = a set of token ids or a token's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+from orchestrator.protocol.messages import LossSpec
+from trainer_node.model.model import Model
+from trainer_node.training.batch import Batch, MicroBatch, Packs, micro_batches
+from trainer_node.training.losses import (
+    LossInputs,
+    gather_positions,
+    linear_statistics,
+    registered,
+    total_loss,
+)
+from trainer_node.training.sums import StepSums
+
+NUM_REPORTED = 6
+"""What `loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy (sums) and
+the largest gap."""
+
+
+def cut(model: Model, batch: Batch, *, budget: int) -> Packs:
+    """Cut the batch into this rank's packs of at most `budget` tokens; each is laid out when it is
+    first asked for."""
+    parallel = model.config.parallel
+    return micro_batches(
+        batch,
+        budget=budget,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        least=parallel.pipeline,
+        same_length=max(parallel.pipeline, parallel.expert, parallel.expert_tensor) > 1,
+        multiple=parallel.tensor if model.provider.sequence_parallel else 1,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel.context,
+        device=model.device,
+    )
+
+
+# ---------------------------------------------------------------- Megatron's schedule
+
+
+def run(
+    model: Model,
+    packs: Packs,
+    loss: Callable[..., Any],
+    *,
+    first_row: int,
+    on_pack: Callable[[], None],
+    forward_only: bool = False,
+) -> list[torch.Tensor]:
+    """Run Megatron's schedule over the packs. Returns what `loss(pack, hidden)` reports, on the
+    last pipeline stage only.
+
+    Args:
+        first_row: rows of pending batches, which dropout counts before this batch's.
+        on_pack: called before each pack's forward pass.
+    """
+
+    def step(data: Iterator[MicroBatch], module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        micro = next(data)
+        on_pack()
+        replay_routing(model, micro)
+        output = module(
+            input_ids=micro.tokens_L[None],
+            position_ids=micro.positions_L[None],
+            attention_mask=None,
+            packed_seq_params=_packed(model, micro, first_row),
+        )
+        return output, partial(loss, micro)
+
+    reports: list[torch.Tensor] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(packs),
+        model=model.modules,
+        num_microbatches=len(packs),
+        seq_length=packs.lengths[0],
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return reports
+
+
+def _packed(model: Model, micro: MicroBatch, first_row: int) -> PackedSeqParams:
+    """Tell attention where the sequences begin, and dropout which rows they are."""
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro.cu_seqlens,
+        cu_seqlens_kv=micro.cu_seqlens,
+        max_seqlen_q=micro.max_seqlen,
+        max_seqlen_kv=micro.max_seqlen,
+    )
+    if model.config.parallel.context > 1:
+        # TransformerEngine's context parallelism needs them. Sequences keep their padding, which
+        # causal attention never reads.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro.cu_seqlens
+    # Travels with what the layers get, and so reaches a recomputed one as well.
+    packed.rows_L = micro.rows_L + first_row  # type: ignore[attr-defined]
+    return packed
+
+
+def replay_routing(model: Model, micro: MicroBatch) -> None:
+    """Tell this stage's routers where the pack's tokens go, or to choose by themselves."""
+    for router in model.routers:
+        replay = router.router_replay
+        replay.clear_indices()
+        replay.clear_router_replay_action()
+        if micro.routed_experts_L is None:
+            continue
+        experts_LK = micro.routed_experts_L[:, router.layer_number - 1]
+        if model.provider.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            experts_LK = experts_LK.chunk(group.size())[group.rank()]
+        replay.set_target_indices(experts_LK)
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
+# ---------------------------------------------------------------- on the last stage
+
+
+def loss(
+    model: Model,
+    spec: LossSpec,
+    allowed_K: torch.Tensor | None,
+    weight: float,
+    micro: MicroBatch,
+    hidden_1LH: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a pack's summed loss. Returns it, its token count, and the NUM_REPORTED sums of the
+    report."""
+    count = torch.full((), len(micro.rows_N), dtype=torch.int, device=model.device)
+    if not len(micro.rows_N):
+        zeros = torch.zeros(NUM_REPORTED, dtype=torch.float64, device=model.device)
+        return hidden_1LH.float().sum() * 0.0, count, zeros
+    log_probs_N, entropy_N = _statistics(
+        model, micro, allowed_K, hidden_1LH, with_entropy=spec.entropy_bonus != 0.0
+    )
+    inputs = LossInputs(
+        log_probs_N=log_probs_N,
+        sampler_logprobs_N=micro.sampler_logprobs_N,
+        advantages_N=micro.advantages_N,
+        old_logprobs_N=micro.old_logprobs_N,
+        sequence_N=micro.sequence_N,
+        num_sequences=micro.num_sequences,
+    )
+    terms = total_loss(
+        inputs, spec, entropy_N=entropy_N, reference_logprobs_N=micro.reference_logprobs_N
+    )
+    total = terms.total * weight
+    reported = (
+        total.detach(),
+        terms.num_clipped,
+        terms.logprob_gap,
+        terms.kl,
+        terms.entropy,
+        terms.logprob_gap_max,
+    )
+    return total, count, torch.stack([x.double() for x in reported])
+
+
+def scores(
+    model: Model, allowed_K: torch.Tensor | None, micro: MicroBatch, hidden_1LH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a pack's log-probs and entropies. Returns no loss, no count, and [log-prob, entropy]
+    as [2, N]."""
+    result = torch.zeros(2, len(micro.rows_N), device=model.device)
+    if len(micro.rows_N):
+        result = torch.stack(_statistics(model, micro, allowed_K, hidden_1LH, with_entropy=True))
+    nothing = torch.zeros((), device=model.device)
+    return nothing, nothing.to(torch.int), result
+
+
+def _statistics(
+    model: Model,
+    micro: MicroBatch,
+    allowed_K: torch.Tensor | None,
+    hidden_1LH: torch.Tensor,
+    *,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropy where the pack has loss, [N] each.
+
+    Context-parallel ranks join their positions, so a loss sees whole sequences on each rank.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    head = model.head
+    hidden_LH = hidden_1LH[0]
+    tied = head.share_embeddings_and_output_weights
+    weight_VH = head.shared_embedding_or_output_weight() if tied else head.output_layer.weight
+    # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the
+    # region's backward adds them up.
+    if model.provider.sequence_parallel:
+        hidden_LH = tensor_parallel.gather_from_sequence_parallel_region(hidden_LH, group=group)
+    predictors_M = micro.predictors_N
+    targets_M = micro.targets_N
+    temperatures_M = micro.temperatures_N
+    if micro.here_M is not None:
+        predictors_M, targets_M = predictors_M[micro.here_M], targets_M[micro.here_M]
+        temperatures_M = None if temperatures_M is None else temperatures_M[micro.here_M]
+    hidden_MH = hidden_LH.index_select(0, predictors_M)
+    if not model.provider.sequence_parallel:
+        hidden_MH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_MH, group=group)
+    mine = linear_statistics(
+        hidden_MH,
+        weight_VH,
+        targets_M,
+        vocab_start=group.rank() * weight_VH.shape[0],
+        vocab_size=model.vocab_size,
+        allowed_K=allowed_K,
+        group=group,
+        with_entropy=with_entropy,
+        temperatures_N=temperatures_M,
+    )
+    if micro.here_M is None:
+        return mine
+    log_probs_N, entropy_N = gather_positions(
+        torch.stack(mine),
+        micro.here_M,
+        len(micro.rows_N),
+        parallel_state.get_context_parallel_group(),
+    )
+    return log_probs_N, entropy_N
+
+
+# ---------------------------------------------------------------- over all ranks
+
+
+def speaks() -> bool:
+    """Whether this rank answers for its data-parallel rank: first tensor and context rank of the
+    last stage."""
+    first = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+    return bool(first and parallel_state.is_pipeline_last_stage())
+
+
+def gather_scores(
+    model: Model, batch: Batch, packs: Packs, values: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put the packs' scores in the batch's order. Returns log-probs and entropies, [T] on the CPU
+    of every rank."""
+    result_2T = torch.zeros(2, len(batch.tokens_T), device=model.device)
+    if speaks():
+        for one, value_2N in zip(packs, values, strict=True):
+            result_2T[:, one.rows_N] = value_2N
+    dist.all_reduce(result_2T)
+    logprobs_T, entropy_T = result_2T.cpu()
+    return logprobs_T, entropy_T
+
+
+def reduce_sums(
+    model: Model, reports: list[torch.Tensor], batch: Batch, spec: LossSpec
+) -> StepSums:
+    """Add up the reports over packs and data-parallel ranks. Only ranks that speak contribute to
+    the sums."""
+    stacked = (
+        torch.stack(reports)
+        if reports
+        else torch.zeros(1, NUM_REPORTED, dtype=torch.float64, device=model.device)
+    )
+    total, worst = stacked[:, :-1].sum(0), stacked[:, -1].max()
+    total = total if speaks() else torch.zeros_like(total)
+    dist.all_reduce(total)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    loss_sum, clipped, logprob_gap, kl, entropy = total.tolist()
+    return StepSums(
+        loss=loss_sum,
+        num_clipped=clipped,
+        logprob_gap=logprob_gap,
+        logprob_gap_max=float(worst),
+        gap_tokens=batch.num_loss_tokens if registered(spec.name).takes_sampler else 0,
+        kl=kl,
+        kl_tokens=batch.num_loss_tokens if spec.kl is not None else 0,
+        entropy=entropy,
+        entropy_tokens=batch.num_loss_tokens if spec.entropy_bonus != 0.0 else 0,
+        num_tokens=batch.num_loss_tokens,
+        num_loss_sequences=batch.num_loss_sequences,
+        num_sequences=len(batch.lengths),
+    )

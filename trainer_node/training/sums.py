@@ -1,0 +1,126 @@
+"""The sums of a step and the metrics made of them. Pure, without tensors.
+
+A loss is a sum over tokens. Sums and counts of several batches add up, and are divided once, at the
+end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import NormalizeBy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """Sums over the loss tokens of one or several batches, over all data-parallel ranks; the same
+    on every rank."""
+
+    loss: float = 0.0
+    """With KL, entropy bonus and loss_weight."""
+    num_clipped: float = 0.0
+    logprob_gap: float = 0.0
+    logprob_gap_max: float = 0.0
+    gap_tokens: int = 0
+    """Loss tokens of the batches whose loss takes the sampler's log-probs; those alone are in
+    `logprob_gap`."""
+    kl: float = 0.0
+    kl_tokens: int = 0
+    """Loss tokens of the batches that had a KL term; those alone are in `kl`."""
+    entropy: float = 0.0
+    entropy_tokens: int = 0
+    num_tokens: int = 0
+    """Tokens that carry loss."""
+    num_loss_sequences: int = 0
+    """Sequences with at least one such token."""
+    num_sequences: int = 0
+
+    def __add__(self, other: StepSums) -> StepSums:
+        return StepSums(
+            loss=self.loss + other.loss,
+            num_clipped=self.num_clipped + other.num_clipped,
+            logprob_gap=self.logprob_gap + other.logprob_gap,
+            logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max),
+            gap_tokens=self.gap_tokens + other.gap_tokens,
+            kl=self.kl + other.kl,
+            kl_tokens=self.kl_tokens + other.kl_tokens,
+            entropy=self.entropy + other.entropy,
+            entropy_tokens=self.entropy_tokens + other.entropy_tokens,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_loss_sequences=self.num_loss_sequences + other.num_loss_sequences,
+            num_sequences=self.num_sequences + other.num_sequences,
+        )
+
+    @property
+    def logprob_gap_mean(self) -> float:
+        """|trainer - sampler| in nats a token; 0 where no loss takes the sampler's log-probs."""
+        return self.logprob_gap / self.gap_tokens if self.gap_tokens else 0.0
+
+    def denominator(self, normalize_by: NormalizeBy) -> float:
+        """Return the divisor of the summed loss and gradient."""
+        if normalize_by == "tokens":
+            return self.num_tokens
+        if normalize_by == "sequences":
+            return self.num_loss_sequences
+        return normalize_by
+
+    def metrics(self, normalize_by: NormalizeBy) -> dict[str, float]:
+        """The true global values: `loss` divided as the gradient is, the others means over loss
+        tokens.
+
+        kl_mean and entropy_mean are there where a batch had a KL term or an entropy bonus.
+        """
+        count = self.num_tokens
+        metrics = {
+            "loss": self.loss / self.denominator(normalize_by),
+            "tokens": float(count),
+            "num_sequences": float(self.num_sequences),
+            "logprob_gap_mean": self.logprob_gap_mean,
+            "logprob_gap_max": self.logprob_gap_max,
+            "clip_fraction": self.num_clipped / count,
+        }
+        if self.kl_tokens:
+            metrics["kl_mean"] = self.kl / self.kl_tokens
+        if self.entropy_tokens:
+            metrics["entropy_mean"] = self.entropy / self.entropy_tokens
+        return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Gradients that wait for the optimizer step: how many batches, what they add up to, how they
+    will be divided."""
+
+    num_batches: int = 0
+    num_rows: int = 0
+    """Tokens of those batches, with and without loss."""
+    sums: StepSums = StepSums()
+    normalize_by: NormalizeBy = "tokens"
+
+    def check(self, normalize_by: NormalizeBy) -> None:
+        """Refuse a batch that would have to be divided by something else than what is pending.
+
+        Raises:
+            ConfigError: names both.
+        """
+        if self.num_batches and normalize_by != self.normalize_by:
+            raise ConfigError(
+                f"loss.normalize_by = {normalize_by!r}, but the {self.num_batches} pending "
+                f"batches came with {self.normalize_by!r}; "
+                "one sum is divided once: send OptimStep in between, or use the same"
+            )
+
+    def plus(self, sums: StepSums, *, normalize_by: NormalizeBy, rows: int = 0) -> Pending:
+        """Return the sums with one more batch, of `rows` tokens."""
+        return Pending(
+            num_batches=self.num_batches + 1,
+            num_rows=self.num_rows + rows,
+            sums=self.sums + sums,
+            normalize_by=normalize_by,
+        )
+
+    @property
+    def denominator(self) -> float:
+        """Return the divisor of the pending gradients."""
+        return self.sums.denominator(self.normalize_by)

@@ -1,0 +1,337 @@
+"""Trains one rank's model: checked batches in, gradients, optimizer steps and metrics out.
+
+    forward_backward (sums) ... forward_backward -> optim_step (reduce once, divide once, clip,
+    AdamW)
+
+Every method is a collective: all ranks call it with the same arguments. A loss is a sum over
+tokens, and `optim_step` reduces and divides gradients once. A step therefore does not depend on the
+cut into micro-batches, calls and ranks. If a call fails after it has begun, all pending gradients
+are dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from orchestrator.errors import SpliceError
+from orchestrator.protocol.messages import LossSpec, OptimParams
+from trainer_node.adapters.dropout import key_of
+from trainer_node.adapters.peft_io import read_on_all_ranks
+from trainer_node.adapters.references import References
+from trainer_node.model.model import Model
+from trainer_node.model.offload import HostCopies, storage_bytes, tensors_in
+from trainer_node.model.parameters import finalize_gradients, global_norm
+from trainer_node.training import gap, passes
+from trainer_node.training.batch import Batch, BatchError, Packs, check_accumulation, check_routing
+from trainer_node.training.losses import bind_loss
+from trainer_node.training.optimizer import ShardedAdamW
+from trainer_node.training.sums import Pending, StepSums
+
+DEFAULT_TOKENS = 4096
+"""Tokens of a pack on a CPU: a larger pack exceeds its caches."""
+
+
+class NonFiniteGradient(SpliceError, ArithmeticError):
+    """The gradient's norm is not finite; the step was skipped and the weights are untouched."""
+
+
+class NothingPending(SpliceError, RuntimeError):
+    """An optimizer step without a forward_backward before it."""
+
+
+class Trainer:
+    """One rank's model, its optimizer, and the gradients that wait for a step."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.optimizer = ShardedAdamW(model.params)
+        self.references = References(model)
+        self.pending = self.used = Pending()
+        """`used`: the gradients of the last optimizer step, taken or skipped."""
+        self.num_steps, self.num_skipped_steps = 0, 0
+        self.steps_since_sent = 0
+        """Optimizer steps since the weights were sent or loaded. 0: the next step should be on
+        policy."""
+        self.first_forward_s = 0.0
+        """Time of the first forward pass since it was set to 0, on the monotonic clock."""
+        self.micro_batch_tokens = DEFAULT_TOKENS
+        """Largest number of tokens in a pack; `pack_size` sets it."""
+        self._host_copies: HostCopies | None = None
+
+    # ------------------------------------------------------------ a step
+
+    def train_step(self, batch: Batch, loss: LossSpec, optim: OptimParams) -> dict[str, float]:
+        """`forward_backward`, then `optim_step` with all that is pending.
+
+        Returns the latter's metrics and seconds_forward_backward.
+        """
+        started = time.monotonic()
+        self.forward_backward(batch, loss)
+        middle = time.monotonic()
+        return self.optim_step(optim) | {"seconds_forward_backward": middle - started}
+
+    def forward_backward(
+        self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
+    ) -> StepSums:
+        """Add the gradient of `loss_weight` times the summed loss to the pending one.
+
+        Nothing is reduced or divided yet.
+
+        The caller runs `check` on the batch first. Returns the batch's own sums.
+
+        Raises:
+            LogprobGapError: trainer and sampler are further apart than the loss allows.
+            Exception: any later failure. Both drop pending gradients, and a note says so.
+        """
+        try:
+            if loss.kl is not None and loss.kl.reference != "given":
+                with self.references.in_place(loss.kl.adapter_dir):
+                    base_T, _ = self.forward(
+                        batch,
+                        allowed_token_ids=loss.allowed_token_ids,
+                        adapters=loss.kl.reference == "adapter",
+                    )
+                batch = replace(batch, reference_logprobs_T=base_T)
+            with self.model.adapters.dropout.on(self._dropout_key()):
+                of_pack = partial(
+                    passes.loss,
+                    self.model,
+                    loss,
+                    self._allowed(loss.allowed_token_ids),
+                    loss_weight,
+                )
+                reports = self._run(self._cut(batch), of_pack)
+            sums = passes.reduce_sums(self.model, reports, batch, loss)
+            gap.check(sums, loss)
+        except BaseException as error:
+            dropped = self.drop_pending()
+            error.add_note(
+                f"Gradients pending from {dropped} batches before it were dropped with it."
+            )
+            raise
+        self.pending = self.pending.plus(
+            sums, normalize_by=loss.normalize_by, rows=len(batch.tokens_T)
+        )
+        return sums
+
+    def drop_pending(self) -> int:
+        """Forget accumulated gradients. Returns how many batches they came from."""
+        dropped = self.pending.num_batches
+        self.pending = Pending()
+        for p in self.model.params:
+            p.drop_grad()
+        return dropped
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, *, allowed_token_ids: Sequence[int] | None = None, adapters: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropy, at the batch's temperatures, of every token that its loss mask
+        marks.
+
+        Returns [T] each, fp32 on the CPU, on every rank; 0 where the mask is 0. Gradients, weights
+        and optimizer are untouched.
+
+        Args:
+            adapters: False: the base model's.
+        """
+        if not adapters:
+            self.model.need_adapters("a forward pass of the base model")
+        packs = self._cut(batch)
+        with self.model.adapters.switched(on=adapters):
+            of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
+            values = self._run(packs, of_pack, forward_only=True)
+        return passes.gather_scores(self.model, batch, packs, values)
+
+    def _cut(self, batch: Batch) -> Packs:
+        return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
+
+    def _run(
+        self, packs: Packs, of_pack: Callable[..., Any], *, forward_only: bool = False
+    ) -> list[torch.Tensor]:
+        return passes.run(
+            self.model,
+            packs,
+            of_pack,
+            first_row=self.pending.num_rows,
+            on_pack=self._note_first_forward,
+            forward_only=forward_only,
+        )
+
+    def _note_first_forward(self) -> None:
+        self.first_forward_s = self.first_forward_s or time.monotonic()
+
+    def _allowed(self, ids: Sequence[int] | None) -> torch.Tensor | None:
+        return None if ids is None else torch.tensor(sorted(set(ids)), device=self.model.device)
+
+    def _dropout_key(self) -> int:
+        """Another key for each optimizer step; the counters are in checkpoints."""
+        return key_of(self.model.config.seed, self.num_steps, self.num_skipped_steps)
+
+    # ------------------------------------------------------------ what is refused
+
+    def check(
+        self, batch: Batch, loss: LossSpec, *, grad_accumulation_sequences: int | None = None
+    ) -> None:
+        """Refuse what this model cannot train on, and read the KL term's reference adapter.
+
+        Raises:
+            ConfigError: the loss or the cut is refused. Nothing has changed.
+        """
+        bind_loss(loss)
+        self.pending.check(loss.normalize_by)
+        if loss.kl is not None and loss.kl.reference != "given":
+            self.model.need_adapters(
+                f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and "
+                "use 'given')"
+            )
+        if loss.kl is not None and loss.kl.adapter_dir is not None:
+            self.references.read(Path(loss.kl.adapter_dir))
+        check_accumulation(
+            grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
+        )
+        self._check_routing(batch)
+
+    def _check_routing(self, batch: Batch) -> None:
+        hf, config = self.model.hf_config, self.model.config
+        num_experts = getattr(hf, "num_experts", None) or 0
+        top_k = getattr(hf, "num_experts_per_tok", 0)
+        check_routing(batch, num_layers=hf.num_hidden_layers, num_experts=num_experts, top_k=top_k)
+        if (
+            batch.routed_experts_T is not None
+            and config.parallel.pipeline > 1
+            and config.recompute == "full"
+        ):
+            # Routers hold one micro-batch's experts; recomputing one while others are on their way
+            # would take the wrong ones.
+            raise BatchError(
+                "routed_experts: cannot be replayed with recompute = 'full' and parallel.pipeline "
+                "> 1; use 'selective'"
+            )
+
+    # ------------------------------------------------------------ the optimizer
+
+    def optim_step(self, optim: OptimParams) -> dict[str, float]:
+        """Reduce the pending gradients, divide once, clip, step. Nothing is pending afterwards.
+
+        Returns:
+            loss (divided as the gradient is), grad_norm (before clipping), tokens, num_sequences,
+            num_batches, logprob_gap_mean and logprob_gap_max (|trainer - sampler|), clip_fraction,
+            kl_mean and entropy_mean (where asked for), skipped_steps (so far), seconds_optim.
+
+        Raises:
+            NothingPending: no forward_backward since the last step.
+            NonFiniteGradient: the step was skipped; weights and optimizer are untouched.
+        """
+        started, pending = time.monotonic(), self.pending
+        if not pending.num_batches:
+            raise NothingPending("no gradients are pending: send ForwardBackward before OptimStep")
+        self.used = pending
+        try:
+            grad_norm = self._step(optim, denominator=pending.denominator)
+        except NonFiniteGradient as error:
+            self.num_skipped_steps += 1
+            error.add_note(
+                "The step was skipped: weights and optimizer are untouched, the gradients of "
+                f"{pending.num_batches} batches "
+                f"were dropped. Steps skipped so far: {self.num_skipped_steps}."
+            )
+            raise
+        except BaseException as error:
+            error.add_note(f"The gradients of {pending.num_batches} batches were dropped.")
+            raise
+        finally:
+            self.drop_pending()
+        self.num_steps += 1
+        self.steps_since_sent += 1
+        return pending.sums.metrics(pending.normalize_by) | {
+            "grad_norm": grad_norm,
+            "num_batches": float(pending.num_batches),
+            "skipped_steps": float(self.num_skipped_steps),
+            "seconds_optim": time.monotonic() - started,
+        }
+
+    @torch.no_grad()
+    def _step(self, optim: OptimParams, *, denominator: float) -> float:
+        """Returns the norm before clipping."""
+        params, sequence_parallel = self.model.params, bool(self.model.provider.sequence_parallel)
+        finalize_gradients(params, denominator=denominator, sequence_parallel=sequence_parallel)
+        norm = global_norm(params, self.model.device)
+        if not torch.isfinite(norm):
+            raise NonFiniteGradient(f"the gradient's norm is {float(norm)}")
+        # torch.nn.utils.clip_grad_norm_'s formula.
+        factor = (
+            None
+            if optim.max_grad_norm is None
+            else (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        )
+        self.optimizer.step(optim, factor=factor)
+        return float(norm)
+
+    def load_adapter(self, folder: Path) -> int:
+        """Put a PEFT adapter in the place of the present one; the optimizer starts afresh.
+
+        Returns the batches whose gradients were dropped.
+
+        Raises:
+            AdapterError: on every rank, it does not fit or is not whole; nothing changed.
+        """
+        self.model.need_adapters(f"loading the adapter {folder}")
+        whole = read_on_all_ranks(self.model, folder)
+        self.model.adapters.load(whole)
+        self.optimizer.state.clear()
+        self.steps_since_sent = 0
+        return self.drop_pending()
+
+    # ------------------------------------------------------------ memory between jobs
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether `offload` was called after the last `reload`."""
+        return self._host_copies is not None and self._host_copies.holds_data
+
+    def offload(self) -> int:
+        """Move every tensor of the model, adapters, optimizer and pending gradients to host memory;
+        free the device's.
+
+        Returns the bytes that this rank holds on the host. A second call changes nothing.
+        """
+        is_cuda = self.model.device.type == "cuda"
+        if self._host_copies is None:
+            self._host_copies = HostCopies(pinned=is_cuda)
+        self._host_copies.take(self._held_tensors())
+        if is_cuda:
+            torch.cuda.empty_cache()
+        return self._host_copies.nbytes
+
+    def reload(self) -> None:
+        """Undo `offload`: every tensor has its bytes again, and views stay views."""
+        if self._host_copies is not None:
+            self._host_copies.give_back()
+
+    def resident_bytes(self) -> int:
+        """Bytes of the model, adapters, optimizer and pending gradients where they compute."""
+        return storage_bytes(self._held_tensors())
+
+    def _held_tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor that is kept from one request to the next: weights, buffers, adapters,
+        gradients, optimizer state."""
+        for module in (*self.model.modules, *self.model.adapters.adapters):
+            for param in module.parameters():
+                yield param
+                if param.grad is not None:
+                    yield param.grad
+            yield from module.buffers()
+        yield from self.references.tensors()
+        yield from (p.main_grad for p in self.model.params if p.main_grad is not None)
+        yield from tensors_in(
+            [[master for _, master in self.optimizer.masters], self.optimizer.state]
+        )

@@ -1,0 +1,186 @@
+"""The transfer groups and the sender of rank 0, and the layouts of every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from orchestrator.protocol.messages import Manifest, OpenTransferGroup
+from weight_transfer.chunks import ChunkSender, SendReport
+from weight_transfer.groups import GroupListener, TransferGroup, open_listener
+
+if TYPE_CHECKING:
+    from trainer_node.export.bridge_export import BridgeExport
+    from trainer_node.export.wire_export import WireExport
+
+NO_GROUP = "no transfer group is open; send OpenTransferGroup first"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """A planned layout: the manifest indices of each chunk, and the export that fills them."""
+
+    manifest: Manifest
+    order: Sequence[Sequence[int]]
+    export: WireExport | BridgeExport
+
+
+class Transfer:
+    """The transfer groups, the sender and the planned layouts.
+
+    A failed send closes the groups. The next send then refuses and names the request to send first.
+    """
+
+    def __init__(self, *, host: str, device: torch.device) -> None:
+        self._host, self._device = host, device
+        self._lock = threading.Lock()
+        self._listeners: dict[str, GroupListener] = {}
+        self._groups: dict[str, TransferGroup] = {}
+        self._sender: ChunkSender | None = None
+        self._chunks: dict[bool, Chunks] = {}
+        """Whether an update is partial (`changed_only`) -> its chunks."""
+        self._changed_only = False
+        self._why_not = NO_GROUP
+
+    # ------------------------------------------------------------ groups
+
+    def open(
+        self, message: OpenTransferGroup, *, on_listening: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Listen, report the addresses, and join every replica before the deadline; all or none.
+
+        Raises:
+            TransferError, ConfigError: see `weight_transfer.groups`.
+        """
+        self.close()
+        deadline = time.monotonic() + message.deadline_s
+        joined: dict[str, TransferGroup] = {}
+        listeners: dict[str, GroupListener] = {}  # an abort empties `_listeners`
+        try:
+            for replica, workers in message.replicas.items():
+                listeners[replica] = open_listener(
+                    transport=message.transport,
+                    host=self._host,
+                    world_size=1 + workers,
+                    device=self._device,
+                )
+                with self._lock:
+                    self._listeners[replica] = listeners[replica]
+            on_listening({r: x.rendezvous.model_dump(mode="python") for r, x in listeners.items()})
+            for replica, listener in listeners.items():
+                joined[replica] = listener.join(max(0.001, deadline - time.monotonic()))
+        except BaseException as error:
+            for group in joined.values():
+                group.close()
+            self._why_not = (
+                f"opening the transfer group failed ({error}); send OpenTransferGroup again"
+            )
+            raise
+        finally:
+            self._close_listeners()
+        with self._lock:
+            self._groups = joined
+
+    def problem(self) -> str | None:
+        """Why nothing can be sent now; None if it can."""
+        return None if self._groups or self._sender is not None else self._why_not
+
+    def abort(self, reason: str) -> None:
+        """End a join or send. Callable from any thread."""
+        self._close_listeners()
+        with self._lock:
+            sender, groups = self._sender, list(self._groups.values())
+        if sender is not None:
+            sender.abort(reason)
+        else:
+            for group in groups:
+                group.abort(reason)
+
+    def close(self) -> None:
+        """Leave every group. Safe to call twice."""
+        self._close_listeners()
+        with self._lock:
+            sender, self._sender = self._sender, None
+            groups, self._groups = self._groups, {}
+        if sender is not None:
+            sender.close()  # closes the groups too
+        else:
+            for group in groups.values():
+                group.close()
+        self._why_not = NO_GROUP
+
+    def _close_listeners(self) -> None:
+        with self._lock:
+            listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.close()
+
+    # ------------------------------------------------------------ layouts
+
+    def use_chunks(self, chunks: Chunks | None, *, changed_only: bool) -> None:
+        """Send these chunks from now on, for full or for partial updates; None forgets them."""
+        self.free_buffers()
+        self._chunks.pop(changed_only, None)
+        if chunks is not None:
+            self._chunks[changed_only] = chunks
+
+    def choose(self, *, changed_only: bool) -> Chunks | None:
+        """Return the planned chunks of this kind of update. Frees the buffers of the other kind."""
+        if changed_only != self._changed_only:
+            self.free_buffers()
+        self._changed_only = changed_only
+        return self._chunks.get(changed_only)
+
+    def free_buffers(self) -> None:
+        """Free the buffers of the sender and of the exchange between ranks; groups stay joined."""
+        for chunks in self._chunks.values():
+            chunks.export.release()
+        with self._lock:
+            if self._sender is not None:
+                self._sender.release()
+            self._sender = None
+
+    # ------------------------------------------------------------ a send
+
+    def send(
+        self, chunks: Chunks, *, deadline: float, agreement: AbstractContextManager[None]
+    ) -> SendReport:
+        """Send the chunks to every group, and receive all that the other ranks contribute.
+
+        After a failure on any rank, the groups are closed.
+
+        Args:
+            deadline: `time.monotonic()` at which the last chunk must have left.
+            agreement: `Lockstep.agree`, so that every rank learns of a failure.
+        """
+        try:
+            with agreement:
+                try:
+                    sender = self._sender_of(chunks)
+                    report = sender.send(deadline_s=deadline - time.monotonic())
+                finally:
+                    chunks.export.drain()
+        except BaseException as error:
+            self.close()
+            self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
+            raise
+        return report
+
+    def _sender_of(self, chunks: Chunks) -> ChunkSender:
+        with self._lock:
+            if self._sender is None:
+                self._sender = ChunkSender(
+                    groups=self._groups,
+                    manifest=chunks.manifest,
+                    chunks=chunks.order,
+                    fill=chunks.export.fill,
+                    resident=chunks.export.resident,
+                    device=self._device,
+                )
+            return self._sender

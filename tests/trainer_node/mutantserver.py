@@ -133,6 +133,7 @@ def _fork(request: dict[str, Any]) -> int:
             "-x",
             "-p",
             "no:cacheprovider",
+            "-m=",  # a killer may be one of the tests that `make test` leaves out
             f"--basetemp={request['log']}.tmp",
             *request["tests"],
         ]

@@ -46,7 +46,7 @@ from inference_node.aborts import Aborts
 from inference_node.served import Served
 from inference_node.vllm_process import CallFailed, VllmProcess, bind
 from inference_node.watchdog import AbortSender
-from orchestrator.errors import NodeLost, TransferAborted
+from orchestrator.errors import REMEDIES, NodeLost, TransferAborted
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.frames import Envelope
@@ -274,7 +274,7 @@ class InferenceNode:
         try:
             handler(message)
         except CallFailed as error:
-            remedy = _REMEDIES.get(error.code, "See the node's log.")
+            remedy = REMEDIES.get(error.code, REMEDIES[ErrorCode.INTERNAL])
             self._fail(message, error.code, phase, str(error), remedy)
         except NodeLost as error:
             self._on_lost(message, phase, error)
@@ -548,14 +548,3 @@ def _ready_detail(
 
 def _code(error: CallFailed | TransferAborted) -> ErrorCode:
     return error.code if isinstance(error, CallFailed) else ErrorCode.TRANSFER_ABORTED
-
-
-_REMEDIES: dict[ErrorCode, str] = {
-    ErrorCode.PLAN_REFUSED: "The trainer's model and the served one differ; "
-    "start both from the same checkpoint and dtype.",
-    ErrorCode.TRANSFER_TIMEOUT: "Check that the trainer is alive; then join the transfer group "
-    "again and publish again.",
-    ErrorCode.TRANSFER_FAILED: "Join the transfer group again and publish again.",
-    ErrorCode.NOT_READY: "Send the requests in order: join, prepare, receive, commit.",
-    ErrorCode.INTERNAL: "See the node's and vLLM's logs; this is a fault in splice or vLLM.",
-}

@@ -18,13 +18,7 @@ from typing import Any, ParamSpec
 import torch
 
 from inference_node.engine import SpliceEngine
-from orchestrator.errors import (
-    ManifestError,
-    TransferAborted,
-    TransferError,
-    TransferTimeout,
-    VerificationError,
-)
+from orchestrator.errors import code_and_remedy
 from orchestrator.protocol.messages import (
     ErrorCode,
     JoinTransferGroup,
@@ -37,18 +31,11 @@ from orchestrator.protocol.messages import (
 _log = logging.getLogger("vllm.splice")
 _P = ParamSpec("_P")
 
-_CODES: tuple[tuple[type[BaseException], ErrorCode], ...] = (
-    (TransferTimeout, ErrorCode.TRANSFER_TIMEOUT),
-    (TransferAborted, ErrorCode.TRANSFER_ABORTED),
-    (TransferError, ErrorCode.TRANSFER_FAILED),
-    (ManifestError, ErrorCode.PLAN_REFUSED),
-    (VerificationError, ErrorCode.VERIFICATION_FAILED),
-)
-
 
 def code_of(error: BaseException, default: ErrorCode) -> ErrorCode:
-    """The protocol's code for an exception of ours."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), default)
+    """The protocol's code for an exception: its own, if it is one of ours."""
+    code, _ = code_and_remedy(error)
+    return default if code == ErrorCode.INTERNAL else code
 
 
 def _answers(

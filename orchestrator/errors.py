@@ -17,9 +17,8 @@ SpliceError                              code
 
 JournalError (RuntimeError) is apart, because it ends the orchestrator and not just a job.
 
-A class states its code and remedy as attributes; a subclass inherits them. The orchestrator reads
-them with `code_and_remedy`. The nodes choose remedies by their own tables: `trainer_node.request`
-and `inference_node.node`.
+A class states its code, and its remedy if `REMEDIES` has no better one for that code. The trainer's
+own exceptions are beside the code that raises them.
 """
 
 from __future__ import annotations
@@ -51,6 +50,32 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
+_PUBLISH_AGAIN = "Read the node's log, then submit the job under a new id to roll forward."
+_JOIN_AGAIN = "Open a new transfer group and publish the version again."
+REMEDIES: dict[ErrorCode, str] = {
+    ErrorCode.BAD_INPUT: "Correct the request, then submit it again.",
+    ErrorCode.NOT_READY: "Send the request named above first.",
+    ErrorCode.PLAN_REFUSED: "Trainer and served model differ; start both from the same checkpoint "
+    "and dtype, then plan the publication again.",
+    ErrorCode.TRAINING_FAILED: "See the trainer's log; LoadCheckpoint the last durable version and "
+    "submit again.",
+    ErrorCode.NON_FINITE_GRADIENT: "Look at the batch's advantages and the learning rate; send the "
+    "next batch.",
+    ErrorCode.LOGPROB_GAP: "Find the cause; no step was taken. To train all the same, raise "
+    "loss.max_logprob_gap.",
+    ErrorCode.CHECKPOINT_FAILED: "Fix the disk or folder named above. LoadCheckpoint the last "
+    "durable version before training, because the state in memory may be a step ahead of it.",
+    ErrorCode.TRANSFER_FAILED: _JOIN_AGAIN,
+    ErrorCode.TRANSFER_TIMEOUT: _JOIN_AGAIN,
+    ErrorCode.TRANSFER_ABORTED: _JOIN_AGAIN,
+    ErrorCode.APPLY_FAILED: _PUBLISH_AGAIN,
+    ErrorCode.VERIFICATION_FAILED: _PUBLISH_AGAIN,
+    ErrorCode.NODE_LOST: "Restart the node, then submit the job again under a new id.",
+    ErrorCode.INTERNAL: "This is a defect of splice: see the node's log, and report it.",
+}
+"""What to do about each code, where nobody knows better."""
+
+
 class SpliceError(Exception):
     """Base of everything splice raises on purpose.
 
@@ -60,14 +85,18 @@ class SpliceError(Exception):
     """
 
     code: ErrorCode = ErrorCode.INTERNAL
-    remedy: str = "Report this with the log of the node named."
+    remedy: str = REMEDIES[ErrorCode.INTERNAL]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "code" in vars(cls) and "remedy" not in vars(cls):
+            cls.remedy = REMEDIES[cls.code]
 
 
 class ConfigError(SpliceError, ValueError):
     """Bad input, found before any work starts."""
 
     code = ErrorCode.BAD_INPUT
-    remedy = "Correct the request, then submit it again."
 
 
 class ProtocolError(SpliceError, ValueError):
@@ -78,7 +107,6 @@ class PublicationError(SpliceError, RuntimeError):
     """A version could not be published."""
 
     code = ErrorCode.APPLY_FAILED
-    remedy = "Read the nodes' logs, then submit a new job, which rolls forward."
 
 
 class MergePlanError(PublicationError):
@@ -92,17 +120,12 @@ class ManifestError(PublicationError):
     """Names, dtypes or shapes that the receiver does not know; names the tensors."""
 
     code = ErrorCode.PLAN_REFUSED
-    remedy = (
-        "Trainer and served model differ; start both from the same checkpoint and dtype, "
-        "then plan the publication again."
-    )
 
 
 class VerificationError(PublicationError):
     """The live tensors are not what the trainer sent; names the tensors."""
 
     code = ErrorCode.VERIFICATION_FAILED
-    remedy = "Read the inference node's log, then submit the job under a new id to roll forward."
 
 
 class ContentChanged(VerificationError):
@@ -113,7 +136,6 @@ class TransferError(SpliceError, RuntimeError):
     """Bytes did not arrive."""
 
     code = ErrorCode.TRANSFER_FAILED
-    remedy = "Open a new transfer group and publish the version again."
 
 
 class TransferAborted(TransferError):
@@ -165,14 +187,13 @@ class NodeLost(SpliceError, ConnectionError):
     """A node stopped answering or its process ended."""
 
     code = ErrorCode.NODE_LOST
-    remedy = "Restart the node, then submit the job again under a new id."
 
 
 class LinkLost(NodeLost):
     """The orchestrator does not answer this process; exit code `restarts.EXIT_LINK_LOST`."""
 
 
-def code_and_remedy(error: BaseException) -> tuple[ErrorCode, str]:
-    """Return an exception's code and remedy. One that is not ours is a defect: `internal`."""
+def code_and_remedy(error: BaseException | None) -> tuple[ErrorCode, str]:
+    """Return an exception's code and remedy. One that is not ours, or None, is `internal`."""
     known = error if isinstance(error, SpliceError) else SpliceError
     return known.code, known.remedy

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import SpliceError
+from orchestrator.errors import ErrorCode, SpliceError
 from trainer_node.state import hashing
 
 log = logging.getLogger("splice.trainer")
@@ -37,6 +37,8 @@ MARKER, BEGUN = "COMPLETE", "BEGUN"
 
 class CheckpointError(SpliceError, OSError):
     """A checkpoint could not be written, or is not whole; names the file."""
+
+    code = ErrorCode.CHECKPOINT_FAILED
 
 
 class Disk:

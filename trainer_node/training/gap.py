@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from orchestrator.errors import SpliceError
+from orchestrator.errors import ErrorCode, SpliceError
 from orchestrator.protocol.messages import LossSpec
 from trainer_node.training.sums import StepSums
 
@@ -34,6 +34,8 @@ CAUSES = (
 
 class LogprobGapError(SpliceError, ValueError):
     """The trainer and the sampler are further apart than the job allows."""
+
+    code = ErrorCode.LOGPROB_GAP
 
 
 def described(sums: StepSums) -> str:

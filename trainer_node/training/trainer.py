@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from orchestrator.errors import SpliceError
+from orchestrator.errors import ErrorCode, SpliceError
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.peft_io import read_on_all_ranks
@@ -42,9 +42,14 @@ DEFAULT_TOKENS = 4096
 class NonFiniteGradient(SpliceError, ArithmeticError):
     """The gradient's norm is not finite; the step was skipped and the weights are untouched."""
 
+    code = ErrorCode.NON_FINITE_GRADIENT
+
 
 class NothingPending(SpliceError, RuntimeError):
     """An optimizer step without a forward_backward before it."""
+
+    code = ErrorCode.NOT_READY
+    remedy = "Send ForwardBackward first."
 
 
 class Trainer:

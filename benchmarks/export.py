@@ -30,44 +30,26 @@ from typing import Any
 import torch
 
 from benchmarks import memory
+from benchmarks.clusters import make_model
 from benchmarks.harness import Case
 from benchmarks.timing import seconds
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import Manifest
 
-SHAPES = {
-    "tiny-moe": ("qwen3_moe", "tiny"),
-    "8b": ("qwen3", "qwen3-8b"),
-    "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
-}
 CHUNK_BYTES = 512 * 2**20
 TIMEOUT_S = 540.0
 
 
 def run(*, device: str, small: bool) -> list[Case]:
     """Seconds and peak bytes of each way. Shapes from SPLICE_BENCH_SHAPES (default 8b,30b-a3b on
-    cuda, tiny-moe on the cpu).
+    cuda, tiny on the cpu).
     """
-    usual = "tiny-moe" if small or device == "cpu" else "8b,30b-a3b"
+    usual = "tiny" if small or device == "cpu" else "8b,30b-a3b"
     shapes = usual if small else os.environ.get("SPLICE_BENCH_SHAPES", usual)
     cases: list[Case] = []
     for shape in shapes.split(","):
         with TemporaryDirectory() as folder:
-            arch, size = SHAPES[shape]
-            argv = [
-                sys.executable,
-                "-m",
-                "trainer_node.tools.make_checkpoint",
-                "--arch",
-                arch,
-                "--shape",
-                size,
-                "--out",
-                folder,
-            ]
-            subprocess.run(
-                [*argv, "--config-only"], check=True, stdout=subprocess.DEVNULL, timeout=120
-            )
+            make_model(shape, Path(folder))
             argv = [
                 sys.executable,
                 "-m",

@@ -10,7 +10,7 @@ trainer_node      never vLLM;      inference_node  never Megatron;      of ours:
                                                                         message types and errors
 
 No two modules import each other, not even over a third one, within a function or for a type
-checker.
+checker. Helpers live apart from tests: no module imports a test module.
 """
 
 from __future__ import annotations
@@ -211,6 +211,43 @@ def test_weight_transfer_loads_torch_and_message_types_only() -> None:
 def test_importing_a_package_is_light(package: str) -> None:
     """vLLM's plug-in and torchrun's ranks import the package before they know what they need."""
     assert not loaded_after_importing([package]) & set(HEAVY)
+
+
+def of_test_modules(names: set[str]) -> set[str]:
+    """Those that are a test module's, or something in one."""
+    return {
+        n
+        for n in names
+        if is_within(n, ("tests",)) and any(part.startswith("test_") for part in n.split("."))
+    }
+
+
+def test_no_test_module_is_imported() -> None:
+    """What several tests use has a module of its own beside them."""
+    wrong: dict[str, set[str]] = {}
+    for package in (*OURS, "tests", "examples"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            names = imported_names(path.read_text(encoding="utf-8"), module=module)
+            if found := of_test_modules(names):
+                wrong[module] = found
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tests.a.test_b import C",
+        "from tests.a import test_b",
+        "def f():\n    import tests.a.test_b as b",
+    ],
+)
+def test_an_imported_test_module_is_found(source: str) -> None:
+    assert "tests.a.test_b" in {
+        n.removesuffix(".C") for n in of_test_modules(imported_names(source, module="x"))
+    }
+    likes = "from tests.a import tested, b_test_\nfrom a.test_b import C\nimport latest_b"
+    assert not of_test_modules(imported_names(likes, module="x"))
 
 
 def test_the_scan_sees_what_it_must(tmp_path: Path) -> None:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.readme import ROOT, blocks
 
-ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 150
-
-
-def blocks(language: str) -> list[str]:
-    """The README's code blocks of a language."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return [piece.split("```")[0] for piece in readme.split(f"```{language}\n")[1:]]
 
 
 def test_the_loop_in_the_readme_is_the_file_that_runs():

@@ -41,7 +41,7 @@ SMALL = {
     "control": {"control/empty-job", "control/empty-job-p99", "control/one-commit"},
     "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
     "merge": {"merge/30b-a3b-experts", "merge/30b-a3b-experts-loop"},
-    "export": {"export/tiny-moe/wire", "export/tiny-moe/manifest", "export/tiny-moe/plan"},
+    "export": {"export/tiny/wire", "export/tiny/manifest", "export/tiny/plan"},
     "arrival": {"arrival/16x2048"},
     "save": {"save/tiny/checkpoint", "save/tiny/adapter"},
     "logits": {"logits/chunked-256", "logits/default-256"},

@@ -9,7 +9,6 @@ of the same tokens, and with those of the version before.
 
 from __future__ import annotations
 
-import array
 import statistics
 from pathlib import Path
 
@@ -27,10 +26,11 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.publication.config import PublicationConfig
 from splice.cluster import Cluster, ClusterConfig
+from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 
 pytestmark = [pytest.mark.gpu2, pytest.mark.timeout(900)]
-PROMPT, LENGTH = [5, 17, 33, 101, 7, 9, 44, 12], 48
+LENGTH = 48
 KV_CACHE = ("--kv-cache-memory-bytes", str(2**30))
 """With a size given vLLM does not insist that nobody else's use of the GPU changes while it
 measures.
@@ -104,19 +104,6 @@ def prefilled(url: str, tokens: list[int]) -> list[float]:
 
 def apart(a: list[float], b: list[float]) -> float:
     return statistics.median(abs(x - y) for x, y in zip(a, b, strict=True))
-
-
-def as_batch(tokens: list[int]) -> list[bytes]:
-    """One sequence, prompt and answer; the answer carries loss. In the order of `batch_specs`."""
-    ids, count = PROMPT + tokens, len(PROMPT) + len(tokens)
-    mask = [0.0] * len(PROMPT) + [1.0] * len(tokens)
-    rows = [
-        array.array("i", ids),
-        array.array("i", [count]),
-        array.array("f", mask),
-        *(array.array("f", [0.0] * count),) * 2,
-    ]
-    return [row.tobytes() for row in rows]
 
 
 def follow(model: Path, folder: Path, *, mode: str, device: str, steps: int = 3) -> None:

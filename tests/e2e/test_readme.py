@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT
-from tests.test_readme import blocks
+from tests.readme import blocks
 
 pytestmark = pytest.mark.timeout(900)
 MODEL = ROOT / "runs/models/tiny-qwen3-moe"

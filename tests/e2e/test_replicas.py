@@ -24,11 +24,10 @@ from orchestrator.protocol.messages import (
     batch_specs,
 )
 from splice.cluster import Cluster, ClusterConfig
+from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
-from tests.e2e.test_cuda_graphs import as_batch
 
 pytestmark = pytest.mark.timeout(1200)
-PROMPT = [5, 17, 33, 101, 7, 9, 44, 12]
 
 
 def scored(url: str, model: str) -> list[float]:

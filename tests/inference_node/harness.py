@@ -35,6 +35,8 @@ TOKEN_ROUTES = ["--enable-scale-out"] if dialect.name() == "0.28" else []
 """Opens /inference/v1/generate, which 0.26 serves anyway."""
 SILENCE_S = 5.0
 PROMPT = [5, 17, 33, 101, 250, 7, 9, 300, 44, 12]
+TAU = 1e-4
+"""How far a served log-prob may be from transformers' in fp32."""
 
 
 class Router:

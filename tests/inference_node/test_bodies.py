@@ -10,7 +10,7 @@ import pytest
 
 from inference_node import bodies
 from inference_node.names import MAX_BODY_BYTES
-from tests.inference_node.test_middleware import Server, run
+from tests.inference_node.scripted_server import Server, run
 
 PATH = "/v1/completions"
 LIMIT = 2**16

@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 
 from orchestrator.protocol import messages as m
-from tests.inference_node.harness import PROMPT, Node, ensure_published, moved, new
-from tests.inference_node.test_failures import TAU, fail_update
+from tests.inference_node.failing import fail_update
+from tests.inference_node.harness import PROMPT, TAU, Node, ensure_published, moved, new
 
 
 def test_a_poisoned_replica_scores_the_prompt_before_it_is_served(dense: Node) -> None:

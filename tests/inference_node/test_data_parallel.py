@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.inference_node.harness import Node, moved
-from tests.inference_node.test_changed_only import TAU
-from tests.inference_node.test_tensor_parallel import publish_whole, whole_layout
+from tests.inference_node.harness import TAU, Node, moved
+from tests.inference_node.partial_updates import publish_whole, whole_layout
 
 
 @pytest.fixture

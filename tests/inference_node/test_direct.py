@@ -16,6 +16,7 @@ from inference_node.shadow import Shadow
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import Manifest, TensorSpec, WireLayout
+from tests.inference_node.stand_ins import CudaWire, Wire
 from weight_transfer.digest import PreparedDigest, row_major_strides, tensor_digest
 
 H, I, E = 4, 6, 3  # hidden, intermediate, experts  # noqa: E741
@@ -208,22 +209,6 @@ def test_the_first_chunk_is_never_live(moe, monkeypatch):
     ) == ["norm"]
 
 
-class Wire:
-    """Carries prepared bytes into whatever buffer it is given; dies at a chunk if told to."""
-
-    def __init__(self, pieces, dies_at=-1):
-        self.pieces, self.dies_at, self.count = pieces, dies_at, 0
-
-    def broadcast(self, buffer_B, *, deadline_s):
-        if self.count == self.dies_at:
-            raise TransferError("the trainer is gone")
-        buffer_B.copy_(self.pieces[self.count])
-        self.count += 1
-
-    def synchronize(self, event=None, *, deadline_s):
-        pass
-
-
 def packed(manifest, layout, weights):
     return [
         torch.cat([weights[n].reshape(-1).view(torch.uint8) for n in names(manifest, c)])
@@ -274,25 +259,6 @@ def test_a_wire_that_dies_has_said_what_it_touched(moe):
         assert sum(written) == touched
         if touched == 0:  # the first chunk comes beside: nothing has changed, and @N can go on
             assert all(torch.equal(before[key], live[key]) for key in live)
-
-
-class CudaWire(Wire):
-    """Broadcasts on a stream of its own, as NCCL's do: the bytes are there behind the event, not
-    before.
-    """
-
-    def broadcast(self, buffer_B, *, deadline_s):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(2_000_000)
-            super().broadcast(buffer_B, deadline_s=deadline_s)
-            event = torch.cuda.Event()
-            event.record()
-        return event
-
-    def synchronize(self, event=None, *, deadline_s):
-        event.synchronize()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)])

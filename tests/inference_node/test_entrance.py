@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.inference_node.test_middleware import Server, events, run, soon
+from tests.inference_node.scripted_server import Server, events, run, soon
 
 PATH = "/v1/completions"
 

@@ -19,7 +19,7 @@ from inference_node.shadow import Shadow
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import TransferError, VerificationError
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from tests.inference_node.test_direct import CudaWire, Wire
+from tests.inference_node.stand_ins import CudaWire, Wire, placed_together
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_tcp, open_listener
@@ -216,26 +216,6 @@ class Replica:
         for worker in self.workers:
             for key, tensor in worker.expected(self.weights).items():
                 assert torch.equal(worker.live[key].cpu(), tensor), key
-
-
-def placed_together(
-    manifest: Manifest, plans: list[PlacementPlan], lives: list[direct.Live]
-) -> list[int]:
-    """As `Control` does it: what any worker cannot place, with all that shares a layer with it on
-    any worker, until nothing is added.
-    """
-    found = sorted(
-        {
-            i
-            for p, live in zip(plans, lives, strict=True)
-            for i in direct.obstacles(p, manifest, live)
-        }
-    )
-    while (
-        more := sorted({i for p in plans for i in placement.whole_layers(p, manifest, found)})
-    ) != found:
-        found = more
-    return found
 
 
 @pytest.fixture

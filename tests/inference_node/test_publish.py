@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.inference_node.harness import Node, moved
-
-TAU = 1e-4
+from tests.inference_node.harness import TAU, Node, moved
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "tied"])

@@ -22,19 +22,17 @@ from inference_node import direct, placement, verify
 from orchestrator.errors import TransferError
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
-from tests.inference_node.harness import Node, ensure_published, moved, new
-from tests.inference_node.test_changed_only import (
-    TAU,
+from tests.inference_node.harness import TAU, Node, ensure_published, moved, new
+from tests.inference_node.partial_updates import (
     is_norm_and_query,
     plan,
     publish_part,
-    send_part,
+    publish_whole,
+    whole_layout,
     with_part,
 )
-from tests.inference_node.test_direct import Wire
-from tests.inference_node.test_parts import placed_together
-from tests.inference_node.test_shadow import Transfer, open_shadow, swap_and_commit
-from weight_transfer.chunks import SendReport
+from tests.inference_node.shadow_updates import Transfer, open_shadow, swap_and_commit
+from tests.inference_node.stand_ins import Wire, placed_together
 from weight_transfer.digest import tensor_digest
 
 WORKER = """
@@ -178,14 +176,6 @@ def names_by_kind(manifest: m.Manifest, layout: m.WireLayout) -> dict[str, set[s
     return kinds
 
 
-def whole_layout(node: Node, version: int) -> m.ManifestPart:
-    """The whole manifest as a part of itself, in the replica's layout."""
-    answer = node.prepare(version)
-    assert answer.kind == "Completed", answer
-    layout = m.WireLayout.model_validate(answer.result["layout"])
-    return m.ManifestPart(tensors=tuple(range(len(node.manifest.tensors))), layout=layout)
-
-
 @pytest.mark.timeout(1200)
 def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) -> None:
     node, version, served = two_workers, -1, two_workers.base
@@ -229,22 +219,6 @@ def test_two_workers_take_one_layout_and_serve_what_was_sent(two_workers: Node) 
         assert node.router.request(request).message.kind == "Completed"
     swap_and_commit(node, version, transfer.reports)
     assert (node.prompt_logprobs(f"tiny@{version}") - node.expected(served)).abs().max() < TAU
-
-
-def publish_whole(
-    node: Node, version: int, part: m.ManifestPart, tensors: dict[str, torch.Tensor]
-) -> None:
-    reports: list[SendReport] = []
-    thread = send_part(node, part, tensors, reports)
-    thread.start()
-    envelope = node.router.request(new(m.ReceiveWeights, version=version))
-    thread.join(30.0)
-    assert envelope.message.kind == "Completed" and envelope.message.result["unverified"] == {}, (
-        envelope.message
-    )
-    live_N = torch.frombuffer(bytearray(envelope.buffers[0]), dtype=torch.int64)
-    assert torch.equal(live_N, reports[0].digests_N)
-    assert node.commit(version).kind == "Completed"
 
 
 @pytest.mark.timeout(1200)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.orchestrator.test_orchestrator import Run
+from tests.orchestrator.run import Run
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import InitialSyncJob, Manifest, TensorSpec
 from orchestrator.publication.verification import CANARY_TOKENS, canary_difference, canary_prompt
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
+from tests.orchestrator.run import BUFFERS, JOB, Run
 
 OWN = [float(i) for i in range(CANARY_TOKENS)]  # what the fake trainer's forward pass says
 

@@ -15,32 +15,9 @@ from orchestrator.protocol.messages import (
     ResyncJob,
 )
 from orchestrator.publication.config import PublicationConfig
+from tests.orchestrator.changing import CHANGING, PART, start, train
 from tests.orchestrator.fake_nodes import MANIFEST, soon
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
-
-CHANGING = Manifest(tensors=MANIFEST.tensors, changed=(1,))
-PART = (1, 2)  # w1 is trained, w2 shares a layer with it
-
-
-def start(run, *, replicas=1):
-    """A trainer that changes w1 only, replicas that take it with w2, and @0."""
-    trainer = run.trainer()
-    trainer.manifest = CHANGING
-    nodes = [run.replica(trainer, index) for index in range(replicas)]
-    for node in nodes:
-        node.part = PART
-    first = run.client.run(InitialSyncJob())
-    assert (first["sent"], first["num_tensors"], first["num_verified"], first["bytes_sent"]) == (
-        "full",
-        3,
-        3,
-        96,
-    )
-    return trainer, nodes
-
-
-def train(run):
-    return run.client.run(JOB, buffers=BUFFERS)
+from tests.orchestrator.run import Run
 
 
 def test_only_what_changes_is_sent_and_the_report_says_so(run):

@@ -12,7 +12,7 @@ from orchestrator.errors import ConfigError, JobFailed, ProtocolError
 from orchestrator.protocol.messages import InitialSyncJob, OptimStepJob, SaveCheckpointJob
 from splice.client import AsyncSpliceClient, SpliceClient
 from tests.orchestrator.fake_nodes import soon
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 
 
 @pytest.fixture

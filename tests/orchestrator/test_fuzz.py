@@ -13,7 +13,6 @@ import os
 import random
 import resource
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -40,10 +39,10 @@ from orchestrator.protocol.frames import (
 from orchestrator.protocol.messages import ANY_MESSAGE, AnyMessage, Hello, InitialSyncJob
 from orchestrator.router import MAY_SEND
 from splice.client import SpliceClient
-from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
+from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer
 from tests.orchestrator.raw import VERSION, raw_peer
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN
-from tests.orchestrator.test_resume import REPO
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN
+from tests.orchestrator.serving import endpoint_in, start_serve
 
 EXAMPLES = int(os.environ.get("SPLICE_FUZZ_EXAMPLES", "400"))
 KINDS: dict[str, type[BaseModel]] = {kind.__name__: kind for kind in get_args(AnyMessage)}
@@ -354,23 +353,10 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path):
-    argv = [
-        sys.executable,
-        "-m",
-        "splice",
-        "serve",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--name",
-        "m",
-        "--resume",
-    ]
-    env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(argv, cwd=REPO, env=env, stderr=log)
+        process = start_serve(tmp_path / "run", log=log)
     try:
-        assert soon(lambda: (tmp_path / "run" / "endpoint").exists())
-        yield Served(process, (tmp_path / "run" / "endpoint").read_text())
+        yield Served(process, endpoint_in(tmp_path / "run"))
         assert "Traceback" not in (tmp_path / "log").read_text(), "a defect was met, and survived"
     finally:
         process.kill()

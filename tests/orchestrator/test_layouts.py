@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.protocol.messages import InitialSyncJob, Manifest, Ready, WireChunk, WireLayout
 from tests.orchestrator.fake_nodes import MANIFEST, whole_layout
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
+from tests.orchestrator.run import BUFFERS, JOB, Run
 
 STAGED = WireLayout(
     chunks=(WireChunk(kind="staged", tensors=(2, 0)), WireChunk(kind="reload", tensors=(1,)))

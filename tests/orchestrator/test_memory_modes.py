@@ -20,7 +20,7 @@ from orchestrator.protocol.messages import (
     forward_specs,
 )
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
-from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
+from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
 from trainer_node.launcher.host import TrainerLaunch, ranks_command
 
 FORWARD = ForwardJob(tensors=forward_specs(num_sequences=1, num_tokens=2))

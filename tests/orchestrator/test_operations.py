@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import threading
 import time
-from dataclasses import dataclass
 
 import pytest
 from pydantic import ValidationError
@@ -28,7 +27,6 @@ from orchestrator.protocol.messages import (
     OptimStepJob,
     PublishJob,
     SubmitJob,
-    TensorSpec,
     TrainMergedJob,
     batch_specs,
     forward_specs,
@@ -37,13 +35,7 @@ from orchestrator.protocol.node_link import NodeLink
 from orchestrator.trainer_requests import TrainerMemory
 from splice.client import AsyncSpliceClient
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
-from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN, Run
-
-
-@dataclass(frozen=True)
-class SmallBatch:
-    specs: tuple[TensorSpec, ...] = BATCH
-    buffers: tuple[bytes, ...] = tuple(BUFFERS)
+from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN, Run, SmallBatch
 
 
 def test_every_operation_reaches_the_trainer_with_its_fields(run, tmp_path):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import threading
 import time
 
 import pytest
 
-from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed, JournalError, ProtocolError
 from orchestrator.journal import Journal
 from orchestrator.protocol import frames
@@ -23,89 +21,9 @@ from orchestrator.protocol.messages import (
     Unready,
     batch_specs,
 )
-from orchestrator.publication.config import PublicationConfig
-from orchestrator.server import Orchestrator
 from splice.client import SpliceClient
-from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
-
-TOKEN = "t" * 32
-BATCH = batch_specs(num_sequences=1, num_tokens=2)
-BUFFERS = [bytes(s.nbytes) for s in BATCH]
-JOB = TrainMergedJob(tensors=BATCH)
-
-
-class Run:
-    """An orchestrator on a thread of its own, with fake nodes."""
-
-    def __init__(self, tmp_path, *, replicas=1, **publication):
-        self.dir = tmp_path / "run"
-        settings = {"transport": "tcp", "recovery_timeout_s": 20.0, **publication}
-        self.config = OrchestratorConfig(
-            run_dir=self.dir,
-            run_token=TOKEN,
-            name="m",
-            publication=PublicationConfig(**settings),
-            replicas=replicas,
-            ready_timeout_s=20,
-        )
-        self.loop = asyncio.new_event_loop()
-        self.error = None
-        self.nodes = []
-
-    def __enter__(self):
-        started = threading.Event()
-
-        def go():
-            asyncio.set_event_loop(self.loop)
-            self.orchestrator = Orchestrator(self.config)
-            started.set()
-            try:
-                self.loop.run_until_complete(self.orchestrator.serve())
-            except Exception as error:  # noqa: BLE001 - `__exit__` looks at it
-                self.error = error
-
-        self.thread = threading.Thread(target=go, daemon=True)
-        self.thread.start()
-        started.wait(10)
-        while not (self.dir / "endpoint").exists():
-            time.sleep(0.01)
-        self.endpoint = (self.dir / "endpoint").read_text()
-        self.client = SpliceClient(endpoint=self.endpoint, run_token=TOKEN).__enter__()
-        return self
-
-    def trainer(self, **kwargs):
-        node = FakeTrainer(endpoint=self.endpoint, node_id="trainer", token=TOKEN, **kwargs).start()
-        self.nodes.append(node)
-        return node
-
-    def replica(self, trainer, index=0):
-        node = FakeReplica(
-            source=lambda: trainer().weights if callable(trainer) else trainer.weights,
-            endpoint=self.endpoint,
-            node_id=f"inference-{index}",
-            token=TOKEN,
-        ).start()
-        self.nodes.append(node)
-        return node
-
-    def states(self):
-        """State of every node that the orchestrator knows, by its id."""
-        return {n.node_id: n.state for n in self.client.status().nodes}
-
-    def lose(self, node_id):
-        """As after fifteen seconds without a word of it."""
-        lost = self.orchestrator._router._lose(node_id, "silent")
-        asyncio.run_coroutine_threadsafe(lost, self.loop).result(10)
-
-    def __exit__(self, *_):
-        if self.thread.is_alive():
-            self.client.stop_run()
-        self.thread.join(20)
-        self.client.__exit__()
-        for node in self.nodes:
-            node.stop()
-        assert not self.thread.is_alive() and self.error is None, self.error
-        self.loop.close()
+from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
 
 
 def test_initial_sync_then_two_versions(run):

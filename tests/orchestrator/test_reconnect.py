@@ -25,7 +25,7 @@ from orchestrator.protocol.node_link import NodeLink
 from splice.client import SpliceClient
 from tests.chaos.links import Links
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 
 
 class Breaking:

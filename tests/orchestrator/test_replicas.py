@@ -11,7 +11,7 @@ import pytest
 from orchestrator import router
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, Unready
 from tests.orchestrator.fake_nodes import soon
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, Run
+from tests.orchestrator.run import BUFFERS, JOB, Run
 
 V0, V1, V2 = (0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])
 LOST_AFTER_S = 5.0

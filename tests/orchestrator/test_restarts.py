@@ -21,7 +21,7 @@ from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import NodeEnded, Unready
 from orchestrator.protocol.node_link import NodeLink
 from tests.orchestrator.fake_nodes import FakeLauncher, soon
-from tests.orchestrator.test_orchestrator import TOKEN, Run
+from tests.orchestrator.run import TOKEN, Run
 from trainer_node.launcher import host as trainer_host
 from trainer_node.launcher.host import RanksProcess, TrainerHost, TrainerLaunch
 

@@ -32,9 +32,8 @@ from orchestrator.publication.state import State, after_restart
 from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer
-from tests.orchestrator.test_orchestrator import BATCH, BUFFERS, JOB, TOKEN
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
+from tests.orchestrator.serving import REPO, start_serve
 
 
 class Killed:
@@ -63,19 +62,7 @@ class Killed:
     def start(self, *, die_at: str = "") -> None:
         """`die_at`: see `tests/orchestrator/dying.py`."""
         module = "tests.orchestrator.dying" if die_at else "splice"
-        argv = [
-            sys.executable,
-            "-m",
-            module,
-            "serve",
-            "--run-dir",
-            str(self.dir),
-            "--name",
-            "m",
-            "--resume",
-        ]
-        env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO), "DIE_AT": die_at}
-        self.process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=self.log, stderr=self.log)
+        self.process = start_serve(self.dir, log=self.log, module=module, DIE_AT=die_at)
         self.starts += 1
 
     def kill(self) -> None:

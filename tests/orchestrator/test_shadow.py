@@ -16,9 +16,9 @@ from orchestrator.journal import Journal
 from orchestrator.protocol.messages import ErrorCode, ResyncJob
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import State, after_restart
+from tests.orchestrator.changing import start, train
 from tests.orchestrator.fake_nodes import soon
-from tests.orchestrator.test_changed_only import start, train
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 
 WAY = ["durable", "shadowed", "paused", "applying", "finished", "verified", "committed"]
 

@@ -15,8 +15,7 @@ from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, ResyncJob, SaveCheckpointJob
 from orchestrator.trainer_requests import MESSAGE_CHARS, TrainerMemory
 from tests.orchestrator.fake_nodes import FakeTrainer, soon
-from tests.orchestrator.test_operations import SmallBatch
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, SmallBatch
 
 
 def two_steps_ahead(run):

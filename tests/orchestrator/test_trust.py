@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -19,7 +17,8 @@ from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publication import Publication
 from orchestrator.run_folder import RunFolder
 from tests.orchestrator.fake_nodes import FakeTrainer, digests, soon
-from tests.orchestrator.test_orchestrator import BUFFERS, JOB, TOKEN, Run
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
+from tests.orchestrator.serving import endpoint_in, start_serve
 
 
 def synced(run, replicas=1):
@@ -291,26 +290,9 @@ def test_a_name_that_cannot_be_served_is_refused(name, tmp_path):
 
 @pytest.mark.parametrize("ends_the_run", [False, True])
 def test_sigterm_ends_the_run_only_if_asked(ends_the_run, tmp_path):
-    argv = [
-        sys.executable,
-        "-m",
-        "splice",
-        "serve",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--name",
-        "m",
-        "--resume",
-    ]
-    env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN}
-
-    def start(*more: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([*argv, *more], env=env)
-        assert soon(lambda: (tmp_path / "run" / "endpoint").exists())
-        return process
-
-    process = start(*(["--stop-on-term"] if ends_the_run else []))
-    endpoint = (tmp_path / "run" / "endpoint").read_text()
+    folder = tmp_path / "run"
+    process = start_serve(folder, *(["--stop-on-term"] if ends_the_run else []))
+    endpoint = endpoint_in(folder)
     trainer = FakeTrainer(endpoint=endpoint, node_id="trainer", token=TOKEN).start()
     try:
         process.send_signal(signal.SIGTERM)
@@ -321,7 +303,7 @@ def test_sigterm_ends_the_run_only_if_asked(ends_the_run, tmp_path):
             is ends_the_run
         )
         if not ends_the_run:
-            process = start()
+            process = start_serve(folder)
             assert soon(lambda: trainer.times_forgotten > 0), "the trainer was not taken back"
     finally:
         trainer.die()

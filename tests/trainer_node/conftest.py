@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -145,3 +146,18 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def single_parity(
+    models: dict[str, Path], torchrun: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
+    """(model, cell) -> folder with what one rank did; made once."""
+
+    @functools.cache
+    def get(model: str, cell: str) -> Path:
+        out = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
+        torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"))
+        return out
+
+    return get

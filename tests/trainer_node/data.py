@@ -1,10 +1,15 @@
-"""A batch that every check uses."""
+"""A batch that every check uses, and the fields of a job that trains on it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from orchestrator.protocol.messages import OPTIONAL_BATCH_TENSORS, LossSpec, batch_specs
+from orchestrator.protocol.messages import (
+    OPTIONAL_BATCH_TENSORS,
+    LossSpec,
+    OptimParams,
+    batch_specs,
+)
 from tests.trainer_node.tiny import VOCAB
 from trainer_node.training.batch import Batch, decode_batch
 
@@ -32,6 +37,16 @@ def temperatures(seed: int = 0) -> np.ndarray:
     return (
         np.random.default_rng(seed + 1000).uniform(*TEMPERATURES, sum(LENGTHS)).astype(np.float32)
     )
+
+
+def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict, list[bytes]]:
+    """Fields and buffers of a job that trains on these arrays."""
+    values = values or arrays()
+    specs = batch_specs(
+        num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"])
+    )
+    fields = {"loss": LossSpec(**loss), "optim": OptimParams(lr=1e-2), "tensors": specs}
+    return fields, [values[s.name].tobytes() for s in specs]
 
 
 def make_batch(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from orchestrator.errors import SpliceError, TransferTimeout
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import Manifest
-from tests.trainer_node.test_wire_export import shuffled_order, vllm_order
+from tests.trainer_node.wire_orders import shuffled_order, vllm_order
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports

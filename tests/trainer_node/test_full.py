@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
 from tests.trainer_node.data import arrays
-from tests.trainer_node.test_topologies import reference_loss
+from tests.trainer_node.references import reference_loss
 
 TOKENS = int(arrays()["loss_mask"].sum())
 # In this order; each loads the checkpoint of the one before it, and last a single rank, which all

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer_node.harm import spoil
 from trainer_node.state import generations, hashing
 from trainer_node.state.bulk_files import Extent, bulk_writer
 from trainer_node.state.generations import (
@@ -235,13 +236,6 @@ def test_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     (folder / MARKER).unlink()
     with pytest.raises(CheckpointError, match="never finished"):
         check_whole(folder)
-
-
-def spoil(path: Path) -> None:
-    """One bit, as a disk or a copy may change it."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_changed_an_extra_and_a_missing_file_are_named(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import torch
 
 from orchestrator.protocol.config import ParallelConfig
 from orchestrator.protocol.messages import ForwardJob, forward_specs
-from tests.orchestrator.test_orchestrator import Run
+from tests.orchestrator.run import Run
 from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
-from tests.trainer_node.test_memory import ranks, trainer
+from tests.trainer_node.launched import ranks, trainer
 from trainer_node.model.hub import is_hub_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -59,8 +59,8 @@ from orchestrator.protocol.messages import (
 )
 from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
-from tests.trainer_node.data import arrays
-from tests.trainer_node.test_generations import spoil
+from tests.trainer_node.data import arrays, training
+from tests.trainer_node.harm import spoil
 from tests.weight_transfer.peer import in_chunks, receive_chunks
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_tcp
@@ -251,15 +251,6 @@ def rank_process(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
     return next(p for p in ranks if p.environ().get("RANK") == str(rank))
 
 
-def training(values: dict[str, np.ndarray] | None = None, **loss) -> tuple[dict, list[bytes]]:
-    values = values or arrays()
-    specs = batch_specs(
-        num_sequences=len(values["sequence_lengths"]), num_tokens=len(values["tokens"])
-    )
-    fields = {"loss": LossSpec(**loss), "optim": OptimParams(lr=1e-2), "tensors": specs}
-    return fields, [values[s.name].tobytes() for s in specs]
-
-
 def open_group(control: Orchestrator) -> Receiver:
     request_id = control.start(OpenTransferGroup, transport="tcp", replicas={"inference-0": 1})
     listening = control.pump(until="Progress", request_id=request_id).message
@@ -368,7 +359,7 @@ def check_that_rot_is_refused(control: Orchestrator, whole: Path, *, ranks: int)
 )
 def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: Path) -> None:
     """Every request, failures in between, and a clean end."""
-    from tests.trainer_node.test_topologies import peft_merged
+    from tests.trainer_node.references import peft_merged
 
     with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):
         assert control.hello.run_token == TOKEN
@@ -504,7 +495,7 @@ def test_several_ranks_send_in_the_receivers_order(
     """Whole and part; a receiver that leaves in the middle and one that never comes: the next send
     has the right bytes.
     """
-    from tests.trainer_node.test_topologies import peft_merged
+    from tests.trainer_node.references import peft_merged
 
     with node(models[name], tmp_path, ranks=ranks, **parallel) as (control, process):
         manifest = Manifest.model_validate(control.ok(PlanPublication)[0])

@@ -8,7 +8,6 @@ by that times the clipped gradient's error, twice.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS
+from tests.trainer_node.topologies import DENSE, MOE, load, options
 
-DENSE = {
-    "tp2": (2, (2, 1, 1)),
-    "tp2-no-sequence": (2, (2, 1, 1)),
-    "pp2": (2, (1, 2, 1)),
-    "dp2": (2, (1, 1, 1)),
-    "tp2pp2": (4, (2, 2, 1)),
-    "cp2": (2, (1, 1, 1)),
-}
-MOE = DENSE | {
-    "ep2": (2, (1, 1, 2)),
-    "tp2ep2": (2, (2, 1, 2)),
-    "dp2ep2": (4, (1, 1, 2)),
-    "tp2ep2-cp2": (4, (2, 1, 2)),
-    "tp2-etp2": (2, (2, 1, 1)),
-    "tp2-no-sequence-etp2": (2, (2, 1, 1)),
-    "dp2ep2-etp2": (4, (1, 1, 2)),
-}
 LAUNCHES = (
     [("dense_tied", t) for t in DENSE] + [("dense_untied", "tp2pp2")] + [("moe", t) for t in MOE]
 )
@@ -46,23 +29,6 @@ FEWER = {"tp2ep2-cp2", "tp2-no-sequence-etp2", "dp2ep2-etp2"}
 MATRIX = [
     (m, t, c) for m, t in LAUNCHES for c in CELLS if t not in FEWER or c in ("lora-rl", "full-sft")
 ]
-
-
-@pytest.fixture(scope="session")
-def single_parity(models, torchrun, tmp_path_factory):
-    """(model, cell) -> folder with what one rank did; made once."""
-
-    @functools.cache
-    def get(model: str, cell: str) -> Path:
-        out = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
-        torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"))
-        return out
-
-    return get
-
-
-def load(folder: Path) -> dict[str, Any]:
-    return torch.load(folder / "cell.pt", weights_only=True, map_location="cpu")
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -103,11 +69,6 @@ def near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bound: 
     assert ours.keys() == theirs.keys()
     difference, name = max(((ours[n] - theirs[n]).abs().max().item(), n) for n in ours)
     assert difference <= bound, f"{name} differs by {difference:.1e}, {bound:.1e} allowed"
-
-
-def options(topology: str) -> list[str]:
-    """What a topology's name says beyond the sizes."""
-    return [option for option in ("no-sequence", "cp2", "etp2") if option in topology]
 
 
 @pytest.mark.parametrize(("model", "topology", "cell"), MATRIX)

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from tests.trainer_node.conftest import run_on_gpus
-from tests.trainer_node.test_parity import MOE, load, options
-from tests.trainer_node.test_parity import single_parity as single_parity  # a fixture
+from tests.trainer_node.topologies import MOE, load, options
 
 CELLS = [
     ("dense_tied", "tp2", "full-rl"),

@@ -24,11 +24,10 @@ from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import InitialSyncJob, Shutdown, TrainMergedJob
 from tests.orchestrator.fake_nodes import soon
-from tests.orchestrator.test_orchestrator import TOKEN, Run
+from tests.orchestrator.run import TOKEN, Run
 from tests.trainer_node.conftest import REPO, child_env
-from tests.trainer_node.data import arrays
-from tests.trainer_node.test_memory import Replica, ranks, trainer
-from tests.trainer_node.test_node import training
+from tests.trainer_node.data import arrays, training
+from tests.trainer_node.launched import Replica, ranks, trainer
 from trainer_node import lockstep, node
 from trainer_node.launcher.ranks import check_can_fork
 

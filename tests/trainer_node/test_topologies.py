@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
-from tests.trainer_node.data import arrays, make_batch
+from tests.trainer_node.data import make_batch
+from tests.trainer_node.references import peft_merged, reference_loss
 from tests.trainer_node.tiny import VOCAB
 
 TOPOLOGIES = {
@@ -44,11 +45,6 @@ def single(models, torchrun, tmp_path_factory):
 
 def facts(folder: Path) -> dict:
     return json.loads((folder / "facts.json").read_text())
-
-
-def peft_merged(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    base = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
-    return PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
 
 
 @pytest.mark.parametrize("name", ["dense_tied", "dense_untied", "moe"])
@@ -141,28 +137,6 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
         # rounding shows.
         difference = (ours[n.replace(".default", "")] - p).abs().max().item()
         assert difference < 1e-4, (n, difference)
-
-
-def reference_loss(model: torch.nn.Module, clip_low: float, clip_high: float) -> torch.Tensor:
-    """The clipped surrogate written again, one sequence at a time."""
-    batch, start, total, count = arrays(), 0, 0.0, 0
-    for length in batch["sequence_lengths"]:
-        rows = slice(start, start + length)
-        ids = torch.from_numpy(batch["tokens"][rows].astype("int64"))
-        logp = (
-            model(input_ids=ids[None])
-            .logits[0, :-1]
-            .log_softmax(-1)
-            .gather(-1, ids[1:, None])[:, 0]
-        )
-        mask, adv, old = (
-            torch.from_numpy(batch[k][rows])[1:]
-            for k in ("loss_mask", "advantages", "sampler_logprobs")
-        )
-        ratio = (logp - old).exp()
-        surrogate = torch.minimum(ratio * adv, ratio.clamp(1 - clip_low, 1 + clip_high) * adv)
-        total, count, start = total - (surrogate * mask).sum(), count + mask.sum(), start + length
-    return total / count
 
 
 @pytest.mark.parametrize("name", ["dense_untied", "moe"])

@@ -8,7 +8,6 @@ tests.trainer_node.test_wire_export models DENSE_TIED DENSE_UNTIED MOE
 from __future__ import annotations
 
 import itertools
-import random
 import re
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import torch
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import TensorSpec
 from tests.trainer_node.conftest import REPO, child_env
+from tests.trainer_node.wire_orders import shuffled_order, vllm_order
 from trainer_node.adapters.merge import merge_tensor
 from trainer_node.export import wire_export
 from trainer_node.export.wire_export import Delta, Member, Merger, Source, WireExport
@@ -256,12 +256,6 @@ def check_near(item: MergeItem, got: torch.Tensor, *, interpreted: bool = False)
     assert weight.dtype is torch.float32 or off < 0.01, (item.spec.name, off)
 
 
-def shuffled_order(count: int, num_chunks: int, seed: int) -> list[list[int]]:
-    indices = list(range(count))
-    random.Random(seed).shuffle(indices)
-    return [indices[c::num_chunks] for c in range(num_chunks)]
-
-
 def check_synthetic(*, by_kernel: bool) -> None:
     torch.manual_seed(0)
     items = many_items()
@@ -437,35 +431,6 @@ def test_the_kernel_compiles_for_an_h200(dtype: str) -> None:
 
 
 # ------------------------------------------------------------ real Megatron
-
-
-def vllm_order(names: Sequence[str]) -> list[list[int]]:
-    """q, k, v; gate, up (of each expert); down: what lies together in vLLM's fused tensors. A chunk
-    boundary amid a layer's experts.
-    """
-    index = {name: n for n, name in enumerate(names)}
-    fused = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 3, "up_proj": 4}
-
-    def key(name: str) -> tuple[object, ...]:
-        *_, linear_name, _ = ["", "", *name.split(".")]
-        layer = re.search(r"layers\.(\d+)\.", name)
-        expert = re.search(r"experts\.(\d+)\.", name)
-        where = int(layer.group(1)) if layer else -1
-        return (
-            where,
-            linear_name == "down_proj",
-            linear_name not in fused,
-            int(expert.group(1)) if expert else -1,
-            fused.get(linear_name, 9),
-            name,
-        )
-
-    ordered = [index[name] for name in sorted(names, key=key)]
-    gates = [
-        n for n, i in enumerate(ordered) if ".experts.1." in names[i] and "gate_proj" in names[i]
-    ]
-    cuts = [0, *(gates or [len(ordered) // 2]), len(ordered)]
-    return [ordered[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def check_model(

@@ -16,7 +16,7 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ MESSAGES: dict[str, type[Message]] = {
 DRAIN_S = 2.0
 """How long requests pinned to the old version may take to finish before they are ended."""
 MANIFEST_ORDER = "manifest order was asked for"
+DEATH_POLL_S = 0.5
+"""Seconds between two questions whether the engine still lives."""
 SHADOW_POLL_S = 0.02
 """Seconds between two questions whether an update has arrived beside the live tensors."""
 SHADOW_GRACE_S = 5.0
@@ -101,7 +103,7 @@ class Actions:
         """
         if action == "status":
             return 200, self._traffic.status()
-        method: Callable[..., Awaitable[Answer]] | None = (
+        method: Callable[..., Coroutine[Any, Any, Answer]] | None = (
             getattr(self, f"_do_{action}", None) if action.isidentifier() else None
         )
         if method is None:
@@ -119,7 +121,8 @@ class Actions:
             self._say = say
             self._traffic.put_up_gates(app.state.engine_client)
             try:
-                answer = await method(app.state.engine_client, app, *request, **arguments)
+                work = method(app.state.engine_client, app, *request, **arguments)
+                answer = await _while_alive(work, app.state.engine_client)
             except ActionFailed as error:
                 return 409, {**_error(error.code, str(error)), **error.detail}
             except (ManifestError, VerificationError) as error:
@@ -440,6 +443,26 @@ def _error(code: str, message: str) -> Answer:
 
 def _drain_s(message: ReceiveWeights | SwapWeights) -> float:
     return min(DRAIN_S, message.deadline_s / 4)
+
+
+async def _while_alive(work: Coroutine[Any, Any, Answer], engine: Any) -> Answer:
+    """Run the work as long as the engine lives.
+
+    vLLM leaves a call without an answer if its engine ends meanwhile. Its server ends only after
+    the requests that are open, and this work is one.
+
+    Raises:
+        EngineDeadError: the engine ended first.
+    """
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
+            if engine.errored:
+                raise engine.dead_error
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def _written(update: PlannedUpdate, phase: str, code: ErrorCode, message: str) -> ActionFailed:

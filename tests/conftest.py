@@ -49,6 +49,7 @@ WHOLE = (
     "tests/inference_node/test_data_parallel.py::*",
     "tests/inference_node/test_tensor_parallel.py::*",
     "tests/inference_node/test_process_end.py::*",
+    "tests/inference_node/test_dead_engine.py::*",
     "tests/inference_node/test_failures.py::test_a_vllm_that_dies_before_it_takes_a_call*",
     "tests/inference_node/test_failures.py::test_a_dead_vllm_is_restarted*",
     "tests/e2e/*",

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from orchestrator.protocol import messages as m
-from tests.inference_node.failing import fail_update, stalled_send
+from tests.inference_node.failing import SOON_S, fail_update, stalled_send
 from tests.inference_node.harness import TAU, Node, ensure_published, moved, new
 from tests.inference_node.long_requests import Request
 
 FORGOT = m.Hello(role="client", node_id="orchestrator", incarnation="", run_token="")
 """What an orchestrator sends to a node that it does not know, or no longer."""
-SOON_S = 10.0
-"""What "at once" means beside deadlines of 20 s and more; two busy cores are slow."""
 
 SILENCE_ENDS_S = 8.0
 """By then a silent orchestrator is taken for gone (after four seconds), and requests

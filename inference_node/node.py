@@ -79,8 +79,6 @@ SILENT_S = 4.0
 """Silence after which the orchestrator, which sends a heartbeat every second, counts as gone."""
 ORPHAN_S = 600.0
 """Silence after which the node ends; until then vLLM keeps serving."""
-MAX_RESTARTS = 5
-"""Restarts of vLLM within an hour."""
 
 
 class _Ended(Exception):
@@ -139,7 +137,7 @@ class InferenceNode:
         self._served = Served()
         self._early: deque[Envelope] = deque()
         """Messages that arrived during an update."""
-        self._restarts, self._times_restarted = RestartBudget(MAX_RESTARTS), 0
+        self._restarts, self._times_restarted = RestartBudget(config.max_restarts), 0
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
@@ -226,7 +224,7 @@ class InferenceNode:
         self._vllm.stop()
         if not self._restarts.take(time.monotonic()):
             raise NodeLost(
-                f"vLLM ended again after {MAX_RESTARTS} restarts within an hour. "
+                f"vLLM ended again after {self._config.max_restarts} restarts within an hour. "
                 f"{self._vllm.log_tail()}"
             )
         self._served, self._aborts.running = Served(), None

@@ -154,7 +154,7 @@ class TrainerConfig(Message):
 
 
 class InferenceConfig(Message):
-    """One inference node: a vLLM server and its supervisor."""
+    """One inference node: a vLLM server, and the process that keeps it alive."""
 
     model: Path
     name: Annotated[str, AfterValidator(check_alias_name)]
@@ -180,5 +180,7 @@ class InferenceConfig(Message):
     extra_args: tuple[str, ...] = ()
     """Additional arguments for vLLM's server."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of vLLM within an hour; after one more crash the node ends."""
     log_file: Path | None = None
-    """File for vLLM's output. None: the supervisor's stderr."""
+    """File for vLLM's output. None: the node's stderr."""

@@ -146,7 +146,13 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         inference_python=python,
         trainer=TrainerConfig(model=model, lora=LoraConfig(rank=8, alpha=16)),
         inference=(
-            InferenceConfig(model=model, name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1),
+            InferenceConfig(
+                model=model,
+                name="tiny",
+                max_model_len=256,
+                cpu_kv_cache_gb=0.1,
+                max_restarts=1000,
+            ),
         ),
         trainer_restarts=1000,
         orchestrator_restarts=1000,

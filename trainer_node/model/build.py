@@ -179,8 +179,15 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
 
 
 def _load_weights(bridge: Any, checkpoint: HfCheckpoint, modules: list[Any]) -> None:
+    tasks = [task for task in bridge.build_conversion_tasks(checkpoint, modules) if task]
+    checkpoint.check_has(name for task in tasks for name in _hf_names(task))
     bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
     bridge.load_weights_hf_to_megatron(checkpoint, modules)
+
+
+def _hf_names(task: Any) -> list[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else [*names.values()]
 
 
 @torch.no_grad()
@@ -215,7 +222,7 @@ def _conversion_tasks(
 ) -> list[Any]:
     tasks: list[Any] = bridge.build_conversion_tasks(checkpoint, modules)
     for task in tasks:
-        # Bridge 0.3.1 would send its whole configuration between pipeline ranks, pickled. Every
+        # Bridge 0.6.2 would send its whole configuration between pipeline ranks, pickled. Every
         # rank has the same one.
         task.mapping._broadcast_obj_cache |= dict.fromkeys(("qkv_config", "kv_config"), provider)
     return tasks

@@ -636,9 +636,8 @@ def test_operations(models, tmp_path: Path) -> None:
     """Forward, two forward_backward, a step, an export that transformers loads; bad input, a
     skipped step and a dropped gradient.
     """
-    from transformers import AutoModelForCausalLM
-
     from orchestrator.protocol.messages import forward_specs
+    from tests.trainer_node.tiny import hf_model
 
     values = arrays()
     tokens, lengths = values["tokens"], values["sequence_lengths"]
@@ -703,7 +702,7 @@ def test_operations(models, tmp_path: Path) -> None:
             == "checkpoint_failed"
         )
         assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32)
+        exported = hf_model(tmp_path / "hf")
         start = 0
         for length in lengths:
             ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from trainer_node.tools.make_checkpoint import chosen_shape, write_checkpoint
-from trainer_node.tools.reference import NOISES, answer, classes
+from trainer_node.tools.reference import NOISES, answer, classes, score, with_single_experts
 
 VISIBLE = 2e-4
 SEQUENCES = [[(7 * n * n + 13 * s) % 300 for n in range(24)] for s in range(4)]
@@ -46,6 +48,18 @@ def test_an_expert_that_adds_little_is_perturbed_until_it_shows(model: Path) -> 
     assert noise["first_expert"] > NOISES[0] and {
         n for k, n in noise.items() if k != "first_expert"
     } == {NOISES[0]}
+
+
+def test_single_experts_are_the_stacked_ones(model: Path) -> None:
+    stacked = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    single = with_single_experts(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    )
+    found, written = dict(single.named_parameters()), load_file(model / "model.safetensors")
+    assert found.keys() == written.keys()
+    assert all(torch.equal(found[n], t) for n, t in written.items())
+    # Both add up an expert's products alike and a token's experts in ascending order.
+    assert score(single, SEQUENCES) == score(stacked, SEQUENCES)
 
 
 def test_an_expert_without_tokens_is_not_perturbed() -> None:

@@ -12,11 +12,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
 from tests.trainer_node.data import arrays, make_batch
-from tests.trainer_node.tiny import VOCAB
+from tests.trainer_node.tiny import VOCAB, hf_model
 
 TOPOLOGIES = {
     "tp2": ("dense_tied", 2, (2, 1, 1)),
@@ -47,7 +46,7 @@ def facts(folder: Path) -> dict:
 
 
 def peft_merged(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    base = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
+    base = hf_model(model)
     return PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
 
 
@@ -104,7 +103,7 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
     from tests.trainer_node.worker import LOSS, OPTIM
     from trainer_node.adapters.lora import initial_lora_a
 
-    base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    base = hf_model(models[name])
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(
         base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
@@ -181,7 +180,7 @@ def test_peft_scores_what_we_export(name: str, models, single, tmp_path: Path) -
         "perturb": True,
     }
     result = answer({**request, "trained": {"0": None, "1": str(out / "random")}}, "cpu")
-    ours = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    ours = hf_model(models[name])
     ours.load_state_dict(load_file(out / "merged.safetensors"))
     from trainer_node.tools.reference import max_difference, score
 

@@ -19,9 +19,9 @@ For device="cpu" only. Each shim, its reason, and when it can go:
     CPU.
 
 `apply` must run before anything imports `megatron.bridge`. Megatron-Core's modules are imported
-first, while TransformerEngine is hidden, so that every `HAVE_TE` in them is False. `megatron.training`
-imports those that Bridge does. Only then do the names that Bridge imports appear, and they go again
-right after.
+first, while TransformerEngine is hidden, so that every `HAVE_TE` in them is False
+(`megatron.training` imports most of those that Bridge does). Only then do the names that Bridge
+imports appear, and they go again right after.
 """
 
 from __future__ import annotations

@@ -39,6 +39,10 @@ def read_config(folder: Path) -> Any:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "yarn"):
         raise ConfigError(f"{file}: rope scaling {kind!r} is not supported; default and yarn are")
+    if scaling.get("attention_factor") is not None:
+        raise ConfigError(
+            f"{file}: yarn's attention_factor is not supported; without it the usual one counts"
+        )
     experts = {raw[k] for k in ("num_experts", "num_local_experts") if raw.get(k) is not None}
     if len(experts) > 1:
         raise ConfigError(
@@ -142,6 +146,6 @@ class HfCheckpoint:
         missing = [name for name in names if name not in self.state]
         if missing:
             raise ConfigError(
-                f"the checkpoint has no tensor {missing[0]}; is it complete? ({len(missing)} of the "
-                "model's tensors are missing)"
+                f"the checkpoint lacks {len(missing)} of the model's tensors, e.g. {missing[0]}; "
+                "is it complete?"
             )

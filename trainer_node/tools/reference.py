@@ -45,15 +45,20 @@ class _Expert(nn.Module):
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, act_fn: nn.Module) -> None:
         super().__init__()
         gate, up = gate_up.chunk(2)
-        for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-            linear = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-            linear.weight = nn.Parameter(weight)
-            setattr(self, name, linear)
-        self.act_fn = act_fn
+        self.gate_proj, self.up_proj = _linear(gate), _linear(up)
+        self.down_proj, self.act_fn = _linear(down), act_fn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[t, H] -> [t, H]"""
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        out: torch.Tensor = self.down_proj(hidden)
+        return out
+
+
+def _linear(weight_OI: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_OI)
+    return linear
 
 
 class _SingleExperts(nn.ModuleList):

@@ -118,8 +118,6 @@ def _provider(auto: Any, config: TrainerConfig, hf_config: Any) -> Any:
     provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
     # Not linear in the micro-batch cut (Bridge sets 1e-3 for Qwen3-MoE).
     provider.moe_aux_loss_coeff = 0.0
-    # Bridge assumes normalised top-k probabilities; HF has both.
-    provider.moe_router_pre_softmax = not getattr(hf_config, "norm_topk_prob", True)
     # A fused router cannot replay a micro-batch's choice of experts (`passes`).
     provider.moe_enable_routing_replay = bool(getattr(hf_config, "num_experts", None))
     provider.moe_router_fusion = False

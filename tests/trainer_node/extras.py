@@ -7,6 +7,7 @@ python -m tests.trainer_node.extras OUT DENSE MOE
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from dataclasses import replace
@@ -230,7 +231,7 @@ def check_incomplete(dense: Path, out: Path) -> None:
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 1024,
     "rope_theta": 1e4,
 }
 
@@ -260,6 +261,7 @@ def check_yarn(dense: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     folder, dense_model, moe_model = map(Path, sys.argv[1:4])
+    assert not logging.getLogger().handlers, "an import has configured the root logger"
     check_checkpoints(dense_model, folder)
     check_restricted_and_partial_targets(dense_model)
     check_random_init(moe_model, folder)

@@ -22,7 +22,7 @@ if [ -z "$uv" ] && python3 -m venv "$scratch/uv" >&2 &&
 fi
 if [ -n "$uv" ]; then
     echo "== no Python $version on PATH or in pyenv's folders: uv fetches one" >&2
-    UV_HTTP_TIMEOUT=30 "$uv" python install --quiet "$version" >&2 || true
+    UV_HTTP_TIMEOUT=30 "$uv" python install "$version" >&2 || true
     python=$("$uv" python find --no-project "$version" 2>/dev/null || true)
     if [ -n "$python" ] && is_it "$python"; then
         echo "$python"

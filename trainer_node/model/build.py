@@ -131,8 +131,8 @@ def _provider(auto: Any, config: TrainerConfig, hf_config: Any) -> Any:
     provider.finalize_model_grads_func = None
     provider.attention_dropout = provider.hidden_dropout = 0.0
     provider.perform_initialization = False
-    rope = hf_config.rope_parameters
-    if rope["rope_type"] == "yarn":
+    rope = hf_config.rope_parameters or {}
+    if rope.get("rope_type") == "yarn":
         # Bridge 0.6.2 leaves None for what the config leaves out; these are transformers' values.
         provider.yarn_beta_fast = rope.get("beta_fast") or 32.0
         provider.yarn_beta_slow = rope.get("beta_slow") or 1.0

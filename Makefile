@@ -5,14 +5,16 @@
 # make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
 # Nothing here needs a GPU.
 
-PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# `make envs PYTHON=...` names the interpreter of both environments.
+PYTHON ?=
+INFERENCE_PYTHON = $(or $(PYTHON),$(shell for p in python3 python3.12 python3.13 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done))
 TRAINER := .venv-trainer
 INFERENCE := .venv-inference
 REPORT ?= runs/smoke/report.json
 SMOKE_ARGS ?=
 PYTEST_ARGS ?=
-LOCKS := requirements/torch-cpu.lock requirements/make_env.sh pyproject.toml
+LOCKS := requirements/torch-cpu.lock requirements/make_env.sh requirements/find_python.sh pyproject.toml
 
 # Models and datasets are local folders: nothing asks a hub.
 export HF_HUB_OFFLINE = 1
@@ -35,11 +37,12 @@ envs: ## the two environments; pip's work is mostly unpacking, so both at once
 envs-both: $(TRAINER)/.installed $(INFERENCE)/.installed
 
 $(TRAINER)/.installed: requirements/trainer.lock $(LOCKS)
-	@requirements/make_env.sh "$(PYTHON)" $(TRAINER) requirements/trainer.lock
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(requirements/find_python.sh 3.12) || exit 1; \
+	requirements/make_env.sh "$$python" $(TRAINER) requirements/trainer.lock 3.12 3.13
 	@touch $@
 
 $(INFERENCE)/.installed: requirements/inference.lock $(LOCKS)
-	@requirements/make_env.sh "$(PYTHON)" $(INFERENCE) requirements/inference.lock
+	@requirements/make_env.sh "$(INFERENCE_PYTHON)" $(INFERENCE) requirements/inference.lock 3.11
 	@touch $@
 
 dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(INFERENCE)/.dev

@@ -79,7 +79,7 @@ def warm_start(model_dir: Path, out: Path, *, seed: int = 0) -> None:
     """
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, torch_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     prompts, answers_A = (
         [tokenizer(p)["input_ids"] for p in PROMPTS],
         torch.tensor(sorted(answer_ids(tokenizer))),
@@ -109,7 +109,7 @@ def run(model_dir: Path, *, seed: int, jobs: int, task: Task) -> list[dict[str, 
     """Sample, score, step, `jobs` times; a row for each job, measured before its step."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    base = AutoModelForCausalLM.from_pretrained(model_dir, torch_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     lora = LoraConfig(
         r=task.rank, lora_alpha=task.alpha, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM"
     )

@@ -205,9 +205,7 @@ def peft(
     config = AutoConfig.from_pretrained(model)
     with torch.device(device):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        base = AutoModelForCausalLM.from_config(
-            config, torch_dtype=dtype, attn_implementation="sdpa"
-        )
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     lora = LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM"
     )

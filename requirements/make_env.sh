@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Makes one environment from a lock file: make_env.sh PYTHON VENV LOCK. Run again, it installs only what is missing.
+# Makes one environment from a lock file: make_env.sh PYTHON VENV LOCK LEAST [BELOW], versions of Python as 3.12. Run again, it installs
+# only what is missing.
 set -euo pipefail
-python=$1 venv=$2 lock=$3
+python=$1 venv=$2 lock=$3 least=$4 below=${5:-4.0}
 here=$(cd "$(dirname "$0")" && pwd)
 torch_index=${SPLICE_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
-if [ -z "$python" ] || ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    echo "splice needs Python 3.11 or newer; found ${python:+$python, }$("${python:-false}" --version 2>&1 || echo none)." >&2
-    echo "Install one, or name it: make envs PYTHON=/path/to/python3.12" >&2
+fits='import sys; low, high = (tuple(map(int, v.split("."))) for v in sys.argv[1:]); sys.exit(not low <= sys.version_info[:2] < high)'
+if [ -z "$python" ] || ! "$python" -c "$fits" "$least" "$below" 2>/dev/null; then
+    wanted="Python $least"
+    [ "$below" = 4.0 ] && wanted+=" or newer" || wanted+=", below $below"
+    echo "$venv needs $wanted; found ${python:+$python, }$("${python:-false}" --version 2>&1 || echo none)." >&2
+    echo "Install one, or name it: make envs PYTHON=/path/to/python$least" >&2
     exit 1
 fi
 if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
@@ -18,10 +22,15 @@ fi
 echo "== $venv: $("$python" --version), $(grep -c == "$lock") packages from $(basename "$lock"), and torch"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 # --no-compile: of vLLM's and transformers' thousands of files most are never imported.
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --no-compile)
-if ! "${pip[@]}" -r "$here/torch-cpu.lock" 2>/dev/null; then
-    "${pip[@]}" --extra-index-url "$torch_index" -r "$here/torch-cpu.lock"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile)
+# An index that cannot be reached must cost seconds. The ordinary wheel brings CUDA's libraries, in the versions that it declares.
+short=(--no-deps --retries 1 --timeout 15)
+if ! "${pip[@]}" "${short[@]}" -r "$here/torch-cpu.lock" 2>/dev/null &&
+    ! "${pip[@]}" "${short[@]}" --extra-index-url "$torch_index" -r "$here/torch-cpu.lock" 2>/dev/null; then
+    torch=$(sed -n 's/^\(torch==[^+]*\)+cpu$/\1/p' "$here/torch-cpu.lock")
+    echo "== $venv: no CPU wheel of $torch in $torch_index: the ordinary one takes about 5 GB"
+    "${pip[@]}" "$torch"
 fi
-"${pip[@]}" -r "$lock"
+"${pip[@]}" --no-deps -r "$lock"
 # The project itself, in place; the lock's setuptools builds it.
-"${pip[@]}" --no-build-isolation --editable "$here/.."
+"${pip[@]}" --no-deps --no-build-isolation --editable "$here/.."

@@ -33,18 +33,18 @@ class Wanted:
 
 
 TRAINER = {
-    "python": Wanted(low="3.11", high="3.14", why="what the packages below are built for"),
-    "torch": Wanted(low="2.10", high="3", why="Megatron-Core 0.16"),
+    "python": Wanted(low="3.12", high="3.13", why="Megatron-Bridge 0.6 takes no other"),
+    "torch": Wanted(low="2.11", high="3", why="Megatron-Core 0.19"),
     "megatron-core": Wanted(
-        low="0.16.1",
-        high="0.17",
+        low="0.19.2",
+        high="0.20",
         why="the version the adapters and the CPU shims were written against",
     ),
     "megatron-bridge": Wanted(
-        low="0.3.1", high="0.4", why="its mapping registry names the HF tensors"
+        low="0.6.2", high="0.7", why="its mapping registry names the HF tensors"
     ),
-    "transformers": Wanted(low="4.57", high="5", why="Megatron-Bridge 0.3.1"),
-    "peft": Wanted(low="0.18", high="1", why="the reference merge", required=False),
+    "transformers": Wanted(low="5.8", high="5.13", why="Megatron-Bridge 0.6.2"),
+    "peft": Wanted(low="0.21", high="1", why="the reference merge", required=False),
     "cupy-cuda13x": Wanted(
         low="14", high="15", why="NCCL on the trainer (GPU only)", required=False
     ),

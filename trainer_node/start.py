@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.model import topology
+from trainer_node.model import megatron_import, topology
 from trainer_node.model.hf import read_config
 from trainer_node.training import pack_size
 from trainer_node.training.losses import import_losses
@@ -29,6 +29,7 @@ def start(config: TrainerConfig) -> Trainer:
         from trainer_node.model import cpu_shims
 
         cpu_shims.apply()
+    megatron_import.load()
     # Late, because on a CPU Megatron can be imported only after the shims.
     from trainer_node.model.build import build
     from trainer_node.training.trainer import Trainer

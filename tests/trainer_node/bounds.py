@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from orchestrator.protocol.messages import OptimParams
 from tests.numerics import chain_error_bound, decoder_roundings, sum_error_bound
 from tests.trainer_node.data import LENGTHS, TEMPERATURES
 from tests.trainer_node.tiny import VOCAB
@@ -53,3 +54,12 @@ def gradients(dtype: torch.dtype = torch.float32) -> float:
     summed over the tokens.
     """
     return chain_error_bound(dtype, roundings=2 * roundings(dtype) + sum(LENGTHS), magnitude=1.0)
+
+
+def two_steps(optim: OptimParams, *, gradient: float, norm: float) -> float:
+    """Between the weights after two steps of AdamW from gradients that differ by `gradient`. The
+    first step is lr g / (|g| + eps), which changes by lr / eps where g is near 0, so by that times
+    the clipped gradient's error; the second no more.
+    """
+    clip = min(1.0, (optim.max_grad_norm or norm) / norm)
+    return 2 * optim.lr * gradient * clip / optim.eps

@@ -6,6 +6,8 @@ python -m tests.trainer_node.extras OUT DENSE MOE
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 import sys
 from dataclasses import replace
@@ -13,14 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
+from tests.trainer_node import bounds
 from tests.trainer_node.data import arrays, make_batch
+from tests.trainer_node.tiny import hf_model
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.adapters.merge import decoder_name
 from trainer_node.export.merged import Exporter
+from trainer_node.model import topology
 from trainer_node.state import checkpoint
 from trainer_node.state.generations import MARKER, CheckpointError
 from trainer_node.training.trainer import Trainer
@@ -66,7 +72,8 @@ def check_wrappers(model: Path) -> None:
     assert list(again) == list(plain)
     for name, tensor in again.items():
         assert tensor.dtype is torch.bfloat16
-        assert torch.equal(tensor, plain[name]), name
+        # torch's norms are fp32 on a CPU until the wrapper rounds them.
+        assert torch.equal(tensor, plain[name].bfloat16()), name
         assert torch.equal(tensor, base[name].bfloat16()) != name.endswith("_proj.weight"), name
     metrics = trainer.train_step(make_batch(), LossSpec(), OptimParams())
     assert metrics["grad_norm"] > 0
@@ -209,10 +216,56 @@ def check_random_init(moe: Path, out: Path) -> None:
             assert torch.equal(tensor, torch.ones_like(tensor)), name
 
 
+def check_incomplete(dense: Path, out: Path) -> None:
+    """A checkpoint without one of the model's tensors is refused. Bridge would only warn."""
+    folder, missing = out / "incomplete", "model.layers.1.mlp.up_proj.weight"
+    shutil.copytree(dense, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[missing]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lacks 1 of the model's tensors, e.g. {missing}"):
+        make_trainer(folder, 1, 1, 1)
+    topology.leave()
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+    "rope_theta": 1e4,
+}
+
+
+def check_yarn(dense: Path, out: Path) -> None:
+    """Long-context positions, with what Qwen3's model card writes and with all settings."""
+    for n, more in enumerate(({}, {"beta_fast": 16, "beta_slow": 2, "truncate": False})):
+        folder = out / f"yarn_{n}"
+        shutil.copytree(dense, folder)
+        raw = json.loads((folder / "config.json").read_text()) | {"rope_parameters": YARN | more}
+        (folder / "config.json").write_text(json.dumps(raw))
+        trainer, batch = make_trainer(folder, 1, 1, 1, finetuning_type="full"), make_batch()
+        starts = torch.tensor([0, *batch.lengths[:-1]]).cumsum(0)
+        ours = trainer.forward(
+            replace(batch, loss_mask_T=torch.ones(len(batch.tokens_T)).index_fill(0, starts, 0))
+        )[0]
+        model, begin = hf_model(folder), 0
+        for ids in batch.tokens_T.long().split(list(batch.lengths)):
+            with torch.no_grad():
+                table = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            theirs = table.gather(-1, ids[1:, None])[:, 0]
+            mine = ours[begin + 1 : begin + len(ids)]
+            assert (mine - theirs).abs().max() <= bounds.scores(), more
+            begin += len(ids)
+        trainer.model.close()
+
+
 if __name__ == "__main__":
     folder, dense_model, moe_model = map(Path, sys.argv[1:4])
+    assert not logging.getLogger().handlers, "an import has configured the root logger"
     check_checkpoints(dense_model, folder)
     check_restricted_and_partial_targets(dense_model)
     check_random_init(moe_model, folder)
     check_grouped_kernel(moe_model)
     check_wrappers(dense_model)
+    check_incomplete(dense_model, folder)
+    check_yarn(dense_model, folder)

@@ -39,7 +39,9 @@ from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
 from weight_transfer.digest import tensor_digest
 
-LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+LOSS = LossSpec(name="grpo")
+OPTIM = OptimParams(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5, eps=1e-4)
+"""`eps` as in `parity.OPTIM`."""
 
 
 def exported(exporter: Exporter) -> dict[str, torch.Tensor]:

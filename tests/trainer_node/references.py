@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from tests.trainer_node.data import arrays
+from tests.trainer_node.tiny import hf_model
 
 
 def peft_merged(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    base = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
+    base = hf_model(model)
     return PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS, make_batch
+from tests.trainer_node.tiny import hf_model
 from trainer_node.adapters.dropout import _signed, keep_mask, key_of
 
 TOPOLOGIES = {
@@ -88,7 +88,7 @@ def test_one_rank_equals_peft_with_the_same_masks(models, single) -> None:
 
     folder = single("dense_tied")
     assert json.loads((folder / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == P
-    base = AutoModelForCausalLM.from_pretrained(models["dense_tied"], torch_dtype=torch.float32)
+    base = hf_model(models["dense_tied"])
     policy: Any = PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True).train()
     rows: dict[str, torch.Tensor] = {}
     for name, module in policy.named_modules():

@@ -35,10 +35,14 @@ def test_reference_shares_no_code() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_local_experts": 8}, "num_experts and num_local_experts differ"),
+        ({"num_experts": 8}, "num_experts and num_local_experts differ"),
         ({"mlp_only_layers": [0]}, "dense layers among MoE layers"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.5}},
+            "attention_factor",
+        ),
     ],
 )
 def test_configs_that_would_train_wrongly(
@@ -52,13 +56,24 @@ def test_configs_that_would_train_wrongly(
         read_config(tmp_path)
 
 
-def test_rope_theta_as_transformers_5_writes_it(models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"rope_theta": 123456.0, "num_experts": 8},
+        {
+            "rope_parameters": {"rope_theta": 123456.0, "rope_type": "default"},
+            "num_local_experts": 8,
+        },
+    ],
+)
+def test_configs_as_transformers_4_and_5_write_them(written: dict, models, tmp_path: Path) -> None:
     from trainer_node.model.hf import read_config
 
     raw = json.loads((models["moe"] / "config.json").read_text())
-    del raw["rope_theta"]
-    raw["rope_parameters"] = {"rope_theta": 123456.0, "rope_type": "default"}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert read_config(tmp_path).rope_theta == 123456.0
+    for key in ("rope_theta", "rope_parameters", "num_experts", "num_local_experts"):
+        raw.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(raw | written))
+    config = read_config(tmp_path)
+    assert (config.rope_parameters["rope_theta"], config.num_experts) == (123456.0, 8)
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_config(tmp_path / "nowhere")

@@ -104,7 +104,7 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
     """Two launchers, one with a template, over loopback; the model comes from the cache; on both no
     rank is left at the end.
     """
-    from transformers import AutoModelForCausalLM
+    from tests.trainer_node.tiny import hf_model
 
     make_cache(models["dense_tied"], tmp_path / "cache")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -160,7 +160,7 @@ def test_two_hosts_a_hub_id_and_a_prefix(models, tmp_path: Path, monkeypatch) ->
     assert envelope.message.kind == "Completed", envelope.message
     assert sorted(seen) == [("splice-rank-0", "a b"), ("splice-rank-1", "a b")]
     found = np.frombuffer(envelope.buffers[0], np.float32)
-    theirs = AutoModelForCausalLM.from_pretrained(models["dense_tied"], torch_dtype=torch.float32)
+    theirs = hf_model(models["dense_tied"])
     start = 0
     for length in lengths:
         ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.trainer_node.tiny import hf_model
 from trainer_node.tools.make_checkpoint import ANSWERS, REAL_SHAPES, VOCAB_SIZE, main, tensor_shapes
 
 PROMPTS = [
@@ -62,7 +63,7 @@ def test_every_class_of_weights_moves_the_logprobs(checkpoint: Path) -> None:
     """
     tokenizer, model = (
         AutoTokenizer.from_pretrained(checkpoint),
-        AutoModelForCausalLM.from_pretrained(checkpoint).float().eval(),
+        hf_model(checkpoint).eval(),
     )
     inputs = [torch.tensor([tokenizer.encode(p)]) for p in PROMPTS]
     generator = torch.Generator().manual_seed(7)

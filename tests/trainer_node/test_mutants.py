@@ -33,6 +33,7 @@ GENERATIONS, OPERATIONS = (
 DROPOUT = "tests/trainer_node/test_dropout.py"
 GATHER = "tests/trainer_node/test_gather.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
+EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
 UNMUTATED = "the repository as it is"
@@ -564,6 +565,20 @@ MUTANTS = [
         old="        dist.all_reduce(whole_PN, group=group)\n",
         new="        pass\n",
         killer=f"{OPERATIONS}::test_topology_changes_nothing[pp2cp2]",
+    ),
+    Mutant(
+        name="a checkpoint without one of the model's tensors is loaded",
+        file="trainer_node/model/build.py",
+        old="    checkpoint.check_has(name for task in tasks for name in _hf_names(task))\n",
+        new="",
+        killer=EXTRAS,
+    ),
+    Mutant(
+        name="another boundary of YaRN's ramp than transformers'",
+        file="trainer_node/model/build.py",
+        old='rope.get("beta_fast") or 32.0',
+        new='rope.get("beta_fast") or 16.0',
+        killer=EXTRAS,
     ),
 ]
 

@@ -14,13 +14,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
-from tests.trainer_node.tiny import make_peft_adapter
+from tests.trainer_node.tiny import hf_model, make_peft_adapter
 from trainer_node.adapters.identity_adapter import write_identity_adapter
 
 TOPOLOGIES = {
@@ -108,10 +107,10 @@ def test_one_rank_equals_transformers_and_peft(
     """
     out = single_operations(name)
     ours = result(out)
-    base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
-    frozen = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
+    base = hf_model(models[name]).eval()
+    frozen = hf_model(models[name]).eval()
     policy = PeftModel.from_pretrained(base, out / "random", is_trainable=True)
-    other = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    other = hf_model(models[name])
     theirs_too = PeftModel.from_pretrained(other, peft_adapters[name]).eval()
     from tests.trainer_node.operations import whole_batch
 
@@ -239,7 +238,7 @@ def test_an_identity_adapter_from_the_config_is_what_the_trainer_starts_from(
     )
     assert ours.keys() == start.keys()
     assert all(torch.equal(ours[n], start[n]) for n in ours)
-    base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32).eval()
+    base = hf_model(models[name]).eval()
     ids = torch.arange(9)[None]
     plain = base(input_ids=ids).logits
     adapted = PeftModel.from_pretrained(base, made).eval()

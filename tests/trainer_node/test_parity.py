@@ -2,8 +2,7 @@
 and one rank against transformers, PEFT and torch.optim. See `parity.py`.
 
 Tolerances (fp32) are those of `bounds`: the same sums in another order. Trained and exported
-tensors: AdamW's first step is lr g / (|g| + eps), which changes by lr / eps where g is near 0, so
-by that times the clipped gradient's error, twice.
+tensors: `bounds.two_steps`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS
+from tests.trainer_node.tiny import hf_model
 from tests.trainer_node.topologies import DENSE, MOE, load, options
 
 LAUNCHES = (
@@ -55,8 +54,7 @@ def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert abs(mine.get(key, 0.0) - other.get(key, 0.0)) <= slack, key
     error = bounds.gradients() * largest(theirs["gradients"])
     near(ours["gradients"], theirs["gradients"], error)
-    clip = min(1.0, OPTIM.max_grad_norm / theirs["metrics"][1]["grad_norm"])
-    step_error = 2 * OPTIM.lr * error * clip / OPTIM.eps
+    step_error = bounds.two_steps(OPTIM, gradient=error, norm=theirs["metrics"][1]["grad_norm"])
     near(ours["trained"], theirs["trained"], step_error)
     near(ours["exported"], theirs["exported"], step_error)
 
@@ -89,7 +87,7 @@ def test_one_rank_equals_the_reference(model: str, cell: str, models, single_par
         cell.partition("-")[2],
         cell.startswith("lora"),
     )
-    policy: Any = AutoModelForCausalLM.from_pretrained(models[model], torch_dtype=torch.float32)
+    policy: Any = hf_model(models[model])
     if is_lora:
         policy = PeftModel.from_pretrained(policy, folder / "adapter", is_trainable=True)
     compare(reference_cell(policy, kind, is_lora=is_lora), load(folder))

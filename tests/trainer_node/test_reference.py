@@ -8,10 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from tests.numerics import chain_error_bound, decoder_roundings
 from trainer_node.tools.make_checkpoint import chosen_shape, write_checkpoint
-from trainer_node.tools.reference import NOISES, answer, classes
+from trainer_node.tools.reference import (
+    NOISES,
+    answer,
+    classes,
+    max_difference,
+    score,
+    with_single_experts,
+)
 
 VISIBLE = 2e-4
 SEQUENCES = [[(7 * n * n + 13 * s) % 300 for n in range(24)] for s in range(4)]
@@ -46,6 +56,30 @@ def test_an_expert_that_adds_little_is_perturbed_until_it_shows(model: Path) -> 
     assert noise["first_expert"] > NOISES[0] and {
         n for k, n in noise.items() if k != "first_expert"
     } == {NOISES[0]}
+
+
+def test_single_experts_are_the_stacked_ones(model: Path) -> None:
+    stacked = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    single = with_single_experts(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    )
+    found, written = dict(single.named_parameters()), load_file(model / "model.safetensors")
+    assert found.keys() == written.keys()
+    assert all(torch.equal(found[n], t) for n, t in written.items())
+    ours, theirs = score(single, SEQUENCES), score(stacked, SEQUENCES)
+    roundings = decoder_roundings(
+        torch.float32,
+        layers=3,
+        hidden=64,
+        inner=32,
+        head_dim=32,
+        attention=128,
+        length=len(SEQUENCES[0]),
+        vocab=400,
+    )
+    largest = max(-one for row in theirs for one in row if one is not None)
+    bound = chain_error_bound(torch.float32, roundings=roundings, magnitude=largest)
+    assert max_difference(ours, theirs) <= bound
 
 
 def test_an_expert_without_tokens_is_not_perturbed() -> None:

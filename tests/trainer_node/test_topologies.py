@@ -12,12 +12,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.trainer_node import bounds
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.references import peft_merged, reference_loss
-from tests.trainer_node.tiny import VOCAB
+from tests.trainer_node.tiny import VOCAB, hf_model
 
 TOPOLOGIES = {
     "tp2": ("dense_tied", 2, (2, 1, 1)),
@@ -100,7 +99,7 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
     from tests.trainer_node.worker import LOSS, OPTIM
     from trainer_node.adapters.lora import initial_lora_a
 
-    base = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    base = hf_model(models[name])
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(
         base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
@@ -155,7 +154,7 @@ def test_peft_scores_what_we_export(name: str, models, single, tmp_path: Path) -
         "perturb": True,
     }
     result = answer({**request, "trained": {"0": None, "1": str(out / "random")}}, "cpu")
-    ours = AutoModelForCausalLM.from_pretrained(models[name], torch_dtype=torch.float32)
+    ours = hf_model(models[name])
     ours.load_state_dict(load_file(out / "merged.safetensors"))
     from trainer_node.tools.reference import max_difference, score
 

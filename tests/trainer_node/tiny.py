@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,16 +21,24 @@ _COMMON = {
 }
 
 
+def hf_model(folder: Path) -> Any:
+    """The checkpoint in transformers, fp32, with one module for each expert."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer_node.tools.reference import with_single_experts
+
+    return with_single_experts(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+
 def make_peft_adapter(model: Path, folder: Path, *, seed: int = 3, **settings: object) -> Path:
     """An adapter with random A and B, made and saved by the PEFT library; r 4, alpha 8, all seven
     linears.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     from orchestrator.protocol.config import LORA_TARGETS
 
-    base = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
+    base = hf_model(model)
     wanted = {
         "r": 4,
         "lora_alpha": 8,

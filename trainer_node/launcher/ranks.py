@@ -65,11 +65,14 @@ def import_all(device: str) -> None:
     """Import everything that a rank on `device` imports."""
     # torch.cuda.is_available() would initialise the driver, and forks could not use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    from trainer_node.model import megatron_import
+
     if device == "cpu":
         from trainer_node.model import cpu_shims
 
         cpu_shims.apply()
-    for name in ("megatron.bridge", *IMPORTED):
+    megatron_import.load()
+    for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would copy all memory that it shares with the template

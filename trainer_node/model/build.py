@@ -118,8 +118,6 @@ def _provider(auto: Any, config: TrainerConfig, hf_config: Any) -> Any:
     provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
     # Not linear in the micro-batch cut (Bridge sets 1e-3 for Qwen3-MoE).
     provider.moe_aux_loss_coeff = 0.0
-    # Bridge assumes normalised top-k probabilities; HF has both.
-    provider.moe_router_pre_softmax = not getattr(hf_config, "norm_topk_prob", True)
     # A fused router cannot replay a micro-batch's choice of experts (`passes`).
     provider.moe_enable_routing_replay = bool(getattr(hf_config, "num_experts", None))
     provider.moe_router_fusion = False
@@ -133,6 +131,12 @@ def _provider(auto: Any, config: TrainerConfig, hf_config: Any) -> Any:
     provider.finalize_model_grads_func = None
     provider.attention_dropout = provider.hidden_dropout = 0.0
     provider.perform_initialization = False
+    rope = hf_config.rope_parameters or {}
+    if rope.get("rope_type") == "yarn":
+        # Bridge 0.6.2 leaves None for what the config leaves out; these are transformers' values.
+        provider.yarn_beta_fast = rope.get("beta_fast") or 32.0
+        provider.yarn_beta_slow = rope.get("beta_slow") or 1.0
+        provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
     if config.recompute != "none":
         provider.recompute_granularity = config.recompute
     if config.recompute == "full":
@@ -179,8 +183,15 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
 
 
 def _load_weights(bridge: Any, checkpoint: HfCheckpoint, modules: list[Any]) -> None:
+    tasks = [task for task in bridge.build_conversion_tasks(checkpoint, modules) if task]
+    checkpoint.check_has(name for task in tasks for name in _hf_names(task))
     bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
     bridge.load_weights_hf_to_megatron(checkpoint, modules)
+
+
+def _hf_names(task: Any) -> list[str]:
+    names = task.mapping.hf_param
+    return [names] if isinstance(names, str) else [*names.values()]
 
 
 @torch.no_grad()
@@ -215,7 +226,7 @@ def _conversion_tasks(
 ) -> list[Any]:
     tasks: list[Any] = bridge.build_conversion_tasks(checkpoint, modules)
     for task in tasks:
-        # Bridge 0.3.1 would send its whole configuration between pipeline ranks, pickled. Every
+        # Bridge 0.6.2 would send its whole configuration between pipeline ranks, pickled. Every
         # rank has the same one.
         task.mapping._broadcast_obj_cache |= dict.fromkeys(("qkv_config", "kv_config"), provider)
     return tasks

@@ -1,4 +1,4 @@
-"""Patches Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 to run on a CPU over gloo.
+"""Patches Megatron-Core 0.19.2 and Megatron-Bridge 0.6.2 to run on a CPU over gloo.
 
 For device="cpu" only. Each shim, its reason, and when it can go:
 
@@ -9,11 +9,6 @@ For device="cpu" only. Each shim, its reason, and when it can go:
 `_schedule_allocates_on_the_cpu`: the pipeline schedules call `torch.zeros(device="cuda")`. Until
     the schedules take a device.
 `_tensor_cuda_is_the_identity`: tied embeddings under PP call `weight.data.cuda()`. Likewise.
-`_router_without_te`: `moe_utils` tests a name that it binds only with TransformerEngine. Until it
-    binds None.
-`_scatter_contiguous`: gloo's scatter reads a column slice as if it were dense, and loads wrong
-    row-parallel weights. On CUDA the copy to the device makes it dense. Until Bridge makes its
-    splits contiguous.
 `_no_cuda_rng`: sequence parallelism and recomputation fork CUDA RNG states, which nothing uses
     without dropout. Until Megatron asks the device.
 `_final_norm`: the block's last norm refuses sequence parallelism without TransformerEngine. Until
@@ -24,32 +19,29 @@ For device="cpu" only. Each shim, its reason, and when it can go:
     CPU.
 
 `apply` must run before anything imports `megatron.bridge`. Megatron-Core's modules are imported
-first, while TransformerEngine is hidden, so that every `HAVE_TE` in them is False; only then do the
-names that Bridge imports appear, and they go again right after.
+first, while TransformerEngine is hidden, so that every `HAVE_TE` in them is False
+(`megatron.training` imports most of those that Bridge does). Only then do the names that Bridge
+imports appear, and they go again right after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import sys
 import types
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer_node.model import megatron_import
+
 _CPU = torch.device("cpu")
-_CORE_MODULES = (
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt",
-    "megatron.core.transformer.attention",
-    "megatron.core.transformer.moe.moe_layer",
-    "megatron.core.transformer.moe.moe_utils",
-    "megatron.core.post_training.modelopt.gpt.model_specs",
-    "megatron.core.models.mamba",
-)
+_CORE_MODULES = ("megatron.training", "megatron.core.models.vision.clip_vit_model")
 _applied = False
 
 
@@ -59,14 +51,14 @@ def apply() -> None:
     if _applied:
         return
     _hide_te()
-    for name in _CORE_MODULES:
-        importlib.import_module(name)
-    _import_bridge_without_te()
+    with megatron_import.quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they miss TransformerEngine and Apex, which need CUDA
+        for name in _CORE_MODULES:
+            importlib.import_module(name)
+        _import_bridge_without_te()
     _cuda_calls_answer_the_cpu()
     _schedule_allocates_on_the_cpu()
     _tensor_cuda_is_the_identity()
-    _router_without_te()
-    _scatter_contiguous()
     _final_norm()
     _no_cuda_rng()
     _applied = True
@@ -135,24 +127,6 @@ def _schedule_allocates_on_the_cpu() -> None:
 
 def _tensor_cuda_is_the_identity() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
-
-
-def _router_without_te() -> None:
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.te_general_gemm = None
-
-
-def _scatter_contiguous() -> None:
-    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
-
-    original = MegatronParamMapping.scatter_to_tp_ranks
-
-    def scatter(self: Any, splits: Any, *args: Any, **kwargs: Any) -> Any:
-        dense = [s.contiguous() for s in splits] if splits else splits
-        return original(self, dense, *args, **kwargs)
-
-    MegatronParamMapping.scatter_to_tp_ranks = scatter
 
 
 def _final_norm() -> None:
@@ -232,26 +206,20 @@ def cpu_layer_spec(config: Any) -> Any:
 def _mlp_spec(config: Any, layers: Any) -> Any:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
     if not config.num_moe_experts:
         dense = MLPSubmodules(
             linear_fc1=layers.TELayerNormColumnParallelLinear, linear_fc2=RowParallelLinear
         )
-        return ModuleSpec(module=MLP, submodules=dense)
-    grouped = MLPSubmodules(
+        return functools.partial(MLP.as_mlp_submodule, submodules=dense)
+    grouped = GroupedMLPSubmodules(
         linear_fc1=layers.TEColumnParallelGroupedLinear,
         linear_fc2=layers.TERowParallelGroupedLinear,
-        activation_func=None,
     )
-    experts = ModuleSpec(module=TEGroupedMLP, submodules=grouped)
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(experts=experts),
-        metainfo={"fuse_pre_mlp_layernorm": False},
-    )
+    experts = functools.partial(TEGroupedMLP, submodules=grouped)
+    return functools.partial(MoELayer, submodules=MoESubmodules(experts=experts))
 
 
 def _layers() -> Any:

@@ -417,6 +417,7 @@ def understood(config: Any, device: torch.device) -> bool:
         and not config.moe_apply_probs_on_input
         and config.activation_func_clamp_value is None
         and not config.glu_linear_offset
+        and config.moe_mlp_glu_interleave_size is None
         and config.moe_shared_expert_intermediate_size is None
         and not config.moe_latent_size
         and config.expert_tensor_parallel_size == 1

@@ -8,7 +8,7 @@ Raises `ConfigError` only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def read_config(folder: Path) -> Any:
-    """The folder's config as transformers 4 reads it, with what transformers 5 writes differently
-    put right.
+    """The folder's config, written by transformers 4 or 5.
 
     Raises:
         ConfigError: no config.json, or a feature that the trainer would get wrong silently.
@@ -36,14 +35,14 @@ def read_config(folder: Path) -> Any:
     raw = json.loads(file.read_text())
     config = AutoConfig.from_pretrained(folder)
     rope = raw.get("rope_parameters") or {}
-    # transformers 5 moved these into rope_parameters; transformers 4 would take the class's
-    # defaults without a word.
-    if "rope_theta" in rope and "rope_theta" not in raw:
-        config.rope_theta = rope["rope_theta"]
     scaling = raw.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "yarn"):
         raise ConfigError(f"{file}: rope scaling {kind!r} is not supported; default and yarn are")
+    if scaling.get("attention_factor") is not None:
+        raise ConfigError(
+            f"{file}: yarn's attention_factor is not supported; without it the usual one counts"
+        )
     experts = {raw[k] for k in ("num_experts", "num_local_experts") if raw.get(k) is not None}
     if len(experts) > 1:
         raise ConfigError(
@@ -66,14 +65,23 @@ def _refuse_unknown_layers(file: Path, raw: dict[str, Any]) -> None:
 
 
 class _Keys:
-    """Every key the bridge may ask for, except an output layer that is tied and therefore not in
-    HF's checkpoint."""
+    """The checkpoint's keys, or every key without a checkpoint. An output layer that is tied is
+    none, even where a file has it.
 
-    def __init__(self, *, tied: bool) -> None:
-        self._tied = tied
+    Args:
+        names: the checkpoint's; None: random weights.
+    """
+
+    def __init__(self, names: Collection[str] | None, *, tied: bool) -> None:
+        self._names, self._tied = names, tied
 
     def __contains__(self, name: object) -> bool:
-        return not (self._tied and name == "lm_head.weight")
+        if self._tied and name == VOCAB_TENSORS[1]:
+            return False
+        return self._names is None or name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names or () if name in self)
 
     def get_all_keys(self) -> _Keys:
         """Return the tensors' names, under Bridge's method name."""
@@ -81,15 +89,15 @@ class _Keys:
 
 
 class _State(Mapping[str, torch.Tensor]):
-    """Name -> tensor, read when asked for."""
+    """Name -> tensor, read when asked for; KeyError without one, because Bridge probes."""
 
-    def __init__(self, folder: Path, *, padded_vocab: int, source: _Keys) -> None:
-        self.source, self._padded_vocab = source, padded_vocab
-        self._files = _tensor_files(folder)
+    def __init__(self, files: Mapping[str, Path], *, padded_vocab: int, source: _Keys) -> None:
+        self.source, self._padded_vocab, self._files = source, padded_vocab, files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._files:
-            raise ConfigError(f"the checkpoint has no tensor {name}; is it complete?")
         with safe_open(self._files[name], framework="pt") as file:
             tensor = file.get_tensor(name)
         missing = self._padded_vocab - tensor.shape[0]
@@ -121,9 +129,23 @@ class HfCheckpoint:
 
     def __init__(self, folder: Path, config: Any, *, padded_vocab: int, with_weights: bool) -> None:
         self.config, self.model_name_or_path = config, str(folder)
-        source = _Keys(tied=bool(config.tie_word_embeddings))
-        self.state = _State(folder, padded_vocab=padded_vocab, source=source)
+        files = _tensor_files(folder)
+        source = _Keys(files if with_weights else None, tied=bool(config.tie_word_embeddings))
+        self.state = _State(files, padded_vocab=padded_vocab, source=source)
         if with_weights and not len(self.state):
             raise ConfigError(
                 f"no safetensors in {folder}; use init='random' for a config without weights"
+            )
+
+    def check_has(self, names: Iterable[str]) -> None:
+        """Check for tensors that the model is made of. Bridge only warns of one that is missing.
+
+        Raises:
+            ConfigError: one is missing.
+        """
+        missing = [name for name in names if name not in self.state]
+        if missing:
+            raise ConfigError(
+                f"the checkpoint lacks {len(missing)} of the model's tensors, e.g. {missing[0]}; "
+                "is it complete?"
             )

@@ -53,7 +53,13 @@ def fetch(model: Path) -> Path:
     started = time.monotonic()
     try:
         folder = Path(
-            snapshot_download(match["repo"], revision=match["revision"], allow_patterns=list(FILES))
+            # Offline, huggingface_hub 1 would ask the hub for a commit's list of files.
+            snapshot_download(
+                match["repo"],
+                revision=match["revision"],
+                allow_patterns=list(FILES),
+                local_files_only=constants.HF_HUB_OFFLINE,
+            )
         )
     except (OSError, ValueError) as error:
         why = (

@@ -7,7 +7,7 @@ Gradients (`TrainedParam.grad`) are fp32: those of bf16 weights are added up in 
 every backward pass. Checkpoints and whole gradients are made of pieces, so they know neither fused
 nor sharded tensors.
 
-Copies and pieces of a gradient over tensor ranks, as in Megatron-Core 0.16's
+Copies and pieces of a gradient over tensor ranks, as in Megatron-Core 0.19's
 `_allreduce_non_tensor_model_parallel_grads`: a column- or row-parallel weight is split; the norms
 and the router are copied, their gradients complete on each rank, because the inputs' gradients of
 the column-parallel linears behind them are summed; the q and k norms see this rank's heads only,

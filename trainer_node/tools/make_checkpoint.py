@@ -6,7 +6,7 @@ their weights.
 
 The tokenizer is a real byte-level BPE, trained on the corpus below. "yes", "no" and "maybe" are one
 token each, with and without a leading space. Every folder loads with transformers 4.57 and 5,
-Megatron-Bridge 0.3.1 and vLLM 0.26 to 0.32. Files are written by hand, not by `save_pretrained`,
+Megatron-Bridge 0.6.2 and vLLM 0.26 to 0.32. Files are written by hand, not by `save_pretrained`,
 because the two transformers write configs that the other side reads differently (`num_experts` /
 `num_local_experts`, `rope_parameters`, `layer_types`).
 """

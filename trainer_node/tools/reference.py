@@ -32,23 +32,70 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 NOISES = (0.01, 0.1, 1.0)
 """Relative; 1: the tensor is another one. How much a tensor matters depends on the model, so a
 check of what can be seen tries more and more."""
 
 
+class _Expert(nn.Module):
+    """SwiGLU, from views of the stacked weights."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, act_fn: nn.Module) -> None:
+        super().__init__()
+        gate, up = gate_up.chunk(2)
+        self.gate_proj, self.up_proj = _linear(gate), _linear(up)
+        self.down_proj, self.act_fn = _linear(down), act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[t, H] -> [t, H]"""
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        out: torch.Tensor = self.down_proj(hidden)
+        return out
+
+
+def _linear(weight_OI: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_OI)
+    return linear
+
+
+class _SingleExperts(nn.ModuleList):
+    """A layer's experts, as transformers 4 had them."""
+
+    def forward(
+        self, x: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H] -> [T, H], the sum over each token's experts."""
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self):
+            token, choice = torch.where(experts_TK == e)
+            if len(token):  # an expert without tokens has no gradient
+                out.index_add_(0, token, expert(x[token]) * weights_TK[token, choice, None])
+        return out
+
+
+def with_single_experts(model: Any) -> Any:
+    """A model with one module for each expert, named as in checkpoints and adapters; a dense model
+    as it is.
+
+    transformers 5 stacks a layer's experts in two tensors. PEFT 0.21 then fuses the adapters of
+    gate and up, with trainable zeros between them, where it knows the model's type.
+    """
+    blocks = [m for m in model.modules() if hasattr(getattr(m, "experts", None), "gate_up_proj")]
+    for block in blocks:
+        old = block.experts
+        pairs = zip(old.gate_up_proj.data, old.down_proj.data, strict=True)
+        block.experts = _SingleExperts(_Expert(*pair, old.act_fn) for pair in pairs)
+    if blocks:
+        model.config.model_type += "_single_experts"
+    return model
+
+
 def load_base(folder: str, dtype: str, device: str) -> nn.Module:
     """The base in fp32 on `device`, through bf16 if that is the trainer's dtype."""
-    raw = json.loads((Path(folder) / "config.json").read_text())
-    config = AutoConfig.from_pretrained(folder)
-    rope = raw.get("rope_parameters") or {}
-    if "rope_theta" in rope and "rope_theta" not in raw and hasattr(config, "rope_theta"):
-        config.rope_theta = rope[
-            "rope_theta"
-        ]  # written by transformers 5, which transformers 4 does not read
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, torch_dtype=torch.float32)
+    model = with_single_experts(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     if dtype == "bfloat16":
         round_to_bf16(model)
     return model.to(device).eval()

@@ -90,7 +90,7 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     """int32: where each sequence of the whole pack begins, and the pack's length at the end."""
     max_seqlen: int
-    """Longest piece of this micro-batch. Never more: Megatron (0.16) takes rotary tables of length
+    """Longest piece of this micro-batch. Never more: Megatron (0.19) takes rotary tables of length
     L to be a whole pack's."""
     predictors_N: torch.Tensor
     """Index in L at which the model predicts the token: one before it. Negative: on another

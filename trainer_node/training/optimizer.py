@@ -7,7 +7,7 @@ Moments and fp32 masters exist once in a data-parallel group.
 
 One rank owns a whole parameter, so state is named and saved by parameter. The largest parameter
 goes first, to the rank with the fewest elements. Adam is elementwise: the result equals the
-unsharded optimizer's bit for bit. Megatron-Core 0.16's `DistributedOptimizer` works on CUDA only
+unsharded optimizer's bit for bit. Megatron-Core 0.19's `DistributedOptimizer` works on CUDA only
 (it raises TypeError for CPU tensors). This one is the same on both, so the tests cover what trains.
 
 Parameters of less than fp32 have a master: AdamW steps the master, the parameter is its rounding.

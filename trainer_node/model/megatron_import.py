@@ -1,0 +1,35 @@
+"""Imports Megatron-Bridge without its traces in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block stdout is stderr and no logger speaks below a warning; after it the root
+    logger is as before.
+
+    Bridge 0.6.2 imports Megatron-LM's training loop, which gives the root logger a handler that
+    writes to stdout, and level INFO. A later `logging.basicConfig` would then do nothing, and
+    stdout may be a pipe of JSON. Until Bridge imports `megatron.training` where it needs it.
+    """
+    root = logging.getLogger()
+    handlers, level, disabled = [*root.handlers], root.level, root.manager.disable
+    logging.disable(max(disabled, logging.INFO))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.disable(disabled)
+
+
+def load() -> None:
+    """Import it; on a CPU `cpu_shims.apply` does."""
+    with quiet():
+        import megatron.bridge  # noqa: F401

@@ -55,15 +55,6 @@ _MLA = _BASE | {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-_DELTA = {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-    "partial_rotary_factor": 0.25,
-}
 _DEEPSEEK_V2 = _MLA | {
     "topk_method": "greedy",
     "norm_topk_prob": False,
@@ -78,7 +69,18 @@ _DEEPSEEK_V3 = _MLA | {
     "norm_topk_prob": True,
 }
 _THETA = {"rope_theta": 10000.0}
-_OTHER_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 9000.0}}
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_OTHER_ROPE = {"rope_parameters": _DEFAULT_ROPE | {"rope_theta": 9000.0}}
+_PARTIAL = {"rope_parameters": _DEFAULT_ROPE | {"partial_rotary_factor": 0.25}}
+_OTHER_PARTIAL = {"rope_parameters": _DEFAULT_ROPE | {"partial_rotary_factor": 0.5}}
+_DELTA = _PARTIAL | {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -95,15 +97,21 @@ _YARN = {
 }
 
 FAMILIES = {
-    "llama": Family(name="Llama", settings=_HEADS, visible=_OTHER_THETA),
-    "llama_tied": Family(name="Llama", settings=_HEADS | {"tie_word_embeddings": True}),
+    "llama": Family(name="Llama", settings=_HEADS, visible=_OTHER_ROPE),
+    "llama_tied": Family(
+        name="Llama", settings=_HEADS | {"tie_word_embeddings": True}, visible=_OTHER_ROPE
+    ),
     "llama3_rope": Family(
         name="Llama",
         settings=_HEADS | {"rope_parameters": _THETA | _LLAMA3},
         visible={"rope_parameters": _THETA | _LLAMA3 | {"factor": 4.0}},
     ),
-    "qwen2": Family(name="Qwen2", settings=_BASE | {"tie_word_embeddings": True}),
-    "qwen3": Family(name="Qwen3", settings=_HEADS | {"tie_word_embeddings": True}),
+    "qwen2": Family(
+        name="Qwen2", settings=_BASE | {"tie_word_embeddings": True}, visible=_OTHER_ROPE
+    ),
+    "qwen3": Family(
+        name="Qwen3", settings=_HEADS | {"tie_word_embeddings": True}, visible=_OTHER_ROPE
+    ),
     "qwen3_moe": Family(
         name="Qwen3Moe",
         settings=_HEADS | _MOE | {"norm_topk_prob": True},
@@ -115,28 +123,33 @@ FAMILIES = {
         | _MOE
         | _DELTA
         | {"shared_expert_intermediate_size": 32, "norm_topk_prob": True},
+        visible=_OTHER_PARTIAL | {"norm_topk_prob": False},
     ),
     "qwen3_5": Family(
-        name="Qwen3_5", settings=_HEADS | _DELTA | {"tie_word_embeddings": True}, text=True
+        name="Qwen3_5",
+        settings=_HEADS | _DELTA | {"tie_word_embeddings": True},
+        visible=_OTHER_PARTIAL,
+        text=True,
     ),
     "qwen3_5_moe": Family(
         name="Qwen3_5Moe",
         settings=_HEADS | _MOE | _DELTA | {"shared_expert_intermediate_size": 32},
+        visible=_OTHER_PARTIAL,
         text=True,
     ),
     "mistral": Family(
         name="Mistral", settings=_HEADS | {"sliding_window": 8}, visible={"sliding_window": 9}
     ),
-    "gemma": Family(name="Gemma", settings=_HEADS | {"tie_word_embeddings": True}),
+    "gemma": Family(
+        name="Gemma", settings=_HEADS | {"tie_word_embeddings": True}, visible=_OTHER_ROPE
+    ),
     "gemma3": Family(
         name="Gemma3",
         settings=_HEADS
         | {
-            "num_hidden_layers": 2,
             "query_pre_attn_scalar": 48,
             "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"],
-            "sliding_window_pattern": 2,
             "tie_word_embeddings": True,
         },
         visible={"sliding_window": 9, "query_pre_attn_scalar": 40},
@@ -144,7 +157,8 @@ FAMILIES = {
     ),
     "nemotron": Family(
         name="Nemotron",
-        settings=_HEADS | {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "norm_eps": EPS},
+        settings=_HEADS | _PARTIAL | {"hidden_act": "relu2", "norm_eps": EPS},
+        visible=_OTHER_PARTIAL | {"norm_eps": 1e-4},
     ),
     "olmoe": Family(
         name="Olmoe",
@@ -161,15 +175,18 @@ FAMILIES = {
     "glm4_moe": Family(
         name="Glm4Moe",
         settings=_HEADS
+        | _PARTIAL
         | {
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
             "use_qk_norm": True,
             "attention_bias": True,
         },
+        visible=_OTHER_PARTIAL | {"routed_scaling_factor": 1.4},
     ),
     "glm4_moe_lite": Family(
         name="Glm4MoeLite",
@@ -177,9 +194,17 @@ FAMILIES = {
         | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True},
         visible={"routed_scaling_factor": 1.7},
     ),
-    "deepseek_v2": Family(name="DeepseekV2", settings=_DEEPSEEK_V2),
-    "deepseek_v2_lite": Family(name="DeepseekV2", settings=_DEEPSEEK_V2 | {"q_lora_rank": None}),
-    "deepseek_v3": Family(name="DeepseekV3", settings=_DEEPSEEK_V3),
+    "deepseek_v2": Family(
+        name="DeepseekV2", settings=_DEEPSEEK_V2, visible={"routed_scaling_factor": 1.1}
+    ),
+    "deepseek_v2_lite": Family(
+        name="DeepseekV2", settings=_DEEPSEEK_V2 | {"q_lora_rank": None}, visible=_OTHER_ROPE
+    ),
+    "deepseek_v3": Family(
+        name="DeepseekV3",
+        settings=_DEEPSEEK_V3,
+        visible=_OTHER_ROPE | {"routed_scaling_factor": 1.9, "n_group": 1},
+    ),
     "deepseek_v3_yarn": Family(
         name="DeepseekV3",
         settings=_DEEPSEEK_V3
@@ -205,11 +230,12 @@ FAMILIES = {
         name="MiniMaxM2",
         settings=_HEADS
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+        visible=_OTHER_ROPE | {"num_experts_per_tok": 1},
     ),
 }
 
 
-def make(name: str, folder: Path) -> Path:
+def make(name: str, folder: Path, dtype: str = "float32") -> Path:
     """Write the family's checkpoint.
 
     Every tensor is random, also those that transformers starts at 0 or 1: a norm, bias, sink or
@@ -234,5 +260,5 @@ def make(name: str, folder: Path) -> Path:
             values.normal_(0.0, 0.3)
         elif not torch.isfinite(values).all():
             values.normal_(0.0, 0.1)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -1,18 +1,20 @@
 """One rank of a check of one family: Bridge's own provider and layers against transformers.
 
-    torchrun ... -m tests.trainer_node.family OUT MODEL TENSOR CONTEXT EXPERT [gradients]
+    torchrun ... -m tests.trainer_node.family OUT FOLDER FAMILY TENSOR CONTEXT EXPERT [FLAG ...]
 
 Rank 0 leaves OUT: the log-probs of every token over the vocabulary, ours of all sequences in one
-pack ("ours") and transformers' of one sequence at a time ("theirs"), and with `gradients` those of
-the mean log-prob of the sequences' tokens, by HF name. Every rank exports what it loaded and
-compares names and bytes with the checkpoint.
+pack ("ours") and transformers' of one sequence at a time ("theirs"); the gradients of the tokens'
+mean loss by HF name ("our_gradients", "their_gradients"); and on one rank transformers' log-probs
+with other settings ("visible"). Every rank exports what it loaded and compares names and bytes with
+the checkpoint. On one rank a second pass must give the same bits. Data-parallel ranks see the same
+pack. Flags: `bfloat16`, where transformers computes in fp32; `selective` and `full`, what is
+recomputed.
 
 Axes: T = tokens of all sequences, V = vocabulary.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from megatron.bridge import AutoBridge
+from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,26 +36,26 @@ from torch.nn import functional
 
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from tests.trainer_node.data import make_batch
-from tests.trainer_node.families import LENGTHS, VOCAB
+from tests.trainer_node.families import FAMILIES, LENGTHS, VOCAB
 from trainer_node.adapters.merge import strip_wrappers
 from trainer_node.model import providers, topology
 from trainer_node.training.batch import MicroBatch, micro_batches
 
-PADDED_VOCAB = 384
+Tensors = dict[str, torch.Tensor]
 
 
 class PaddedState(Mapping[str, torch.Tensor]):
     """Bridge's reader of a checkpoint, with the rows that Megatron adds to the vocabulary."""
 
-    def __init__(self, state: Any, vocab_tensors: set[str]) -> None:
-        self._state, self._vocab_tensors = state, vocab_tensors
+    def __init__(self, state: Any, vocab_tensors: set[str], rows: int) -> None:
+        self._state, self.vocab_tensors, self._rows = state, vocab_tensors, rows
         self.source = state.source
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._state[name]
-        if name not in self._vocab_tensors:
+        if name not in self.vocab_tensors:
             return tensor
-        return functional.pad(tensor, (0, 0, 0, PADDED_VOCAB - VOCAB))
+        return functional.pad(tensor, (0, 0, 0, self._rows - VOCAB))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)
@@ -81,9 +84,9 @@ class Built:
     tasks: list[Any]
 
 
-def build(folder: Path, parallel: ParallelConfig) -> Built:
+def build(config: TrainerConfig) -> Built:
     """As `trainer_node.model.build` does it."""
-    config = TrainerConfig(model=folder, parallel=parallel, finetuning_type="full")
+    folder = config.model
     topology.join(config)
     auto = AutoBridge.from_hf_pretrained(folder)
     provider = auto.to_megatron_provider(load_weights=False)
@@ -93,10 +96,11 @@ def build(folder: Path, parallel: ParallelConfig) -> Built:
     lookup = bridge.mapping_registry().megatron_to_hf_lookup
     mappings = map(lookup, ("embedding.word_embeddings.weight", "output_layer.weight"))
     vocab_tensors = {m.hf_param for m in mappings if m is not None}
+    rows = calculate_padded_vocab_size(VOCAB, 128, config.parallel.tensor)
     checkpoint = Checkpoint(
         config=reader.config,
         model_name_or_path=str(folder),
-        state=PaddedState(reader.state, vocab_tensors),
+        state=PaddedState(reader.state, vocab_tensors, rows),
     )
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     module = provider.provide(pre_process=True, post_process=True)
@@ -110,7 +114,7 @@ def build(folder: Path, parallel: ParallelConfig) -> Built:
     return Built(config=config, module=module, bridge=bridge, checkpoint=checkpoint, tasks=tasks)
 
 
-def export(built: Built) -> dict[str, torch.Tensor]:
+def export(built: Built) -> Tensors:
     """The module's tensors under HF's names."""
     stream = built.bridge.stream_weights_megatron_to_hf(
         [built.module],
@@ -120,27 +124,27 @@ def export(built: Built) -> dict[str, torch.Tensor]:
         conversion_tasks=built.tasks,
         merge_adapter_weights=False,
     )
-    found: dict[str, torch.Tensor] = {}
+    found: Tensors = {}
     for name, tensor in stream:
         assert name not in found, name
-        rows = VOCAB if tensor.shape[0] == PADDED_VOCAB else None
-        found[name] = tensor.detach()[:rows].clone() if tensor.dim() else tensor.detach().clone()
+        is_vocab = name in built.checkpoint.state.vocab_tensors
+        found[name] = (tensor[:VOCAB] if is_vocab else tensor).detach().clone()
     return found
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
+def saved(folder: Path) -> Tensors:
     """A folder's tensors."""
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
 
 
-def check_export(built: Built, folder: Path) -> None:
+def check_export(built: Built) -> None:
     """Names and bytes."""
-    found, wanted = export(built), saved(folder)
+    found, wanted = export(built), saved(built.config.model)
     assert set(found) == set(wanted), set(found) ^ set(wanted)
     for name, tensor in found.items():
-        assert tensor.dtype is wanted[name].dtype, (name, tensor.dtype)
         assert torch.equal(tensor, wanted[name]), name
+        assert tensor.dtype is wanted[name].dtype, name
 
 
 def tokens() -> list[torch.Tensor]:
@@ -172,9 +176,8 @@ def pack(config: TrainerConfig) -> MicroBatch:
     return packs[0]
 
 
-def log_probs(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's [L, V], and each one's row among the T tokens (negative: padding)."""
-    micro = pack(built.config)
+def log_probs(built: Built, micro: MicroBatch) -> torch.Tensor:
+    """This rank's [L, V]."""
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=micro.cu_seqlens,
@@ -191,20 +194,20 @@ def log_probs(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
         packed_seq_params=packed,
     )
     whole_LV = tensor_parallel.gather_from_tensor_model_parallel_region(logits_1LV)[0, :, :VOCAB]
-    return whole_LV.float().log_softmax(-1), micro.rows_L
+    return whole_LV.float().log_softmax(-1)
 
 
-def whole(log_probs_LV: torch.Tensor, rows_L: torch.Tensor) -> torch.Tensor:
+def whole(log_probs_LV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """[T, V] from the context-parallel ranks' parts."""
     found = torch.zeros(sum(LENGTHS), VOCAB)
-    real = rows_L >= 0
-    found[rows_L[real]] = log_probs_LV[real].detach()
+    real = micro.rows_L >= 0
+    found[micro.rows_L[real]] = log_probs_LV[real].detach()
     dist.all_reduce(found, group=parallel_state.get_context_parallel_group())
     return found
 
 
 def reference(folder: Path, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
-    """transformers' model, and its log-probs of each sequence alone."""
+    """transformers' model in fp32, and its log-probs of each sequence alone."""
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in settings.items():
         setattr(config, name, value)
@@ -220,37 +223,51 @@ def reference(folder: Path, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
 # ---------------------------------------------------------------- gradients
 
 
-def picked(log_probs_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-    """Of each token but the first, at the place before it."""
-    return log_probs_TV[:-1].gather(-1, ids_T[1:, None])[:, 0]
+def gradients(built: Built, log_probs_LV: torch.Tensor, micro: MicroBatch) -> Tensors:
+    """Of the tokens' mean loss, by parameter."""
+    here_M = slice(None) if micro.here_M is None else micro.here_M
+    mine_M = log_probs_LV[micro.predictors_N[here_M], micro.targets_N[here_M].long()]
+    (-mine_M.sum() / len(micro.rows_N)).backward()
+    return {n: finished(n, p) for n, p in built.module.named_parameters()}
 
 
-def our_gradients(built: Built) -> dict[str, torch.Tensor]:
-    """By HF name: Bridge exports the gradients as if they were weights. Some mappings add a
-    constant, so what it makes of zeros is taken off.
+def by_hf_name(built: Built, found: Tensors) -> Tensors:
+    """Bridge exports gradients as if they were weights. Some mappings add a constant, so what it
+    makes of zeros is taken off.
     """
-    log_probs_LV, rows_L = log_probs(built)
-    whole_TV = log_probs_LV[torch.argsort(rows_L)[(rows_L < 0).sum() :]]
-    (-mean(list(whole_TV.split(LENGTHS)))).backward()
     exports = []
     for zero in (False, True):
         for name, parameter in built.module.named_parameters():
-            assert parameter.grad is not None, name
-            parameter.data = torch.zeros_like(parameter) if zero else parameter.grad.clone()
+            parameter.data = torch.zeros_like(parameter) if zero else found[name]
         exports.append(export(built))
     return {name: exports[0][name] - exports[1][name] for name in exports[0]}
 
 
-def mean(log_probs: list[torch.Tensor]) -> torch.Tensor:
-    """Over the sequences' tokens, from each sequence's [T, V]."""
-    return torch.cat(
-        [picked(one, ids) for one, ids in zip(log_probs, tokens(), strict=True)]
-    ).mean()
+@torch.no_grad()
+def finished(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A parameter's gradient, summed over the ranks that saw other tokens; data-parallel ranks see
+    the same.
+    """
+    assert parameter.grad is not None, name
+    gradient = parameter.grad.clone()
+    same = parallel_state.get_data_parallel_world_size()
+    if ".experts." in name:
+        dist.all_reduce(gradient, group=parallel_state.get_expert_data_parallel_group())
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(gradient, group=group)
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+    return gradient / same
 
 
-def their_gradients(model: Any, log_probs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def their_gradients(model: Any, log_probs: list[torch.Tensor]) -> Tensors:
     """By the names under which transformers saves."""
-    (-mean(log_probs)).backward()
+    picked = [
+        one[:-1].gather(-1, ids[1:, None])[:, 0]
+        for one, ids in zip(log_probs, tokens(), strict=True)
+    ]
+    (-torch.cat(picked).mean()).backward()
     for parameter in model.parameters():
         parameter.data = parameter.grad
     for buffer in model.buffers():
@@ -260,37 +277,53 @@ def their_gradients(model: Any, log_probs: list[torch.Tensor]) -> dict[str, torc
         return saved(Path(folder))
 
 
-def main() -> None:
-    """See the module's docstring."""
-    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    tensor, context, expert = map(int, sys.argv[3:6])
-    parallel = ParallelConfig(
-        tensor=tensor,
-        context=context,
-        expert=expert,
-        world_size=max(tensor, context, expert),
-    )
-    built = build(folder, parallel)
-    check_export(built, folder)
-    with torch.no_grad():
-        result: dict[str, Any] = {"ours": whole(*log_probs(built))}
-    model, theirs = reference(folder)
-    result["theirs"] = torch.cat(theirs).detach()
-    result["visible"] = dict(visible(folder, json.loads(sys.argv[6])))
-    if "gradients" in sys.argv:
-        result["our_gradients"] = our_gradients(built)
-        result["their_gradients"] = their_gradients(model, theirs)
-    if dist.get_rank() == 0:
-        torch.save(result, out)
-    topology.leave()
-
-
 @torch.no_grad()
 def visible(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """transformers' log-probs with another value of each setting."""
     for name, value in settings.items():
         yield name, torch.cat(reference(folder, **{name: value})[1])
+
+
+def main() -> None:
+    """See the module's docstring."""
+    out, family = Path(sys.argv[1]), sys.argv[3]
+    folder = Path(sys.argv[2]) / family
+    torch.set_num_threads(1)
+    tensor, context, expert = map(int, sys.argv[4:7])
+    config = TrainerConfig(
+        model=folder,
+        parallel=ParallelConfig(
+            tensor=tensor, context=context, expert=expert, world_size=max(tensor, context, expert)
+        ),
+        finetuning_type="full",
+        dtype="bfloat16" if "bfloat16" in sys.argv else "float32",
+        recompute=next((flag for flag in ("selective", "full") if flag in sys.argv), "none"),
+    )
+    built = build(config)
+    check_export(built)
+    result = run(built)
+    if dist.get_rank() == 0:
+        model, theirs = reference(folder)
+        result["theirs"] = torch.cat(theirs).detach()
+        result["their_gradients"] = their_gradients(model, theirs)
+        if dist.get_world_size() == 1:
+            result["visible"] = dict(visible(folder, FAMILIES[family].visible))
+        torch.save(result, out)
+    topology.leave()
+
+
+def run(built: Built) -> dict[str, Any]:
+    """Log-probs and gradients; on one rank twice, because the bits must not change."""
+    micro = pack(built.config)
+    passes = [log_probs(built, micro) for _ in range(2 if dist.get_world_size() == 1 else 1)]
+    backward = []
+    for log_probs_LV in passes:
+        built.module.zero_grad(set_to_none=True)
+        backward.append(gradients(built, log_probs_LV, micro))
+    for log_probs_LV, found in zip(passes, backward, strict=True):
+        assert torch.equal(log_probs_LV, passes[0])
+        assert all(torch.equal(found[n], backward[0][n]) for n in found)
+    return {"ours": whole(passes[0], micro), "our_gradients": by_hf_name(built, backward[0])}
 
 
 if __name__ == "__main__":

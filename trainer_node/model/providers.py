@@ -7,15 +7,24 @@ built model. The CPU tier differs in `cpu` alone.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node.model.model import DTYPES
+
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Megatron-Core 0.19.2 has fixed of llama3's rope scaling."""
 
 
 def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -> None:
@@ -52,6 +61,8 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     # The gated delta net refuses packs in this mode.
     provider.deterministic_mode = False
     _rotary(provider, bridge, hf_config)
+    _windows(provider, hf_config)
+    _plain_query_projections()
     # On GPUs unfused rotary embeddings of packed sequences read the sequences' bounds back to the
     # host, in every layer. (Without dropout and bias the fused bias-dropout is one addition, which
     # Megatron would compile for every shape.)
@@ -72,22 +83,69 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
 
 
 def _rotary(provider: Any, bridge: Any, hf_config: Any) -> None:
-    """Take YaRN's numbers from HF's config, which some of Bridge's families have fixed, and refuse
-    those of llama3's rule that Megatron-Core has fixed."""
+    """Take from HF's config what Bridge's families have fixed or read from transformers 4's place,
+    and refuse what would be computed otherwise."""
     rope = getattr(hf_config, "rope_parameters", None) or {}
+    by_layer = [r for r in rope.values() if isinstance(r, dict)]
     kind = rope.get("rope_type", "default")
-    if kind == "yarn" and provider.position_embedding_type == "yarn":
+    if kind not in ("default", "yarn", "llama3"):
+        raise ConfigError(f"rope scaling {kind!r} is not supported; default, yarn and llama3 are")
+    if kinds := {r.get("rope_type", "default") for r in by_layer} - {"default", "linear"}:
+        raise ConfigError(f"rope scaling by layer {kinds} is not supported; default, linear are")
+    if not provider.multi_latent_attention and "partial_rotary_factor" in rope:
+        provider.rotary_percent = rope["partial_rotary_factor"]
+    if kind == "yarn" and not provider.multi_latent_attention:
         for hf_key, field in bridge.YARN_ROPE_SCALING_MAPPING:
             setattr(provider, field, rope.get(hf_key, getattr(provider, field)))
         provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
     if kind == "llama3":
-        fixed = {
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        if wrong := {k: rope.get(k) for k, v in fixed.items() if rope.get(k) != v}:
-            raise ConfigError(f"Megatron computes llama3's rope scaling with {fixed}; got {wrong}")
+        got = {"rope_scaling": provider.rope_scaling} | {k: rope.get(k) for k in _LLAMA3}
+        if got != {"rope_scaling": True} | _LLAMA3:
+            raise ConfigError(
+                f"Megatron computes llama3's rope scaling with {_LLAMA3} only, and in families "
+                f"that Bridge reads it of; got {got}"
+            )
+
+
+def _windows(provider: Any, hf_config: Any) -> None:
+    """Give the layers the windows that HF's config names one by one; Bridge's families have fixed
+    patterns, or none."""
+    kinds = getattr(hf_config, "layer_types", None) or []
+    is_window = [kind == "sliding_attention" for kind in kinds]
+    if not any(is_window):
+        return
+    if provider.window_size is None:
+        raise ConfigError(
+            "layer_types has sliding_attention, and Bridge's provider for this architecture knows "
+            "no window"
+        )
+    if not hasattr(provider, "interleaved_attn_pattern"):
+        provider.window_attn_skip_freq = [int(w) for w in is_window]
+        return
+    local = is_window.index(False) if False in is_window else len(kinds)
+    if is_window != [n % (local + 1) != local for n in range(len(kinds))]:
+        raise ConfigError(f"layer_types has no period, which Bridge's provider needs: {kinds}")
+    provider.interleaved_attn_pattern = (local, 1)
+
+
+def _plain_query_projections() -> None:
+    """Build a query projection without low rank as HF has it.
+
+    Megatron-Core 0.19.2 puts a norm before it wherever `qk_layernorm` asks for the norms between
+    low-rank projections. No checkpoint has that norm. Until Core leaves it out.
+    """
+    resolve = QKNormConfigResolver.resolve
+    if hasattr(resolve, "__wrapped__"):
+        return
+
+    @functools.wraps(resolve)
+    def without_norm(self: Any) -> Any:
+        classes = resolve(self)
+        if not self.has_q_lora:
+            classes["linear_q_proj"] = self.linear_impl
+        return classes
+
+    QKNormConfigResolver.resolve = without_norm
 
 
 def cpu(provider: Any) -> None:

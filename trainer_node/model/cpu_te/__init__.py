@@ -15,6 +15,8 @@ What is put in place, its reason, and when it can go:
     C++ compiler for each of them and rounds differently. Until Megatron asks the device.
 `gated_delta.install`: gated delta net layers need flash-linear-attention's Triton kernels. Until
     they run on a CPU.
+`_yarn_without_pinned_memory`: YaRN's table of a context-parallel rank is picked with pinned memory,
+    already when the layer is built. Until Megatron asks the device.
 
 `install` must run before anything imports Megatron.
 """
@@ -109,6 +111,7 @@ def install() -> None:
     from trainer_node.model.cpu_te import gated_delta
 
     gated_delta.install()
+    _yarn_without_pinned_memory()
     _installed = True
 
 
@@ -120,3 +123,13 @@ def _plain_functions() -> None:
         importlib.import_module("megatron.core.jit")
     finally:
         torch.compile = compiler  # type: ignore[assignment]
+
+
+def _yarn_without_pinned_memory() -> None:
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
+
+    def on_this_rank(table: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+        chunks = table.chunk(2 * group.size(), dim)
+        return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]], dim)
+
+    yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = on_this_rank

@@ -4,8 +4,8 @@ Sliding windows (Beltagy et al. 2020, arXiv:2004.05150) limit how far back a tok
 (Xiao et al. 2023, arXiv:2309.17453; as a learned logit in GPT-OSS) takes a part of the softmax that
 adds nothing to the output: it is a key whose logit is given and whose value is 0.
 
-Axes: T = tokens of the pack on this rank, Q = of one sequence, K = tokens of the whole sequence, A =
-heads, G = key-value heads, D = their size, V = the values' size.
+Axes: T = tokens of the pack on this rank, Q = of one sequence, K = tokens of the whole sequence,
+A = heads, G = key-value heads, D = their size, V = the values' size.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attend(
             k_AKD, v_AKV = (t.repeat_interleave(heads_of_group, dim=0) for t in (k_AKD, v_AKV))
         mask = None
         if size > 1 or window is not None or sink_A is not None:
-            mask = _sees_QK(length, window, rank=rank, size=size)
+            mask = _visible(length, window, rank=rank, size=size)
         if sink_A is not None and mask is not None:
             mask = _with_sink(mask, sink_A.to(q_AQD.dtype))
             k_AKD, v_AKV = (functional.pad(t, (0, 0, 1, 0)) for t in (k_AKD, v_AKV))
@@ -86,8 +86,8 @@ def attend(
     return torch.cat(outputs)
 
 
-def _sees_QK(length: int, window: int | None, *, rank: int, size: int) -> torch.Tensor:
-    """Which tokens of a sequence each of this rank's sees."""
+def _visible(length: int, window: int | None, *, rank: int, size: int) -> torch.Tensor:
+    """Which tokens of a sequence each of this rank's sees, [Q, K]."""
     own = torch.arange(length)
     if size > 1:
         own = torch.from_numpy(context_places([0, length], rank=rank, size=size))

@@ -2,8 +2,8 @@
 
 `cpu_te` loads this file as `megatron.core.extensions.transformer_engine`. Classes and parameters
 bear TransformerEngine's names: Bridge picks a parameter's parallelism by its module's class name,
-and HF's tensors by the parameter's. A name that is missing here is None, as in the real module where
-TransformerEngine is too old for it.
+and HF's tensors by the parameter's. A name that is missing here is None, as in the real module
+where TransformerEngine is too old for it.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Normalise [s, b, h] and project it."""
-        normed = _norm(
-            input_, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps
-        )
+        normed = _norm(input_, self.layer_norm_weight, self.layer_norm_bias, self.config, self.eps)
         out, bias = super().forward(normed, *args, **kwargs)
         return ((out, normed), bias) if self.return_layernorm_output else (out, bias)
 

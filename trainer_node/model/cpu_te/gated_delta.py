@@ -35,8 +35,10 @@ def _sequences(
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
-    """Divide by the norm of the last axis, with flash-linear-attention's epsilon."""
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
+    """Divide by the norm of the last axis, with flash-linear-attention's epsilon; in fp32, rounded
+    once."""
+    wide = x.float()
+    return (wide * torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def causal_conv1d(
@@ -49,7 +51,8 @@ def causal_conv1d(
     initial_state: None,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, None]:
-    """Convolve each channel over the tokens before and at each place, then SiLU.
+    """Convolve each channel over the tokens before and at each place, then SiLU; in fp32, rounded
+    once.
 
     Args:
         x: [1, T, C].
@@ -60,12 +63,12 @@ def causal_conv1d(
     outputs = []
     for (x_1TC,) in _sequences(cu_seqlens, x):
         y_1CT = functional.conv1d(
-            functional.pad(x_1TC.transpose(1, 2), (taps - 1, 0)),
-            weight[:, None],
-            bias,
+            functional.pad(x_1TC.float().transpose(1, 2), (taps - 1, 0)),
+            weight[:, None].float(),
+            None if bias is None else bias.float(),
             groups=channels,
         )
-        outputs.append(functional.silu(y_1CT).transpose(1, 2))
+        outputs.append(functional.silu(y_1CT).transpose(1, 2).to(x.dtype))
     return torch.cat(outputs, dim=1), None
 
 

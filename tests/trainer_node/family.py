@@ -1,6 +1,7 @@
 """One rank of a check of one family: Bridge's own provider and layers against transformers.
 
-    torchrun ... -m tests.trainer_node.family OUT FOLDER FAMILY TENSOR CONTEXT EXPERT [FLAG ...]
+    torchrun ... -m tests.trainer_node.family OUT FOLDER FAMILY TENSOR CONTEXT EXPERT \
+        EXPERT_TENSOR [FLAG ...]
 
 Rank 0 leaves OUT: the log-probs of every token over the vocabulary, ours of all sequences in one
 pack ("ours") and transformers' of one sequence at a time ("theirs"); the gradients of the tokens'
@@ -289,11 +290,15 @@ def main() -> None:
     out, family = Path(sys.argv[1]), sys.argv[3]
     folder = Path(sys.argv[2]) / family
     torch.set_num_threads(1)
-    tensor, context, expert = map(int, sys.argv[4:7])
+    tensor, context, expert, expert_tensor = sizes = list(map(int, sys.argv[4:8]))
     config = TrainerConfig(
         model=folder,
         parallel=ParallelConfig(
-            tensor=tensor, context=context, expert=expert, world_size=max(tensor, context, expert)
+            tensor=tensor,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            world_size=max(sizes),
         ),
         finetuning_type="full",
         dtype="bfloat16" if "bfloat16" in sys.argv else "float32",

@@ -18,21 +18,25 @@ from tests.trainer_node.conftest import REPO, Ranks, cpu_env
 from tests.trainer_node.families import FAMILIES, LENGTHS, VOCAB, make
 
 Cell = Callable[..., dict[str, Any]]
+Sizes = tuple[int, int, int, int]
+SIZES = ("tensor", "context", "expert", "expert_tensor")
 TOPOLOGIES = [
-    # family, tensor, context, expert
-    ("llama", 2, 1, 1),
-    ("llama", 1, 2, 1),
-    ("mistral", 1, 2, 1),
-    ("gemma3", 2, 1, 1),
-    ("gpt_oss", 2, 1, 1),
-    ("gpt_oss", 1, 2, 1),
-    ("gpt_oss", 1, 1, 2),
-    ("deepseek_v3", 2, 1, 1),
-    ("deepseek_v3_yarn", 1, 2, 1),
-    ("deepseek_v3", 1, 1, 2),
-    ("qwen3_moe", 1, 1, 2),
-    ("qwen3_5_moe", 2, 1, 1),
-    ("qwen3_5_moe", 1, 2, 1),
+    # family and SIZES
+    ("llama", 2, 1, 1, 1),
+    ("llama", 1, 2, 1, 1),
+    ("mistral", 1, 2, 1, 1),
+    ("gemma3", 2, 1, 1, 1),
+    ("gpt_oss", 2, 1, 1, 1),
+    ("gpt_oss", 1, 2, 1, 1),
+    ("gpt_oss", 1, 1, 2, 1),
+    ("deepseek_v3", 2, 1, 1, 1),
+    ("deepseek_v3_yarn", 1, 2, 1, 1),
+    ("deepseek_v3", 1, 1, 2, 1),
+    ("qwen3_moe", 1, 1, 2, 1),
+    ("minimax_m2", 2, 1, 1, 1),
+    ("qwen3_5_moe", 2, 1, 1, 1),
+    ("qwen3_5_moe", 1, 2, 1, 1),
+    ("qwen3_moe", 1, 1, 1, 2),
 ]
 DENSE = ["llama", "gemma3", "nemotron", "qwen3_5"]
 """In bfloat16 only these: another rounding sends a token to another expert."""
@@ -63,28 +67,30 @@ class FamilyRanks(Ranks):
 
 
 @pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    server = FamilyRanks(tmp_path_factory.mktemp("ranks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def cell(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
     """What `family` leaves for a family on a topology; each is run once."""
     torch.set_num_threads(1)
-    ranks = FamilyRanks(tmp_path_factory.mktemp("ranks"))
     root, found = tmp_path_factory.mktemp("families"), {}
 
-    def run(
-        family: str, tensor: int = 1, context: int = 1, expert: int = 1, *flags: str
-    ) -> dict[str, Any]:
-        key = "-".join(map(str, (family, tensor, context, expert, *flags)))
+    def run(family: str, *flags: str, sizes: Sizes = (1, 1, 1, 1)) -> dict[str, Any]:
+        key = "-".join(map(str, (family, *sizes, *flags)))
         if key not in found:
             dtype = "bfloat16" if "bfloat16" in flags else "float32"
             if not (root / dtype / family).exists():
                 make(family, root / dtype / family, dtype)
             out = root / f"{key}.pt"
-            size = max(tensor, context, expert)
-            ranks(size, "family", out, root / dtype, family, tensor, context, expert, *flags)
+            ranks(max(sizes), "family", out, root / dtype, family, *sizes, *flags)
             found[key] = torch.load(out)
         return found[key]
 
-    yield run
-    ranks.close()
+    return run
 
 
 def roundings(family: str, dtype: torch.dtype = torch.float32) -> int:
@@ -142,17 +148,17 @@ def test_the_comparison_sees_the_familys_settings(cell: Cell, family: str) -> No
         assert moved >= VISIBLE * bound(result, family), name
 
 
-@pytest.mark.parametrize(("family", "tensor", "context", "expert"), TOPOLOGIES)
+@pytest.mark.parametrize(("family", *SIZES), TOPOLOGIES)
 def test_a_family_over_several_ranks(
-    cell: Cell, family: str, tensor: int, context: int, expert: int
+    cell: Cell, family: str, tensor: int, context: int, expert: int, expert_tensor: int
 ) -> None:
-    check(cell(family, tensor, context, expert), family)
+    check(cell(family, sizes=(tensor, context, expert, expert_tensor)), family)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("family", RECOMPUTED)
 def test_recomputing_changes_no_bit(cell: Cell, family: str, recompute: str) -> None:
-    kept, again = cell(family), cell(family, 1, 1, 1, recompute)
+    kept, again = cell(family), cell(family, recompute)
     assert torch.equal(kept["ours"], again["ours"])
     gradients = kept["our_gradients"]
     assert all(torch.equal(again["our_gradients"][n], gradients[n]) for n in gradients)
@@ -160,7 +166,11 @@ def test_recomputing_changes_no_bit(cell: Cell, family: str, recompute: str) -> 
 
 @pytest.mark.parametrize("family", DENSE)
 def test_a_family_in_bfloat16(cell: Cell, family: str) -> None:
-    check(cell(family, 1, 1, 1, "bfloat16"), family, torch.bfloat16)
+    check(cell(family, "bfloat16"), family, torch.bfloat16)
+
+
+def test_what_megatron_would_get_wrong_is_refused(ranks: Ranks) -> None:
+    ranks(1, "refusals")
 
 
 def test_a_checkpoint_is_the_same_each_time(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ built model. The CPU tier differs in `cpu` alone.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch
+from megatron.bridge.models.minimax_m2.minimax_m2_provider import _FullDimRMSNorm
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+from torch.distributed.nn.functional import all_reduce
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
@@ -53,11 +54,9 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     provider.moe_router_fusion = False
     # The trainer does not train heads that predict further tokens, and exports none.
     provider.mtp_num_layers = None
-    # Some families ask for one kernel, through NVTE_* in the environment, where the next model of
-    # the process finds them; TransformerEngine chooses as well by itself.
+    # Some families ask for one kernel. Megatron tells TransformerEngine through the environment,
+    # where the next model of the process finds it; TransformerEngine chooses as well by itself.
     provider.attention_backend = AttnBackend.auto
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)
     # The gated delta net refuses packs in this mode.
     provider.deterministic_mode = False
     _rotary(provider, bridge, hf_config)
@@ -171,10 +170,27 @@ def cpu(provider: Any) -> None:
 
 
 def settle(model: Any, provider: Any) -> None:
-    """Give every norm the config's epsilon.
+    """Put right what Bridge 0.6.2 builds otherwise than HF has it.
 
-    Bridge 0.6.2 leaves TransformerEngine's 1e-5 to the norms behind Gemma3's projections.
+    Every norm gets the config's epsilon: those behind Gemma3's projections have TransformerEngine's
+    1e-5. A norm over all heads of a tensor-parallel model gets its whole gradient.
     """
     for module in model.modules():
         if hasattr(module, "eps"):
             module.eps = provider.layernorm_epsilon
+        if isinstance(module, _FullDimRMSNorm) and provider.tensor_model_parallel_size > 1:
+            module.forward = functools.partial(_norm_over_ranks, module)
+
+
+def _norm_over_ranks(norm: Any, x_sbAD: torch.Tensor) -> torch.Tensor:
+    """RMSNorm over the heads (A, of size D) of all tensor ranks.
+
+    Bridge 0.6.2 adds the ranks' squares up with a collective that autograd does not see, so each
+    rank's gradient lacks the other ranks' parts. Until Bridge uses one that it sees.
+    """
+    group = norm._tp_group_getter()
+    copies = group.size() // norm.shard_world_size
+    wide = x_sbAD.flatten(2).float()
+    squares = all_reduce(wide.square().sum(-1, keepdim=True), group=group) / copies
+    normed = wide * torch.rsqrt(squares / norm.global_dim + norm.eps)
+    return (norm.weight * normed.to(x_sbAD.dtype)).view(x_sbAD.shape)

@@ -17,6 +17,8 @@ What is put in place, its reason, and when it can go:
     they run on a CPU.
 `_yarn_without_pinned_memory`: YaRN's table of a context-parallel rank is picked with pinned memory,
     already when the layer is built. Until Megatron asks the device.
+`_full_norms_without_cuda`: Bridge sends the norms over all heads (MiniMax-M2) to tensor ranks by
+    way of a CUDA device. Until it asks the parameter's device.
 
 `install` must run before anything imports Megatron.
 """
@@ -112,6 +114,7 @@ def install() -> None:
 
     gated_delta.install()
     _yarn_without_pinned_memory()
+    _full_norms_without_cuda()
     _installed = True
 
 
@@ -133,3 +136,21 @@ def _yarn_without_pinned_memory() -> None:
         return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]], dim)
 
     yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = on_this_rank
+
+
+class _TorchOnCpu(types.ModuleType):
+    """`torch`, in which every device is the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*_: Any) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+
+def _full_norms_without_cuda() -> None:
+    from megatron.bridge.models.minimax_m2 import minimax_m2_bridge
+
+    minimax_m2_bridge.torch = _TorchOnCpu("torch")

@@ -106,6 +106,11 @@ FAMILIES = {
         settings=_HEADS | {"rope_parameters": _THETA | _LLAMA3},
         visible={"rope_parameters": _THETA | _LLAMA3 | {"factor": 4.0}},
     ),
+    "llama_yarn": Family(
+        name="Llama",
+        settings=_HEADS | {"rope_parameters": _THETA | _YARN},
+        visible={"rope_parameters": _THETA | _YARN | {"beta_slow": 1.0}},
+    ),
     "qwen2": Family(
         name="Qwen2", settings=_BASE | {"tie_word_embeddings": True}, visible=_OTHER_ROPE
     ),

@@ -48,6 +48,10 @@ def check_rope() -> None:
         provider("qwen3", rope_parameters=llama3)
     with pytest.raises(ConfigError, match=r"rope scaling 'linear' is not supported"):
         provider("llama", rope_parameters=rope(rope_type="linear", factor=2.0))
+    with pytest.raises(ConfigError, match=r"attention_factor"):
+        provider("llama", rope_parameters=rope(rope_type="yarn", factor=2.0, attention_factor=1.5))
+    made = provider("llama", rope_parameters=rope(rope_type="yarn", factor=2.0))
+    assert (made.yarn_beta_fast, made.yarn_original_max_position_embeddings) == (32.0, 128)
     by_layer = {
         "full_attention": rope(rope_type="yarn", factor=2.0),
         "sliding_attention": rope(rope_type="default"),
@@ -71,6 +75,8 @@ def main() -> None:
     """See the module's docstring."""
     check_rope()
     check_windows()
+    with pytest.raises(ConfigError, match=r"Megatron normalises sigmoid scores"):
+        provider("deepseek_v3", norm_topk_prob=False)
     assert provider("gemma").attention_backend is AttnBackend.auto
     cpu_te._installed = False
     with pytest.raises(ConfigError, match=r"before Megatron is imported"):

@@ -46,9 +46,7 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
     # Not linear in the micro-batch cut (Bridge sets 1e-3 for Qwen3-MoE).
     provider.moe_aux_loss_coeff = 0.0
-    # Bridge assumes normalised top-k probabilities for some families; HF has both.
-    if hasattr(hf_config, "norm_topk_prob"):
-        provider.moe_router_pre_softmax = not hf_config.norm_topk_prob
+    _router(provider, hf_config)
     # A fused router cannot replay a micro-batch's choice of experts (`passes`).
     provider.moe_enable_routing_replay = bool(provider.num_moe_experts)
     provider.moe_router_fusion = False
@@ -81,6 +79,21 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     provider.finalize()
 
 
+def _router(provider: Any, hf_config: Any) -> None:
+    """Normalise the chosen experts' probabilities or leave them: HF has both, and Bridge's families
+    assume one. Megatron normalises sigmoid scores always."""
+    normalises = getattr(hf_config, "norm_topk_prob", None)
+    if normalises is None:
+        return
+    if provider.moe_router_score_function == "softmax":
+        provider.moe_router_pre_softmax = not normalises
+    elif not normalises:
+        raise ConfigError(
+            "norm_topk_prob is off, and Megatron normalises "
+            f"{provider.moe_router_score_function} scores"
+        )
+
+
 def _rotary(provider: Any, bridge: Any, hf_config: Any) -> None:
     """Take from HF's config what Bridge's families have fixed or read from transformers 4's place,
     and refuse what would be computed otherwise."""
@@ -94,8 +107,17 @@ def _rotary(provider: Any, bridge: Any, hf_config: Any) -> None:
     if not provider.multi_latent_attention and "partial_rotary_factor" in rope:
         provider.rotary_percent = rope["partial_rotary_factor"]
     if kind == "yarn" and not provider.multi_latent_attention:
+        if rope.get("attention_factor") is not None:
+            raise ConfigError("yarn's attention_factor is not supported; leave it out")
+        length = hf_config.max_position_embeddings
+        values = {  # transformers', where the config has none
+            "beta_fast": rope.get("beta_fast") or 32.0,
+            "beta_slow": rope.get("beta_slow") or 1.0,
+            "original_max_position_embeddings": rope.get("original_max_position_embeddings")
+            or length,
+        }
         for hf_key, field in bridge.YARN_ROPE_SCALING_MAPPING:
-            setattr(provider, field, rope.get(hf_key, getattr(provider, field)))
+            setattr(provider, field, values.get(hf_key, rope.get(hf_key)))
         provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
     if kind == "llama3":
         got = {"rope_scaling": provider.rope_scaling} | {k: rope.get(k) for k in _LLAMA3}

@@ -15,12 +15,12 @@ from megatron.bridge import AutoBridge
 from megatron.core.transformer.enums import AttnBackend
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import Device, TrainerConfig
 from tests.trainer_node.families import FAMILIES
 from trainer_node.model import cpu_te, providers
 
 
-def provider(family: str, **settings: Any) -> Any:
+def provider(family: str, device: Device = "cpu", **settings: Any) -> Any:
     """Bridge's provider for a config of the family with other settings, prepared."""
     name, text = FAMILIES[family].name, FAMILIES[family].text
     config_class = getattr(transformers, name + ("TextConfig" if text else "Config"))
@@ -28,7 +28,7 @@ def provider(family: str, **settings: Any) -> Any:
     hf_config.architectures = [f"{name}ForCausalLM"]
     auto = AutoBridge.from_hf_config(hf_config)
     made = auto.to_megatron_provider(load_weights=False)
-    config = TrainerConfig(model=Path("nowhere"))
+    config = TrainerConfig(model=Path("nowhere"), device=device)
     providers.prepare(made, auto._model_bridge, config, hf_config)
     return made
 
@@ -71,12 +71,22 @@ def check_windows() -> None:
     assert made.window_attn_skip_freq == [0, 1, 1]
 
 
+def check_fusions() -> None:
+    """Megatron checks the GPU tier's activation first; what it then misses here are
+    TransformerEngine's rotary and permutation kernels alone.
+    """
+    for family in FAMILIES:
+        with pytest.raises(ValueError, match=r"is not available. Please install TE"):
+            provider(family, "cuda")
+
+
 def main() -> None:
     """See the module's docstring."""
     check_rope()
     check_windows()
     with pytest.raises(ConfigError, match=r"Megatron normalises sigmoid scores"):
         provider("deepseek_v3", norm_topk_prob=False)
+    check_fusions()
     assert provider("gemma").attention_backend is AttnBackend.auto
     cpu_te._installed = False
     with pytest.raises(ConfigError, match=r"before Megatron is imported"):

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from megatron.bridge.models.minimax_m2.minimax_m2_provider import _FullDimRMSNorm
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
@@ -61,9 +63,12 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     _windows(provider, hf_config)
     _plain_query_projections()
     # On GPUs unfused rotary embeddings of packed sequences read the sequences' bounds back to the
-    # host, in every layer. (Without dropout and bias the fused bias-dropout is one addition, which
-    # Megatron would compile for every shape.)
-    provider.apply_rope_fusion = provider.bias_activation_fusion = True
+    # host, in every layer. Megatron calls the fusion for multi-latent attention experimental.
+    # (Without dropout and bias the fused bias-dropout is one addition, which Megatron would compile
+    # for every shape.)
+    provider.apply_rope_fusion = not provider.multi_latent_attention
+    fused = provider.activation_func in (functional.silu, quick_gelu)
+    provider.bias_activation_fusion = fused and provider.gated_linear_unit
     # The base is frozen: nothing accumulates into main_grad, and sums are divided by us.
     provider.gradient_accumulation_fusion = False
     provider.calculate_per_token_loss = True

@@ -258,7 +258,7 @@ class Actions:
         await self._say({"progress": "paused", "seconds": time.monotonic() - began})
 
     async def _bring(self, update: PlannedUpdate, asked: Awaitable[list[Answer]]) -> Answer:
-        """Wait for the workers to bring an update into the live tensors; see `_updated`.
+        """Await the workers' answers, which come once the update is in the live tensors.
 
         Raises:
             ActionFailed: says how many tensors may have been written.

@@ -114,7 +114,7 @@ class Traffic:
         self.is_paused = True
 
     async def make_way(self, version: int, drain_s: float, *, clear_cache: bool) -> None:
-        """Admit nothing that is pinned, wait for pinned requests, and shut the entrance.
+        """Refuse new requests for `name@N`, wait for those that run, and let nothing new start.
 
         Requests that arrive later enter the engine under the next version.
         """

@@ -236,7 +236,9 @@ class Jobs:
             message, buffers = self.failure(job_id, error), ()
             frames = encode(message)
         job = self._open.pop(job_id)
+        log.info("%s %s: %s", job.spec.kind, job_id, message.kind.lower())
         if isinstance(message, Failed):
+            log.warning("%s failed while %s: %s", message.node, message.phase, message.message)
             self._facts.memory.was_said(message.message)
         with self._journal.together():
             self._journal.end_job(job_id, state=message.kind.lower(), frames=frames)

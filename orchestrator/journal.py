@@ -88,7 +88,10 @@ class Journal:
             self._db.execute("INSERT INTO run VALUES (?, ?, ?)", (run_token, name, time.time()))
         elif row[0] != run_token:
             self._db.close()
-            raise ConfigError(f"{path} is the journal of another run; choose a new run folder")
+            raise ConfigError(
+                f"{path} was written with another SPLICE_RUN_TOKEN; set that one and pass "
+                "--resume, or choose a new run folder"
+            )
         elif self._db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA_VERSION:
             self._db.close()
             raise ConfigError(

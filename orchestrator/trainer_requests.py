@@ -116,7 +116,7 @@ class TrainerMemory:
         return self.unsaid
 
     def was_said(self, message: str) -> None:
-        """Note the message of a failed job, which may report the loss."""
+        """Forget `unsaid` if this message of a failed job reported it to the user."""
         if self.unsaid in message:
             self.unsaid = ""
 

@@ -242,8 +242,25 @@ def _ready(status: Status) -> set[str]:
     return {n.node_id for n in status.nodes if n.state == "ready"}
 
 
+_WITHOUT_OPTION = (
+    "join_timeout_s",
+    "plan_timeout_s",
+    "transfer_timeout_s",
+    "commit_timeout_s",
+    "recovery_timeout_s",
+    "attempts",
+)
+
+
 def _publication_options(publication: PublicationConfig, *, transport: Transport) -> list[str]:
-    """`publication` as options of `splice serve`."""
+    """`publication` as options of `splice serve`.
+
+    Raises:
+        ConfigError: a setting that has no option differs from its default.
+    """
+    for setting in _WITHOUT_OPTION:
+        if getattr(publication, setting) != getattr(PublicationConfig, setting):
+            raise ConfigError(f"a cluster cannot set the publication's {setting}; leave it out")
     options = ["--transport", transport, "--pause-mode", publication.pause_mode]
     options += ["--mode", publication.mode, "--shadow-bytes", str(publication.shadow_bytes)]
     options += ["--canary" if publication.canary else "--no-canary"]

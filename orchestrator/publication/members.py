@@ -50,7 +50,7 @@ class Members:
         return self.router.peers[self.trainer_id].hello.incarnation
 
     def lives(self, node_ids: Sequence[str]) -> dict[str, str]:
-        """Node -> its life, for each node that is known."""
+        """Node -> `Peer.life`, for each node that is known."""
         return {i: self.router.peers[i].life for i in node_ids if i in self.router.peers}
 
     # ------------------------------------------------------------ asking and telling

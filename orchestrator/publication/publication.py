@@ -91,7 +91,7 @@ class Publication:
         await self._plan()
         self.result.seconds["plan"] = time.monotonic() - started_s
         self._step(State.DURABLE, checkpoint_dir=self.checkpoint_dir)
-        if await self._is_in_place():
+        if await self._makes_no_room():
             await self._move_in_place()
         else:
             await self._move_beside()
@@ -147,8 +147,8 @@ class Publication:
             left_out=dict(self.left_out),
         )
 
-    async def _is_in_place(self) -> bool:
-        """Whether the update arrives in place, because of the configuration or for want of room."""
+    async def _makes_no_room(self) -> bool:
+        """Make room for shadow mode. True: there is none, or none is wanted, so move in place."""
         if self.config.mode == "in_place":
             return True
         answers = await self.members.ask_all(

@@ -99,7 +99,8 @@ class Publisher:
         Args:
             holder: incarnation of the trainer that holds the version in memory. Another trainer
                 first loads `checkpoint_dir`.
-            others: replicas that serve `version` already and continue whatever happens.
+            others: replicas that serve `version` already, when it is published again for a joiner.
+                    They continue even if this publication fails.
 
         Raises:
             JobFailed | PublicationError | NodeLost: the publication failed; `self.state` says

@@ -181,7 +181,7 @@ def test_every_step_is_journaled(run, tmp_path):
     assert journal.committed_version() == 1 and journal.checkpoint_dir(1).endswith("versions/1")
     assert journal.unfinished_jobs() == []
     journal.close()
-    with pytest.raises(ConfigError, match="another run"):
+    with pytest.raises(ConfigError, match="another SPLICE_RUN_TOKEN"):
         Journal(run.dir / "journal.sqlite", run_token="x" * 32, name="m")
 
 

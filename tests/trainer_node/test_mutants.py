@@ -540,8 +540,8 @@ MUTANTS = [
     Mutant(
         name="a piece that two ranks have is sent twice",
         file="trainer_node/export/gather_plan.py",
-        old="        if one.overlaps(other):",
-        new="        if False:",
+        old="            if one.overlaps(box):",
+        new="            if False:",
         killer=f"{GATHER}::test_pieces_that_are_not_the_tensor",
     ),
     Mutant(

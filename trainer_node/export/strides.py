@@ -199,16 +199,16 @@ def _axes(sequence_N: torch.Tensor) -> Iterator[tuple[int, Axis]]:
 
 
 def _longest(sequence_N: torch.Tensor) -> Axis:
-    """The axis that a sequence begins with."""
+    """The axis that a sequence begins with. A view's strides cannot be negative."""
     count = len(sequence_N)
-    if count == 1:
-        return ONE
     apart = sequence_N[1:] - sequence_N[:-1]
+    if count == 1 or apart[0] < 0:
+        return ONE
     inner = _prefix(apart == apart[0]) + 1
     axis = Axis(1, inner, 0, int(apart[0]))
-    if inner == count:
+    if inner == count or sequence_N[inner] < sequence_N[0]:
         return axis
-    runs = replace(axis, outer=-1, outer_stride=int(sequence_N[inner] - sequence_N[0]))
+    runs = replace(axis, outer=2, outer_stride=int(sequence_N[inner] - sequence_N[0]))
     outer = _prefix(sequence_N - sequence_N[0] == runs.offsets(0, count)) // inner
     return replace(runs, outer=outer) if outer > 1 else axis
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import re
 from collections import defaultdict
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 CODE = 0x15555555
 """Indices of the second run are xored with it. Arithmetic does not commute with that."""
-LARGE = 1 << 24
+LARGE = 1 << 22
 """Elements of a fused parameter, from which on a few columns are tried first."""
 FEW = (16, 24)
 """Columns of the two tries, whose answers must agree."""
@@ -365,8 +366,13 @@ def _origin(answers: Mapping[str, Answer], tensor: torch.Tensor | None, *, seed:
 
 
 def _marker(place: int, answer: Answer, *, seed: int) -> torch.Tensor:
-    """A small tensor with as many dimensions, all of another size."""
-    shape = (2, 3, 4, 5, 6)[: len(answer.shape) if isinstance(answer, Layout) else 1]
+    return _marker_of(place, len(answer.shape) if isinstance(answer, Layout) else 1, seed)
+
+
+@functools.cache
+def _marker_of(place: int, dims: int, seed: int) -> torch.Tensor:
+    """A small tensor, all dimensions of another size."""
+    shape = (2, 3, 4, 5, 6)[:dims]
     values = torch.arange(math.prod(shape), dtype=torch.float64)
     return values.view(shape) * seed + 1000 * (place + seed)
 

@@ -172,13 +172,15 @@ def derive(index: torch.Tensor, numel: int) -> Layout:
 def _bands(index_HW: torch.Tensor, numel: int) -> Iterator[tuple[int, int]]:
     """Yield the runs of rows that differ from each other by a constant, on the same ranks."""
     height, width = index_HW.shape
-    first, step = 0, max(1, BLOCK_ELEMENTS // width)
-    found = 0
+    first, found, step = 0, 0, max(1, BLOCK_ELEMENTS // width)
+    on_one = int(index_HW.max()) < numel
     for begin in range(1, height, step):
         these, before = index_HW[begin : begin + step], index_HW[begin - 1 : begin + step - 1]
         before = before[: len(these)]
         apart = these - before
-        same = (apart == apart[:, :1]).all(1) & (these // numel == before // numel).all(1)
+        same = (apart == apart[:, :1]).all(1)
+        if not on_one:
+            same &= (these // numel == before // numel).all(1)
         for row in ((~same).nonzero()[:, 0] + begin).tolist():
             yield first, row
             first, found = row, found + 1

@@ -220,6 +220,39 @@ def check_streamed(trainer: Trainer) -> None:
         zero_centred(task, on=False)
 
 
+def check_hooks(trainer: Trainer) -> None:
+    """What a bridge does after its mappings: another name for a tensor, a tensor of the
+    checkpoint's, one left out, one changed.
+    """
+    bridge = trainer.model.bridge
+
+    def hook(task, converted, state):
+        del task, state
+        for name, tensor in list(converted.items()):
+            if name == "model.embed_tokens.weight":
+                converted["model.layers.2.embed_tokens.weight"] = tensor.clone()
+            elif name.endswith(".input_layernorm.weight"):
+                converted[name.replace("input_layernorm.weight", "inv_freq")] = torch.arange(5.0)
+            elif name.endswith(".post_attention_layernorm.weight"):
+                converted[name] = tensor * 2
+            elif name.endswith(".k_norm.weight"):
+                del converted[name]
+        return converted
+
+    bridge.maybe_modify_converted_hf_weight = hook
+    assert supports(trainer.model) is None
+    exporter = Exporter(trainer.model)
+    manifest = exporter.manifest()
+    names = {spec.name for spec in manifest.tensors}
+    assert {"model.layers.2.embed_tokens.weight", "model.layers.1.inv_freq"} <= names
+    assert "model.layers.0.self_attn.k_norm.weight" not in names
+    order = shuffled_order(len(manifest.tensors), 3, seed=5)
+    export = WireExport(trainer.model, manifest, order)
+    assert set(export._streamed.buffers) == {n for n in names if "post_attention" in n}
+    check_bytes(exporter, export, manifest, order)
+    del bridge.maybe_modify_converted_hf_weight
+
+
 def check_reasons(trainer: Trainer) -> None:
     """What one rank cannot export, all of them refuse."""
     here = [t for t in trainer.model.conversion_tasks if t.param_weight is not None]
@@ -255,6 +288,7 @@ def main() -> None:
         trainer = make_trainer(model, *sizes, finetuning_type=finetuning_type, **options)
         check(trainer)
         check_streamed(trainer)
+        check_hooks(trainer)
         check_reasons(trainer)
         check_agreement(Lockstep(trainer.model.control_group))
         # A silent peer leaves a kernel of NCCL behind, which only the trainer's end frees.

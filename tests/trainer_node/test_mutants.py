@@ -33,6 +33,7 @@ GENERATIONS, OPERATIONS = (
 DROPOUT = "tests/trainer_node/test_dropout.py"
 GATHER = "tests/trainer_node/test_gather.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
+PROBE = "tests/trainer_node/test_probe.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
 UNMUTATED = "the repository as it is"
@@ -564,6 +565,41 @@ MUTANTS = [
         old="        dist.all_reduce(whole_PN, group=group)\n",
         new="        pass\n",
         killer=f"{OPERATIONS}::test_topology_changes_nothing[pp2cp2]",
+    ),
+    Mutant(
+        name="the indices of both probes are the same",
+        file="trainer_node/export/probe.py",
+        old="CODE = 0x15555555",
+        new="CODE = 0",
+        killer=f"{PROBE}::test_bridges_mappings[1]",
+    ),
+    Mutant(
+        name="the other tensor ranks' shards are taken for this one's",
+        file="trainer_node/export/probe.py",
+        old="((tensor ^ code) + rank * numel) ^ code",
+        new="(tensor + rank * 0)",
+        killer=f"{PROBE}::test_bridges_mappings[2]",
+    ),
+    Mutant(
+        name="a probe leaves its answer in Bridge's mapping",
+        file="trainer_node/export/probe.py",
+        old="    twin = copy.copy(mapping)\n",
+        new="    return mapping\n    twin = copy.copy(mapping)\n",
+        killer=f"{PROBE}::test_bridges_mappings[1]",
+    ),
+    Mutant(
+        name="each piece of a tensor gets the adapter's first rows",
+        file="trainer_node/export/wire_export.py",
+        old="box=tensor.within(placed.box))",
+        new="box=replace(placed.box, first_row=0, first_column=0))",
+        killer=f"{PROBE}::test_an_adapter_is_cut_to_the_pieces",
+    ),
+    Mutant(
+        name="pieces are not compared with the indices",
+        file="trainer_node/export/strides.py",
+        old="    for piece in layout.pieces:\n        box = piece.box\n",
+        new="    for piece in ():\n        box = piece.box\n",
+        killer=f"{PROBE}::test_what_the_pieces_are_not",
     ),
 ]
 

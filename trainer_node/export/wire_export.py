@@ -496,14 +496,14 @@ class WireExport:
         specs, rank = manifest.tensors, torch.distributed.get_rank()
         _check_order([spec.name for spec in specs], order)
         probed = probe(model)
-        locals_ = {
+        mine_by_name = {
             spec.name: LocalTensor.of(spec.name, probed.held[spec.name], spec.shape)
             for spec in specs
             if spec.name in probed.held
         }
-        locals_ = {name: tensor for name, tensor in locals_.items() if tensor.sources}
-        adapter_of, problem = _plan_adapters(model, locals_)
-        held = [asdict(piece) for tensor in locals_.values() for piece in tensor.held()]
+        mine_by_name = {name: tensor for name, tensor in mine_by_name.items() if tensor.sources}
+        adapter_of, problem = _plan_adapters(model, mine_by_name)
+        held = [asdict(piece) for tensor in mine_by_name.values() for piece in tensor.held()]
         everyones = objects.all_gather(
             (problem, held, list(probed.streamed)), group=model.control_group
         )
@@ -520,7 +520,7 @@ class WireExport:
         for name, tensor in self._streamed.buffers.items():
             whole = LocalTensor.of(name, HfTensor.whole(tensor), tuple(tensor.shape))
             holdings[0] += whole.held()
-            locals_[name] = whole
+            mine_by_name[name] = whole
         plans = lay_out(specs, order, assign(holdings, specs), ranks=len(everyones))
         self._nbytes = [plan.nbytes for plan in plans]
         self.longest_s = math.inf
@@ -528,7 +528,7 @@ class WireExport:
         self._exchange = Exchange(
             [p.messages for p in plans], group=model.gather_group, device=model.device
         )
-        mine = [_own_members(plan, rank, specs, locals_, adapter_of) for plan in plans]
+        mine = [_own_members(plan, rank, specs, mine_by_name, adapter_of) for plan in plans]
         self._own = Merger(mine, scale=model.scale, device=model.device)
         theirs = [
             _placed_members(self._exchange, k, plan, specs)

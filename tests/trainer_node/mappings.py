@@ -223,6 +223,17 @@ def cases(seed: int, parts: int) -> Iterator[Case]:
     yield Case(Grouped(expert, "l.7.e.3"), row, (rows, columns))
     yield Case(Grouped(expert, "l.7.e.3"), column, (rows, columns))
 
+    if hasattr(bridge, "FusedGatedExpertMapping"):
+        fc1 = expert.replace("fc2", "fc1")
+        yield Case(bridge.FusedGatedExpertMapping(fc1, "l.7.e.3"), column, (rows, columns))
+        for turned in (False, True):
+            mapping = bridge.FusedExpertMapping(expert, "l.7.e.3", transpose_on_export=turned)
+            yield Case(mapping, row, (rows, columns))
+    if hasattr(bridge, "QKVGMapping"):
+        with_gate = bridge.QKVGMapping(*qkv, "l.7.g")
+        yield Case(with_gate, column, (fused + groups * heads // parts, hidden))
+        yield Case(with_gate, ColumnParallelLinear(gated), (more, hidden))
+
     square = (8, 8)
     for kind, why in (
         (bridge.RMSNorm2ZeroCenteredRMSNormMapping, "values"),
@@ -271,6 +282,8 @@ def check(case: Case) -> None:
             assert place.shape == (box.rows, box.columns) and bool((place == -1).all())
             place.copy_(source.view().reshape(box.rows, box.columns))
         dist.all_reduce(got, op=dist.ReduceOp.MAX)
+        if getattr(case.mapping, "transpose_on_export", False):
+            wanted = wanted.t()
         wanted = wanted.contiguous()
         dist.broadcast(wanted, 0)  # of copies, Bridge's export on rank 0 has this rank's
         got = got.view(answer.shape)

@@ -23,6 +23,7 @@ from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import Manifest
 from tests.trainer_node.wire_orders import shuffled_order, vllm_order
 from tests.trainer_node.worker import make_trainer, random_adapters
+from trainer_node.export import wire_export
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports
 from trainer_node.lockstep import Lockstep, OutOfStep, has_diverged
@@ -187,22 +188,84 @@ def check_silence(trainer: Trainer) -> None:
     dist.barrier(trainer.model.control_group)
 
 
-def check_reasons(trainer: Trainer) -> None:
-    """What one rank does not understand, all of them refuse."""
-    from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
+def zero_centred(task, *, on: bool) -> None:
+    """Bridge adds 1 to the exported tensor, or no longer."""
+    from megatron.bridge.models.conversion import param_mapping as bridge
 
-    here = [t for t in trainer.model.conversion_tasks if t.param_weight is not None]
-    task = next(
+    kind = bridge.RMSNorm2ZeroCenteredRMSNormMapping if on else bridge.AutoMapping
+    task.mapping.__class__ = kind
+
+
+def check_streamed(trainer: Trainer) -> None:
+    """Tensors that are no views of parameters: on every send as Bridge converts them then."""
+    tasks = [
         t
-        for t in here
+        for t in trainer.model.conversion_tasks
         if t.global_param_name.endswith(("input_layernorm.weight", "layer_norm_weight"))
-    )
-    kept = task.mapping.__class__
+    ]
+    assert len(tasks) >= 2, "one of each layer"
+    for task in tasks:
+        zero_centred(task, on=True)
+    assert supports(trainer.model) is None
+    exporter = Exporter(trainer.model)
+    manifest = exporter.manifest()
+    order = shuffled_order(len(manifest.tensors), 5, seed=2)
+    export = WireExport(trainer.model, manifest, order)
+    assert len(export._streamed.buffers) == len(tasks)
+    for _ in range(2):
+        check_bytes(exporter, export, manifest, order)
+        for p in trainer.model.modules[0].parameters():
+            p.data = p.data.clone() + 0.25
+    for task in tasks:
+        zero_centred(task, on=False)
+
+
+def check_hooks(trainer: Trainer) -> None:
+    """What a bridge does after its mappings: another name for a tensor, a tensor of the
+    checkpoint's, one left out, one changed.
+    """
+    bridge = trainer.model.bridge
+
+    def hook(task, converted, state):
+        del task, state
+        for name, tensor in list(converted.items()):
+            if name == "model.embed_tokens.weight":
+                converted["model.layers.2.embed_tokens.weight"] = tensor.clone()
+            elif name.endswith(".input_layernorm.weight"):
+                converted[name.replace("input_layernorm.weight", "inv_freq")] = torch.arange(5.0)
+            elif name.endswith(".post_attention_layernorm.weight"):
+                converted[name] = tensor * 2
+            elif name.endswith(".k_norm.weight"):
+                del converted[name]
+        return converted
+
+    bridge.maybe_modify_converted_hf_weight = hook
+    assert supports(trainer.model) is None
+    exporter = Exporter(trainer.model)
+    manifest = exporter.manifest()
+    names = {spec.name for spec in manifest.tensors}
+    assert {"model.layers.2.embed_tokens.weight", "model.layers.1.inv_freq"} <= names
+    assert "model.layers.0.self_attn.k_norm.weight" not in names
+    order = shuffled_order(len(manifest.tensors), 3, seed=5)
+    export = WireExport(trainer.model, manifest, order)
+    assert set(export._streamed.buffers) == {n for n in names if "post_attention" in n}
+    check_bytes(exporter, export, manifest, order)
+    del bridge.maybe_modify_converted_hf_weight
+
+
+def check_reasons(trainer: Trainer) -> None:
+    """What one rank cannot export, all of them refuse."""
+    here = [t for t in trainer.model.conversion_tasks if t.param_weight is not None]
+    task = next(t for t in here if t.global_param_name.endswith("linear_proj.weight"))
+    limit = wire_export.STREAMED_BYTES
     if not is_root():
-        task.mapping.__class__ = RMSNorm2ZeroCenteredRMSNormMapping
+        zero_centred(task, on=True)
+        wire_export.STREAMED_BYTES = 0 if trainer.model.trains_all else limit
     reason = supports(trainer.model) or ""
-    assert reason.startswith("rank 1: ") and "RMSNorm2ZeroCentered" in reason, reason
-    task.mapping.__class__ = kept
+    assert reason.startswith("rank 1: ") and "o_proj.weight" in reason, reason
+    assert ("too much" in reason) == trainer.model.trains_all, reason
+    zero_centred(task, on=False)
+    wire_export.STREAMED_BYTES = limit
     assert supports(trainer.model) is None
 
 
@@ -224,6 +287,8 @@ def main() -> None:
     for finetuning_type in ("lora", "full"):
         trainer = make_trainer(model, *sizes, finetuning_type=finetuning_type, **options)
         check(trainer)
+        check_streamed(trainer)
+        check_hooks(trainer)
         check_reasons(trainer)
         check_agreement(Lockstep(trainer.model.control_group))
         # A silent peer leaves a kernel of NCCL behind, which only the trainer's end frees.

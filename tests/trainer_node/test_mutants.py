@@ -34,6 +34,7 @@ DROPOUT = "tests/trainer_node/test_dropout.py"
 GATHER = "tests/trainer_node/test_gather.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
 EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
+PROBE = "tests/trainer_node/test_probe.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
 UNMUTATED = "the repository as it is"
@@ -541,8 +542,8 @@ MUTANTS = [
     Mutant(
         name="a piece that two ranks have is sent twice",
         file="trainer_node/export/gather_plan.py",
-        old="        if one.overlaps(other):",
-        new="        if False:",
+        old="            if one.overlaps(box):",
+        new="            if False:",
         killer=f"{GATHER}::test_pieces_that_are_not_the_tensor",
     ),
     Mutant(
@@ -579,6 +580,41 @@ MUTANTS = [
         old='rope.get("beta_fast") or 32.0',
         new='rope.get("beta_fast") or 16.0',
         killer=EXTRAS,
+    ),
+    Mutant(
+        name="the indices of both probes are the same",
+        file="trainer_node/export/probe.py",
+        old="CODE = 0x15555555",
+        new="CODE = 0",
+        killer=f"{PROBE}::test_bridges_mappings[1]",
+    ),
+    Mutant(
+        name="the other tensor ranks' shards are taken for this one's",
+        file="trainer_node/export/probe.py",
+        old="((tensor ^ code) + rank * numel) ^ code",
+        new="(tensor + rank * 0)",
+        killer=f"{PROBE}::test_bridges_mappings[2]",
+    ),
+    Mutant(
+        name="a probe leaves its answer in Bridge's mapping",
+        file="trainer_node/export/probe.py",
+        old="    twin = copy.copy(mapping)\n",
+        new="    return mapping\n    twin = copy.copy(mapping)\n",
+        killer=f"{PROBE}::test_bridges_mappings[1]",
+    ),
+    Mutant(
+        name="each piece of a tensor gets the adapter's first rows",
+        file="trainer_node/export/wire_export.py",
+        old="box=tensor.within(placed.box))",
+        new="box=replace(placed.box, first_row=0, first_column=0))",
+        killer=f"{PROBE}::test_an_adapter_is_cut_to_the_pieces",
+    ),
+    Mutant(
+        name="pieces are not compared with the indices",
+        file="trainer_node/export/strides.py",
+        old="    for piece in layout.pieces:\n        box = piece.box\n",
+        new="    for piece in ():\n        box = piece.box\n",
+        killer=f"{PROBE}::test_what_the_pieces_are_not",
     ),
 ]
 

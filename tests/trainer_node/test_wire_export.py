@@ -24,6 +24,8 @@ from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.wire_orders import shuffled_order, vllm_order
 from trainer_node.adapters.merge import merge_tensor
 from trainer_node.export import wire_export
+from trainer_node.export.gather_plan import Box
+from trainer_node.export.probe import probe
 from trainer_node.export.wire_export import Delta, Member, Merger, Source, WireExport
 
 SCALE = 1.7  # no power of two: the multiplication rounds
@@ -327,6 +329,30 @@ def test_pieces_by_the_torch_path() -> None:
     check_pieces(by_kernel=False)
 
 
+def check_cut_adapters(*, by_kernel: bool) -> None:
+    """Rows of one adapter, and columns, which the kernel leaves to torch; alone and of experts."""
+    torch.manual_seed(0)
+    lora_A, lora_B = torch.randn(3, 5, 40), torch.randn(3, 24, 5)
+    for expert in (None, 1):
+        stacks = (lora_A, lora_B) if expert is not None else (lora_A[0], lora_B[0])
+        for box in (Box(8, 16, 0, 40), Box(0, 24, 8, 16), Box(3, 7, 11, 13)):
+            weight = torch.randn(box.rows, box.columns)
+            source = Source.whole(weight)
+            delta = Delta(lora_A=stacks[0], lora_B=stacks[1], expert=expert, box=box)
+            item = MergeItem(spec=spec_of(f"{expert} {box}", source), source=source, delta=delta)
+            merger = merger_of([item], [[0]])
+            merger._kernels = wire_export._kernels() if by_kernel else None
+            (got,) = pieces([item], filled(merger, 0))
+            check_near(item, got)
+            whole = lora_B[expert or 0] @ lora_A[expert or 0]
+            part = whole[box.first_row :, box.first_column :][: box.rows, : box.columns]
+            torch.testing.assert_close(got, weight + SCALE * part, rtol=1e-5, atol=1e-5)
+
+
+def test_cut_adapters_by_the_torch_path() -> None:
+    check_cut_adapters(by_kernel=False)
+
+
 def test_the_bound_sees_a_wrong_scale() -> None:
     item = linear(64, 128, torch.float32, rank=16)[0]
     check_near(item, reference(item, SCALE))
@@ -476,9 +502,45 @@ def check_model(
         # Other storage, other values: the plan must not hold on to the old.
         for p in trainer.model.modules[0].parameters():
             p.data = p.data.clone() + 0.25
+    check_sources(trainer)
     check_changed_part(trainer, exporter)
     check_refusals(trainer, manifest, names)
     trainer.model.close()
+
+
+def check_sources(trainer) -> None:
+    """The views of a Qwen3 model, by hand: one for each HF tensor, so equal ones share launches."""
+    config, held = trainer.model.hf_config, probe(trainer.model).held
+    layer, hidden, size = "model.layers.1.", config.hidden_size, config.head_dim
+    groups = config.num_key_value_heads
+    heads = config.num_attention_heads // groups
+    fused = (heads + 2) * size * hidden
+
+    def source(name: str) -> Source:
+        ((param, piece),) = held[layer + name].pieces
+        return Source.of(param, piece, is_vector=len(held[layer + name].shape) == 1)
+
+    for name, first, width in (("q", 0, heads), ("k", heads, 1), ("v", heads + 1, 1)):
+        found = source(f"self_attn.{name}_proj.weight")
+        rows = width * size
+        assert found == Source(
+            param=found.param,
+            offset=first * size * hidden,
+            groups=groups,
+            rows=rows,
+            columns=hidden,
+            group_stride=fused,
+            row_stride=hidden,
+            shape=(groups * rows, hidden),
+        )
+    mlp = "mlp.experts.1." if hasattr(config, "num_experts") else "mlp."
+    gate, up = source(f"{mlp}gate_proj.weight"), source(f"{mlp}up_proj.weight")
+    half = gate.param.shape[0] // 2
+    assert gate == Source.whole(gate.param, rows=half)
+    assert up == Source.whole(gate.param, first=half, rows=half)
+    for name in ("self_attn.o_proj.weight", "self_attn.q_norm.weight", f"{mlp}down_proj.weight"):
+        found = source(name)
+        assert found == Source.whole(found.param), name
 
 
 def check_changed_part(trainer, exporter) -> None:
@@ -521,12 +583,13 @@ def check_refusals(trainer, manifest, names: Sequence[str]) -> None:
         )
         with pytest.raises(ManifestError, match=str(change.get("name", names[0]))):
             WireExport(trainer.model, wrong, everything)
-    task = next(
-        t for t in trainer.model.conversion_tasks if "final_layernorm" in t.global_param_name
-    )
+    task = next(t for t in trainer.model.conversion_tasks if "linear_proj" in t.global_param_name)
     kept = task.mapping.__class__
     task.mapping.__class__ = RMSNorm2ZeroCenteredRMSNormMapping
-    assert "RMSNorm2ZeroCentered" in (supports(trainer.model) or "")
+    reason = supports(trainer.model)
+    is_target = "o_proj" in trainer.model.config.lora.targets
+    assert (reason is not None) == is_target, "Bridge alone converts it: not with an adapter"
+    assert reason is None or "o_proj.weight" in reason
     task.mapping.__class__ = kept
     assert supports(trainer.model) is None
 
@@ -543,6 +606,7 @@ def main() -> None:
     else:
         check_synthetic(by_kernel=True)
         check_pieces(by_kernel=True)
+        check_cut_adapters(by_kernel=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     what each rank holds -> `assign`: one owner for every element of every tensor -> `lay_out`:
     every chunk as pieces
 
-A tensor counts as a matrix, [shape[0], everything else]; a vector has one column. Tensor-parallel
+A tensor counts as a matrix, [everything else, shape[-1]]; a vector has one column. Tensor-parallel
 ranks hold boxes of its rows and columns. Data- and context-parallel ranks hold equal boxes: copies.
-So do tensor-parallel ranks of a norm. The lowest rank sends a copy. Rank 0, the destination,
-therefore sends as much as possible to itself.
+The lowest rank sends a copy. Rank 0, the destination, therefore sends as much as possible to
+itself.
 
 An owner's message holds all of its pieces of a chunk, end to end and row after row. In the chunk, a
 piece's rows are a tensor's row apart.
@@ -14,7 +14,6 @@ piece's rows are a tensor's row apart.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ class ChunkPlan:
 
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
     """(height, width) of a tensor seen as a matrix."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
 
 
 def assign(
@@ -154,11 +153,15 @@ def _check_partition(spec: TensorSpec, boxes: Iterable[Box]) -> None:
             raise PartitionError(
                 f"{spec.name}: a rank has {box}, but the tensor ends at [{height}, {width}]"
             )
-    for one, other in itertools.combinations(boxes, 2):
-        if one.overlaps(other):
-            raise PartitionError(
-                f"{spec.name}: elements of {one} are in {other} of another rank as well"
-            )
+    above: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.first_row):
+        above = [one for one in above if one.first_row + one.rows > box.first_row]
+        for one in above:
+            if one.overlaps(box):
+                raise PartitionError(
+                    f"{spec.name}: elements of {one} are in {box} of another rank as well"
+                )
+        above.append(box)
     missing = spec.numel - sum(box.numel for box in boxes)
     if missing:
         raise PartitionError(

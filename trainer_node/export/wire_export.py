@@ -7,17 +7,18 @@ The export is planned once. Each chunk then takes a few kernels.
         .fill(chunk, out_B)               rank 0: queues the merge on the current stream
         .drain(), .contribute()           rank 0 after its last chunk; the other ranks
 
-`Exporter` asks Bridge for one HF tensor after the other. This module reads the same mappings once,
-as strided views of Megatron's parameters. q, k and v are groups of rows of `linear_qkv`. Gate and
-up are halves of `linear_fc1`. The vocabulary loses its padding, and a tied head is the embedding.
-One launch merges equally shaped tensors of a chunk, such as all experts' gate and up of a layer. It
-reads a table of addresses on the device, which is made again when a parameter has moved.
+`Exporter` asks Bridge for one HF tensor after the other. Here `probe` asks once, and HF tensors
+become strided views of Megatron's parameters: groups of rows of `linear_qkv`, halves of
+`linear_fc1`. The manifest has the vocabulary without padding. Bridge converts the few tensors that
+are no views, such as zero-centred norms, before each send (`streamed`). One launch merges equally
+shaped tensors of a chunk, such as all experts' gate and up of a layer. It reads a table of
+addresses on the device, which is made again when a parameter has moved.
 
 On several ranks, each rank merges its pieces (`gather_plan` assigns them) and sends them to rank 0
 (`gathering`). Rank 0 merges its own pieces into the chunk, and copies the others to their places
 with the same kernel. Each piece has its own delta. A of a row-parallel linear is split by columns,
 as its weight is. B of a column-parallel linear is split by rows. The other matrix is whole on every
-rank.
+rank. A delta is cut to its piece.
 
 Axes: B = bytes, O = out features, I = in features, R = rank, T = tensors.
 """
@@ -28,19 +29,21 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from orchestrator.errors import ConfigError, ManifestError, MergePlanError
+from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node import objects
 from trainer_node.adapters.merge import LoraDelta, plan_merge
 from trainer_node.export.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
 from trainer_node.export.gathering import Exchange
-from trainer_node.model.hf import VOCAB_TENSORS
+from trainer_node.export.probe import HfTensor, Probed, probe
+from trainer_node.export.streamed import Streamed
+from trainer_node.export.strides import Piece
 from weight_transfer.layout import torch_dtype
 
 if TYPE_CHECKING:
@@ -49,17 +52,16 @@ if TYPE_CHECKING:
 VECTOR_BYTES = 16
 BATCH_ELEMENTS = 1 << 26
 """Elements that the torch path merges at a time: 256 MiB of fp32 scratch."""
-
-
-class _NotUnderstoodError(ConfigError):
-    """This module cannot map a parameter of the model to HF tensors."""
+STREAMED_BYTES = 1 << 28
+"""Bytes of a rank's parameters that Bridge may convert before each send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where the elements of an HF tensor, or of a piece of it, are in a parameter.
 
-    They are groups of rows of contiguous columns. Strides and offset count elements.
+    They are groups of rows. Columns are contiguous, or groups of equidistant ones. Strides and
+    offset count elements.
     """
 
     param: torch.Tensor
@@ -72,6 +74,29 @@ class Source:
     row_stride: int
     shape: tuple[int, ...]
     """Shape of the HF tensor, or of the piece."""
+    column_groups: int = 1
+    column_group_stride: int = 0
+    column_stride: int = 1
+
+    @staticmethod
+    def of(param: torch.Tensor, piece: Piece, *, is_vector: bool) -> Source:
+        """A probed piece; of a vector, one run becomes one row."""
+        box, down, across = piece.box, piece.rows, piece.columns
+        is_row = is_vector and down.outer == 1 and (down.inner == 1 or down.inner_stride == 1)
+        columns = box.rows if is_row else box.columns
+        return Source(
+            param=param,
+            offset=piece.offset,
+            groups=down.outer,
+            rows=1 if is_row else down.inner,
+            columns=columns,
+            group_stride=down.outer_stride,
+            row_stride=columns if is_row or down.inner == 1 else down.inner_stride,
+            shape=(box.rows,) if is_vector else (box.rows, box.columns),
+            column_groups=across.outer,
+            column_group_stride=across.outer_stride,
+            column_stride=across.inner_stride if across.inner > 1 else 1,
+        )
 
     @staticmethod
     def whole(param: torch.Tensor, *, first: int = 0, rows: int | None = None) -> Source:
@@ -109,46 +134,76 @@ class Source:
     @property
     def contiguous(self) -> bool:
         """Whether the elements are one run."""
-        return self.groups == 1 and (self.rows == 1 or self.row_stride == self.columns)
+        return (
+            self.in_rows
+            and self.groups == 1
+            and (self.rows == 1 or self.row_stride == self.columns)
+        )
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether the columns of a row are one run."""
+        return self.column_groups == 1 and self.column_stride == 1
 
     def address(self) -> int:
         """Present address of the first element."""
         return self.param.data_ptr() + self.offset * self.param.element_size()
 
     def view(self) -> torch.Tensor:
-        """Return [groups, rows, columns], a view."""
+        """Return [groups, rows, column groups, columns of one], a view."""
         data = self.param.detach()
-        strides = (self.group_stride, self.row_stride, 1)
-        return data.as_strided(
-            (self.groups, self.rows, self.columns), strides, data.storage_offset() + self.offset
+        sizes = (self.groups, self.rows, self.column_groups, self.columns // self.column_groups)
+        strides = (
+            self.group_stride,
+            self.row_stride,
+            self.column_group_stride,
+            self.column_stride,
         )
+        return data.as_strided(sizes, strides, data.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """An adapter in place: A [R, I] and B [O, R], or expert `expert` of A [E, R, I] and B [E, O,
-    R]; fp32, contiguous."""
+    R]; fp32, contiguous. `box` cuts B's rows and A's columns."""
 
     lora_A: torch.Tensor
     lora_B: torch.Tensor
     expert: int | None
+    box: Box | None = None
 
     @property
     def rank(self) -> int:
         """R."""
         return self.lora_B.shape[-1]
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether A's rows follow each other without a gap."""
+        return self.box is None or self.box.columns == self.lora_A.shape[-1]
+
     def addresses(self) -> tuple[int, int]:
-        """Present addresses of A and B."""
-        e = self.expert or 0
+        """Present addresses of the first elements of A and B."""
+        e, box = self.expert or 0, self.box or Box(0, 0, 0, 0)
         a, b = self.lora_A, self.lora_B
-        return a.data_ptr() + 4 * e * a.shape[-2] * a.shape[-1], b.data_ptr() + 4 * e * b.shape[
-            -2
-        ] * b.shape[-1]
+        first_a = e * a.shape[-2] * a.shape[-1] + box.first_column
+        first_b = (e * b.shape[-2] + box.first_row) * b.shape[-1]
+        return a.data_ptr() + 4 * first_a, b.data_ptr() + 4 * first_b
+
+    def stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B, cut, of all experts if there are several."""
+        a, b = self.lora_A.detach(), self.lora_B.detach()
+        if self.box is None:
+            return a, b
+        box = self.box
+        return (
+            a.narrow(-1, box.first_column, box.columns),
+            b.narrow(-2, box.first_row, box.rows),
+        )
 
     def matrices(self) -> LoraDelta:
         """Return A and B of this adapter, as views."""
-        a, b = self.lora_A.detach(), self.lora_B.detach()
+        a, b = self.stacks()
         return LoraDelta(
             lora_A_RI=a if self.expert is None else a[self.expert],
             lora_B_OR=b if self.expert is None else b[self.expert],
@@ -179,20 +234,22 @@ class _Kind:
     group_stride: int
     row_stride: int
     out_stride: int
-    aligned: bool
-    """Each tensor's offset in the chunk is a multiple of its element size."""
+    by_kernel: bool
+    """Rows of the source and of A are runs, and each tensor's offset in the chunk is a multiple of
+    its element size. Else torch does it."""
 
     @staticmethod
     def of(member: Member) -> _Kind:
         s, dtype = member.source, member.source.param.dtype
-        aligned, rows = member.offset % dtype.itemsize == 0, s.groups * s.rows
+        by_kernel, rows = member.offset % dtype.itemsize == 0 and s.in_rows, s.groups * s.rows
         out_stride = s.columns if rows == 1 else member.row_stride
         if member.delta is None and s.contiguous and out_stride == s.columns:
-            return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, aligned)
-        rank = 0 if member.delta is None else member.delta.rank
-        return _Kind(
-            dtype, rank, rows, s.columns, s.rows, s.group_stride, s.row_stride, out_stride, aligned
-        )
+            return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, by_kernel)
+        rank = 0
+        if member.delta is not None:
+            rank, by_kernel = member.delta.rank, by_kernel and member.delta.in_rows
+        strides = (s.group_stride, s.row_stride, out_stride)
+        return _Kind(dtype, rank, rows, s.columns, s.rows, *strides, by_kernel)
 
 
 @dataclass(slots=True)
@@ -337,7 +394,7 @@ class Merger:
         tables = plan.table_T4.split([len(launch.members) for launch in plan.launches])
         for launch, table_T4 in zip(plan.launches, tables, strict=True):
             kind = launch.kind
-            if not kind.aligned:
+            if not kind.by_kernel:
                 self._fill_by_torch(launch, out_B)
                 continue
             self._kernels.launch(
@@ -370,17 +427,54 @@ class Merger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalBox:
-    """A box of an HF tensor on this rank."""
+class LocalTensor:
+    """This rank's part of an HF tensor, as boxes."""
 
-    source: Source
-    box: Box
+    name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
+    sources: dict[Box, Source]
 
-    def held(self, name: str) -> Held:
+    @staticmethod
+    def of(name: str, tensor: HfTensor, shape: tuple[int, ...]) -> LocalTensor:
+        """A probed tensor. Megatron's padding after the rows of `shape` goes."""
+        pieces = tensor.pieces
+        if shape[1:] == tensor.shape[1:] and len(shape) > 0 and shape[0] < tensor.shape[0]:
+            height = matrix(shape)[0]
+            pieces = [(param, cut) for param, piece in pieces for cut in piece.clipped(height)]
+        else:
+            shape = tensor.shape
+        is_vector = matrix(shape)[1] == 1
+        sources = {p.box: Source.of(param, p, is_vector=is_vector) for param, p in pieces}
+        return LocalTensor(name=name, shape=shape, sources=sources)
+
+    @property
+    def dtype(self) -> str:
+        """As in manifests."""
+        return _dtype_name(next(iter(self.sources.values())).param)
+
+    def held(self) -> list[Held]:
         """Return what the other ranks need to know."""
-        return Held(name, _dtype_name(self.source.param), self.shape, self.box)
+        return [Held(self.name, self.dtype, self.shape, box) for box in self.sources]
+
+    def within(self, box: Box) -> Box:
+        """A box's place in what this rank has, rows and columns end to end: an adapter's matrix."""
+        rows = {(b.first_row, b.rows) for b in self.sources}
+        columns = {(b.first_column, b.columns) for b in self.sources}
+        first_row = sum(size for first, size in rows if first < box.first_row)
+        first_column = sum(size for first, size in columns if first < box.first_column)
+        return Box(first_row, box.rows, first_column, box.columns)
+
+    def spec(self) -> TensorSpec:
+        """What an adapter here must fit."""
+        if len(self.shape) < 2:
+            return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)  # type: ignore[arg-type]
+        ends = [self.within(box) for box in self.sources]
+        height = max(box.first_row + box.rows for box in ends)
+        width = max(box.first_column + box.columns for box in ends)
+        if height * width != sum(box.numel for box in ends):
+            height = 0  # no matrix, so no adapter fits
+        return TensorSpec(name=self.name, dtype=self.dtype, shape=(height, width))  # type: ignore[arg-type]
 
 
 class WireExport:
@@ -401,26 +495,40 @@ class WireExport:
     def __init__(self, model: Model, manifest: Manifest, order: Sequence[Sequence[int]]) -> None:
         specs, rank = manifest.tensors, torch.distributed.get_rank()
         _check_order([spec.name for spec in specs], order)
-        boxes = _local_boxes(model)
-        adapter_of, problem = _plan_adapters(model, boxes, [spec.name for spec in specs])
-        held = [asdict(piece.held(name)) for name, piece in boxes.items()]
-        everyones = objects.all_gather((problem, held), group=model.control_group)
-        for text, _ in everyones:
+        probed = probe(model)
+        mine_by_name = {
+            spec.name: LocalTensor.of(spec.name, probed.held[spec.name], spec.shape)
+            for spec in specs
+            if spec.name in probed.held
+        }
+        mine_by_name = {name: tensor for name, tensor in mine_by_name.items() if tensor.sources}
+        adapter_of, problem = _plan_adapters(model, mine_by_name)
+        held = [asdict(piece) for tensor in mine_by_name.values() for piece in tensor.held()]
+        everyones = objects.all_gather(
+            (problem, held, list(probed.streamed)), group=model.control_group
+        )
+        for text, _, _ in everyones:
             if text is not None:
                 raise MergePlanError(text)
-        plans = lay_out(
-            specs,
-            order,
-            assign([map(_held, theirs) for _, theirs in everyones], specs),
-            ranks=len(everyones),
+        holdings = [[_held(fields) for fields in theirs] for _, theirs, _ in everyones]
+        known = {piece.name for theirs in holdings for piece in theirs}
+        self._streamed = Streamed(
+            model,
+            sorted({number for _, _, tasks in everyones for number in tasks}),
+            [spec for spec in specs if spec.name not in known],
         )
+        for name, tensor in self._streamed.buffers.items():
+            whole = LocalTensor.of(name, HfTensor.whole(tensor), tuple(tensor.shape))
+            holdings[0] += whole.held()
+            mine_by_name[name] = whole
+        plans = lay_out(specs, order, assign(holdings, specs), ranks=len(everyones))
         self._nbytes = [plan.nbytes for plan in plans]
         self.longest_s = math.inf
         """Longest duration of a send, in seconds: only its deadline limits it."""
         self._exchange = Exchange(
             [p.messages for p in plans], group=model.gather_group, device=model.device
         )
-        mine = [_own_members(plan, rank, specs, boxes, adapter_of) for plan in plans]
+        mine = [_own_members(plan, rank, specs, mine_by_name, adapter_of) for plan in plans]
         self._own = Merger(mine, scale=model.scale, device=model.device)
         theirs = [
             _placed_members(self._exchange, k, plan, specs)
@@ -441,8 +549,13 @@ class WireExport:
         """Prepare a send, on every rank, before rank 0's `fill` and the others' `contribute`.
 
         Args:
-            limit: `time.monotonic()` up to which a rank waits for another.
+            limit: `time.monotonic()` up to which a rank waits for another. Bridge's collectives,
+                where it converts tensors, have a timeout of their own.
+
+        Raises:
+            OutOfStep: a collective failed.
         """
+        self._streamed.take()
         self._exchange.start(limit=limit)
 
     def resident(self, chunk: int) -> torch.Tensor | None:
@@ -482,8 +595,8 @@ class WireExport:
         self._exchange.release()
 
     def seconds(self, fill_s: float) -> dict[str, float]:
-        """Seconds of all `fill`s, by phase. Export and merge are one pass here."""
-        return {"export": 0.0, "merge": fill_s}
+        """Seconds of a send, by phase. What is no view was exported before the first `fill`."""
+        return {"export": self._streamed.take_s, "merge": fill_s}
 
 
 def supports(model: Model) -> str | None:
@@ -491,11 +604,7 @@ def supports(model: Model) -> str | None:
 
     A collective, with one answer on all ranks.
     """
-    reason = None
-    try:
-        _local_boxes(model)
-    except _NotUnderstoodError as error:
-        reason = str(error)
+    reason = _refusal(model, probe(model))
     reasons = objects.all_gather(reason, group=model.control_group)
     for rank, text in enumerate(reasons):
         if text is not None:
@@ -508,23 +617,28 @@ def _held(fields: dict[str, Any]) -> Held:
     return Held(**{**fields, "box": Box(**fields["box"])})
 
 
+def _refusal(model: Model, probed: Probed) -> str | None:
+    """Why this rank's part cannot be exported."""
+    if probed.refused is not None:
+        return probed.refused
+    whys = list(probed.streamed.values())
+    params = [model.conversion_tasks[number].param_weight for number in probed.streamed]
+    if sum(param.nbytes for param in params) > STREAMED_BYTES:
+        return f"too much has to go through Bridge's export: {whys[0]}"
+    if whys and any(f"{name}.weight" not in probed.held for name in _deltas(model)):
+        return f"a tensor with an adapter has to go through Bridge's export: {whys[0]}"
+    return None
+
+
 def _plan_adapters(
-    model: Model, boxes: Mapping[str, LocalBox], names: Sequence[str]
+    model: Model, tensors: Mapping[str, LocalTensor]
 ) -> tuple[dict[str, Delta], str | None]:
-    """Map each HF tensor to the adapter of this rank's piece; or return what is wrong."""
+    """Map each HF tensor to the adapter of this rank's part; or return what is wrong."""
     deltas = _deltas(model)
-    targets = {
-        name: TensorSpec(
-            name=name,
-            dtype=_dtype_name(boxes[name].source.param),  # type: ignore[arg-type]
-            shape=boxes[name].source.shape,
-        )
-        for name in names
-        if name in boxes
-    }
     try:
         plan = plan_merge(
-            deltas={name: d.matrices() for name, d in deltas.items()}, targets=targets
+            deltas={name: d.matrices() for name, d in deltas.items()},
+            targets={name: tensor.spec() for name, tensor in tensors.items()},
         )
     except MergePlanError as error:
         return {}, str(error)
@@ -535,22 +649,22 @@ def _own_members(
     plan: ChunkPlan,
     rank: int,
     specs: Sequence[TensorSpec],
-    boxes: Mapping[str, LocalBox],
+    tensors: Mapping[str, LocalTensor],
     adapter_of: Mapping[str, Delta],
 ) -> tuple[int, list[Member]]:
     """This rank's members: of the chunk itself on rank 0, of the message on others."""
     members = []
     for placed in plan.placements[rank]:
-        name = specs[placed.index].name
+        tensor = tensors[specs[placed.index].name]
+        delta = adapter_of.get(tensor.name)
+        if delta is not None and len(tensor.sources) > 1:
+            delta = replace(delta, box=tensor.within(placed.box))
         offset, row_stride = (
             (placed.offset, placed.row_stride) if rank == 0 else (placed.packed, placed.box.columns)
         )
         members.append(
             Member(
-                source=boxes[name].source,
-                delta=adapter_of.get(name),
-                offset=offset,
-                row_stride=row_stride,
+                source=tensor.sources[placed.box], delta=delta, offset=offset, row_stride=row_stride
             )
         )
     return (plan.nbytes if rank == 0 else plan.messages[rank]), members
@@ -638,156 +752,6 @@ def _deltas(model: Model) -> dict[str, Delta]:
     return deltas
 
 
-def _local_boxes(model: Model) -> dict[str, LocalBox]:
-    """HF name -> this rank's piece.
-
-    Raises:
-        _NotUnderstoodError: a mapping or a parameter of a kind that this module does not know.
-    """
-    # Late, because on a CPU Bridge can be imported only after `cpu_shims.apply`.
-    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-
-    if (
-        type(model.bridge).maybe_modify_converted_hf_weight
-        is not MegatronModelBridge.maybe_modify_converted_hf_weight
-    ):
-        raise _NotUnderstoodError(
-            f"{type(model.bridge).__name__} changes tensors after its mappings"
-        )
-    boxes: dict[str, LocalBox] = {}
-    for task in model.conversion_tasks:
-        if task is None:
-            raise _NotUnderstoodError("a parameter of the model has no HF name")
-        if task.param_weight is None:  # another pipeline stage's
-            continue
-        _check_param(task)
-        for name, source in _task_sources(task).items():
-            boxes[name] = (
-                _vocab_box(task, source, model.vocab_size)
-                if name in VOCAB_TENSORS
-                else _local_box(task, source)
-            )
-    embedding, head = VOCAB_TENSORS
-    if model.hf_config.tie_word_embeddings and embedding in boxes:
-        boxes.setdefault(head, boxes[embedding])
-    return {name: piece for name, piece in boxes.items() if piece.source.numel}
-
-
-def _split(task: Any) -> tuple[int | None, int, int]:
-    """Return the split dimension (None: copies), the number of parts, and this rank's part."""
-    from trainer_node.model.parameters import split_dim, tensor_group
-
-    group = tensor_group(expert=task.mapping.is_expert)
-    if group.size() == 1:
-        return None, 1, 0
-    try:
-        dim = split_dim(task)
-    except ValueError as error:
-        raise _NotUnderstoodError(f"{task.global_param_name}: {error}") from error
-    # The bias of a row-parallel linear is a copy.
-    return (
-        (None, 1, 0)
-        if dim is None or dim >= task.param_weight.dim()
-        else (dim, group.size(), group.rank())
-    )
-
-
-def _local_box(task: Any, source: Source) -> LocalBox:
-    dim, parts, part = _split(task)
-    (height, width), shape = matrix(source.shape), list(source.shape)
-    if dim is not None:
-        shape[dim] *= parts
-    box = Box(part * height if dim == 0 else 0, height, part * width if dim == 1 else 0, width)
-    return LocalBox(source=source, box=box, shape=tuple(shape))
-
-
-def _vocab_box(task: Any, source: Source, vocab_size: int) -> LocalBox:
-    """Rows of real tokens. Megatron pads after the last one, so a piece may be empty."""
-    dim, _, part = _split(task)
-    if dim == 1:
-        raise _NotUnderstoodError(f"{task.global_param_name} is split by columns")
-    begin = part * source.param.shape[0]
-    rows = min(max(vocab_size - begin, 0), source.param.shape[0])
-    source = Source.whole(source.param, rows=rows)
-    return LocalBox(
-        source=source,
-        box=Box(begin, rows, 0, source.columns),
-        shape=(vocab_size, *source.shape[1:]),
-    )
-
-
-def _check_param(task: Any) -> None:
-    data = task.param_weight.data
-    if type(data) is not torch.Tensor or not data.is_contiguous():
-        raise _NotUnderstoodError(
-            f"{task.global_param_name} is a {type(data).__name__} of strides {tuple(data.stride())}"
-        )
-
-
-def _task_sources(task: Any) -> Mapping[str, Source]:
-    """Return what `task.mapping.megatron_to_hf` makes of this rank's part, as views.
-
-    Subclasses may do more, so types are compared exactly.
-    """
-    from megatron.bridge.models.conversion import param_mapping as bridge
-
-    mapping, param, kind = task.mapping, task.param_weight, type(task.mapping)
-    names = mapping.hf_param
-    plain = (
-        bridge.DirectMapping,
-        bridge.ColumnParallelMapping,
-        bridge.RowParallelMapping,
-        bridge.ReplicatedMapping,
-    )
-    if kind in plain or (kind is bridge.AutoMapping and mapping.permute_dims is None):
-        return {str(names): Source.whole(param)}
-    if kind is bridge.GatedMLPMapping and param.shape[0] % 2 == 0:
-        half = param.shape[0] // 2
-        return {
-            names["gate"]: Source.whole(param, rows=half),
-            names["up"]: Source.whole(param, first=half, rows=half),
-        }
-    if kind is bridge.QKVMapping:
-        return _qkv_sources(
-            names, param, mapping._get_config(task.megatron_module), parts=_split(task)[1]
-        )
-    raise _NotUnderstoodError(
-        f"{task.global_param_name} is mapped by {kind.__name__}, which the merge in the "
-        "receiver's order does not know"
-    )
-
-
-def _qkv_sources(
-    names: Mapping[str, str], param: torch.Tensor, config: Any, *, parts: int
-) -> dict[str, Source]:
-    """q, k and v of the interleaved rows [group: its query heads, its key head, its value head]; a
-    bias is a matrix of one column."""
-    if getattr(config, "attention_output_gate", False):
-        raise _NotUnderstoodError(f"{names['q']} carries an output gate")
-    heads = config.num_attention_heads // config.num_query_groups
-    groups = config.num_query_groups // parts
-    size = config.kv_channels or config.hidden_size // config.num_attention_heads
-    columns = math.prod(param.shape[1:])
-    if param.shape[0] != groups * (heads + 2) * size:
-        raise _NotUnderstoodError(
-            f"{names['q']}: {param.shape[0]} fused rows are not {groups} groups of {heads} + 2 "
-            f"heads of {size}"
-        )
-    return {
-        names[part]: Source(
-            param=param,
-            offset=first * size * columns,
-            groups=groups,
-            rows=width * size,
-            columns=columns,
-            group_stride=(heads + 2) * size * columns,
-            row_stride=columns,
-            shape=(groups * width * size, *param.shape[1:]),
-        )
-        for part, first, width in (("q", 0, heads), ("k", heads, 1), ("v", heads + 1, 1))
-    }
-
-
 # ------------------------------------------------------------ torch path
 
 
@@ -800,10 +764,12 @@ def _put(out_B: torch.Tensor, member: Member, tensor: torch.Tensor) -> None:
 
 
 def _batches(members: Sequence[Member]) -> Iterator[list[Member]]:
-    """Members with the same adapter matrices, at most `BATCH_ELEMENTS` elements at a time."""
-    by_matrix: dict[int, list[Member]] = defaultdict(list)
+    """Members with the same cut of the same adapter matrices, at most `BATCH_ELEMENTS` elements at
+    a time."""
+    by_matrix: dict[tuple[int, Box | None], list[Member]] = defaultdict(list)
     for member in members:
-        by_matrix[id(member.delta.lora_A)].append(member)  # type: ignore[union-attr]
+        assert member.delta is not None
+        by_matrix[id(member.delta.lora_A), member.delta.box].append(member)
     for group in by_matrix.values():
         step = max(1, BATCH_ELEMENTS // group[0].source.numel)
         for first in range(0, len(group), step):
@@ -815,10 +781,10 @@ def _products(batch: Sequence[Member]) -> torch.Tensor:
     deltas = [member.delta for member in batch]
     first = deltas[0]
     assert first is not None
+    lora_A, lora_B = first.stacks()
     if first.expert is None:
-        return torch.mm(first.lora_B.detach(), first.lora_A.detach())[None]
+        return torch.mm(lora_B, lora_A)[None]
     experts = [d.expert for d in deltas if d is not None and d.expert is not None]
-    lora_A, lora_B = first.lora_A.detach(), first.lora_B.detach()
     if experts == list(range(experts[0], experts[0] + len(experts))):
         return torch.bmm(lora_B[experts[0] : experts[-1] + 1], lora_A[experts[0] : experts[-1] + 1])
     picked = torch.tensor(experts, device=lora_A.device)

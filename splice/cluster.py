@@ -258,8 +258,9 @@ def _publication_options(publication: PublicationConfig, *, transport: Transport
     Raises:
         ConfigError: a setting that has no option differs from its default.
     """
+    defaults = PublicationConfig()
     for setting in _WITHOUT_OPTION:
-        if getattr(publication, setting) != getattr(PublicationConfig, setting):
+        if getattr(publication, setting) != getattr(defaults, setting):
             raise ConfigError(f"a cluster cannot set the publication's {setting}; leave it out")
     options = ["--transport", transport, "--pause-mode", publication.pause_mode]
     options += ["--mode", publication.mode, "--shadow-bytes", str(publication.shadow_bytes)]

@@ -5,6 +5,7 @@ doctor.
 from __future__ import annotations
 
 import array
+import dataclasses
 import json
 import math
 import subprocess
@@ -17,9 +18,10 @@ from orchestrator.errors import ConfigError, PublicationError, VerificationError
 from orchestrator.liveness import lost_peers, stalled
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import Manifest, TensorSpec
+from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
 from orchestrator.publication.verification import digest_mismatches
-from splice import doctor, preflight
+from splice import cluster, doctor, preflight
 from splice.smoke.config import SmokeConfig
 from splice.smoke.proof import judge, judge_sensitivity
 from splice.smoke.rollouts import Rollout, build_batch, group_advantages
@@ -317,3 +319,18 @@ def test_a_signal_is_remembered_where_its_exception_is_lost() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 130 and "Exception ignored" in ran.stderr, ran.stderr
+
+
+OTHER = {"transport": "nccl", "pause_mode": "wait", "mode": "shadow", "canary": False}
+
+
+@pytest.mark.parametrize("setting", [f.name for f in dataclasses.fields(PublicationConfig)])
+def test_a_cluster_passes_each_publication_setting_on_or_refuses_it(setting: str) -> None:
+    default = PublicationConfig()
+    other = OTHER.get(setting, 1 + (getattr(default, setting) or 0))
+    changed = dataclasses.replace(default, **{setting: other})
+    plain = cluster._publication_options(default, transport=default.transport)
+    try:
+        assert cluster._publication_options(changed, transport=changed.transport) != plain
+    except ConfigError as error:
+        assert setting in str(error)

@@ -193,7 +193,7 @@ class LinkLost(NodeLost):
     """The orchestrator does not answer this process; exit code `restarts.EXIT_LINK_LOST`."""
 
 
-def code_and_remedy(error: BaseException | None) -> tuple[ErrorCode, str]:
-    """Return an exception's code and remedy. One that is not ours, or None, is `internal`."""
+def code_and_remedy(error: BaseException) -> tuple[ErrorCode, str]:
+    """Return an exception's code and remedy. One that is not ours is `internal`."""
     known = error if isinstance(error, SpliceError) else SpliceError
     return known.code, known.remedy

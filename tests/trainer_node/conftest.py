@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.trainer_node import tiny
 
 REPO = Path(__file__).resolve().parents[2]
+OWN_SERVER = "tests.trainer_node.forkserver"
 FORKSERVER = "SPLICE_TEST_FORKSERVER"
 """Environment: "r,w", the pipes of a `forkserver` that runs already."""
 
@@ -78,18 +79,18 @@ class Ranks:
     Megatron imported already.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+    def __init__(self, folder: Path, *, server: str = OWN_SERVER) -> None:
+        self._folder, self._count, self._module = folder, 0, server
         self._server: subprocess.Popen[str] | None = None
         self._pipes: tuple[IO[str], IO[str]] | None = None
 
     def _start(self) -> tuple[IO[str], IO[str]]:
         """(answers, requests) of a server."""
-        if FORKSERVER in os.environ:
+        if FORKSERVER in os.environ and self._module == OWN_SERVER:
             answers, requests = map(int, os.environ[FORKSERVER].split(","))
             return os.fdopen(answers), os.fdopen(requests, "w")
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer_node.forkserver"],
+            [sys.executable, "-m", self._module],
             cwd=REPO,
             env=cpu_env(),
             stdin=subprocess.PIPE,

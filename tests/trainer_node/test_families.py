@@ -4,17 +4,15 @@ CPU's stand-ins, against transformers.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests.numerics import chain_error_bound, decoder_roundings
-from tests.trainer_node.conftest import REPO, Ranks, cpu_env
+from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import FAMILIES, LENGTHS, VOCAB, make
 
 Cell = Callable[..., dict[str, Any]]
@@ -49,26 +47,9 @@ of a key's bias is 0.
 """
 
 
-class FamilyRanks(Ranks):
-    """Ranks that `familyserver` forks."""
-
-    def _start(self) -> tuple[IO[str], IO[str]]:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer_node.familyserver"],
-            cwd=REPO,
-            env=cpu_env(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._server.stdin is not None and self._server.stdout is not None
-        return self._server.stdout, self._server.stdin
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    server = FamilyRanks(tmp_path_factory.mktemp("ranks"))
+    server = Ranks(tmp_path_factory.mktemp("ranks"), server="tests.trainer_node.familyserver")
     yield server
     server.close()
 

@@ -145,6 +145,12 @@ def _no_cuda_rng() -> None:
 
 def prepare_provider(provider: Any) -> None:
     """Turn off all that needs CUDA in a Bridge provider, and give it the layer spec below."""
+    without_cuda(provider)
+    provider.transformer_layer_spec = cpu_layer_spec
+
+
+def without_cuda(provider: Any) -> None:
+    """Turn off all that needs CUDA in a Bridge provider."""
     provider.use_cpu_initialization = True
     provider.persist_layer_norm = False
     for fusion in (
@@ -156,12 +162,13 @@ def prepare_provider(provider: Any) -> None:
         "cross_entropy_loss_fusion",
         "moe_permute_fusion",
         "moe_router_fusion",
+        "use_fused_weighted_squared_relu",
     ):
         if hasattr(provider, fusion):
             setattr(provider, fusion, False)
-    # The alltoall dispatcher makes a CUDA stream in its constructor.
+    # The alltoall dispatcher makes a CUDA stream in its constructor, and the overlap needs it.
     provider.moe_token_dispatcher_type = "allgather"
-    provider.transformer_layer_spec = cpu_layer_spec
+    provider.moe_shared_expert_overlap = False
 
 
 def cpu_layer_spec(config: Any) -> Any:

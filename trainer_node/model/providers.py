@@ -2,7 +2,7 @@
 
 Bridge reads the HF config; `prepare` sets what the trainer decides (topology, precision, fusions)
 and what Bridge takes for granted but HF's config says otherwise. `settle` does the same for the
-built model. The CPU tier differs in `cpu` alone.
+built model. The CPU tier differs in `cpu_shims.without_cuda` alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
+from trainer_node.model import cpu_shims
 from trainer_node.model.model import DTYPES
 
 _LLAMA3 = {
@@ -80,7 +81,7 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     if config.recompute == "full":
         provider.recompute_method, provider.recompute_num_layers = "uniform", 1
     if config.device == "cpu":
-        cpu(provider)
+        cpu_shims.without_cuda(provider)
     provider.finalize()
 
 
@@ -172,28 +173,6 @@ def _plain_query_projections() -> None:
         return classes
 
     QKNormConfigResolver.resolve = without_norm
-
-
-def cpu(provider: Any) -> None:
-    """Turn off all that needs CUDA."""
-    provider.use_cpu_initialization = True
-    provider.persist_layer_norm = False
-    for fusion in (
-        "apply_rope_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "masked_softmax_fusion",
-        "gradient_accumulation_fusion",
-        "cross_entropy_loss_fusion",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "use_fused_weighted_squared_relu",
-    ):
-        if hasattr(provider, fusion):
-            setattr(provider, fusion, False)
-    # The alltoall dispatcher makes a CUDA stream in its constructor, and the overlap needs it.
-    provider.moe_token_dispatcher_type = "allgather"
-    provider.moe_shared_expert_overlap = False
 
 
 def settle(model: Any, provider: Any) -> None:

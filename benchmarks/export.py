@@ -216,8 +216,6 @@ def _ring(nbytes: int, device: torch.device) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _bridge(model: Any, *, kept: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    from trainer_node.model.hf import VOCAB_TENSORS
-
     pairs = model.bridge.stream_weights_megatron_to_hf(
         model.modules,
         model.checkpoint,
@@ -227,7 +225,8 @@ def _bridge(model: Any, *, kept: bool) -> Iterable[tuple[str, torch.Tensor]]:
         merge_adapter_weights=False,
     )
     for name, tensor in pairs:  # Bridge leaves Megatron's padding of the vocabulary on
-        yield name, tensor[: model.vocab_size] if name in VOCAB_TENSORS else tensor
+        is_vocab = name in model.checkpoint.vocab_tensors
+        yield name, tensor[: model.vocab_size] if is_vocab else tensor
 
 
 def _check(

@@ -163,7 +163,7 @@ def bridge(
         False,
     )
     if device == "cpu":
-        cpu_shims.prepare_provider(provider)
+        cpu_shims.without_cuda(provider)
     provider.finalize()
     targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     gpt: Any = LoRA(target_modules=targets, dim=RANK, alpha=int(ALPHA), dropout=0.0)(

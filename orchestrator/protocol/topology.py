@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -18,14 +19,15 @@ def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
     """Refuse parallel sizes that do not divide the model, and options that exclude each other.
 
     Args:
-        model: the contents of the model's config.json.
+        model: the contents of the model's config.json. What it does not name is left to Megatron.
 
     Raises:
         ConfigError: names the size, the model's number and the fix.
     """
     parallel = trainer.parallel
+    model = model.get("text_config") or model
     heads = int(model["num_attention_heads"])
-    experts = int(model.get("num_experts") or model.get("num_local_experts") or 0)
+    experts = int(next((model[k] for k in _EXPERTS if model.get(k)), 0))
     for field, value, what in (
         ("tensor", heads, "attention heads"),
         ("tensor", model.get("num_key_value_heads") or heads, "key/value heads"),

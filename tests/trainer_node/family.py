@@ -1,4 +1,4 @@
-"""One rank of a check of one family: Bridge's own provider and layers against transformers.
+"""One rank of a check of one family: the trainer's model against transformers.
 
     torchrun ... -m tests.trainer_node.family OUT FOLDER FAMILY TENSOR CONTEXT EXPERT \
         EXPERT_TENSOR [FLAG ...]
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,109 +26,46 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from megatron.bridge import AutoBridge
-from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import safe_open
-from torch.nn import functional
 
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.families import FAMILIES, LENGTHS, VOCAB
-from trainer_node.adapters.merge import strip_wrappers
-from trainer_node.model import providers, topology
+from trainer_node.export.merged import Exporter
+from trainer_node.model import build as product
+from trainer_node.model import topology
+from trainer_node.model.hf import read_config
+from trainer_node.model.model import Model
+from trainer_node.model.parameters import finalize_gradients
 from trainer_node.training.batch import MicroBatch, micro_batches
 
 Tensors = dict[str, torch.Tensor]
 
 
-class PaddedState(Mapping[str, torch.Tensor]):
-    """Bridge's reader of a checkpoint, with the rows that Megatron adds to the vocabulary."""
+def build(config: TrainerConfig) -> Model:
+    """The trainer's, with the logits of every position. What the checkpoint does not fill shows."""
+    load = product._load_weights
 
-    def __init__(self, state: Any, vocab_tensors: set[str], rows: int) -> None:
-        self._state, self.vocab_tensors, self._rows = state, vocab_tensors, rows
-        self.source = state.source
+    def load_into_nothing(bridge: Any, checkpoint: Any, modules: list[Any]) -> None:
+        with torch.no_grad():
+            for parameter in modules[0].parameters():
+                parameter.fill_(torch.nan)
+        load(bridge, checkpoint, modules)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._state[name]
-        if name not in self.vocab_tensors:
-            return tensor
-        return functional.pad(tensor, (0, 0, 0, self._rows - VOCAB))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
+    product._load_weights = load_into_nothing
+    model = product.build(config, read_config(config.model))
+    vars(model.head.output_layer).pop("forward", None)
+    return model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What Bridge asks of a checkpoint."""
-
-    config: Any
-    model_name_or_path: str
-    state: PaddedState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """A family's model on this rank."""
-
-    config: TrainerConfig
-    module: Any
-    bridge: Any
-    checkpoint: Checkpoint
-    tasks: list[Any]
-
-
-def build(config: TrainerConfig) -> Built:
-    """As `trainer_node.model.build` does it."""
-    folder = config.model
-    topology.join(config)
-    auto = AutoBridge.from_hf_pretrained(folder)
-    provider = auto.to_megatron_provider(load_weights=False)
-    bridge, reader = auto._model_bridge, auto.hf_pretrained
-    providers.prepare(provider, bridge, config, reader.config)
-    bridge._unwrap_name, bridge.hf_config = strip_wrappers, reader.config
-    lookup = bridge.mapping_registry().megatron_to_hf_lookup
-    mappings = map(lookup, ("embedding.word_embeddings.weight", "output_layer.weight"))
-    vocab_tensors = {m.hf_param for m in mappings if m is not None}
-    rows = calculate_padded_vocab_size(VOCAB, 128, config.parallel.tensor)
-    checkpoint = Checkpoint(
-        config=reader.config,
-        model_name_or_path=str(folder),
-        state=PaddedState(reader.state, vocab_tensors, rows),
-    )
-    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    module = provider.provide(pre_process=True, post_process=True)
-    providers.settle(module, provider)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(torch.nan)  # what the checkpoint does not fill shows
-    bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
-    bridge.load_weights_hf_to_megatron(checkpoint, [module])
-    tasks = bridge.build_conversion_tasks(checkpoint, [module])
-    return Built(config=config, module=module, bridge=bridge, checkpoint=checkpoint, tasks=tasks)
-
-
-def export(built: Built) -> Tensors:
+def export(model: Model) -> Tensors:
     """The module's tensors under HF's names."""
-    stream = built.bridge.stream_weights_megatron_to_hf(
-        [built.module],
-        built.checkpoint,
-        cpu=False,
-        show_progress=False,
-        conversion_tasks=built.tasks,
-        merge_adapter_weights=False,
-    )
     found: Tensors = {}
-    for name, tensor in stream:
+    for name, tensor in Exporter(model).base_tensors():
         assert name not in found, name
-        is_vocab = name in built.checkpoint.state.vocab_tensors
-        found[name] = (tensor[:VOCAB] if is_vocab else tensor).detach().clone()
+        found[name] = tensor.detach().clone()
     return found
 
 
@@ -139,9 +75,9 @@ def saved(folder: Path) -> Tensors:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
 
 
-def check_export(built: Built) -> None:
+def check_export(model: Model) -> None:
     """Names and bytes."""
-    found, wanted = export(built), saved(built.config.model)
+    found, wanted = export(model), saved(model.config.model)
     assert set(found) == set(wanted), set(found) ^ set(wanted)
     for name, tensor in found.items():
         assert torch.equal(tensor, wanted[name]), name
@@ -177,7 +113,7 @@ def pack(config: TrainerConfig) -> MicroBatch:
     return packs[0]
 
 
-def log_probs(built: Built, micro: MicroBatch) -> torch.Tensor:
+def log_probs(model: Model, micro: MicroBatch) -> torch.Tensor:
     """This rank's [L, V]."""
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -186,9 +122,9 @@ def log_probs(built: Built, micro: MicroBatch) -> torch.Tensor:
         max_seqlen_q=micro.max_seqlen,
         max_seqlen_kv=micro.max_seqlen,
     )
-    if built.config.parallel.context > 1:
+    if model.config.parallel.context > 1:
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro.cu_seqlens
-    logits_1LV = built.module(
+    logits_1LV = model.head(
         input_ids=micro.tokens_L[None],
         position_ids=micro.positions_L[None],
         attention_mask=None,
@@ -224,42 +160,30 @@ def reference(folder: Path, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
 # ---------------------------------------------------------------- gradients
 
 
-def gradients(built: Built, log_probs_LV: torch.Tensor, micro: MicroBatch) -> Tensors:
-    """Of the tokens' mean loss, by parameter."""
+def gradients(model: Model, log_probs_LV: torch.Tensor, micro: MicroBatch) -> Tensors:
+    """Of the tokens' mean loss, by parameter; data-parallel ranks see the same tokens."""
     here_M = slice(None) if micro.here_M is None else micro.here_M
     mine_M = log_probs_LV[micro.predictors_N[here_M], micro.targets_N[here_M].long()]
     (-mine_M.sum() / len(micro.rows_N)).backward()
-    return {n: finished(n, p) for n, p in built.module.named_parameters()}
+    finalize_gradients(
+        model.params,
+        denominator=parallel_state.get_data_parallel_world_size(),
+        sequence_parallel=model.provider.sequence_parallel,
+    )
+    by_param = {id(p.param): p.grad.clone() for p in model.params}
+    return {n: by_param[id(p)] for n, p in model.head.named_parameters()}
 
 
-def by_hf_name(built: Built, found: Tensors) -> Tensors:
+def by_hf_name(model: Model, found: Tensors) -> Tensors:
     """Bridge exports gradients as if they were weights. Some mappings add a constant, so what it
     makes of zeros is taken off.
     """
     exports = []
     for zero in (False, True):
-        for name, parameter in built.module.named_parameters():
+        for name, parameter in model.head.named_parameters():
             parameter.data = torch.zeros_like(parameter) if zero else found[name]
-        exports.append(export(built))
+        exports.append(export(model))
     return {name: exports[0][name] - exports[1][name] for name in exports[0]}
-
-
-@torch.no_grad()
-def finished(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A parameter's gradient, summed over the ranks that saw other tokens; data-parallel ranks see
-    the same.
-    """
-    assert parameter.grad is not None, name
-    gradient = parameter.grad.clone()
-    same = parallel_state.get_data_parallel_world_size()
-    if ".experts." in name:
-        dist.all_reduce(gradient, group=parallel_state.get_expert_data_parallel_group())
-    else:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(gradient, group=group)
-        if getattr(parameter, "sequence_parallel", False):
-            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
-    return gradient / same
 
 
 def their_gradients(model: Any, log_probs: list[torch.Tensor]) -> Tensors:
@@ -304,31 +228,32 @@ def main() -> None:
         dtype="bfloat16" if "bfloat16" in sys.argv else "float32",
         recompute=next((flag for flag in ("selective", "full") if flag in sys.argv), "none"),
     )
-    built = build(config)
-    check_export(built)
-    result = run(built)
+    model = build(config)
+    check_export(model)
+    result = run(model)
     if dist.get_rank() == 0:
-        model, theirs = reference(folder)
+        other, theirs = reference(folder)
         result["theirs"] = torch.cat(theirs).detach()
-        result["their_gradients"] = their_gradients(model, theirs)
+        result["their_gradients"] = their_gradients(other, theirs)
         if dist.get_world_size() == 1:
             result["visible"] = dict(visible(folder, FAMILIES[family].visible))
         torch.save(result, out)
     topology.leave()
 
 
-def run(built: Built) -> dict[str, Any]:
+def run(model: Model) -> dict[str, Any]:
     """Log-probs and gradients; on one rank twice, because the bits must not change."""
-    micro = pack(built.config)
-    passes = [log_probs(built, micro) for _ in range(2 if dist.get_world_size() == 1 else 1)]
+    micro = pack(model.config)
+    passes = [log_probs(model, micro) for _ in range(2 if dist.get_world_size() == 1 else 1)]
     backward = []
     for log_probs_LV in passes:
-        built.module.zero_grad(set_to_none=True)
-        backward.append(gradients(built, log_probs_LV, micro))
+        for trained in model.params:
+            trained.drop_grad()
+        backward.append(gradients(model, log_probs_LV, micro))
     for log_probs_LV, found in zip(passes, backward, strict=True):
         assert torch.equal(log_probs_LV, passes[0])
         assert all(torch.equal(found[n], backward[0][n]) for n in found)
-    return {"ours": whole(passes[0], micro), "our_gradients": by_hf_name(built, backward[0])}
+    return {"ours": whole(passes[0], micro), "our_gradients": by_hf_name(model, backward[0])}
 
 
 if __name__ == "__main__":

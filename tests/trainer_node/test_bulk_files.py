@@ -128,7 +128,7 @@ def test_torch_reads_the_sharded_state_by_itself(
     whole = torch.randn(9, 7)
     box = sharded_state.Shard(sizes=(9, 7), offsets=(0, 0), shape=(9, 7), tensor=lambda: whole)
     assert [b.sizes for b in box.cut()] == [(3, 7)] * 3
-    sharded_state.save({"w": box}, tmp_path, group=None)
+    sharded_state.save({("w", (0, 0)): box}, tmp_path, group=None)
     found = {"w": torch.empty(9, 7)}
     load(found, storage_reader=FileSystemReader(tmp_path), no_dist=True)
     assert torch.equal(found["w"], whole)

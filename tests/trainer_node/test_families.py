@@ -4,7 +4,7 @@ CPU's stand-ins, against transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,7 @@ of a key's bias is 0.
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    server = Ranks(tmp_path_factory.mktemp("ranks"), server="tests.trainer_node.familyserver")
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def cell(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
+def cell(torchrun: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
     """What `family` leaves for a family on a topology; each is run once."""
     torch.set_num_threads(1)
     root, found = tmp_path_factory.mktemp("families"), {}
@@ -67,7 +60,7 @@ def cell(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
             if not (root / dtype / family).exists():
                 make(family, root / dtype / family, dtype)
             out = root / f"{key}.pt"
-            ranks(max(sizes), "family", out, root / dtype, family, *sizes, *flags)
+            torchrun(max(sizes), "family", out, root / dtype, family, *sizes, *flags)
             found[key] = torch.load(out)
         return found[key]
 
@@ -150,8 +143,8 @@ def test_a_family_in_bfloat16(cell: Cell, family: str) -> None:
     check(cell(family, "bfloat16"), family, torch.bfloat16)
 
 
-def test_what_megatron_would_get_wrong_is_refused(ranks: Ranks) -> None:
-    ranks(1, "refusals")
+def test_what_megatron_would_get_wrong_is_refused(torchrun: Ranks) -> None:
+    torchrun(1, "refusals")
 
 
 def test_a_checkpoint_is_the_same_each_time(tmp_path: Path) -> None:

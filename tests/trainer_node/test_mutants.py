@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     Mutant(
         name="attention over the sequences of a pack",
-        file="trainer_node/model/cpu_layers.py",
+        file="trainer_node/model/cpu_te/extension.py",
         old="packed_seq_params.cu_seqlens_q.tolist()",
         new="packed_seq_params.cu_seqlens_q[[0, -1]].tolist()",
         killer=reference("dense_tied-lora-sft"),

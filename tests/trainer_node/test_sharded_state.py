@@ -26,9 +26,9 @@ def folder(tmp_path: Path) -> Path:
     """`whole`, and `half`, of which only the first three rows were written."""
     save(
         {
-            "whole": box(WHOLE_67, 0, 0),
-            "half": box(WHOLE_67[:3], 0, 0),
-            "none": box(WHOLE_67[:0], 6, 0),
+            ("whole", (0, 0)): box(WHOLE_67, 0, 0),
+            ("half", (0, 0)): box(WHOLE_67[:3], 0, 0),
+            ("none", (6, 0)): box(WHOLE_67[:0], 6, 0),
         },
         tmp_path,
         group=None,
@@ -42,12 +42,13 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_box_of_any_cut(rows: tuple[int, int], columns: tuple[int, int], folder: Path) -> None:
     memory = torch.full((rows[1] - rows[0], columns[1] - columns[0]), torch.nan)
-    load(plan({"whole": box(memory, rows[0], columns[0])}, folder), folder, group=None)
+    shard = box(memory, rows[0], columns[0])
+    load(plan({("whole", shard.offsets): shard}, folder), folder, group=None)
     assert torch.equal(memory, WHOLE_67[slice(*rows), slice(*columns)])
 
 
 def test_what_is_not_there_is_refused_by_name(folder: Path) -> None:
-    assert plan({"half": box(WHOLE_67[:2].clone(), 1, 0)}, folder).items
+    assert plan({("half", (1, 0)): box(WHOLE_67[:2].clone(), 1, 0)}, folder).items
     for name, wanted, words in (
         ("missing", box(WHOLE_67, 0, 0), r"missing should have shape \(6, 7\); found nothing"),
         ("half", box(WHOLE_67[:2], 2, 0), r"half is not whole; a part of \(2, 7\) at \(2, 0\)"),
@@ -58,12 +59,12 @@ def test_what_is_not_there_is_refused_by_name(folder: Path) -> None:
         ),
     ):
         with pytest.raises(CheckpointError, match=words):
-            plan({name: wanted}, folder)
+            plan({(name, wanted.offsets): wanted}, folder)
 
 
 def test_a_box_outside_its_tensor_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="out of bounds"):
-        save({"whole": box(WHOLE_67, 1, 0)}, tmp_path, group=None)
+        save({("whole", (1, 0)): box(WHOLE_67, 1, 0)}, tmp_path, group=None)
 
 
 class Evil:
@@ -80,11 +81,11 @@ def test_an_index_cannot_run_code(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "made by a checkpoint"
     (folder / INDEX).write_bytes(pickle.dumps(Evil(str(target))))
     with pytest.raises(CheckpointError, match=r"posix\.mkdir is not allowed"):
-        plan({"whole": box(WHOLE_67, 0, 0)}, folder)
+        plan({("whole", (0, 0)): box(WHOLE_67, 0, 0)}, folder)
     assert not target.exists()
     (folder / INDEX).write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        plan({"whole": box(WHOLE_67, 0, 0)}, folder)
+        plan({("whole", (0, 0)): box(WHOLE_67, 0, 0)}, folder)
 
 
 class Reach:
@@ -103,9 +104,9 @@ def test_getattr_in_an_index_is_for_members_of_enums_only(folder: Path) -> None:
 
     (folder / INDEX).write_bytes(pickle.dumps(Reach(TensorProperties, "__init__")))
     with pytest.raises(CheckpointError, match=r"getattr.*is not allowed"):
-        plan({"whole": box(WHOLE_67, 0, 0)}, folder)
+        plan({("whole", (0, 0)): box(WHOLE_67, 0, 0)}, folder)
     (folder / INDEX).write_bytes(
         pickle.dumps(Reach(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
     )
     with pytest.raises(CheckpointError, match="holds a _MEM_FORMAT_ENCODING"):
-        plan({"whole": box(WHOLE_67, 0, 0)}, folder)
+        plan({("whole", (0, 0)): box(WHOLE_67, 0, 0)}, folder)

@@ -23,7 +23,6 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node import objects
 from trainer_node.adapters.merge import merge_tensor, plan_merge
 from trainer_node.adapters.peft_io import gather_deltas
-from trainer_node.model.hf import VOCAB_TENSORS
 from trainer_node.model.model import Model
 
 
@@ -64,7 +63,8 @@ class Exporter:
             merge_adapter_weights=False,
         )
         for name, tensor in pairs:
-            yield name, tensor[: model.vocab_size] if name in VOCAB_TENSORS else tensor
+            is_vocab = name in model.checkpoint.vocab_tensors
+            yield name, tensor[: model.vocab_size] if is_vocab else tensor
 
     def _noted(self, only: Collection[int] | None) -> Iterator[Any]:
         """Yield the conversion tasks to Bridge, one by one. `_task` is the current one."""

@@ -72,6 +72,17 @@ class Piece:
     rows: Axis
     columns: Axis
 
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View of the box in a contiguous parameter: [row runs, rows, column runs, columns]."""
+        sizes = (self.rows.outer, self.rows.inner, self.columns.outer, self.columns.inner)
+        by = (
+            self.rows.outer_stride,
+            self.rows.inner_stride,
+            self.columns.outer_stride,
+            self.columns.inner_stride,
+        )
+        return tensor.as_strided(sizes, by, tensor.storage_offset() + self.offset)
+
     def clipped(self, height: int) -> Iterator[Piece]:
         """Yield the piece's rows above row `height` of the HF tensor, as one or two pieces."""
         for first, rows in self.rows.cut(min(self.box.rows, max(0, height - self.box.first_row))):

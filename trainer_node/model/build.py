@@ -29,13 +29,15 @@ from orchestrator.protocol.config import TrainerConfig
 from trainer_node import objects
 from trainer_node.adapters.lora import AdapterSet
 from trainer_node.adapters.merge import strip_wrappers
-from trainer_node.model import topology
+from trainer_node.model import providers, topology
 from trainer_node.model.experts import StackedExperts, understood
 from trainer_node.model.hf import HfCheckpoint
-from trainer_node.model.model import DTYPES, Model
-from trainer_node.model.parameters import TrainedParam, count, model_parameters
+from trainer_node.model.model import Model
+from trainer_node.model.parameters import TrainedParam, count, is_split, model_parameters
 
 COMPILE_BACKEND = "inductor"
+VOCAB_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron's parameters with a row for each token. Megatron pads them."""
 
 
 def build(config: TrainerConfig, hf_config: Any) -> Model:
@@ -54,19 +56,28 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     bridge, provider = _bridge(config, hf_config)
     with_weights = config.init == "hf"
     checkpoint = HfCheckpoint(
-        config.model, hf_config, padded_vocab=_padded_vocab(provider), with_weights=with_weights
+        config.model,
+        hf_config,
+        vocab_tensors=_vocab_tensors(bridge),
+        padded_vocab=_padded_vocab(provider),
+        tied=provider.share_embeddings_and_output_weights,
+        with_weights=with_weights,
     )
     modules = [_megatron_model(config, provider, device)]
     if with_weights:
         _load_weights(bridge, checkpoint, modules)
-    else:
-        _random_weights(
-            modules, config=config, hf_config=hf_config, provider=provider, device=device
-        )
     modules[0].requires_grad_(False)
     tasks = _conversion_tasks(bridge, checkpoint, modules, provider)
+    if not with_weights:
+        _random_weights(modules, tasks, bridge=bridge, config=config, provider=provider)
     adapters, params = trainable(
-        modules[0], tasks, config=config, hf_config=hf_config, provider=provider, device=device
+        modules[0],
+        tasks,
+        config=config,
+        provider=provider,
+        bridge=bridge,
+        checkpoint=checkpoint,
+        device=device,
     )
     num_parameters = count(params, device)
     if num_parameters == 0:
@@ -96,62 +107,25 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
 def _bridge(config: TrainerConfig, hf_config: Any) -> tuple[Any, Any]:
     """Bridge's mapping for this architecture, and Megatron's config."""
     auto = AutoBridge.from_hf_config(hf_config)
-    provider = _provider(auto, config, hf_config)
+    provider = auto.to_megatron_provider(load_weights=False)
     # The instance caches the parameter names of all pipeline ranks, so one is kept for good.
     bridge = auto._model_bridge
+    providers.prepare(provider, bridge, config, hf_config)
     bridge._unwrap_name = strip_wrappers
     bridge.hf_config = hf_config
     return bridge, provider
 
 
-def _provider(auto: Any, config: TrainerConfig, hf_config: Any) -> Any:
-    parallel, dtype = config.parallel, DTYPES[config.dtype]
-    provider = auto.to_megatron_provider(load_weights=False)
-    provider.tensor_model_parallel_size = parallel.tensor
-    provider.pipeline_model_parallel_size = parallel.pipeline
-    provider.expert_model_parallel_size = parallel.expert
-    provider.expert_tensor_parallel_size = parallel.expert_tensor
-    provider.context_parallel_size = parallel.context
-    provider.sequence_parallel = parallel.sequence and parallel.tensor > 1
-    provider.params_dtype = provider.pipeline_dtype = dtype
-    provider.bf16, provider.fp16 = dtype is torch.bfloat16, False
-    provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128
-    # Not linear in the micro-batch cut (Bridge sets 1e-3 for Qwen3-MoE).
-    provider.moe_aux_loss_coeff = 0.0
-    # A fused router cannot replay a micro-batch's choice of experts (`passes`).
-    provider.moe_enable_routing_replay = bool(getattr(hf_config, "num_experts", None))
-    provider.moe_router_fusion = False
-    # On GPUs unfused rotary embeddings of packed sequences read the sequences' bounds back to the
-    # host, in every layer. (Without dropout and bias the fused bias-dropout is one addition, which
-    # Megatron would compile for every shape.)
-    provider.apply_rope_fusion = provider.bias_activation_fusion = True
-    # The base is frozen: nothing accumulates into main_grad, and sums are divided by us.
-    provider.gradient_accumulation_fusion = False
-    provider.calculate_per_token_loss = True
-    provider.finalize_model_grads_func = None
-    provider.attention_dropout = provider.hidden_dropout = 0.0
-    provider.perform_initialization = False
-    rope = hf_config.rope_parameters or {}
-    if rope.get("rope_type") == "yarn":
-        # Bridge 0.6.2 leaves None for what the config leaves out; these are transformers' values.
-        provider.yarn_beta_fast = rope.get("beta_fast") or 32.0
-        provider.yarn_beta_slow = rope.get("beta_slow") or 1.0
-        provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
-    if config.recompute != "none":
-        provider.recompute_granularity = config.recompute
-    if config.recompute == "full":
-        provider.recompute_method, provider.recompute_num_layers = "uniform", 1
-    if config.device == "cpu":
-        from trainer_node.model import cpu_shims
-
-        cpu_shims.prepare_provider(provider)
-    provider.finalize()
-    return provider
-
-
 def _padded_vocab(provider: Any) -> int:
     multiple, tensor = provider.make_vocab_size_divisible_by, provider.tensor_model_parallel_size
     return int(calculate_padded_vocab_size(provider.vocab_size, multiple, tensor))
+
+
+def _vocab_tensors(bridge: Any) -> tuple[str, ...]:
+    """HF names of the embedding and, in families that have one, of an output layer apart."""
+    registry = bridge.mapping_registry()
+    mappings = [registry.megatron_to_hf_lookup(name) for name in VOCAB_PARAMS]
+    return tuple(mapping.hf_param for mapping in mappings if mapping is not None)
 
 
 def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) -> Any:
@@ -160,6 +134,7 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
     provider._pg_collection = groups
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     model = provider.provide(pre_process=first, post_process=last)
+    providers.settle(model, provider)
     model.to(device)
     if first and config.recompute == "full":
         # Megatron's checkpointing is reentrant: adapters get gradients only if an input requires
@@ -196,29 +171,27 @@ def _hf_names(task: Any) -> list[str]:
 
 @torch.no_grad()
 def _random_weights(
-    modules: list[Any],
-    *,
-    config: TrainerConfig,
-    hf_config: Any,
-    provider: Any,
-    device: torch.device,
+    modules: list[Any], tasks: Sequence[Any], *, bridge: Any, config: TrainerConfig, provider: Any
 ) -> None:
     """Draw normal weights of the config's std, seeded by global name, so that pipeline and expert
-    ranks do not matter."""
-    tied = bool(hf_config.tie_word_embeddings)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+    ranks do not matter. Norms and biases keep the values that Megatron gives them."""
+    by_param = {id(t.param_weight): t for t in tasks if t is not None}
     for local, param in modules[0].named_parameters():
-        if param.dim() < 2:
-            continue
         name = _megatron_local_name_to_global(modules, provider, strip_wrappers(local), 0)
-        if tied and name == "output_layer.weight":
-            name = "embedding.word_embeddings.weight"
-        part = etp_rank if ".experts." in name else 0 if ".router." in name else tp_rank
+        if provider.share_embeddings_and_output_weights and name == VOCAB_PARAMS[1]:
+            name = VOCAB_PARAMS[0]
+        task, part = by_param.get(id(param)), parallel_state.get_tensor_model_parallel_rank()
+        if task is not None:
+            part = task.mapping.tp_rank if is_split(task, bridge, {}) else 0
         key = f"{config.seed}:{name}:{part}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
-        generator = torch.Generator(device=device).manual_seed(seed)
-        param.normal_(0.0, hf_config.initializer_range, generator=generator)
+        generator = torch.Generator(device=param.device).manual_seed(seed)
+        if param.dim() > 1:
+            param.normal_(0.0, provider.init_method_std, generator=generator)
+        elif name.endswith(".A_log"):  # of the gated delta rule, as transformers draws it
+            param.uniform_(0.0, 16.0, generator=generator).log_()
+        elif name.endswith(".dt_bias"):
+            param.fill_(1.0)
 
 
 def _conversion_tasks(
@@ -240,8 +213,9 @@ def trainable(
     tasks: Sequence[Any],
     *,
     config: TrainerConfig,
-    hf_config: Any,
     provider: Any,
+    bridge: Any,
+    checkpoint: HfCheckpoint,
     device: torch.device,
 ) -> tuple[AdapterSet, list[TrainedParam]]:
     """Hook adapters on the frozen module; with finetuning_type "full" let the module itself train.
@@ -261,10 +235,8 @@ def trainable(
             _stack_experts(module, adapters)
         return adapters, params
     module.requires_grad_(True)
-    tied = bool(hf_config.tie_word_embeddings)
-    vocab_size = int(hf_config.vocab_size)
     return adapters, model_parameters(
-        module, tasks, config=provider, tied=tied, vocab_size=vocab_size
+        module, tasks, config=provider, bridge=bridge, checkpoint=checkpoint
     )
 
 

@@ -7,8 +7,9 @@ Raises `ConfigError` only.
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,12 @@ from safetensors import safe_open
 
 from orchestrator.errors import ConfigError
 
-VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
-"""HF tensors whose rows are the vocabulary, which Megatron pads."""
-
 
 def read_config(folder: Path) -> Any:
     """The folder's config, written by transformers 4 or 5.
 
     Raises:
-        ConfigError: no config.json, or a feature that the trainer would get wrong silently.
+        ConfigError: no config.json, or a layer that Bridge would build otherwise without a word.
     """
     from transformers import AutoConfig
 
@@ -34,54 +32,42 @@ def read_config(folder: Path) -> Any:
         raise ConfigError(f"no config.json in {folder}; `model` must be an HF checkpoint folder")
     raw = json.loads(file.read_text())
     config = AutoConfig.from_pretrained(folder)
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"{file}: rope scaling {kind!r} is not supported; default and yarn are")
-    if scaling.get("attention_factor") is not None:
-        raise ConfigError(
-            f"{file}: yarn's attention_factor is not supported; without it the usual one counts"
-        )
     experts = {raw[k] for k in ("num_experts", "num_local_experts") if raw.get(k) is not None}
     if len(experts) > 1:
         raise ConfigError(
             f"{file}: num_experts and num_local_experts differ: {sorted(experts)}; make them agree"
-        )
-    _refuse_unknown_layers(file, raw)
-    return config
-
-
-def _refuse_unknown_layers(file: Path, raw: dict[str, Any]) -> None:
-    if raw.get("use_sliding_window"):
-        raise ConfigError(
-            f"{file}: use_sliding_window is on; the trainer attends to the whole sequence"
         )
     if raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1:
         raise ConfigError(
             f"{file}: dense layers among MoE layers (mlp_only_layers, decoder_sparse_step) are "
             "not supported"
         )
+    return config
 
 
 class _Keys:
-    """The checkpoint's keys, or every key without a checkpoint. An output layer that is tied is
-    none, even where a file has it.
+    """The checkpoint's keys, or every key without a checkpoint.
 
     Args:
         names: the checkpoint's; None: random weights.
+        hidden: an output layer that is tied is no key, even where a file has it.
     """
 
-    def __init__(self, names: Collection[str] | None, *, tied: bool) -> None:
-        self._names, self._tied = names, tied
+    def __init__(self, names: Collection[str] | None, *, hidden: str | None) -> None:
+        self._names, self._hidden = names, hidden
 
     def __contains__(self, name: object) -> bool:
-        if self._tied and name == VOCAB_TENSORS[1]:
+        if name == self._hidden:
             return False
         return self._names is None or name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._names or () if name in self)
+
+    def has_glob(self, pattern: str) -> bool:
+        """Whether a tensor's name matches, under Bridge's method name; none does without a
+        checkpoint."""
+        return bool(fnmatch.filter(self, pattern))
 
     def get_all_keys(self) -> _Keys:
         """Return the tensors' names, under Bridge's method name."""
@@ -91,8 +77,16 @@ class _Keys:
 class _State(Mapping[str, torch.Tensor]):
     """Name -> tensor, read when asked for; KeyError without one, because Bridge probes."""
 
-    def __init__(self, files: Mapping[str, Path], *, padded_vocab: int, source: _Keys) -> None:
-        self.source, self._padded_vocab, self._files = source, padded_vocab, files
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        *,
+        vocab_tensors: Sequence[str],
+        padded_vocab: int,
+        source: _Keys,
+    ) -> None:
+        self.source, self._files = source, files
+        self._vocab_tensors, self._padded_vocab = vocab_tensors, padded_vocab
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -101,8 +95,8 @@ class _State(Mapping[str, torch.Tensor]):
         with safe_open(self._files[name], framework="pt") as file:
             tensor = file.get_tensor(name)
         missing = self._padded_vocab - tensor.shape[0]
-        if name in VOCAB_TENSORS and missing > 0:
-            tensor = torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])])
+        if name in self._vocab_tensors and missing > 0:
+            tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -125,13 +119,32 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 class HfCheckpoint:
-    """The object that Bridge reads: `.config`, `.state` and `.state.source.get_all_keys()`."""
+    """The object that Bridge reads: `.config`, `.state` and `.state.source.get_all_keys()`.
 
-    def __init__(self, folder: Path, config: Any, *, padded_vocab: int, with_weights: bool) -> None:
+    Args:
+        vocab_tensors: names of the embedding and, where there can be one, an output layer apart.
+        padded_vocab: their rows in Megatron.
+        tied: they are one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Any,
+        *,
+        vocab_tensors: tuple[str, ...],
+        padded_vocab: int,
+        tied: bool,
+        with_weights: bool,
+    ) -> None:
         self.config, self.model_name_or_path = config, str(folder)
+        self.vocab_tensors = vocab_tensors
         files = _tensor_files(folder)
-        source = _Keys(files if with_weights else None, tied=bool(config.tie_word_embeddings))
-        self.state = _State(files, padded_vocab=padded_vocab, source=source)
+        hidden = vocab_tensors[1] if tied and len(vocab_tensors) > 1 else None
+        source = _Keys(files if with_weights else None, hidden=hidden)
+        self.state = _State(
+            files, vocab_tensors=vocab_tensors, padded_vocab=padded_vocab, source=source
+        )
         if with_weights and not len(self.state):
             raise ConfigError(
                 f"no safetensors in {folder}; use init='random' for a config without weights"

@@ -71,12 +71,12 @@ class Model:
     @property
     def vocab_size(self) -> int:
         """The HF vocabulary's size, without Megatron's padding."""
-        return int(self.hf_config.vocab_size)
+        return int(self.provider.vocab_size)
 
     @property
     def max_length(self) -> int:
         """Longest sequence the model knows positions for."""
-        return int(self.hf_config.max_position_embeddings)
+        return int(self.hf_config.get_text_config().max_position_embeddings)
 
     @property
     def scale(self) -> float:

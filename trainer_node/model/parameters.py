@@ -18,7 +18,7 @@ to be added.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,16 @@ from torch import nn
 
 from orchestrator.errors import ConfigError
 from trainer_node.adapters.merge import strip_wrappers
-from trainer_node.model.hf import VOCAB_TENSORS
+from trainer_node.export import strides
+from trainer_node.export.gather_plan import matrix
+from trainer_node.export.probe import layouts
+from trainer_node.export.strides import Layout
+from trainer_node.model.hf import HfCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows of a local tensor that are a box of a whole one.
-
-    They are rows [first, first + rows) of each of `groups` equal groups of rows.
-    """
+    """Elements of a local tensor that are a box of a whole one."""
 
     key: str
     """The whole tensor's name, unique in the model."""
@@ -46,16 +47,19 @@ class Piece:
     offsets: tuple[int, ...]
     """First index of the box in the whole tensor."""
     rows: int
-    first: int = 0
-    groups: int = 1
+    """First rows of the local tensor that the box is, unless `place` says otherwise."""
+    place: strides.Piece | None = None
+    """Strides of the box in the local tensor."""
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[groups, rows, ...] of a local tensor, sharing its memory."""
-        return tensor.detach().unflatten(0, (self.groups, -1)).narrow(1, self.first, self.rows)
+        """The box in a local tensor, sharing its memory; [row runs, rows, column runs, columns]
+        where it has strides."""
+        tensor = tensor.detach()
+        return tensor.narrow(0, 0, self.rows) if self.place is None else self.place.view(tensor)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box, [groups * rows, ...]; a view where it is one run."""
-        return self.view(tensor).flatten(0, 1)
+        """The box; a view where it is one run."""
+        return self.view(tensor).reshape(self.box_shape(tensor))
 
     def write(self, tensor: torch.Tensor, box: torch.Tensor) -> None:
         """Put a box where `read` finds it."""
@@ -64,7 +68,10 @@ class Piece:
 
     def box_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of `read`'s result."""
-        return (self.groups * self.rows, *tensor.shape[1:])
+        if self.place is None:
+            return (self.rows, *tensor.shape[1:])
+        box = self.place.box
+        return (box.rows, box.columns)[: len(self.shape)]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -151,7 +158,7 @@ def tensor_group(*, expert: bool) -> Any:
 
 
 def model_parameters(
-    model: nn.Module, tasks: Sequence[Any], *, config: Any, tied: bool, vocab_size: int
+    model: nn.Module, tasks: Sequence[Any], *, config: Any, bridge: Any, checkpoint: HfCheckpoint
 ) -> list[TrainedParam]:
     """Every parameter of this rank's part of the model, for full-parameter training. Padding rows
     of the vocabulary are set to 0.
@@ -159,7 +166,6 @@ def model_parameters(
     Args:
         tasks: Bridge's conversion tasks for the model.
         config: Megatron's transformer config.
-        tied: embedding and head are one.
 
     Raises:
         ConfigError: a parameter that no HF tensor is made of; names it.
@@ -169,6 +175,7 @@ def model_parameters(
         for task in tasks
         if task is not None and task.param_weight is not None
     }
+    tied = config.share_embeddings_and_output_weights
     head_apart = tied and parallel_state.get_pipeline_model_parallel_world_size() > 1
     params = []
     for name, param in model.named_parameters():
@@ -179,99 +186,66 @@ def model_parameters(
                 f"{bare} belongs to no tensor of the HF checkpoint: it cannot be trained with "
                 "finetuning_type='full'"
             )
-        dim = 0 if task is None else split_dim(task)
+        split = task is None or is_split(task, bridge, checkpoint.state)
         if is_vocab:
-            pieces = [
-                _vocab_piece(
-                    param, VOCAB_TENSORS[0] if task is None else task.mapping.hf_param, vocab_size
-                )
-            ]
+            key = checkpoint.vocab_tensors[0] if task is None else task.mapping.hf_param
+            pieces = [_vocab_piece(param, key, config.vocab_size)]
         else:
-            pieces = list(_pieces(param, task, config=config, dim=dim))
+            pieces = _pieces(param, task, layouts(task, bridge, checkpoint.state), split=split)
         params.append(
             TrainedParam(
                 param=param,
                 pieces=tuple(pieces),
-                split=dim is not None,
+                split=split,
                 expert=bool(task is not None and task.mapping.is_expert),
-                partial=bare.endswith(("q_layernorm.weight", "k_layernorm.weight")),
+                partial=not split and _sees_own_heads(bare, config),
                 tied=head_apart and is_vocab,
             )
         )
     return params
 
 
-def split_dim(task: Any) -> int | None:
-    """Return the dimension that Bridge's mapping splits over tensor ranks; None: copies.
-
-    Subclasses may do more, so types are compared exactly.
-    """
-    # Late, because on a CPU Bridge can be imported only after `cpu_shims.apply`.
-    from megatron.bridge.models.conversion import param_mapping as bridge
-
-    mapping, kind = task.mapping, type(task.mapping)
-    layouts: dict[type, int | None] = {
-        bridge.QKVMapping: 0,
-        bridge.GatedMLPMapping: 0,
-        bridge.ColumnParallelMapping: 0,
-        bridge.RowParallelMapping: 1,
-        bridge.ReplicatedMapping: None,
-        bridge.DirectMapping: None,
-    }
-    if kind is bridge.AutoMapping and mapping.permute_dims is None:
-        layouts[kind] = {"column": 0, "row": 1}.get(
-            mapping._detect_parallelism_type(task.megatron_module)
-        )
-    if kind not in layouts:
-        raise ConfigError(
-            f"{task.global_param_name} is mapped by {kind.__name__}; finetuning_type='full' does "
-            "not know it, use 'lora'"
-        )
-    return layouts[kind]
+def is_split(task: Any, bridge: Any, state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensor ranks have pieces of a parameter (True) or copies."""
+    found = layouts(task, bridge, state).values()
+    return any(p.part > 0 for a in found if isinstance(a, Layout) for p in a.pieces)
 
 
-def _pieces(param: nn.Parameter, task: Any, *, config: Any, dim: int | None) -> Iterator[Piece]:
-    """The HF tensors in a weight: q, k and v interleaved by query group, gate above up, or one
-    alone."""
-    names, group = task.mapping.hf_param, tensor_group(expert=task.mapping.is_expert)
-    if isinstance(names, str):
-        yield _piece(names, param, group, groups=1, first=0, rows=param.shape[0], dim=dim)
-    elif "gate" in names:
-        half = param.shape[0] // 2
-        yield _piece(names["gate"], param, group, groups=1, first=0, rows=half, dim=dim)
-        yield _piece(names["up"], param, group, groups=1, first=half, rows=half, dim=dim)
-    else:
-        size = config.kv_channels
-        heads = config.num_attention_heads // config.num_query_groups
-        groups = param.shape[0] // ((heads + 2) * size)
-        for key, first, width in (
-            (names["q"], 0, heads),
-            (names["k"], heads, 1),
-            (names["v"], heads + 1, 1),
-        ):
-            yield _piece(
-                key, param, group, groups=groups, first=first * size, rows=width * size, dim=dim
-            )
-
-
-def _piece(
-    key: str,
-    param: torch.Tensor,
-    group: Any,
-    *,
-    groups: int,
-    first: int,
-    rows: int,
-    dim: int | None,
-) -> Piece:
-    box = [groups * rows, *param.shape[1:]]
-    shape, offsets = list(box), [0] * len(box)
-    if dim is not None:
-        shape[dim] *= group.size()
-        offsets[dim] = box[dim] * group.rank()
-    return Piece(
-        key=key, shape=tuple(shape), offsets=tuple(offsets), rows=rows, first=first, groups=groups
+def _sees_own_heads(name: str, config: Any) -> bool:
+    """Whether a norm of each head is a copy that only the rank's own heads go through. Multi-latent
+    attention has norms of that name before the heads."""
+    norms = ("q_layernorm.weight", "k_layernorm.weight")
+    return name.endswith("out_norm.weight") or (
+        not config.multi_latent_attention and name.endswith(norms)
     )
+
+
+def _pieces(
+    param: nn.Parameter, task: Any, found: Mapping[str, Layout | str], *, split: bool
+) -> list[Piece]:
+    """The HF tensors in a parameter. One that Bridge computes from it is the parameter itself, if
+    every rank has a copy."""
+    pieces = []
+    for name, layout in found.items():
+        if isinstance(layout, str):
+            if param.dim() > 1 or len(found) > 1:
+                raise ConfigError(
+                    f"{name} is no arrangement of {task.global_param_name} ({layout}): it cannot "
+                    "be trained with finetuning_type='full', use 'lora'"
+                )
+            shape = tuple(param.shape)
+            return [Piece(key=name, shape=shape, offsets=(0,), rows=shape[0])]
+        shape = layout.shape if len(layout.shape) < 3 else matrix(layout.shape)
+        for place in layout.of_part(task.mapping.tp_rank if split else 0):
+            first = (place.box.first_row, place.box.first_column)[: len(shape)]
+            rows = place.box.rows
+            pieces.append(Piece(key=name, shape=shape, offsets=first, rows=rows, place=place))
+    if sum(math.prod(piece.box_shape(param)) for piece in pieces) != param.numel():
+        raise ConfigError(
+            f"{task.global_param_name} has elements that belong to no tensor of the HF checkpoint: "
+            "it cannot be trained with finetuning_type='full', use 'lora'"
+        )
+    return pieces
 
 
 @torch.no_grad()
@@ -284,7 +258,7 @@ def _vocab_piece(param: nn.Parameter, key: str, vocab_size: int) -> Piece:
     return Piece(
         key=key,
         shape=(vocab_size, *param.shape[1:]),
-        offsets=(min(start, vocab_size), 0),
+        offsets=(min(start, vocab_size), *[0] * (param.dim() - 1)),
         rows=rows,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.bridge.models.minimax_m2.minimax_m2_provider import _FullDimRMSNorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch.distributed.nn.functional import all_reduce
@@ -180,7 +181,16 @@ def settle(model: Any, provider: Any) -> None:
 
     Every norm gets the config's epsilon: those behind Gemma3's projections have TransformerEngine's
     1e-5. A norm over all heads of a tensor-parallel model gets its whole gradient.
+
+    Raises:
+        ConfigError: the logits are more than a product, and `losses` makes them of one.
     """
+    head = getattr(model, "output_layer", None)
+    if head is not None and (type(head) is not ColumnParallelLinear or head.bias is not None):
+        raise ConfigError(
+            f"the output layer is a {type(head).__name__} (bias: {head.bias is not None}); the "
+            "trainer's chunked logits know a plain product, without softcap, bias or scale"
+        )
     for module in model.modules():
         if hasattr(module, "eps"):
             module.eps = provider.layernorm_epsilon

@@ -37,7 +37,7 @@ from trainer_node.model.parameters import Piece, TrainedParam
 from trainer_node.state import generations, hashing, sharded_state
 from trainer_node.state.bulk_files import Writing, bulk_writer
 from trainer_node.state.generations import CheckpointError, write_file
-from trainer_node.state.sharded_state import Shard
+from trainer_node.state.sharded_state import Place, Shard
 from trainer_node.training import pack_size, rng
 from trainer_node.training.optimizer import MOMENTS
 from trainer_node.training.trainer import Trainer
@@ -279,25 +279,27 @@ def _kinds(trainer: Trainer, *, with_moments: bool) -> tuple[str, ...]:
     return ("weight",) * trainer.model.trains_all + MOMENTS * with_moments
 
 
-def _shards(trainer: Trainer) -> dict[str, Shard]:
+def _shards(trainer: Trainer) -> dict[Place, Shard]:
     """Return the shards that this rank writes."""
     shards = {}
     for p, tensors in trainer.optimizer.tensors():
         for kind in _kinds(trainer, with_moments=len(tensors) > 1) if p.counted else ():
             for piece in p.pieces:
                 shard = _shard(p, piece, partial(piece.read, tensors[kind]))
-                shards[f"{kind}.{piece.key}"] = shard
+                shards[f"{kind}.{piece.key}", piece.offsets] = shard
     return shards
 
 
-def _room(trainer: Trainer, *, with_moments: bool) -> dict[str, Shard]:
+def _room(trainer: Trainer, *, with_moments: bool) -> dict[Place, Shard]:
     """Return memory for the shards that this rank owns."""
     shards = {}
     for p, _ in trainer.optimizer.tensors():
         for kind in _kinds(trainer, with_moments=with_moments):
             for piece in p.pieces:
                 memory = torch.empty(piece.box_shape(p.param))
-                shards[f"{kind}.{piece.key}"] = _shard(p, piece, partial(lambda t: t, memory))
+                shards[f"{kind}.{piece.key}", piece.offsets] = _shard(
+                    p, piece, partial(lambda t: t, memory)
+                )
     return shards
 
 
@@ -308,7 +310,7 @@ def _shard(p: TrainedParam, piece: Piece, tensor: Callable[[], torch.Tensor]) ->
 
 
 def _values(
-    trainer: Trainer, shards: dict[str, Shard], *, with_moments: bool
+    trainer: Trainer, shards: dict[Place, Shard], *, with_moments: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield what was read for each parameter of this rank, and free its shards. Padding is 0."""
     for p, _ in trainer.optimizer.tensors():
@@ -316,7 +318,9 @@ def _values(
         for kind in _kinds(trainer, with_moments=with_moments):
             found[kind] = torch.zeros(p.param.shape)
             for piece in p.pieces:
-                piece.write(found[kind], shards.pop(f"{kind}.{piece.key}").tensor())
+                piece.write(
+                    found[kind], shards.pop((f"{kind}.{piece.key}", piece.offsets)).tensor()
+                )
         yield found
 
 

@@ -55,6 +55,10 @@ MOST_BYTES = 64 << 20
 """Largest shard in a file, in bytes; larger ones are cut along their rows."""
 
 
+Place = tuple[str, tuple[int, ...]]
+"""A whole tensor's name, and a shard's first index in it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """A part of a whole fp32 tensor."""
@@ -94,7 +98,7 @@ def _rows(tensor: Callable[[], torch.Tensor], first: int, count: int) -> torch.T
 
 
 def save(
-    shards: Mapping[str, Shard], folder: Path, *, group: Any, writer: BulkWriter | None = None
+    shards: Mapping[Place, Shard], folder: Path, *, group: Any, writer: BulkWriter | None = None
 ) -> dict[str, str]:
     """Write each rank's shards and flush them. They must make up whole tensors. A collective over a
     CPU group.
@@ -108,7 +112,7 @@ def save(
         CheckpointError: on every rank, if one could not write, or shards overlap or leave a gap.
             Names the tensor.
     """
-    shards = {name: shard for name, shard in shards.items() if math.prod(shard.sizes)}
+    shards = {place: shard for place, shard in shards.items() if math.prod(shard.sizes)}
     if writer is None:
         with bulk_writer(torch.device("cpu")) as own:
             return save(shards, folder, group=group, writer=own)
@@ -128,7 +132,7 @@ def save(
     return storage.hashes
 
 
-def plan(shards: Mapping[str, Shard], folder: Path) -> LoadPlan:
+def plan(shards: Mapping[Place, Shard], folder: Path) -> LoadPlan:
     """Plan the reads into these shards, from the index alone. Not a collective.
 
     Raises:
@@ -136,7 +140,7 @@ def plan(shards: Mapping[str, Shard], folder: Path) -> LoadPlan:
     """
     stored = _read_index(folder / INDEX).state_dict_metadata
     items: list[ReadItem] = []
-    for name, shard in shards.items():
+    for (name, _), shard in shards.items():
         found = stored.get(name)
         if not isinstance(found, TensorStorageMetadata) or tuple(found.size) != shard.shape:
             what = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "nothing"
@@ -182,9 +186,9 @@ def _first(error: CheckpointException) -> str:
 class _SavePlanner(DefaultSavePlanner):
     """Plans this rank's shards. torch's planner joins and checks the ranks' plans."""
 
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, shards: Mapping[Place, Shard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        cut = ((name, shard) for name, whole in shards.items() for shard in whole.cut())
+        cut = ((name, shard) for (name, _), whole in shards.items() for shard in whole.cut())
         self._shards = {(name, torch.Size(shard.offsets)): shard for name, shard in cut}
 
     def create_local_plan(self) -> SavePlan:
@@ -220,7 +224,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The shard's memory."""
-        shard: Shard = self._shards[index.fqn]
+        shard: Shard = self._shards[index.fqn, tuple(index.offset or ())]
         return shard.tensor()
 
 

@@ -206,10 +206,13 @@ class Trainer:
         self._check_routing(batch)
 
     def _check_routing(self, batch: Batch) -> None:
-        hf, config = self.model.hf_config, self.model.config
-        num_experts = getattr(hf, "num_experts", None) or 0
-        top_k = getattr(hf, "num_experts_per_tok", 0)
-        check_routing(batch, num_layers=hf.num_hidden_layers, num_experts=num_experts, top_k=top_k)
+        provider, config = self.model.provider, self.model.config
+        check_routing(
+            batch,
+            num_layers=provider.num_layers,
+            num_experts=provider.num_moe_experts or 0,
+            top_k=provider.moe_router_topk,
+        )
         if (
             batch.routed_experts_T is not None
             and config.parallel.pipeline > 1

@@ -59,7 +59,8 @@ def check_wrappers(model: Path) -> None:
         modules[0],
         tasks,
         config=built.config,
-        hf_config=built.hf_config,
+        bridge=built.bridge,
+        checkpoint=built.checkpoint,
         provider=built.provider,
         device=built.device,
     )

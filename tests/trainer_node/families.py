@@ -240,8 +240,8 @@ FAMILIES = {
 }
 
 
-def make(name: str, folder: Path, dtype: str = "float32") -> Path:
-    """Write the family's checkpoint.
+def make(name: str, folder: Path, dtype: str = "float32", **settings: Any) -> Path:
+    """Write the family's checkpoint, with other values of settings.
 
     Every tensor is random, also those that transformers starts at 0 or 1: a norm, bias, sink or
     decay that is left out shows.
@@ -251,7 +251,7 @@ def make(name: str, folder: Path, dtype: str = "float32") -> Path:
 
     family = FAMILIES[name]
     config_class = getattr(transformers, family.name + ("TextConfig" if family.text else "Config"))
-    config = config_class(**family.settings)
+    config = config_class(**family.settings | settings)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family.name}ForCausalLM")(config).float()
     config.architectures = [f"{family.name}ForCausalLM"]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer_node.export import probe
+from trainer_node.export import layouts
 from trainer_node.export.gather_plan import matrix
 from trainer_node.export.strides import Layout
 from trainer_node.export.wire_export import Source
@@ -263,7 +263,7 @@ def check(case: Case) -> None:
     numel = math.prod(case.shape)
     param = (torch.randperm(numel) + rank * numel).view(case.shape)
     kept = dict(vars(case.mapping))
-    answers = probe.layouts(task_of(case, param), Bridge(), {})
+    answers = layouts.layouts(task_of(case, param), Bridge(), {})
     assert vars(case.mapping) == kept, "the probe left something in Bridge's mapping"
     expected = case.mapping.megatron_to_hf(param, case.module)
     assert list(answers) == list(expected), case.name
@@ -302,28 +302,28 @@ def check_kept_answers(parts: int) -> None:
         case.mapping.megatron_param = f"decoder.layers.{layer}.linear.weight"
         for role, name in case.mapping.hf_param.items():
             case.mapping.hf_param[role] = re.sub(r"\d+", str(layer), name)
-        return list(probe.layouts(task_of(case, param), bridge_, {}))
+        return list(layouts.layouts(task_of(case, param), bridge_, {}))
 
     assert ask(first, layer=7) == ["l.7.q", "l.7.k", "l.7.v"]
     assert ask(first, layer=12) == ["l.12.q", "l.12.k", "l.12.v"]
-    assert len(probe._KNOWN[bridge_]) == 1
+    assert len(layouts._KNOWN[bridge_]) == 1
     ask(other, layer=7)  # another config
-    assert len(probe._KNOWN[bridge_]) == 2
+    assert len(layouts._KNOWN[bridge_]) == 2
     ask(first, layer=7, param=torch.empty(first.shape[:1], device="meta"))
-    assert len(probe._KNOWN[bridge_]) == 3
+    assert len(layouts._KNOWN[bridge_]) == 3
 
 
 def check_few_columns(seed: int, parts: int) -> None:
     """Where a few columns tell enough, they tell the same as all."""
-    before = probe.LARGE
+    before = layouts.LARGE
     for case in cases(seed, parts):
         task = task_of(case, torch.empty(case.shape, device="meta"))
-        probe.LARGE = before
-        whole = probe.layouts(task, Bridge(), {})
-        probe.LARGE = 0
-        few = probe.layouts(task, Bridge(), {})
+        layouts.LARGE = before
+        whole = layouts.layouts(task, Bridge(), {})
+        layouts.LARGE = 0
+        few = layouts.layouts(task, Bridge(), {})
         assert few == whole or case.why, case.name
-    probe.LARGE = before
+    layouts.LARGE = before
 
 
 def main() -> None:

@@ -37,12 +37,6 @@ def test_reference_shares_no_code() -> None:
     [
         ({"num_experts": 8}, "num_experts and num_local_experts differ"),
         ({"mlp_only_layers": [0]}, "dense layers among MoE layers"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.5}},
-            "attention_factor",
-        ),
     ],
 )
 def test_configs_that_would_train_wrongly(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trainer_node.export.strides import derive
 from trainer_node.model import parameters
 from trainer_node.model.parameters import Piece
 from trainer_node.training.optimizer import assign_owners
@@ -32,8 +33,13 @@ def test_pieces_of_a_fused_qkv_by_hand() -> None:
     5.
     """
     fused = torch.arange(8.0)[:, None].repeat(1, 3)
-    q = Piece(key="q", shape=(4, 3), offsets=(0, 0), groups=2, first=0, rows=2)
-    k = Piece(key="k", shape=(2, 3), offsets=(0, 0), groups=2, first=2, rows=1)
+    index = torch.arange(24).view(8, 3)
+
+    def piece(key: str, *rows: int) -> Piece:
+        (place,) = derive(index[list(rows)], 24).pieces
+        return Piece(key=key, shape=(len(rows), 3), offsets=(0, 0), rows=len(rows), place=place)
+
+    q, k = piece("q", 0, 1, 4, 5), piece("k", 2, 6)
     assert q.read(fused)[:, 0].tolist() == [0, 1, 4, 5]
     assert k.read(fused)[:, 0].tolist() == [2, 6]
     assert q.box_shape(fused) == tuple(q.read(fused).shape)

@@ -31,7 +31,7 @@ from orchestrator.errors import ConfigError
 from trainer_node.adapters.merge import strip_wrappers
 from trainer_node.export import strides
 from trainer_node.export.gather_plan import matrix
-from trainer_node.export.probe import layouts
+from trainer_node.export.layouts import layouts
 from trainer_node.export.strides import Layout
 from trainer_node.model.hf import HfCheckpoint
 

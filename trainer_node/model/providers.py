@@ -187,9 +187,10 @@ def settle(model: Any, provider: Any) -> None:
     """
     head = getattr(model, "output_layer", None)
     if head is not None and (type(head) is not ColumnParallelLinear or head.bias is not None):
+        kind = " + ".join(base.__name__ for base in (type(head), *type(head).__bases__))
         raise ConfigError(
-            f"the output layer is a {type(head).__name__} (bias: {head.bias is not None}); the "
-            "trainer's chunked logits know a plain product, without softcap, bias or scale"
+            f"the output layer is a {kind} (bias: {head.bias is not None}); the trainer's chunked "
+            "logits know a plain product, without softcap, bias or scale"
         )
     for module in model.modules():
         if hasattr(module, "eps"):

@@ -1,0 +1,114 @@
+"""Families of models from the trainer to a real vLLM: two versions published, each compared with
+transformers on the exported checkpoint, and with PEFT on the written adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import peft
+import pytest
+import torch
+import transformers
+
+from orchestrator.protocol.config import FinetuningType, InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    LossSpec,
+    OptimParams,
+    TrainMergedJob,
+    batch_specs,
+)
+from splice.cluster import Cluster, ClusterConfig
+from splice.smoke import served
+from splice.smoke.config import TAU
+from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.trainer_node.families import FAMILIES, make
+from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
+
+pytestmark = pytest.mark.timeout(600)
+ANSWER = [3, 4, 5, 6, 7, 8]
+SERVABLE: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+"""Settings of the tiny models that vLLM has kernels for on a CPU."""
+
+
+def checkpoint(family: str, folder: Path) -> Path:
+    make(family, folder, vocab_size=VOCAB_SIZE, **SERVABLE.get(family, {}))
+    write_tokenizer(folder)
+    return folder
+
+
+def reference(folder: Path, adapter: Path | None = None) -> torch.nn.Module:
+    """transformers' model of a checkpoint, with PEFT's adapter."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model if adapter is None else peft.PeftModel.from_pretrained(model, str(adapter))
+
+
+@torch.no_grad()
+def scored(model: torch.nn.Module, sequences: list[list[int]]) -> served.Logprobs:
+    found = []
+    for ids in sequences:
+        row = torch.tensor([ids])
+        logprobs = model.eval()(input_ids=row, use_cache=False).logits[0, :-1].log_softmax(-1)
+        found.append([0.0, *logprobs.gather(-1, row[0, 1:, None])[:, 0].tolist()])
+    return found
+
+
+def ask(cluster: Cluster, model: str, sequences: list[list[int]]) -> served.Logprobs:
+    async def go() -> served.Logprobs:
+        async with httpx.AsyncClient(base_url=cluster.base_urls[0], timeout=120.0) as http:
+            return await served.prompt_logprobs(http, model=model, sequences=sequences)
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_publications(family: str, kind: FinetuningType, tmp_path: Path) -> None:
+    model = checkpoint(family, tmp_path / "model")
+    config = ClusterConfig(
+        run_dir=tmp_path / "run",
+        name="tiny",
+        trainer_python=TRAINER_PYTHON,
+        inference_python=INFERENCE_PYTHON,
+        trainer=TrainerConfig(
+            model=model, finetuning_type=kind, lora=LoraConfig(rank=4, alpha=8.0)
+        ),
+        inference=(
+            InferenceConfig(model=model, name="tiny", load_format="dummy", max_model_len=128),
+        ),
+    )
+    sequences = served.probe_sequences(vocab_size=VOCAB_SIZE, prompts=[PROMPT], count=4)
+    specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(ANSWER))
+    before: served.Logprobs | None = None
+    with Cluster(config) as cluster:
+        for version in range(3):
+            job = TrainMergedJob(
+                loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs
+            )
+            result = (
+                cluster.client.run(job, buffers=as_batch(ANSWER))
+                if version
+                else cluster.client.run(InitialSyncJob())
+            )
+            assert result["unverified"] == {}
+            assert result["num_verified"] == result["num_tensors"]
+            export = tmp_path / f"export-{version}"
+            cluster.client.export_hf(str(export))
+            ours = ask(cluster, f"tiny@{version}", sequences)
+            assert served.max_difference(ours, scored(reference(export), sequences)) < TAU
+            if kind == "lora":
+                adapted = reference(model, Path(result["checkpoint_dir"]) / "adapter")
+                assert served.max_difference(ours, scored(adapted, sequences)) < TAU
+            if before is not None:
+                assert served.max_difference(ours, before) > 10 * TAU
+            before = ours

@@ -243,11 +243,12 @@ FAMILIES = {
 def make(name: str, folder: Path, dtype: str = "float32", **settings: Any) -> Path:
     """Write the family's checkpoint, with other values of settings.
 
-    Every tensor is random, also those that transformers starts at 0 or 1: a norm, bias, sink or
-    decay that is left out shows.
+    Every tensor is random (`check_model.randomize`).
     """
     import torch
     import transformers
+
+    from trainer_node.tools.check_model import randomize
 
     family = FAMILIES[name]
     config_class = getattr(transformers, family.name + ("TextConfig" if family.text else "Config"))
@@ -255,15 +256,6 @@ def make(name: str, folder: Path, dtype: str = "float32", **settings: Any) -> Pa
     torch.manual_seed(0)
     model = getattr(transformers, f"{family.name}ForCausalLM")(config).float()
     config.architectures = [f"{family.name}ForCausalLM"]
-    biases = [(n, b) for n, b in model.named_buffers() if "bias" in n]
-    for parameter_name, parameter in [*model.named_parameters(), *biases]:
-        values = parameter.data
-        if "norm" in parameter_name and values.dim() == 1:
-            low = -0.5 if not values.any() else 0.5
-            values.uniform_(low, low + 1.0)
-        elif values.dim() == 1 or not values.any():
-            values.normal_(0.0, 0.3)
-        elif not torch.isfinite(values).all():
-            values.normal_(0.0, 0.1)
+    randomize(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -106,7 +106,7 @@ class _State(Mapping[str, torch.Tensor]):
         return len(self._files)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file, by the index or the files' own headers."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -139,7 +139,7 @@ class HfCheckpoint:
     ) -> None:
         self.config, self.model_name_or_path = config, str(folder)
         self.vocab_tensors = vocab_tensors
-        files = _tensor_files(folder)
+        files = tensor_files(folder)
         hidden = vocab_tensors[1] if tied and len(vocab_tensors) > 1 else None
         source = _Keys(files if with_weights else None, hidden=hidden)
         self.state = _State(

@@ -1,0 +1,88 @@
+"""`splice check`: what it admits, and the mistakes that it must find by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from orchestrator.errors import ConfigError
+from tests.trainer_node.conftest import Ranks
+from tests.trainer_node.families import make
+from trainer_node.tools import check_model
+
+Checked = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def checked(torchrun: Ranks, tmp_path: Path) -> Checked:
+    """The report on a folder, with a mistake in Megatron's config if one is given."""
+
+    def run(folder: Path, *mistake: str) -> dict[str, Any]:
+        torchrun(1, "checked", tmp_path / "report.json", folder, *mistake)
+        found: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+        return found | {"rows": {row["name"]: row for row in found["rows"]}}
+
+    return run
+
+
+def test_a_model_with_a_window_is_admitted(checked: Checked, tmp_path: Path) -> None:
+    report = checked(make("mistral", tmp_path / "mistral"))
+    assert report["ok"] and all(row["ok"] for row in report["rows"].values())
+    assert {"sliding_window", "rope_parameters.rope_theta", "rms_norm_eps"} <= set(report["seen"])
+    assert "hidden_size" not in report["seen"] + report["unseen"]
+
+
+def test_a_window_that_is_off_by_one_is_found(checked: Checked, tmp_path: Path) -> None:
+    """As Megatron-Bridge 0.3.1 had it."""
+    report = checked(make("mistral", tmp_path / "mistral"), "window_size", "[8, 0]")
+    assert not report["ok"] and report["rows"]["exported"]["ok"]
+    assert not report["rows"]["log-probs"]["ok"] and not report["rows"]["gradient"]["ok"]
+
+
+def test_a_family_that_bridge_computes_otherwise_is_found(checked: Checked, tmp_path: Path) -> None:
+    config = transformers.Ernie4_5_MoeConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, moe_num_experts=8, moe_k=2,
+        moe_intermediate_size=32, moe_num_shared_experts=1, moe_layer_start_index=1,
+        architectures=["Ernie4_5_MoeForCausalLM"],
+    )  # fmt: skip # a table
+    config.save_pretrained(tmp_path / "ernie")
+    report = checked(tmp_path / "ernie")
+    assert not report["ok"] and report["rows"]["built"]["ok"]
+    assert not report["rows"]["log-probs"]["ok"]
+
+
+def test_what_the_trainer_refuses_is_the_report(checked: Checked, tmp_path: Path) -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
+        architectures=["Gemma2ForCausalLM"],
+    )  # fmt: skip # a table
+    config.save_pretrained(tmp_path / "gemma2")
+    report = checked(tmp_path / "gemma2")
+    assert not report["ok"] and list(report["rows"]) == ["built"]
+    assert "softcap" in report["rows"]["built"]["text"]
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check_model.small_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(ConfigError, match="nonesuch"):
+        check_model.small_config(tmp_path)
+
+
+def test_a_small_model_keeps_what_changes_the_mathematics(tmp_path: Path) -> None:
+    transformers.Qwen3NextConfig(partial_rotary_factor=0.25, norm_topk_prob=False).save_pretrained(
+        tmp_path
+    )
+    config = check_model.small_config(tmp_path)
+    assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    assert (config.num_hidden_layers, config.num_experts, config.hidden_size) == (4, 8, 128)
+    assert (config.head_dim, config.norm_topk_prob, config.rms_norm_eps) == (256, False, 1e-6)
+    assert config.rope_parameters["partial_rotary_factor"] == 0.25

@@ -1,0 +1,426 @@
+"""Checks that the trainer builds, computes and exports a model as transformers does.
+
+    python -m trainer_node.tools.check_model --model FOLDER [--whole] [--out report.json]
+
+By default a small model of the same kind takes the place of the real one: fewer layers, experts
+and heads, narrower, windows of 16 tokens, random weights in every tensor. Everything else of
+config.json stays. `--whole` takes the folder's own weights, in fp32 and in this host's memory.
+
+    built        Bridge has the architecture, and the trainer refuses nothing
+    exported     each name and byte of the checkpoint comes out again
+    log-probs    of packed sequences equal transformers', within its own rounding
+    gradient     its norm equals transformers'
+    config       every number of the config that moves transformers' log-probs was in the comparison
+
+Rounding is measured: transformers computes in fp32 and in fp64. The trainer may be `MARGIN` times
+as far from fp64 as transformers in fp32 is. A field of the config counts if another value moves
+transformers' log-probs by more than `SEEN` times that bound; the trainer then has the right value
+of it.
+
+Axes: T = tokens of all sequences, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
+
+from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.messages import LossSpec
+from trainer_node.model.hf import tensor_files
+
+LENGTHS = (21, 70, 34)
+"""Of the sequences: beyond the small windows and the chunks (64) of the gated delta rule."""
+MARGIN = 10.0
+FLOOR = 2e-5
+"""Nats, and parts of a gradient's norm, that are always allowed."""
+SEEN = 5.0
+AT_MOST = {
+    "vocab_size": 500, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_nextn_predict_layers": 0,
+}  # fmt: skip # a table
+"""Sizes of the small model. 500 is no multiple of 128, so Megatron pads the vocabulary."""
+FEWEST_LAYERS = 2
+ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
+          StrictDataclassError, TypeError, ValueError)  # fmt: skip # a list of names
+"""What transformers may raise of a value in a config."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of the report."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What was found. `rows` ends with the first check that could not be made."""
+
+    model: str
+    architecture: str
+    whole: bool
+    rows: list[Row] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    """Fields of the config that the comparison of log-probs has checked."""
+    unseen: list[str] = field(default_factory=list)
+    """Numbers of the config that do not move transformers' log-probs."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model may be trained."""
+        return all(row.ok for row in self.rows)
+
+
+# ---------------------------------------------------------------- a small model of the same kind
+
+
+def small_config(folder: Path) -> Any:
+    """A small transformers config of the folder's kind; of a vision-language model its language
+    part.
+
+    Raises:
+        ConfigError: no config.json, or transformers does not know the architecture.
+    """
+    import transformers
+
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"no config.json in {folder}; give an HF checkpoint folder")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+    except ERRORS as error:
+        raise ConfigError(f"transformers cannot read {folder}/config.json: {error}") from error
+    raw = config.to_dict()
+    layers = _layers(raw)
+    heads = min(raw["num_attention_heads"], AT_MOST["num_attention_heads"])
+    settings: dict[str, Any] = {
+        key: min(raw[key], most) for key, most in AT_MOST.items() if isinstance(raw.get(key), int)
+    }
+    if not raw.get("head_dim") and not raw.get("qk_rope_head_dim"):
+        settings["hidden_size"] = raw["hidden_size"] // raw["num_attention_heads"] * heads
+    if raw.get("num_key_value_heads") == raw["num_attention_heads"]:
+        settings["num_key_value_heads"] = heads
+    for key, value in raw.items():
+        if isinstance(value, list) and len(value) == raw["num_hidden_layers"]:
+            settings[key] = value[:layers]
+        if key.endswith("_token_id") and isinstance(value, int):
+            settings[key] = value % settings["vocab_size"]
+    settings["num_hidden_layers"] = layers
+    return type(config)(**{k: v for k, v in raw.items() if k not in _NOT_SETTINGS} | settings)
+
+
+_NOT_SETTINGS = ("model_type", "transformers_version", "architectures", "quantization_config")
+
+
+def _layers(raw: dict[str, Any]) -> int:
+    """The first layers that have every kind of layer."""
+    count = raw["num_hidden_layers"]
+    lists = [v for v in raw.values() if isinstance(v, list) and len(v) == count]
+    wanted = [set(map(str, kinds)) for kinds in lists]
+    for layers in range(min(FEWEST_LAYERS, count), count):
+        if all(set(map(str, v[:layers])) == w for v, w in zip(lists, wanted, strict=True)):
+            return layers
+    return count
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Draw every tensor, also those that transformers starts at 0 or 1: a norm, bias, sink or decay
+    that is left out shows."""
+    biases = [(n, b) for n, b in model.named_buffers() if "bias" in n]
+    for name, parameter in [*model.named_parameters(), *biases]:
+        values = parameter.data
+        if "norm" in name and values.dim() == 1:
+            low = -0.5 if not values.any() else 0.5
+            values.uniform_(low, low + 1.0)
+        elif values.dim() == 1 or not values.any():
+            values.normal_(0.0, 0.3)
+        elif not torch.isfinite(values).all():
+            values.normal_(0.0, 0.1)
+
+
+def write_small(folder: Path, out: Path) -> Path:
+    """Write a small random checkpoint of the folder's kind into `out`, a new folder.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this kind.
+    """
+    import transformers
+
+    config = small_config(folder)
+    try:
+        torch.manual_seed(0)
+        config.initializer_range = 0.1  # log-probs far from uniform
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ERRORS as error:
+        raise ConfigError(
+            f"transformers cannot build a small {config.model_type}: {error}"
+        ) from error
+    config.architectures = [type(model).__name__]
+    randomize(model)
+    model.save_pretrained(out)
+    return out
+
+
+# ---------------------------------------------------------------- transformers' side
+
+
+class Reference:
+    """transformers' model of a checkpoint, on the CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the others take no fp64
+        ).eval()
+        self.config = self._model.config
+        generator = torch.Generator().manual_seed(1)
+        size = self.config.get_text_config().vocab_size
+        self.tokens = [torch.randint(size, (n,), generator=generator) for n in LENGTHS]
+
+    def log_probs(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Of each sequence's tokens but the first, end to end."""
+        self._model.to(dtype)
+        found = []
+        for ids in self.tokens:
+            logits = self._model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            found.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
+        return torch.cat(found)
+
+    def gradient_norm(self, dtype: torch.dtype) -> float:
+        """Of the summed log-probs."""
+        self._model.to(dtype)
+        self._model.zero_grad()
+        self.log_probs(dtype).sum().backward()
+        parts = [p.grad.double().norm() for p in self._model.parameters() if p.grad is not None]
+        return float(torch.stack(parts).norm())
+
+    @torch.no_grad()
+    def moved(self, path: Sequence[str], value: Any) -> float | None:
+        """The largest change of a log-prob with another value in the config; None: the model cannot
+        be built with it, or has other tensors."""
+        raw = copy.deepcopy(self.config.to_dict())
+        inner = raw
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        before, plain = self._model, self.log_probs()
+        try:
+            config = type(self.config)(**{k: v for k, v in raw.items() if k not in _NOT_SETTINGS})
+            config._attn_implementation = config._experts_implementation = "eager"
+            other = type(before)(config).float().eval()
+            other.load_state_dict(before.state_dict())
+            self._model = other
+            return float((self.log_probs() - plain).abs().max())
+        except ERRORS:
+            return None
+        finally:
+            self._model = before
+
+
+def fields(
+    config: dict[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, another value) of the config's numbers and switches."""
+    for key, value in config.items():
+        at = (*path, key)
+        if str(key).endswith("_token_id") or key in _NO_MATHEMATICS:
+            continue
+        if isinstance(value, dict):
+            yield from fields(value, at)
+        elif isinstance(value, bool):
+            yield at, not value
+        elif isinstance(value, int):
+            yield at, value + 1
+        elif isinstance(value, float):
+            yield at, value * (100 if value < 1e-3 else 0.9)
+
+
+_NO_MATHEMATICS = (
+    "max_position_embeddings",
+    "initializer_range",
+    "label2id",
+    "id2label",
+    *_NOT_SETTINGS,
+)
+
+
+# ---------------------------------------------------------------- the trainer's side
+
+
+class _Trained:
+    """The trainer's model of a checkpoint, on the CPU, with all parameters trainable."""
+
+    def __init__(self, folder: Path) -> None:
+        from trainer_node.start import start
+
+        config = TrainerConfig(model=folder, finetuning_type="full", micro_batch_tokens=4096)
+        self._trainer = start(config)
+
+    def differences(self, folder: Path) -> tuple[int, list[str]]:
+        """Number of exported tensors, and what differs from the checkpoint."""
+        from trainer_node.export.merged import Exporter
+
+        files, wrong = tensor_files(folder), []
+        left = set(files)
+        for name, tensor in Exporter(self._trainer.model).base_tensors():
+            if name not in left:
+                wrong.append(f"{name} is exported, but not in the checkpoint")
+                continue
+            left.discard(name)
+            with safe_open(files[name], framework="pt") as file:
+                stored = file.get_tensor(name)
+            if stored.shape != tensor.shape or not torch.equal(stored.to(tensor.dtype), tensor):
+                wrong.append(f"{name} comes out with other values")
+        keys = self._trainer.model.checkpoint.state.source
+        wrong += [f"{name} is not exported" for name in sorted(left) if name in keys]
+        return len(files), wrong
+
+    def run(self, tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, float]:
+        """Log-probs of each sequence's tokens but the first, packed, and the gradient's norm."""
+        from trainer_node.model.parameters import finalize_gradients, global_norm
+        from trainer_node.training.batch import Batch
+
+        mask = torch.cat([torch.cat([torch.zeros(1), torch.ones(len(t) - 1)]) for t in tokens])
+        zeros = torch.zeros_like(mask)
+        batch = Batch(
+            tokens_T=torch.cat(list(tokens)).int(),
+            loss_mask_T=mask,
+            advantages_T=zeros,
+            sampler_logprobs_T=zeros,
+            lengths=tuple(len(t) for t in tokens),
+        )
+        trainer = self._trainer
+        log_probs_T, _ = trainer.forward(batch)
+        trainer.forward_backward(batch, LossSpec(name="cross_entropy"))
+        finalize_gradients(trainer.model.params, denominator=1.0, sequence_parallel=False)
+        norm = float(global_norm(trainer.model.params, trainer.model.device))
+        return log_probs_T[mask > 0], norm
+
+
+# ---------------------------------------------------------------- the check
+
+
+def check(model: Path, *, whole: bool, with_fields: bool = True) -> Report:
+    """Check a checkpoint folder; see the module's docstring. Once in a process.
+
+    Raises:
+        ConfigError: the folder holds no model that transformers can build.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="splice-check-"))
+    try:
+        model_folder = model if whole else write_small(model, folder / "model")
+        reference = Reference(model_folder)
+        report = Report(
+            model=str(model), architecture=str(reference.config.architectures[0]), whole=whole
+        )
+        _compare(report, reference, model_folder, with_fields=with_fields)
+        return report
+    finally:
+        shutil.rmtree(folder)
+
+
+def _compare(report: Report, reference: Reference, folder: Path, *, with_fields: bool) -> None:
+    rows = report.rows
+    try:
+        trained = _Trained(folder)
+    except (SpliceError, *ERRORS) as error:
+        rows.append(Row("built", False, f"{type(error).__name__}: {error}"))
+        return
+    rows.append(Row("built", True, report.architecture))
+    count, wrong = trained.differences(folder)
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    text = "; ".join(wrong[:3]) + more if wrong else f"{count} tensors, each byte"
+    rows.append(Row("exported", not wrong, text))
+    log_probs_T, norm = trained.run(reference.tokens)
+    with torch.no_grad():
+        single_T, double_T = reference.log_probs(), reference.log_probs(torch.float64)
+    bound = max(MARGIN * float((single_T - double_T).abs().max()), FLOOR)
+    apart = float((log_probs_T - double_T).abs().max())
+    rows.append(Row("log-probs", apart <= bound, f"{apart:.1e} nats apart, allowed {bound:.1e}"))
+    theirs, exact = (reference.gradient_norm(d) for d in (torch.float32, torch.float64))
+    allowed = max(MARGIN * abs(theirs - exact) / exact, FLOOR)
+    relative = abs(norm - exact) / exact
+    text = f"norm {norm:.4g} against {exact:.4g}: {relative:.1e} apart, allowed {allowed:.1e}"
+    rows.append(Row("gradient", relative <= allowed, text))
+    if not with_fields:
+        return
+    for path, value in fields(reference.config.to_dict()):
+        moved = reference.moved(path, value)
+        if moved is not None:
+            (report.seen if moved > SEEN * bound else report.unseen).append(".".join(path))
+    rows.append(
+        Row("config", bool(report.seen), f"compared: {', '.join(report.seen) or 'nothing'}")
+    )
+
+
+def print_table(report: Report) -> None:
+    """The report for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    kind = "its own weights" if report.whole else "a small random model of its kind"
+    table = Table(title=f"{report.model}: {report.architecture}, {kind}")
+    for heading in ("check", "", "what was found"):
+        table.add_column(heading)
+    for row in report.rows:
+        table.add_row(row.name, "[green]ok[/green]" if row.ok else "[red]no[/red]", row.text)
+    Console(soft_wrap=False).print(table)
+
+
+def _be_quiet() -> None:
+    """Megatron and transformers have much to say about models that nobody will use."""
+    import transformers
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns 0 if the model may be trained, 1 if not, 2 if it cannot be checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer_node.tools.check_model",
+        description=__doc__.partition("\n")[0],
+    )
+    parser.add_argument("--model", type=Path, required=True, help="HF checkpoint folder")
+    parser.add_argument("--whole", action="store_true", help="with the folder's own weights")
+    parser.add_argument("--out", type=Path, help="file for the report, as JSON")
+    args = parser.parse_args(argv)
+    _be_quiet()
+    try:
+        report = check(args.model, whole=args.whole)
+    except ConfigError as error:
+        sys.stderr.write(f"splice check: {error}\n")
+        return 2
+    if args.out is not None:
+        args.out.write_text(json.dumps(asdict(report) | {"ok": report.ok}, indent=1))
+    print_table(report)
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,9 +29,9 @@ from orchestrator.protocol.config import TrainerConfig
 from trainer_node import objects
 from trainer_node.adapters.lora import AdapterSet
 from trainer_node.adapters.merge import strip_wrappers
-from trainer_node.model import providers, topology
+from trainer_node.model import language_part, providers, topology
 from trainer_node.model.experts import StackedExperts, understood
-from trainer_node.model.hf import HfCheckpoint
+from trainer_node.model.hf import HfCheckpoint, tensor_files
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import TrainedParam, count, is_split, model_parameters
 
@@ -55,6 +55,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     gather_group = topology.group_of_all()
     bridge, provider = _bridge(config, hf_config)
     with_weights = config.init == "hf"
+    language_part.use_names(bridge, tensor_files(config.model))
     checkpoint = HfCheckpoint(
         config.model,
         hf_config,
@@ -68,6 +69,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         _load_weights(bridge, checkpoint, modules)
     modules[0].requires_grad_(False)
     tasks = _conversion_tasks(bridge, checkpoint, modules, provider)
+    language_part.export_towers(bridge, checkpoint.state, tasks[-1])
     if not with_weights:
         _random_weights(modules, tasks, bridge=bridge, config=config, provider=provider)
     adapters, params = trainable(

@@ -17,10 +17,11 @@ import torch
 from safetensors import safe_open
 
 from orchestrator.errors import ConfigError
+from trainer_node.model import language_part
 
 
 def read_config(folder: Path) -> Any:
-    """The folder's config, written by transformers 4 or 5.
+    """The folder's config, by transformers 4 or 5; of a model that sees its language part's.
 
     Raises:
         ConfigError: no config.json, or a layer that Bridge would build otherwise without a word.
@@ -42,7 +43,7 @@ def read_config(folder: Path) -> Any:
             f"{file}: dense layers among MoE layers (mlp_only_layers, decoder_sparse_step) are "
             "not supported"
         )
-    return config
+    return language_part.text_config(config)
 
 
 class _Keys:

@@ -224,6 +224,22 @@ def _arrays(
     return {s.name: arrays[s.name].reshape(s.shape) for s in specs}
 
 
+def check_text(batch: Batch, tower_tokens: Sequence[int]) -> None:
+    """Refuse tokens that stand for an image, a video or a sound: no batch brings one.
+
+    Raises:
+        BatchError: names the sequence and the token.
+    """
+    places = torch.isin(batch.tokens_T, torch.tensor(tower_tokens, dtype=torch.int32)).nonzero()
+    if tower_tokens and len(places):
+        place = int(places[0])
+        sequence = int(np.searchsorted(np.cumsum(batch.lengths), place, side="right"))
+        raise BatchError(
+            f"tokens: sequence {sequence} has token {int(batch.tokens_T[place])}, which stands for "
+            "an image, a video or a sound; the trainer trains on text only"
+        )
+
+
 def check_routing(batch: Batch, *, num_layers: int, num_experts: int, top_k: int) -> None:
     """Refuse routed experts that are not this model's.
 

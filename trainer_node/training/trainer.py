@@ -30,7 +30,14 @@ from trainer_node.model.model import Model
 from trainer_node.model.offload import HostCopies, storage_bytes, tensors_in
 from trainer_node.model.parameters import finalize_gradients, global_norm
 from trainer_node.training import gap, passes
-from trainer_node.training.batch import Batch, BatchError, Packs, check_accumulation, check_routing
+from trainer_node.training.batch import (
+    Batch,
+    BatchError,
+    Packs,
+    check_accumulation,
+    check_routing,
+    check_text,
+)
 from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
 from trainer_node.training.sums import Pending, StepSums
@@ -204,6 +211,7 @@ class Trainer:
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
         self._check_routing(batch)
+        check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
 
     def _check_routing(self, batch: Batch) -> None:
         provider, config = self.model.provider, self.model.config

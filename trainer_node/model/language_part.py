@@ -109,7 +109,7 @@ def export_towers(bridge: Any, state: Mapping[str, torch.Tensor], last_task: Any
     def with_towers(
         *args: Any, conversion_tasks: Iterable[Any], **options: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        last = []
+        last: list[str] = []
 
         def noted() -> Iterator[Any]:
             for task in conversion_tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from orchestrator.errors import ConfigError
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import make
+from trainer_node import admission
 from trainer_node.tools import check_model
 
 Checked = Callable[..., dict[str, Any]]
@@ -57,13 +59,18 @@ def test_a_family_that_bridge_computes_otherwise_is_found(checked: Checked, tmp_
     assert not report["rows"]["log-probs"]["ok"]
 
 
-def test_what_the_trainer_refuses_is_the_report(checked: Checked, tmp_path: Path) -> None:
+def gemma2(folder: Path) -> None:
+    """A config that the trainer refuses."""
     config = transformers.Gemma2Config(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32,
         architectures=["Gemma2ForCausalLM"],
     )  # fmt: skip # a table
-    config.save_pretrained(tmp_path / "gemma2")
+    config.save_pretrained(folder)
+
+
+def test_what_the_trainer_refuses_is_the_report(checked: Checked, tmp_path: Path) -> None:
+    gemma2(tmp_path / "gemma2")
     report = checked(tmp_path / "gemma2")
     assert not report["ok"] and list(report["rows"]) == ["built"]
     assert "softcap" in report["rows"]["built"]["text"]
@@ -86,3 +93,30 @@ def test_a_small_model_keeps_what_changes_the_mathematics(tmp_path: Path) -> Non
     assert (config.num_hidden_layers, config.num_experts, config.hidden_size) == (4, 8, 128)
     assert (config.head_dim, config.norm_topk_prob, config.rms_norm_eps) == (256, False, 1e-6)
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
+
+
+def test_the_first_start_checks_and_the_next_finds_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # a rank's
+    model = make("llama", tmp_path / "llama")
+    admission.require(model)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it checks again"))
+    admission.require(model)
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    with pytest.raises(pytest.fail.Exception):
+        admission.require(model)
+
+
+def test_a_model_that_fails_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gemma2(tmp_path / "gemma2")
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM.* softcap.*admission = \"skip\""):
+        admission.require(tmp_path / "gemma2")
+    assert not list(tmp_path.glob("splice/checks/*"))
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(ConfigError, match=r"cannot be checked: .*nonesuch"):
+        admission.require(tmp_path)

@@ -1,0 +1,81 @@
+"""Admits a model to training: the first start on it runs `tools.check_model` once.
+
+A report that says yes is kept in the user's cache, under a hash of config.json and of the packages
+that build the model. A model that fails is refused, and checked again at the next start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from orchestrator.errors import ConfigError
+
+log = logging.getLogger("splice.trainer")
+TIMEOUT_S = 900.0
+PACKAGES = ("megatron-core", "megatron-bridge", "transformers", "torch", "splice")
+SKIP = 'trainer.admission = "skip" starts without the check'
+
+
+def cache() -> Path:
+    """The folder of the kept reports."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "splice" / "checks"
+
+
+def require(model: Path) -> None:
+    """Check a model's folder, unless a report on it is there.
+
+    Raises:
+        ConfigError: the model failed, or could not be checked; says what and how to go on.
+    """
+    kept = cache() / f"{_key(model)}.json"
+    if kept.is_file():
+        return
+    log.info("checking %s against transformers on the CPU, once, for half a minute or so", model)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        done = _run(model, out)
+        if done.returncode not in (0, 1):
+            raise ConfigError(
+                f"{model} cannot be checked: {(done.stdout + done.stderr)[-1500:]}\n{SKIP}"
+            )
+        report = out.read_text()
+    found = json.loads(report)
+    if not found["ok"]:
+        wrong = "; ".join(f"{r['name']}: {r['text']}" for r in found["rows"] if not r["ok"])
+        raise ConfigError(
+            f"{model} ({found['architecture']}) is not trained as transformers computes it. "
+            f"{wrong}. `splice check {model}` shows the whole table. {SKIP}"
+        )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_text(report)
+    partial.replace(kept)
+
+
+def _key(model: Path) -> str:
+    versions = [f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES]
+    content = (model / "config.json").read_bytes() + "\n".join(versions).encode()
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _run(model: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "trainer_node.tools.check_model"]
+    argv += ["--model", str(model), "--out", str(out)]
+    # A process of its own, not a rank of this one's group.
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    try:
+        return subprocess.run(
+            argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"checking {model} took more than {TIMEOUT_S:.0f} s. {SKIP}") from error

@@ -60,5 +60,5 @@ def update(model: torch.nn.Module, config: Any, tensors: dict[str, torch.Tensor]
 
     with set_current_vllm_config(config), torch.no_grad():
         reload.start(model)
-        model.load_weights(iter([(n, t.clone()) for n, t in tensors.items()]))
+        reload.load(model, [(n, t.clone()) for n, t in tensors.items()])
         reload.finish(model, config.model_config)

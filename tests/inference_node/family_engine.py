@@ -1,19 +1,19 @@
 """A family's tiny checkpoint in a real vLLM engine of this process, and publications to it.
 
-Runs in a process of its own (`test_families.py` forks it from one that has imported vLLM). Weights
-travel over a real transfer group into the worker extension that the inference node uses.
+Each engine runs in a process of its own: `test_families.py` forks it from one that has imported
+vLLM. Weights travel over a real transfer group into the worker extension that the node uses.
 """
 
 from __future__ import annotations
 
 import array
 import base64
-import json
 import shutil
 import sys
+import tempfile
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -290,15 +290,19 @@ def run(name: str, folder: Path) -> Served:
     )
 
 
-def main(name: str, folder: str, answer: Any) -> None:
-    """The forked process: sends its `Served`."""
-    answer.send(run(name, Path(folder)))
-    answer.close()
+def loaded(name: str, folder: Path, version: int) -> list[float]:
+    """The log-probs of an engine that loads a published version as its checkpoint."""
+    tensors = moved(checkpoint(name, folder), version + 1)
+    engine = Engine(name, write_like(folder, tensors, folder.with_suffix(".loaded")), tensors)
+    return engine.logprobs()[1].tolist()
 
 
-if __name__ == "__main__":  # one family by hand: python -m tests.inference_node.family_engine NAME
-    import tempfile
-    from dataclasses import asdict
+def answer(connection: Any, function: Callable[..., Any], *args: Any) -> None:
+    """In a process of its own: send what the function returns."""
+    connection.send(function(*args))
+    connection.close()
 
+
+if __name__ == "__main__":  # by hand: python -m tests.inference_node.family_engine FAMILY ...
     for family_name in sys.argv[1:]:
-        print(json.dumps(asdict(run(family_name, Path(tempfile.mkdtemp()) / family_name))))
+        print(run(family_name, Path(tempfile.mkdtemp()) / family_name))

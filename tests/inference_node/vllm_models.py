@@ -28,7 +28,11 @@ def _store_file() -> str:
 
 
 def load(
-    folder: Path, *, tensor_parallel: int = 1, expert_parallel: bool = False
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    tensor_parallel: int = 1,
+    expert_parallel: bool = False,
 ) -> tuple[torch.nn.Module, Any]:
     """(model, its vLLM config), loaded as a worker loads it."""
     from vllm.config import set_current_vllm_config
@@ -38,7 +42,7 @@ def load(
 
     args = EngineArgs(
         model=str(folder),
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=128,
         tensor_parallel_size=tensor_parallel,

@@ -16,18 +16,30 @@ from typing import Any
 import torch
 
 from inference_node import dialect
-from orchestrator.errors import VerificationError
+from orchestrator.errors import ManifestError, VerificationError
 
 _HOOK = "process_weights_after_loading"
 
 
 def deriving_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Path -> the attention layers that make tensors of other layers' parameters."""
-    return {
+    """Path -> the attention layers that make tensors of other layers' parameters.
+
+    Raises:
+        ManifestError: a layer dropped the weight that it absorbed, so no update can reach it.
+    """
+    found = {
         path: layer
         for path, layer in model.named_modules()
         if dialect.is_deferred_attention(layer) and _derives(layer)
     }
+    for path, layer in found.items():
+        weight = getattr(getattr(layer, "kv_b_proj", None), "weight", None)
+        if weight is not None and weight.numel() == 0:
+            raise ManifestError(
+                f"{path} dropped the weight of kv_b_proj after absorbing it, so vLLM cannot reload "
+                "it; start vLLM with --attention-backend CPU_MLA"
+            )
+    return found
 
 
 def _derives(layer: torch.nn.Module) -> bool:

@@ -224,13 +224,15 @@ def test_absorbed_projections_follow_a_weight_that_is_written_in_place(
     assert m.wrong(m.tensors) == []
 
 
-def test_a_weight_that_is_dropped_is_unverified(models: dict[str, Loaded]) -> None:
+def test_a_weight_that_is_dropped_is_refused_and_unverified(models: dict[str, Loaded]) -> None:
     """As vLLM's MLA backend for AMX does with a weight that it has packed."""
     m = models["deepseek_v3"]
     layer = dict(m.model.named_modules())["model.layers.1.self_attn.kv_b_proj"]
     kept, layer.weight = layer.weight, torch.nn.Parameter(torch.empty(0), requires_grad=False)
     with torch.no_grad():
         found = verify.read_back(m.model, m.plan, {})
+    with pytest.raises(ManifestError, match=r"layers\.1\..* dropped the weight of kv_b_proj"):
+        derived.deriving_layers(m.model)
     layer.weight = kept
     assert list(found.unverified) == ["model.layers.1.self_attn.kv_b_proj.weight"]
 

@@ -49,6 +49,7 @@ def load(
         enable_expert_parallel=expert_parallel,
         distributed_executor_backend="mp" if tensor_parallel > 1 else None,
         kv_cache_memory_bytes=2**26,
+        attention_backend="CPU_MLA",  # for MLA only: the one for AMX knows no float32
     )
     config = args.create_engine_config()
     with set_current_vllm_config(config):

@@ -302,14 +302,15 @@ class _Recorder(TorchDispatchMode):
             self._computed.add(storage)
 
     def _note_computed(self, args: Any, kwargs: Any, out: Any) -> None:
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = (self._computed, self._sources, self._targets)
-        if not any(_storage(t) in tensors for t in inputs for tensors in known):
+        known = (self._sources, self._targets, self._computed)
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        new = [t for t in made if not any(_storage(t) in tensors for tensors in known)]
+        if not new:  # views, nearly always
             return
-        for made in tree_leaves(out):
-            if isinstance(made, torch.Tensor) and not any(_storage(made) in k for k in known):
-                self._computed.add(_storage(made))
-                self._keep.append(made)
+        inputs = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        if any(_storage(t) in tensors for t in inputs for tensors in known):
+            self._computed.update(map(_storage, new))
+            self._keep += new
 
     def _on_copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, source = self._targets.get(_storage(args[0])), self._sources.get(_storage(args[1]))

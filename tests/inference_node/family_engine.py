@@ -14,7 +14,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from inference_node import direct, placement, verify
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
+from tests.serving import BFLOAT16, SERVED
 from tests.trainer_node import families
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
@@ -35,30 +36,6 @@ from weight_transfer.groups import open_listener
 PROMPT_TOKENS = 40
 DECODED_TOKENS = 6
 VERSIONS = 2
-
-HEADS = {"num_attention_heads": 2}  # of 32: vLLM's attention on a CPU knows no 16
-DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
-NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # transformers writes neither
-ONE_GROUP = {"n_group": 1, "topk_group": 1}  # vLLM on a CPU takes no null
-EPS = {"rms_norm_eps": 1e-5}  # vLLM reads none
-SERVED: dict[str, dict[str, Any]] = {
-    "qwen2": HEADS | {"num_key_value_heads": 1},
-    "olmoe": HEADS | {"num_key_value_heads": 2} | EPS,
-    "gpt_oss": EPS,
-    "qwen3_next": DELTA,
-    "qwen3_5": DELTA,
-    "qwen3_5_moe": DELTA,
-    "glm4_moe_lite": LATENT,
-    "deepseek_v2": LATENT | ONE_GROUP,
-    "deepseek_v2_lite": LATENT | ONE_GROUP,
-    "deepseek_v3": LATENT | NOAUX,
-    "deepseek_v3_yarn": LATENT | NOAUX,
-    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
-}
-"""Settings that vLLM on a CPU wants otherwise."""
-BFLOAT16 = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-"""vLLM's gated delta rule on a CPU takes no other dtype."""
 
 
 def register_without_torchvision(architecture: str) -> None:
@@ -99,9 +76,8 @@ class Served:
 
 def checkpoint(name: str, folder: Path) -> dict[str, torch.Tensor]:
     """Write the family's checkpoint; returns its tensors."""
-    family = families.FAMILIES[name]
-    families.FAMILIES[name] = replace(family, settings=family.settings | SERVED.get(name, {}))
-    families.make(name, folder, "bfloat16" if name in BFLOAT16 else "float32")
+    dtype = "bfloat16" if name in BFLOAT16 else "float32"
+    families.make(name, folder, dtype, **SERVED.get(name, {}))
     return {n: t for f in sorted(folder.glob("*.safetensors")) for n, t in load_file(f).items()}
 
 

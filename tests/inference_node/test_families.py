@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from tests.inference_node import family_engine
-from tests.inference_node.family_engine import BFLOAT16, DECODED_TOKENS, PROMPT_TOKENS, Served
+from tests.inference_node.family_engine import DECODED_TOKENS, PROMPT_TOKENS, Served
 from tests.numerics import chain_error_bound, decoder_roundings
+from tests.serving import BFLOAT16
 from tests.trainer_node.families import FAMILIES, VOCAB
 
 VISIBLE = 0.5

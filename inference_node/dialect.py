@@ -111,12 +111,15 @@ def partial_load() -> Iterator[None]:
 
 
 def convert_moe_weights(
-    *, method: Any, layer: torch.nn.Module, w13_EUH: torch.Tensor, w2_EHI: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The packed weights that an unquantised MoE method makes of checkpoint-format weights.
+    *, method: Any, layer: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What an unquantised MoE method makes of a layer's parameters in checkpoint format.
 
-    Layer and method stay as they are. E = experts, U = 2 * intermediate, H = hidden,
-    I = intermediate.
+    Layer and method stay as they are.
+
+    Args:
+        tensors: w13_weight [E, U, H], w2_weight [E, H, I], and w13_bias [E, U], w2_bias [E, H] if
+            the layer has them. E = experts, U = 2 * intermediate, H = hidden, I = intermediate.
 
     Raises:
         NotImplementedError: the backend hides its layout (monolithic packing, other platforms).
@@ -126,27 +129,25 @@ def convert_moe_weights(
     backend = method.unquantized_backend
     if backend.name in ("TPU", "OOT", "XPU", "MOONEP"):
         raise NotImplementedError(f"MoE backend {backend.name} hides its layout")
-    if name() == "0.26":
-        if backend.name == "CPU":
-            raise NotImplementedError("vLLM 0.26's CPU MoE packs into a module of its own")
-        converted: tuple[torch.Tensor, torch.Tensor] = (
-            unquantized.convert_to_unquantized_kernel_format(
-                backend, moe_config=_copy(method.moe), w13_weight=w13_EUH, w2_weight=w2_EHI
-            )
-        )
-        return converted
+    is_old = name() == "0.26"
+    if is_old and backend.name == "CPU":
+        raise NotImplementedError("vLLM 0.26's CPU MoE packs into a module of its own")
     extra: dict[str, Any] = {}
     if "layer" in inspect.signature(unquantized.convert_to_unquantized_kernel_format).parameters:
-        extra["layer"] = _moe_stand_in(layer, w13_EUH, w2_EHI)
+        extra["layer"] = _moe_stand_in(layer, tensors)
     w13, w2 = unquantized.convert_to_unquantized_kernel_format(
-        backend, moe_config=_copy(method.moe), w13_weight=w13_EUH, w2_weight=w2_EHI, **extra
+        backend,
+        moe_config=_copy(method.moe),
+        w13_weight=tensors["w13_weight"],
+        w2_weight=tensors["w2_weight"],
+        **extra,
     )
-    stand_in = _moe_stand_in(layer, w13, w2)
+    converted = {**tensors, "w13_weight": w13, "w2_weight": w2}
+    if is_old:
+        return converted
+    stand_in = _moe_stand_in(layer, converted)
     _copy(method.moe_kernel.fused_experts).process_weights_after_loading(stand_in)
-    w13_packed, w2_packed = (stand_in._parameters[n] for n in ("w13_weight", "w2_weight"))
-    assert w13_packed is not None
-    assert w2_packed is not None
-    return w13_packed.data, w2_packed.data
+    return {n: p.data for n, p in stand_in._parameters.items() if p is not None}
 
 
 def _copy(value: Any) -> Any:
@@ -155,8 +156,8 @@ def _copy(value: Any) -> Any:
     return copy.copy(value)
 
 
-def _moe_stand_in(layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> torch.nn.Module:
-    """A module that answers like `layer` but owns the two given weights."""
+def _moe_stand_in(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A module that answers like `layer` but owns the given parameters."""
     import torch
 
     class _StandIn(torch.nn.Module):
@@ -164,14 +165,14 @@ def _moe_stand_in(layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -
             try:
                 return super().__getattr__(key)
             except AttributeError:
-                if key.endswith("_bias"):
+                if key.endswith("_bias") and key in layer._parameters:
                     raise
                 return getattr(layer, key)
 
     stand_in = _StandIn()
     # register_parameter refuses a name that hasattr() finds on the layer behind.
-    stand_in._parameters["w13_weight"] = torch.nn.Parameter(w13, requires_grad=False)
-    stand_in._parameters["w2_weight"] = torch.nn.Parameter(w2, requires_grad=False)
+    for key, tensor in tensors.items():
+        stand_in._parameters[key] = torch.nn.Parameter(tensor, requires_grad=False)
     return stand_in
 
 

@@ -82,7 +82,12 @@ def live_parameters(
             continue
         holders = [fmt, *(f for f in plan.formats.values() if f.alias_of == key)]
         whys = (
-            verify.why_not_in_place(layer := layers[h.module], h, is_shared=paths[id(layer)] > 1)
+            verify.why_not_in_place(
+                layer := layers[h.module],
+                h,
+                plan.formats_of(h.module),
+                is_shared=paths[id(layer)] > 1,
+            )
             for h in holders
         )
         reasons = [why for why in whys if why is not None]

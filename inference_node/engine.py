@@ -33,7 +33,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from inference_node import dialect, direct, placement, reload, shadow, verify
+from inference_node import derived, dialect, direct, placement, reload, shadow, verify
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import (
@@ -102,6 +102,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._group: TransferGroup | None = None
         self._checked: tuple[Manifest, placement.PlacementPlan] | None = None
         self._live: direct.Live = {}
+        self._deriving: dict[str, torch.nn.Module] = {}
         self._whole: _WorkerUpdate | None = None
         self._part: _WorkerUpdate | None = None
         self._update: _WorkerUpdate | None = None
@@ -170,6 +171,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
                 if (region.module, region.param) in lossy:
                     self._corrected.setdefault(region.name, []).append(region)
             self._live = direct.live_parameters(self.model, plan)
+            self._deriving = derived.deriving_layers(self.model)
             self._whole = self._part = self._update = None
             self._checked = (manifest, plan)
         return placement.local_findings(self._checked[1], manifest)
@@ -414,14 +416,19 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         for name, tensor in tensors:
             for region in self._corrected.get(name, ()):
                 self._corrections[region] = verify.zero_sign_correction(tensor, region)
-        self.model.load_weights(iter(tensors))
+        reload.load(self.model, tensors)
 
     def finish_weight_update(self) -> None:
-        """Finish a reload; kernel tensors are in place afterwards."""
-        if not self._is_reloading:
-            return
+        """Finish a reload, or make anew what depends on parameters that were written in place.
+
+        Kernel tensors are in place afterwards.
+        """
         try:
-            reload.finish(self.model, self.model_config)
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                if self._is_reloading:
+                    reload.finish(self.model, self.model_config)
+                else:
+                    derived.refresh(self._deriving, self.model_config.dtype)
         except BaseException:
             self.reset()
             raise
@@ -431,9 +438,15 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         return reload.reset(self.model)
 
     def digests(self) -> verify.WorkerDigests:
-        """Digests of the live tensors that the last update brought."""
+        """Digests of the live tensors that the last update brought.
+
+        Raises:
+            VerificationError: tensors that vLLM derives from them are not theirs.
+        """
         if self._update is None:
             raise RuntimeError("no update was started; send PrepareUpdate and ReceiveWeights first")
+        with torch.no_grad():
+            derived.check(self._deriving)
         plan, receiver = self._update.plan, self._update.receiver
         arrived = receiver.digests()
         if arrived is not None and not receiver.needs_reload:

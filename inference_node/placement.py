@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from inference_node import dialect, reload
 from orchestrator.errors import ManifestError
@@ -37,6 +38,25 @@ LOADER_ERRORS = (
     ValueError,
 )
 """Exceptions by which a loader refuses a tensor; NotImplementedError is a RuntimeError."""
+_FILLS = frozenset(
+    {
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.fill_.Tensor,
+        torch.ops.aten.zero_.default,
+    }
+)
+_DENSE_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
+_CONSTANTS = frozenset(
+    {
+        torch.ops.aten.zeros_like.default,
+        torch.ops.aten.ones_like.default,
+        torch.ops.aten.full_like.default,
+        torch.ops.aten.new_zeros.default,
+        torch.ops.aten.new_ones.default,
+        torch.ops.aten.new_full.default,
+    }
+)
+"""They look at a tensor's shape only."""
 _LOSSLESS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
 
 
@@ -74,6 +94,7 @@ class ParamFormat:
     """A parameter as `load_weights` sees it.
 
     `numel` excludes declared padding; `alias_of` shares another parameter's live tensor.
+    `is_computed`: its loader makes new values of the HF tensors.
     """
 
     module: str
@@ -84,6 +105,7 @@ class ParamFormat:
     numel: int
     alias_of: tuple[str, str] | None = None
     optional: bool = False
+    is_computed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +127,10 @@ class PlacementPlan:
         for region in self.regions:
             found.setdefault(region.name, []).append(region)
         return found
+
+    def formats_of(self, module: str) -> dict[str, ParamFormat]:
+        """The parameters of one layer, by name."""
+        return {param: fmt for (path, param), fmt in self.formats.items() if path == module}
 
 
 def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
@@ -129,6 +155,8 @@ def record(model: torch.nn.Module, manifest: Manifest) -> PlacementPlan:
                 refused[feed.last] = f"{type(error).__name__}: {error}"[:300]
                 if again or len(refused) >= MAX_REFUSALS:
                     break
+    for key in recorder.computed:
+        formats[key] = replace(formats[key], is_computed=True)
     return PlacementPlan(
         regions=tuple(recorder.regions),
         formats=formats,
@@ -219,14 +247,21 @@ class _Derived:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records `copy_` from a known source into a known parameter, by storage, without copying."""
+    """Records `copy_` from a known source into a known parameter, by storage, without copying.
+
+    Fills, and copies of tensors that depend on no HF tensor, cover a parameter without a region.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.regions: list[Region] = []
         self.covered: dict[tuple[str, str], int] = {}
+        self.computed: set[tuple[str, str]] = set()
+        """Parameters that get values which are computed from HF tensors."""
         self._seen: set[tuple[Any, ...]] = set()
         self._sources: dict[int, str | _Derived] = {}
+        self._computed: set[int] = set()
+        """Storages of tensors that are computed from HF tensors or parameters."""
         self._keep: list[torch.Tensor] = []
         self._targets = {
             _storage(p): (path, name)
@@ -243,26 +278,52 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._on_copy(func, args, kwargs)
-        if func in (
-            torch.ops.aten.fill_.Scalar,
-            torch.ops.aten.fill_.Tensor,
-            torch.ops.aten.zero_.default,
-        ):
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             target = self._targets.get(_storage(args[0]))
-            if target is not None:
-                self._cover(target, args[0])
+            if target is not None:  # a live one is among them: never run it
+                if func in _FILLS:
+                    self._cover(target, args[0])
+                else:
+                    self.computed.add(target)
                 return args[0]
+            self._on_change(args[0], is_filled=func in _FILLS)
         out = func(*args, **kwargs)
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default) and isinstance(
-            out, torch.Tensor
-        ):
+        if func in _DENSE_COPIES and isinstance(out, torch.Tensor):
             self._on_dense_copy(args[0], out)
+        elif func not in _CONSTANTS:
+            self._note_computed(args, kwargs, out)
         return out
+
+    def _on_change(self, changed: torch.Tensor, *, is_filled: bool) -> None:
+        """A source is changed in place: it is a constant now, or computed."""
+        storage = _storage(changed)
+        is_whole = changed.numel() * changed.element_size() == changed.untyped_storage().nbytes()
+        if self._sources.pop(storage, None) is not None and not (is_filled and is_whole):
+            self._computed.add(storage)
+
+    def _note_computed(self, args: Any, kwargs: Any, out: Any) -> None:
+        known = (self._sources, self._targets, self._computed)
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        new = [t for t in made if not any(_storage(t) in tensors for tensors in known)]
+        if not new:  # views, nearly always
+            return
+        inputs = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        if any(_storage(t) in tensors for t in inputs for tensors in known):
+            self._computed.update(map(_storage, new))
+            self._keep += new
 
     def _on_copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, source = self._targets.get(_storage(args[0])), self._sources.get(_storage(args[1]))
-        if target is None or source is None:
+        if target is None:
+            self._on_change(args[0], is_filled=False)
+            self._note_computed(args[1:], kwargs, args[0])
             return func(*args, **kwargs)
+        if source is None:
+            if _storage(args[1]) in self._computed or _storage(args[1]) in self._targets:
+                self.computed.add(target)
+            else:
+                self._cover(target, args[0])
+            return args[0]
         destination, view = args[0], args[1].expand(args[0].shape)
         origin = _origin(source, view)
         if origin is None:
@@ -300,7 +361,10 @@ class _Recorder(TorchDispatchMode):
     def _on_dense_copy(self, original: torch.Tensor, out: torch.Tensor) -> None:
         source = self._sources.get(_storage(original))
         origin = None if source is None else _origin(source, original)
-        if origin is None or _storage(out) == _storage(original):
+        if _storage(out) == _storage(original):
+            return
+        if origin is None:
+            self._note_computed((original,), {}, out)
             return
         name, first_index, index_strides = origin
         self._sources[_storage(out)] = _Derived(
@@ -362,6 +426,11 @@ class Findings:
     """HF name -> the cast that would change its values."""
 
 
+def is_kept_whole(sent: str, kept: str) -> bool:
+    """Whether a dtype holds all values of another one."""
+    return sent == kept or (sent, kept) in _LOSSLESS
+
+
 def local_findings(plan: PlacementPlan, manifest: Manifest) -> Findings:
     """This worker's part of the check. Pure."""
     specs = {spec.name: spec for spec in manifest.tensors}
@@ -372,7 +441,7 @@ def local_findings(plan: PlacementPlan, manifest: Manifest) -> Findings:
             (region.first_index, region.size, region.index_strides)
         )
         sent, kept = specs[region.name].dtype, plan.formats[(region.module, region.param)].dtype
-        if sent != kept and (sent, kept) not in _LOSSLESS:
+        if not is_kept_whole(sent, kept):
             lossy[region.name] = f"sent as {sent}, kept as {kept} in {region.module}.{region.param}"
     return Findings(
         loaded=loaded, refused=dict(plan.refused), uncovered=_uncovered(plan), lossy=lossy

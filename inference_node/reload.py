@@ -2,7 +2,7 @@
 
 vLLM puts a layer's parameters on the meta device and collects what `load_weights` brings. Once the
 layer is complete, vLLM builds it, packs it, and copies the result into the live ("kernel") tensors.
-Three things go wrong there (seen on 0.32, code read in 0.26):
+Four things go wrong there (seen on 0.32, code read in 0.26):
 
 * *MoE on the CPU, 0.28 to 0.32*: `UnquantizedFusedMoEMethod._setup_kernel` skips the experts'
   packing hook if a kernel exists. An update then silently copies raw weights into packed storage.
@@ -11,6 +11,9 @@ Three things go wrong there (seen on 0.32, code read in 0.26):
 * *Tied embeddings on the CPU*: the head has its own packed copy of the embedding, receives no
   tensor, and keeps the old copy. `repack_tied` packs it again. It can go when vLLM's reload
   processes a layer whose parameter is shared with one that loaded.
+* *Models that copy into a parameter themselves* (gpt-oss): vLLM sees only what passes through a
+  parameter's `weight_loader`. Other copies end on the meta device, and the layer keeps its old
+  weights. `load` collects them too. It can go when vLLM does.
 * *A failed update*: half-loaded layers stay registered and the next start skips them, which leaves
   uninitialised memory. `reset` restores every kernel tensor and forgets what was half loaded.
 """
@@ -18,10 +21,11 @@ Three things go wrong there (seen on 0.32, code read in 0.26):
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -38,6 +42,16 @@ def start(model: torch.nn.Module) -> None:
     reset(model)
     mend_moe_prepack(model)
     initialize_layerwise_reload(model)
+
+
+def load(model: torch.nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load HF tensors, also those that the model copies past its loaders.
+
+    Args:
+        tensors: they own their memory, because vLLM keeps them until their layers are complete.
+    """
+    with _CopiesPastLoaders(model):
+        model.load_weights(iter(tensors))  # type: ignore[operator]
 
 
 def finish(model: torch.nn.Module, model_config: Any) -> None:
@@ -134,6 +148,68 @@ def _with_hook_once(method: Any) -> Any:
             hook(layer)
 
     return process_weights_after_loading
+
+
+class _CopiesPastLoaders(TorchDispatchMode):
+    """Hands copies into parameters on meta to vLLM's reload, as if a weight loader made them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._loaders = 0
+        """Weight loaders that are running; their copies are no news."""
+        self._targets: dict[int, tuple[torch.nn.Module, str, torch.Tensor]] | None = None
+        self._get_numel_loaded = vllm_layerwise.get_numel_loaded
+
+    def __enter__(self) -> Any:
+        vllm_layerwise.get_numel_loaded = self._count
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        vllm_layerwise.get_numel_loaded = self._get_numel_loaded
+        super().__exit__(*error)
+
+    def _count(self, *args: Any) -> Any:
+        self._loaders += 1
+        try:
+            return self._get_numel_loaded(*args)
+        finally:
+            self._loaders -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_meta and not self._loaders:
+            self._take(args[0], args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _take(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if self._targets is None:
+            self._targets = {
+                p.untyped_storage()._cdata: (layer, name, p)
+                for layer in self._model.modules()
+                for name, p in layer._parameters.items()
+                if p is not None and p.is_meta
+            }
+        found = self._targets.get(destination.untyped_storage()._cdata)
+        if found is None:
+            return
+        layer, name, param = found
+        setattr(param, "weight_loader", _place)  # noqa: B010 - mypy: a Parameter has none
+        loader = vllm_layerwise.make_online_process_loader(layer, name)
+        setattr(param, "weight_loader", loader)  # noqa: B010
+        size, stride = tuple(destination.shape), tuple(destination.stride())
+        loader(param, source, size, stride, destination.storage_offset())
+
+
+def _place(
+    param: torch.Tensor,
+    loaded_weight: torch.Tensor,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> None:
+    """A weight loader: copies into the given view of the parameter."""
+    torch.as_strided(param, size, stride, offset).copy_(loaded_weight)
 
 
 def repack_tied(model: torch.nn.Module) -> None:

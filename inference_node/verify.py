@@ -1,11 +1,13 @@
 """Digests of the live tensors, read back into checkpoint layout and summed per HF tensor.
 
-Three layouts can be read back:
+Four layouts can be read back:
 
-* *as loaded*: the live parameter has the checkpoint's shape, strides and dtype, and its layer is
-  known not to permute it.
+* *as loaded*: the live parameter has the checkpoint's shape and strides, and its dtype or a wider
+  one, and its layer is known not to permute it.
 * *unquantised MoE*: the kernel's packing permutes each expert's elements. The permutation is found
-  by packing the elements' indices (`_PackedMoe`), checked on random data, and inverted.
+  by packing the elements' indices (`Packing`), checked on random data, and inverted.
+* *layers with tensors beside their parameters*, such as a convolution on the CPU: those tensors and
+  the parameter may be arrangements of what was loaded. They are learnt in the same way.
 * *linear layers on the CPU*: vLLM keeps a packed copy inside `cpu_linear` and drops the weight. The
   copy's product with unit vectors is exactly the weight (one term per sum), but -0.0 becomes 0.0.
   `zero_sign_correction` accounts for the signs that were received.
@@ -25,8 +27,9 @@ from typing import Any
 
 import torch
 
-from inference_node import dialect
-from inference_node.placement import ParamFormat, PlacementPlan, Region
+from inference_node import dialect, packing
+from inference_node.packing import Unreadable
+from inference_node.placement import ParamFormat, PlacementPlan, Region, is_kept_whole
 from orchestrator.errors import VerificationError
 from orchestrator.protocol.messages import Manifest
 from weight_transfer.digest import region_digest
@@ -36,7 +39,6 @@ PROBE_COLUMNS = 512
 _PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 PartKey = tuple[int, tuple[int, ...], tuple[int, ...]]
 """First index, size and index strides: which elements of the HF tensor a part has."""
-_MOE_METHOD = "UnquantizedFusedMoEMethod"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,40 +60,41 @@ class WorkerDigests:
     """Digests taken on arrival, in the order of `Arrivals`. None: there are none."""
 
 
-class Unreadable(Exception):
-    """A live layout that cannot be read back; the text is the reported reason."""
-
-
 def why_not_in_place(
-    layer: torch.nn.Module, fmt: ParamFormat, *, is_shared: bool = False
+    layer: torch.nn.Module,
+    fmt: ParamFormat,
+    siblings: Mapping[str, ParamFormat],
+    *,
+    is_shared: bool = False,
 ) -> str | None:
     """Why received bytes may not be written straight into this parameter; None if they may.
 
     Args:
+        siblings: all parameters of the layer, by name.
         is_shared: the model uses the layer in several places, such as a tied embedding.
     """
     live, method = layer._parameters.get(fmt.param), getattr(layer, "quant_method", None)
-    kind = type(method).__name__
+    kind, name = type(method).__name__, type(layer).__name__
+    if fmt.is_computed:
+        return f"the loader of {name} computes {fmt.param}"
     if live is None or live.numel() == 0:
-        return f"{type(layer).__name__} keeps {fmt.param} elsewhere"
-    if (tuple(live.shape), tuple(live.stride()), str(live.dtype)) != (
-        fmt.shape,
-        fmt.stride,
-        f"torch.{fmt.dtype}",
-    ):
-        return f"{type(layer).__name__} keeps {fmt.param} in another shape"
+        return f"{name} keeps {fmt.param} elsewhere"
+    if not _is_as_loaded(live, fmt) or str(live.dtype) != f"torch.{fmt.dtype}":
+        return f"{name} keeps {fmt.param} in another shape"
     if hasattr(layer, "cpu_linear") and (is_shared or not _only_looks_up(layer)):
-        return f"{type(layer).__name__} multiplies by a packed copy of {fmt.param}"
+        return f"{name} multiplies by a packed copy of {fmt.param}"
     if dialect.is_deferred_attention(layer):
-        return f"{type(layer).__name__} derives other tensors from {fmt.param}"
-    if kind == _MOE_METHOD and fmt.param in ("w13_weight", "w2_weight"):
+        return f"{name} derives other tensors from {fmt.param}"
+    if kind == packing.MOE_METHOD and fmt.param in packing.MOE_PARAMS:
         try:
-            packing = _packing(layer, method, fmt)[fmt.param]
+            is_identity = packing.of_experts(layer, method, siblings)[fmt.param].is_identity
         except Unreadable as why:
             return str(why)
-        return None if packing.is_identity else f"{type(layer).__name__} keeps {fmt.param} packed"
-    if method is not None and kind not in _PLAIN_METHODS and kind != _MOE_METHOD:
+        return None if is_identity else f"{name} keeps {fmt.param} packed"
+    if method is not None and kind not in _PLAIN_METHODS and kind != packing.MOE_METHOD:
         return f"{kind} converts {fmt.param}"
+    if method is not None and (beside := packing.tensors_beside(layer)):
+        return f"{name} makes {', '.join(beside)} of its parameters"
     return None
 
 
@@ -176,42 +179,61 @@ def _live_copies(
 ) -> list[_Live]:
     """Every live copy of a parameter in checkpoint layout, also those of layers that share it."""
     holders = [fmt, *(f for f in plan.formats.values() if f.alias_of == (fmt.module, fmt.param))]
-    copies = [live for holder in holders for live in _layer_copies(layers[holder.module], holder)]
+    copies: list[_Live] = []
+    for holder in holders:
+        try:
+            siblings = plan.formats_of(holder.module)
+            copies += _layer_copies(layers[holder.module], holder, siblings)
+        except Unreadable as why:
+            raise Unreadable(f"{holder.module}.{holder.param}: {why}") from why
     if not copies:
         raise Unreadable(f"{fmt.module}.{fmt.param} has no live tensor")
     return copies
 
 
-def _layer_copies(layer: torch.nn.Module, fmt: ParamFormat) -> list[_Live]:
+def _layer_copies(
+    layer: torch.nn.Module, fmt: ParamFormat, siblings: Mapping[str, ParamFormat]
+) -> list[_Live]:
     live, method = layer._parameters.get(fmt.param), getattr(layer, "quant_method", None)
     kind = type(method).__name__
-    if kind == _MOE_METHOD and fmt.param in ("w13_weight", "w2_weight"):
-        return [_Live(tensor=_unpack_moe(layer, method, fmt))]
-    if method is not None and kind not in _PLAIN_METHODS:
-        raise Unreadable(
-            f"{kind} of {fmt.module} keeps {fmt.param} in a layout that is not read back"
-        )
+    if fmt.is_computed:
+        raise Unreadable("its loader computes new values")
+    if kind == packing.MOE_METHOD and fmt.param in packing.MOE_PARAMS:
+        assert live is not None
+        packed = packing.of_experts(layer, method, siblings)[fmt.param]
+        return [_Live(tensor=packed.unpack(live.data, fmt.shape, items=fmt.shape[0]))]
+    if method is not None and kind not in _PLAIN_METHODS and kind != packing.MOE_METHOD:
+        raise Unreadable(f"{kind} keeps it in a layout that is not read back")
+    if method is not None and fmt.param == "weight" and packing.tensors_beside(layer):
+        return [
+            _Live(tensor=p.unpack(getattr(layer, name).data, fmt.shape, items=1))
+            for name, p in packing.of_tensors_beside(layer, method, fmt).items()
+        ]
     copies: list[_Live] = []
     if live is not None and live.numel() > 0:
-        if (tuple(live.shape), tuple(live.stride()), str(live.dtype)) != (
-            fmt.shape,
-            fmt.stride,
-            f"torch.{fmt.dtype}",
-        ):
+        if not _is_as_loaded(live, fmt):
             raise Unreadable(
-                f"{fmt.module}.{fmt.param} is kept as {tuple(live.shape)} {live.dtype}, "
-                f"loaded as {fmt.shape}"
+                f"it is kept as {tuple(live.shape)} {live.dtype}, loaded as {fmt.shape}"
             )
         copies.append(_Live(tensor=live.data))
-    packed = getattr(layer, "cpu_linear", None)
+    multiplies = getattr(layer, "cpu_linear", None)
     if (
-        packed is not None
+        multiplies is not None
         and fmt.param == "weight"
         and len(fmt.shape) == 2
         and _is_multiplied(layer, copies)
     ):
-        copies.append(_Live(tensor=_probe_linear(layer, packed, fmt), loses_zero_sign=True))
+        if multiplies is torch.nn.functional.linear and live is not None and live.numel() == 0:
+            raise Unreadable("its weight was dropped for a packed copy elsewhere")
+        copies.append(_Live(tensor=_probe_linear(layer, multiplies, fmt), loses_zero_sign=True))
     return copies
+
+
+def _is_as_loaded(live: torch.Tensor, fmt: ParamFormat) -> bool:
+    """Whether a live tensor has the shape and strides of the loaded one, and all of its bits."""
+    kept = str(live.dtype).removeprefix("torch.")
+    same = (tuple(live.shape), tuple(live.stride())) == (fmt.shape, fmt.stride)
+    return same and is_kept_whole(fmt.dtype, kept)
 
 
 def _is_multiplied(layer: torch.nn.Module, copies: Sequence[_Live]) -> bool:
@@ -266,155 +288,6 @@ def zero_sign_correction(tensor: torch.Tensor, region: Region) -> int:
         for v in (view, view + 0.0)
     )
     return signed - unsigned
-
-
-# ------------------------------------------ MoE: the packing, learnt and inverted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PackedMoe:
-    """The packing of one parameter of one MoE layer.
-
-    Element p of a packed expert is checkpoint element `source_P[p]`; -1 is padding.
-    """
-
-    source_P: torch.Tensor
-    is_identity: bool
-
-
-_PACKINGS: dict[tuple[Any, ...], dict[str, _PackedMoe]] = {}
-
-
-def _unpack_moe(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> torch.Tensor:
-    """The live MoE parameter in checkpoint layout [E, ., .]."""
-    live = layer._parameters[fmt.param]
-    assert live is not None
-    packing = _packing(layer, method, fmt)[fmt.param]
-    live_EP = live.data.reshape(live.shape[0], -1)
-    if live_EP.shape != (fmt.shape[0], packing.source_P.numel()):
-        raise Unreadable(
-            f"{fmt.module}.{fmt.param}: live shape {tuple(live.shape)} is not what its "
-            f"packing makes of {fmt.shape}"
-        )
-    if packing.is_identity:
-        return live_EP.reshape(fmt.shape)
-    kept_P = packing.source_P >= 0
-    loaded_EF = live_EP.new_empty(fmt.shape[0], fmt.shape[1] * fmt.shape[2])
-    loaded_EF[:, packing.source_P[kept_P]] = live_EP[:, kept_P]
-    return loaded_EF.view(fmt.shape)
-
-
-def _packing(layer: torch.nn.Module, method: Any, fmt: ParamFormat) -> dict[str, _PackedMoe]:
-    w13_shape, w2_shape = _moe_shapes(layer, fmt)
-    key = (
-        type(method),
-        id(type(getattr(getattr(method, "moe_kernel", None), "fused_experts", None))),
-        w13_shape,
-        w2_shape,
-        fmt.dtype,
-    )
-    if key not in _PACKINGS:
-        _PACKINGS[key] = _learn_packing(
-            layer, method, w13_shape, w2_shape, getattr(torch, fmt.dtype)
-        )
-    return _PACKINGS[key]
-
-
-def _moe_shapes(
-    layer: torch.nn.Module, fmt: ParamFormat
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """([U, H], [H, I]) of one expert in checkpoint format, from either of the two."""
-    config: Any = layer.moe_config
-    halves = 2 if config.is_act_and_mul else 1
-    if fmt.param == "w13_weight":
-        up, hidden = fmt.shape[1:]
-        return (up, hidden), (hidden, up // halves)
-    hidden, inner = fmt.shape[1:]
-    return (inner * halves, hidden), (hidden, inner)
-
-
-def _learn_packing(
-    layer: torch.nn.Module,
-    method: Any,
-    w13_shape: tuple[int, int],
-    w2_shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> dict[str, _PackedMoe]:
-    """Pack an expert whose elements are their indices, one exact base-256 digit at a time."""
-    shapes = {"w13_weight": w13_shape, "w2_weight": w2_shape}
-    device = next(p.device for p in layer.parameters())
-    elements = max(s[0] * s[1] for s in shapes.values()) + 1
-
-    def pack(w13_EF: torch.Tensor, w2_EF: torch.Tensor) -> dict[str, torch.Tensor]:
-        try:
-            w13, w2 = dialect.convert_moe_weights(
-                method=method,
-                layer=layer,
-                w13_EUH=w13_EF.view(-1, *w13_shape).to(dtype),
-                w2_EHI=w2_EF.view(-1, *w2_shape).to(dtype),
-            )
-        except (
-            NotImplementedError,
-            RuntimeError,
-            AssertionError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            raise Unreadable(
-                f"the packing of {type(layer).__name__} could not be learnt: {error}"
-            ) from error
-        return {
-            "w13_weight": w13.reshape(w13.shape[0], -1),
-            "w2_weight": w2.reshape(w2.shape[0], -1),
-        }
-
-    # 1-based, because padding reads 0. Two experts, because some kernels interleave them.
-    numbers = {n: torch.arange(1, s[0] * s[1] + 1, device=device) for n, s in shapes.items()}
-    found = {n: torch.zeros(0) for n in shapes}
-    for digit in range(max(1, -(-elements.bit_length() // 8))):
-        planes = {n: ((v >> (8 * digit)) & 255).repeat(2, 1) for n, v in numbers.items()}
-        packed = pack(planes["w13_weight"], planes["w2_weight"])
-        for n in shapes:
-            plane_P = packed[n][0].round().to(torch.int64) << (8 * digit)
-            found[n] = plane_P if digit == 0 else found[n] + plane_P
-    packings = {n: _as_packing(n, source_P - 1, shapes[n]) for n, source_P in found.items()}
-    _check_packing(pack, packings, shapes, device)
-    return packings
-
-
-def _as_packing(name: str, source_P: torch.Tensor, shape: tuple[int, int]) -> _PackedMoe:
-    kept = source_P[source_P >= 0]
-    numel = shape[0] * shape[1]
-    if kept.numel() != numel or not torch.equal(
-        kept.sort().values, torch.arange(numel, device=kept.device)
-    ):
-        raise Unreadable(f"the packing of {name} is not a permutation of each expert's elements")
-    identity = source_P.numel() == numel and torch.equal(
-        source_P, torch.arange(numel, device=source_P.device)
-    )
-    return _PackedMoe(source_P=source_P, is_identity=identity)
-
-
-def _check_packing(
-    pack: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]],
-    packings: Mapping[str, _PackedMoe],
-    shapes: Mapping[str, tuple[int, int]],
-    device: torch.device,
-) -> None:
-    """Check the packings on three experts of random bytes."""
-    generator = torch.Generator().manual_seed(0)
-    data = {
-        n: torch.randint(1, 256, (3, s[0] * s[1]), generator=generator).to(device)
-        for n, s in shapes.items()
-    }
-    packed = pack(data["w13_weight"], data["w2_weight"])
-    for n, packing in packings.items():
-        kept = packing.source_P >= 0
-        same = packed[n].shape == (3, kept.numel()) and torch.equal(
-            packed[n][:, kept].long(), data[n][:, packing.source_P[kept]]
-        )
-        if not same:
-            raise Unreadable(f"the packing of {n} mixes experts or depends on their values")
 
 
 # ------------------------------------------ putting the workers' parts together

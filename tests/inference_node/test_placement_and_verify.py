@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from inference_node import placement, reload, verify
+from inference_node import derived, direct, packing, placement, reload, verify
 from orchestrator.errors import ManifestError, VerificationError
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from tests.inference_node import tiny, vllm_models
+from tests.inference_node import family_engine, tiny, vllm_models
 from tests.inference_node.harness import moved
 from weight_transfer.digest import tensor_digest
 
@@ -23,15 +23,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_padded": ("moe", {"moe_intermediate_size": 48}),
     "dense": ("dense", {}),
     "tied": ("tied", {}),
+    "deepseek_v3": ("family", {}),
+    "gpt_oss": ("family", {}),
 }
+CONVOLUTION = "qwen3_next"
 
 
 class Loaded:
     """A model, its tensors and its plan."""
 
-    def __init__(self, folder: Path, kind: str, changes: dict[str, Any]) -> None:
-        self.tensors = tiny.write_checkpoint(folder, kind, **changes)
-        self.model, self.config = vllm_models.load(folder)
+    def __init__(self, folder: Path, name: str) -> None:
+        kind, changes = KINDS.get(name, ("family", {}))
+        dtype = "bfloat16" if name == CONVOLUTION else "float32"
+        if kind == "family":
+            self.tensors = family_engine.checkpoint(name, folder)
+        else:
+            self.tensors = tiny.write_checkpoint(folder, kind, **changes)
+        self.model, self.config = vllm_models.load(folder, dtype=dtype)
         self.manifest = tiny.manifest_of(self.tensors)
         self.plan = placement.record(self.model, self.manifest)
 
@@ -59,10 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loade
     import torch.distributed as dist
 
     vllm_models.start_distributed()
-    yield {
-        name: Loaded(tmp_path_factory.mktemp(name), kind, changes)
-        for name, (kind, changes) in KINDS.items()
-    }
+    yield {name: Loaded(tmp_path_factory.mktemp(name), name) for name in (*KINDS, CONVOLUTION)}
     dist.destroy_process_group()
 
 
@@ -172,6 +177,110 @@ def test_one_flipped_element_inside_a_packed_linear_names_its_tensor(
     assert m.wrong(m.tensors) == ["model.layers.0.self_attn.k_proj.weight"]
     layer.cpu_linear = packed
     assert m.wrong(m.tensors) == []
+
+
+def test_a_convolution_is_read_back_from_each_of_its_copies(models: dict[str, Loaded]) -> None:
+    """vLLM on a CPU may permute it and keep what was loaded beside it."""
+    m = models[CONVOLUTION]
+    name = "model.layers.0.linear_attn.conv1d.weight"
+    layer = dict(m.model.named_modules())[name.removesuffix(".weight")]
+    assert m.wrong(m.tensors) == []
+    beside = packing.tensors_beside(layer)
+    for live in (layer.weight.data, *beside.values()):
+        flat = live.view(-1)
+        before = flat[9].clone()
+        flat[9] += 1
+        if beside:
+            with pytest.raises(VerificationError, match=rf"{name} \(its live copies disagree"):
+                m.wrong(m.tensors)
+        else:
+            assert m.wrong(m.tensors) == [name]
+        flat[9] = before
+    assert m.wrong(m.tensors) == []
+
+
+def test_absorbed_projections_follow_a_weight_that_is_written_in_place(
+    models: dict[str, Loaded],
+) -> None:
+    m = models["deepseek_v3"]
+    layers = derived.deriving_layers(m.model)
+    assert len(layers) == m.config.model_config.hf_config.num_hidden_layers
+    layer = next(iter(layers.values()))
+    weight = layer.kv_b_proj.weight
+    before = weight.data.clone()
+    for name in ("W_UK_T", "W_UV"):  # copies, as of a weight of another dtype
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name).clone(), requires_grad=False))
+    derived.check(layers)
+    weight.data += 0.5
+    with pytest.raises(VerificationError, match="absorbed"):
+        derived.check(layers)
+    derived.refresh(layers, torch.float32)
+    derived.check(layers)
+    layer.W_UV.data[1, 2, 3] += 1e-3
+    with pytest.raises(VerificationError, match="absorbed"):
+        derived.check(layers)
+    weight.data.copy_(before)
+    derived.refresh(layers, torch.float32)
+    assert m.wrong(m.tensors) == []
+
+
+def test_a_weight_that_is_dropped_is_refused_and_unverified(models: dict[str, Loaded]) -> None:
+    """As vLLM's MLA backend for AMX does with a weight that it has packed."""
+    m = models["deepseek_v3"]
+    layer = dict(m.model.named_modules())["model.layers.1.self_attn.kv_b_proj"]
+    kept, layer.weight = layer.weight, torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    with torch.no_grad():
+        found = verify.read_back(m.model, m.plan, {})
+    with pytest.raises(ManifestError, match=r"layers\.1\..* dropped the weight of kv_b_proj"):
+        derived.deriving_layers(m.model)
+    layer.weight = kept
+    assert list(found.unverified) == ["model.layers.1.self_attn.kv_b_proj.weight"]
+
+
+def test_a_wider_live_tensor_is_read_back_but_not_written_in_place(
+    models: dict[str, Loaded],
+) -> None:
+    m = models[CONVOLUTION]
+    norm = m.model.model.norm
+    kept, norm.weight.data = norm.weight.data, norm.weight.data.float()
+    assert m.wrong(m.tensors) == []
+    live = direct.live_parameters(m.model, m.plan)
+    norm.weight.data = kept
+    assert "another shape" in live["model.norm", "weight"]
+
+
+def test_what_a_loader_computes_is_neither_placed_nor_verified() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    class Model(torch.nn.Module):
+        """Loads like vLLM's Mamba (decay) and like gpt-oss on a rank that is not the first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("weight", "decay", "down_bias", "up_bias"):
+                self.register_parameter(name, torch.nn.Parameter(torch.zeros(4, 4)))
+
+        def load_weights(self, weights: Any) -> None:
+            for name, loaded in weights:
+                target = dict(self.named_parameters())[name]
+                if name == "down_bias":
+                    loaded.zero_()
+                target.copy_(torch.zeros_like(loaded) if name == "up_bias" else loaded.t())
+                if name == "decay":
+                    target.copy_(-torch.exp(target))
+
+    model = Model()
+    record_metadata_for_reloading(model)
+    manifest = tiny.manifest_of({n: torch.zeros(4, 4) for n, _ in model.named_parameters()})
+    plan = placement.record(model, manifest)
+    assert {r.name for r in plan.regions} == {"weight", "decay"}
+    assert {param for (_, param), fmt in plan.formats.items() if fmt.is_computed} == {"decay"}
+    findings = placement.local_findings(plan, manifest)
+    assert findings.uncovered == {} and findings.refused == {}
+    assert direct.live_parameters(model, plan)["", "decay"] == "the loader of Model computes decay"
+    with torch.no_grad():
+        found = verify.read_back(model, plan, {})
+    assert set(found.unverified) == {"decay"} and set(found.parts) == {"weight"}
 
 
 def test_negative_zeros_survive_the_read_back_of_packed_layers(models: dict[str, Loaded]) -> None:

@@ -28,7 +28,11 @@ def _store_file() -> str:
 
 
 def load(
-    folder: Path, *, tensor_parallel: int = 1, expert_parallel: bool = False
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    tensor_parallel: int = 1,
+    expert_parallel: bool = False,
 ) -> tuple[torch.nn.Module, Any]:
     """(model, its vLLM config), loaded as a worker loads it."""
     from vllm.config import set_current_vllm_config
@@ -38,13 +42,14 @@ def load(
 
     args = EngineArgs(
         model=str(folder),
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=128,
         tensor_parallel_size=tensor_parallel,
         enable_expert_parallel=expert_parallel,
         distributed_executor_backend="mp" if tensor_parallel > 1 else None,
         kv_cache_memory_bytes=2**26,
+        attention_backend="CPU_MLA",  # for MLA only: the one for AMX knows no float32
     )
     config = args.create_engine_config()
     with set_current_vllm_config(config):
@@ -60,5 +65,5 @@ def update(model: torch.nn.Module, config: Any, tensors: dict[str, torch.Tensor]
 
     with set_current_vllm_config(config), torch.no_grad():
         reload.start(model)
-        model.load_weights(iter([(n, t.clone()) for n, t in tensors.items()]))
+        reload.load(model, [(n, t.clone()) for n, t in tensors.items()])
         reload.finish(model, config.model_config)

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import LoraConfig
+from orchestrator.protocol.config import ALL_LINEAR, LoraConfig
 from trainer_node import objects
 from trainer_node.adapters.merge import LoraDelta
 from trainer_node.lockstep import Failure, agree
@@ -137,24 +137,29 @@ def write(
     parts = layout(stacks)
     with bulk_writer(next(iter(tensors.values())).device) as writer:
         write_file(folder / WEIGHTS, lambda path: writer.start(path, parts).wait())
-    write_config(folder, lora=lora, model=model)
+    write_config(folder, stacks, lora=lora, model=model)
 
 
-def write_config(folder: Path, *, lora: LoraConfig, model: Path) -> None:
+def write_config(folder: Path, stacks: Sequence[Stack], *, lora: LoraConfig, model: Path) -> None:
     """Write PEFT's adapter_config.json; to be called when the weights are there."""
+    modules = {name for stack in stacks for name in stack.names}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model.absolute()),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
+        "target_modules": sorted(_leaves(modules) if ALL_LINEAR in lora.targets else lora.targets),
         "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
     write_file(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=1)))
+
+
+def _leaves(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -175,8 +180,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_config(config: Mapping[str, Any], lora: LoraConfig, *, path: Path) -> None:
+def check_config(
+    config: Mapping[str, Any], lora: LoraConfig, *, modules: Iterable[str], path: Path
+) -> None:
     """Check that this trainer computes the adapter as PEFT does.
+
+    Args:
+        modules: HF modules that have adapters here.
 
     Raises:
         AdapterError: names each setting, its value and what the trainer has or knows.
@@ -191,7 +201,7 @@ def check_config(config: Mapping[str, Any], lora: LoraConfig, *, path: Path) -> 
             wrong.append(
                 f"{field} is {config.get(field)!r}, the trainer's lora config has {ours!r}"
             )
-    wrong += _target_mismatch(config.get("target_modules"), lora)
+    wrong += _target_mismatch(config.get("target_modules"), modules)
     if config.get("init_lora_weights") not in PLAIN_INIT:
         wrong.append(
             f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base "
@@ -205,17 +215,15 @@ def check_config(config: Mapping[str, Any], lora: LoraConfig, *, path: Path) -> 
         raise AdapterError(f"{path}: {'; '.join(wrong)}")
 
 
-def _target_mismatch(targets: Any, lora: LoraConfig) -> list[str]:
+def _target_mismatch(targets: Any, modules: Iterable[str]) -> list[str]:
     """PEFT matches a list's entries as endings of module names. The tensors show what a pattern
     matched."""
     if isinstance(targets, str):
         return []
-    named = {str(t).rpartition(".")[2] for t in targets or ()}
-    if named == set(lora.targets):
+    named, ours = _leaves(map(str, targets or ())), _leaves(modules)
+    if named == ours:
         return []
-    return [
-        f"target_modules are {sorted(named)}, the trainer's lora config has {sorted(lora.targets)}"
-    ]
+    return [f"target_modules are {sorted(named)}, the trainer's lora config has {sorted(ours)}"]
 
 
 def read_tensors(folder: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
@@ -316,7 +324,8 @@ def read_adapter(
     Raises:
         AdapterError: see the functions above.
     """
-    check_config(read_config(folder), lora, path=folder / CONFIG)
+    modules = {module for module, _ in expected}
+    check_config(read_config(folder), lora, modules=modules, path=folder / CONFIG)
     found = by_module(read_tensors(folder), path=folder)
     check_tensors(found, expected, path=folder)
     bad = [_stored_name(k) for k, t in found.items() if not t.isfinite().all()]
@@ -365,7 +374,7 @@ def gather_stacks(model: Model, *, group: Any) -> list[Stack]:
     from trainer_node.model.parameters import Piece
 
     mine = [
-        (piece, p.param.detach())
+        (piece, piece.read(p.param))
         for p in model.params
         if p.counted and p.group.rank() == 0
         for piece in p.pieces

@@ -223,6 +223,8 @@ def trainable(
     trains_all = config.finetuning_type == "full"
     adapters = AdapterSet(
         tasks=() if trains_all else tasks,
+        bridge=bridge,
+        state=checkpoint.state,
         layers=[m for m in module.modules() if isinstance(m, TransformerLayer)],
         config=provider,
         lora=config.lora,

@@ -75,7 +75,7 @@ def save_adapter(model: Model, folder: Path) -> None:
             parts = peft_io.layout(stacks)
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / peft_io.WEIGHTS, lambda path: writer.start(path, parts).wait())
-            peft_io.write_config(folder, lora=model.config.lora, model=model.config.model)
+            peft_io.write_config(folder, stacks, lora=model.config.lora, model=model.config.model)
 
 
 def save(
@@ -123,7 +123,7 @@ def save(
                 if adapter is not None:
                     hashes[f"{ADAPTER}/{peft_io.WEIGHTS}"] = adapter.wait()
                     peft_io.write_config(
-                        temp / ADAPTER, lora=model.config.lora, model=model.config.model
+                        temp / ADAPTER, stacks, lora=model.config.lora, model=model.config.model
                     )
     except Exception:
         if began:  # free the room on a full disk

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from peft import PeftModel
 from safetensors.torch import save_file
@@ -47,6 +48,9 @@ LR = 0.5
 def adapted(built: Built) -> Model:
     """The family's model with its adapters, as `trainer_node.model.build` has it."""
     built.module.requires_grad_(False)
+    for module in built.module.modules():
+        if isinstance(module, MoELayer) and not built.module.config.sequence_parallel:
+            module.training = False
     device, config = torch.device("cpu"), built.module.config
     adapters = AdapterSet(
         tasks=built.tasks,

@@ -43,7 +43,6 @@ SEVERAL = [
     ("qwen3_5_moe", ALL, 1, (2, 1, 1, 1)),
     ("qwen3_5_moe", ALL, 0, (2, 1, 1, 1)),
     ("qwen3_next", ALL, 1, (2, 1, 1, 1)),
-    ("olmoe", ALL, 1, (2, 1, 1, 1)),
     ("minimax_m2", ALL, 1, (2, 1, 1, 1)),
     ("deepseek_v2", ALL, 1, (2, 1, 1, 1)),
     ("deepseek_v2", ALL, 1, (1, 1, 2, 1)),

@@ -20,66 +20,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from peft import PeftModel
 from safetensors.torch import save_file
 
 from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
 from tests.trainer_node import family
-from tests.trainer_node.family import Built
 from trainer_node.adapters import peft_io
-from trainer_node.adapters.lora import AdapterSet
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports
 from trainer_node.model import topology
 from trainer_node.model.model import Model
-from trainer_node.model.parameters import count, finalize_gradients
+from trainer_node.model.parameters import finalize_gradients
 from trainer_node.tools.reference import with_single_experts
 from trainer_node.training.batch import MicroBatch
 from weight_transfer.layout import torch_dtype
 
 LORA = LoraConfig(rank=4, alpha=8)
 LR = 0.5
-
-
-def adapted(built: Built) -> Model:
-    """The family's model with its adapters, as `trainer_node.model.build` has it."""
-    built.module.requires_grad_(False)
-    for module in built.module.modules():
-        if isinstance(module, MoELayer) and not built.module.config.sequence_parallel:
-            module.training = False
-    device, config = torch.device("cpu"), built.module.config
-    adapters = AdapterSet(
-        tasks=built.tasks,
-        bridge=built.bridge,
-        state=built.checkpoint.state,
-        layers=[m for m in built.module.modules() if isinstance(m, TransformerLayer)],
-        config=config,
-        lora=built.config.lora,
-        seed=0,
-        device=device,
-    )
-    params = adapters.params()
-    return Model(
-        config=built.config,
-        hf_config=built.checkpoint.config,
-        device=device,
-        control_group=topology.group_of_all("gloo"),
-        gather_group=topology.group_of_all(),
-        provider=config,
-        bridge=built.bridge,
-        checkpoint=built.checkpoint,  # type: ignore[arg-type]
-        modules=[built.module],
-        head=built.module,
-        routers=[],
-        conversion_tasks=built.tasks,
-        adapters=adapters,
-        params=params,
-        num_parameters=count(params, device),
-    )
 
 
 def fill(model: Model) -> None:
@@ -136,9 +94,7 @@ def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
     tuned.eval()
     ids = family.tokens()
     found = [tuned(input_ids=i[None], use_cache=False).logits[0].log_softmax(-1) for i in ids]
-    picked = [
-        o[:-1].gather(-1, i[1:, None])[:, 0] for o, i in zip(found, ids, strict=True)
-    ]
+    picked = [o[:-1].gather(-1, i[1:, None])[:, 0] for o, i in zip(found, ids, strict=True)]
     (-torch.cat(picked).mean()).backward()
     grads = {}
     for name, parameter in tuned.named_parameters():
@@ -205,22 +161,21 @@ def main() -> None:
         lora=LORA.model_copy(update={"targets": targets}),
         dtype="float32",
     )
-    built = family.build(config)
-    model = adapted(built)
+    model = family.build(config)
     fill(model)
-    result = run(built, model, folder)
+    result = run(model, folder)
     if dist.get_rank() == 0:
         torch.save(result, out)
     topology.leave()
 
 
-def run(built: Built, model: Model, folder: Path) -> dict[str, Any]:
+def run(model: Model, folder: Path) -> dict[str, Any]:
     """Everything of a rank."""
-    micro = family.pack(built.config)
-    matrices, lora = whole_matrices(model), built.config.lora
-    log_probs_LV = family.log_probs(built, micro)
+    micro = family.pack(model.config)
+    matrices, lora = whole_matrices(model), model.config.lora
+    log_probs_LV = family.log_probs(model, micro)
     with torch.no_grad(), model.adapters.switched(on=False):
-        base_LV = family.log_probs(built, micro)
+        base_LV = family.log_probs(model, micro)
     result: dict[str, Any] = {
         "ours": family.whole(log_probs_LV, micro),
         "base": family.whole(base_LV, micro),
@@ -235,7 +190,7 @@ def run(built: Built, model: Model, folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         for p in model.params:
             p.param -= LR * p.grad
-        result["stepped"] = family.whole(family.log_probs(built, micro), micro)
+        result["stepped"] = family.whole(family.log_probs(model, micro), micro)
     if dist.get_rank() == 0:
         with tempfile.TemporaryDirectory() as temp:
             peft_io.write(Path(temp), matrices, lora=lora, model=folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ SEVERAL = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    server = Ranks(tmp_path_factory.mktemp("ranks"), server="tests.trainer_node.familyserver")
+    server = Ranks(tmp_path_factory.mktemp("ranks"))
     yield server
     server.close()
 

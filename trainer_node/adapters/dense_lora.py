@@ -25,6 +25,8 @@ from torch.nn import functional
 from orchestrator.protocol.config import LoraConfig
 from trainer_node.adapters.dropout import Dropout, key_of
 from trainer_node.adapters.linears import Linear, Place, initial_lora_a
+from trainer_node.export import strides
+from trainer_node.export.gather_plan import Box
 from trainer_node.model.parameters import Piece, TrainedParam
 
 
@@ -67,10 +69,13 @@ class _Adapter(nn.Module):
 
 
 def _row_pieces(key: str, place: Place, rank: int) -> Iterator[Piece]:
+    """Each run of rows that this rank has of B."""
     first = 0
     for row, count in place.runs:
+        rows, columns = strides.Axis(1, count, 0, rank), strides.Axis(1, rank, 0, 1)
+        here = strides.Piece(0, Box(row, count, 0, rank), first * rank, rows, columns)
         shape, offsets = (place.shape[0], rank), (row, 0)
-        yield Piece(key=key, shape=shape, offsets=offsets, rows=count, first=first)
+        yield Piece(key=key, shape=shape, offsets=offsets, rows=count, place=here)
         first += count
 
 

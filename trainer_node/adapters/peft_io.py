@@ -17,7 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -379,7 +379,9 @@ def gather_stacks(model: Model, *, group: Any) -> list[Stack]:
         if p.counted and p.group.rank() == 0
         for piece in p.pieces
     ]
-    plans = objects.all_gather([(asdict(piece), t.shape) for piece, t in mine], group=group)
+    plans = objects.all_gather(
+        [(asdict(replace(piece, place=None)), t.shape) for piece, t in mine], group=group
+    )
     if dist.get_rank() != 0:
         if mine:
             dist.send(torch.cat([t.reshape(-1) for _, t in mine]), dst=0)

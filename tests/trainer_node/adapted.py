@@ -49,10 +49,10 @@ def fill(model: Model) -> None:
         local.tensor.copy_(whole[local.place])
 
 
-def whole_matrices(model: Model) -> dict[peft_io.Key, torch.Tensor]:
-    """(module, "A" or "B") -> matrix on rank 0."""
+def by_key(stacks: list[peft_io.Stack]) -> dict[peft_io.Key, torch.Tensor]:
+    """(module, "A" or "B") -> matrix, as in PEFT's file."""
     found = {}
-    for stack in peft_io.gather_stacks(model, group=None):
+    for stack in peft_io.in_file(stacks):
         flat = torch.cat([tensor.reshape(-1) for _, tensor in stack.pieces])
         for name, matrix in zip(stack.names, flat.view(-1, *stack.shape), strict=True):
             found[name, stack.matrix] = matrix.clone()
@@ -71,7 +71,7 @@ def gradients(model: Model, log_probs_LV: torch.Tensor, micro: MicroBatch) -> di
     kept = [p.param.data for p in model.params]
     for p in model.params:
         p.param.data = p.grad
-    found = whole_matrices(model)
+    found = by_key(peft_io.gather_stacks(model, group=None))
     for p, data in zip(model.params, kept, strict=True):
         p.param.data = data
     return found
@@ -87,7 +87,7 @@ def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
     is_native = "block_sparse_moe" in (adapter / peft_io.WEIGHTS).read_bytes()[:2000].decode(
         errors="replace"
     )
-    is_single = {"gate_proj", "down_proj"} & set(json_of(adapter)["target_modules"])
+    is_single = {"gate_proj", "down_proj"} & set(peft_io.read_config(adapter)["target_modules"])
     if not is_native and is_single:
         model = with_single_experts(model)
     tuned = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -103,16 +103,11 @@ def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
             grads[name.removeprefix("base_model.model.")] = (
                 torch.zeros_like(parameter) if grad is None else grad
             )
-    by_key = {}
+    by_module = {}
     for name, grad in grads.items():
         module, _, rest = name.rpartition(".lora_")
-        by_key[module, rest[0]] = grad
-    return torch.cat(found).detach(), {} if is_native else by_key
-
-
-def json_of(adapter: Path) -> dict[str, Any]:
-    """The adapter's config."""
-    return peft_io.read_config(adapter)
+        by_module[module, rest[0]] = grad
+    return torch.cat(found).detach(), {} if is_native else by_module
 
 
 def from_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -172,7 +167,11 @@ def main() -> None:
 def run(model: Model, folder: Path) -> dict[str, Any]:
     """Everything of a rank."""
     micro = family.pack(model.config)
-    matrices, lora = whole_matrices(model), model.config.lora
+    stacks, lora = peft_io.gather_stacks(model, group=None), model.config.lora
+    written = tempfile.TemporaryDirectory()
+    adapter = Path(written.name)
+    if stacks:
+        peft_io.write_stacks(adapter, stacks, lora=lora, model=folder)
     log_probs_LV = family.log_probs(model, micro)
     with torch.no_grad(), model.adapters.switched(on=False):
         base_LV = family.log_probs(model, micro)
@@ -180,7 +179,7 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
         "ours": family.whole(log_probs_LV, micro),
         "base": family.whole(base_LV, micro),
         "our_gradients": gradients(model, log_probs_LV, micro),
-        "names": sorted({name for name, _ in matrices}),
+        "names": sorted({name for name, _ in by_key(stacks)}),
     }
     if dist.get_world_size() == 1:
         exporter = Exporter(model)
@@ -192,10 +191,9 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
             p.param -= LR * p.grad
         result["stepped"] = family.whole(family.log_probs(model, micro), micro)
     if dist.get_rank() == 0:
-        with tempfile.TemporaryDirectory() as temp:
-            peft_io.write(Path(temp), matrices, lora=lora, model=folder)
-            result["adapter_config"] = json_of(Path(temp))
-            result["theirs"], result["their_gradients"] = theirs(folder, Path(temp))
+        result["adapter_config"] = peft_io.read_config(adapter)
+        result["theirs"], result["their_gradients"] = theirs(folder, adapter)
+        written.cleanup()
     return result
 
 

@@ -278,8 +278,10 @@ class AdapterSet:
         self.adapters: list[DenseAdapter | WeightAdapter | ExpertAdapter] = []
         self.by_module: dict[nn.Module, DenseAdapter | ExpertAdapter] = {}
         """Megatron's linear -> its adapter."""
-        self.stacked: dict[str, bool] = {}
-        """Stacked HF tensor with adapters -> whether it has [experts, in, out]."""
+        self.stacked: list[str] = []
+        """Stacked HF tensors of the whole model whose experts have adapters."""
+        self.transposed: set[str] = set()
+        """Those of this rank that are [experts, in, out]."""
         self._hooks: list[Any] = []
         self._on = True
         self.dropout = Dropout(
@@ -306,6 +308,9 @@ class AdapterSet:
         modules: dict[Any, Any] = {}
         for task in in_layers:
             wanted = [name for name in _hf_names(task) if targets.wants(name)]
+            self.stacked += [
+                n for n in wanted if not n.endswith(".weight") and n not in self.stacked
+            ]
             if not wanted or task.param_weight is None:  # another pipeline stage's
                 continue
             if refusal := _refusal(task, self._settings["lora"]):
@@ -412,8 +417,8 @@ class AdapterSet:
             tensor, linear = part[0]
             wanted = targets.wants(tensor)
             names.append([one.name for _, one in part] if wanted else None)
-            if wanted and not tensor.endswith(".weight"):
-                self.stacked[tensor] = linear.place.transposed
+            if wanted and linear.place.transposed:
+                self.transposed.add(tensor)
         adapter = ExpertAdapter(
             names=names,
             places=[linear.place for _, linear in by_expert[0]],

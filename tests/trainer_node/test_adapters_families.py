@@ -11,7 +11,7 @@ import torch
 from tests.numerics import chain_error_bound
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import LENGTHS, make
-from tests.trainer_node.test_families import SMALL, roundings
+from tests.trainer_node.family_bounds import SMALL, roundings
 
 Cell = Callable[..., dict[str, Any]]
 ALL = "all-linear"

@@ -175,9 +175,8 @@ class DenseAdapter(_Adapter):
         else:
             lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
             h = functional.linear(x, lora_A)
-        if self._is_copy:
-            return h * self.scale
-        return self._exchange(h, group=self._group) * self.scale
+        h = h if self._is_copy else self._exchange(h, group=self._group)
+        return h * self.scale
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The linear's output with the adapters' added, [s, b, sum of O local]; written over `out`

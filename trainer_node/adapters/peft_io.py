@@ -284,17 +284,17 @@ def check_config(
                 f"{field} is {config.get(field)!r}, the trainer's lora config has {ours!r}"
             )
     wrong += _target_mismatch(config.get("target_modules"), modules)
-    named, ours = _tails(map(str, config.get("target_parameters") or ())), _tails(stacked)
-    if named != ours:
+    named, known = _tails(map(str, config.get("target_parameters") or ())), _tails(stacked)
+    if named != known:
         wrong.append(
-            f"target_parameters are {sorted(named)}, the trainer's lora config has {sorted(ours)}"
+            f"target_parameters are {sorted(named)}, the trainer's lora config has {sorted(known)}"
         )
     if config.get("init_lora_weights") not in PLAIN_INIT:
         wrong.append(
             f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base "
             "weights too"
         )
-    known = SAME_NUMBERS | {
+    fields = SAME_NUMBERS | {
         "peft_type",
         "r",
         "lora_alpha",
@@ -302,7 +302,7 @@ def check_config(
         "init_lora_weights",
         "target_parameters",
     }
-    for field in sorted(set(config) - known):
+    for field in sorted(set(config) - fields):
         if config[field] and not (field == "bias" and config[field] == "none"):
             wrong.append(f"{field} is {config[field]!r}, which is not supported")
     if wrong:

@@ -247,4 +247,7 @@ def _stack_experts(module: Any, adapters: AdapterSet) -> None:
     for layer in [m for m in module.modules() if isinstance(m, MoELayer)]:
         linears = layer.experts.linear_fc1, layer.experts.linear_fc2
         of_layer = tuple(adapters.by_module.get(linear) for linear in linears)
+        parts = [0 if adapter is None else len(adapter.names) for adapter in of_layer]
+        if parts[0] not in (0, 2):
+            continue  # one adapter for gate and up together
         StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)  # type: ignore[arg-type]

@@ -110,6 +110,14 @@ def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
     return torch.cat(found).detach(), {} if is_native else by_module
 
 
+def check_reload(model: Model, adapter: Path) -> None:
+    """What was written is read again, bit by bit."""
+    whole = peft_io.read_on_all_ranks(model, adapter)
+    for local in model.adapters.local_matrices():
+        assert torch.equal(local.tensor, whole.pop((local.module, local.matrix))[local.place])
+    assert not whole
+
+
 def from_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """transformers' log-probs of the family with these tensors."""
     with tempfile.TemporaryDirectory() as temp:
@@ -182,6 +190,7 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
         "names": sorted({name for name, _ in by_key(stacks)}),
     }
     if dist.get_world_size() == 1:
+        check_reload(model, adapter)
         exporter = Exporter(model)
         result["merged"] = from_tensors(folder, dict(exporter.merged_tensors()))
         sent = wired(model, exporter)

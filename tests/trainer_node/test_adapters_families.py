@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ ONE_RANK = [
     ("qwen3_5_moe", ALL),
     ("qwen3_5_moe", "in_proj_z,in_proj_a,k_proj,shared_expert.down_proj"),
     ("gpt_oss", ALL),
+    ("gpt_oss", "q_proj,experts.gate_up_proj,experts.down_proj"),
+    ("gpt_oss", "experts.down_proj"),
     ("nemotron", ALL),
 ]
 SEVERAL = [
@@ -46,6 +49,7 @@ SEVERAL = [
     ("deepseek_v2", ALL, 1, (2, 1, 1, 1)),
     ("deepseek_v2", ALL, 1, (1, 1, 2, 1)),
     ("deepseek_v2", ALL, 1, (1, 2, 1, 1)),
+    ("gpt_oss", "experts.gate_up_proj,experts.down_proj", 1, (1, 1, 2, 1)),
     ("qwen3_moe", ALL, 1, (1, 1, 1, 2)),
 ]
 
@@ -72,10 +76,10 @@ def cell(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
     return run
 
 
-def bound(result: dict[str, Any], family: str) -> float:
+def bound(result: dict[str, Any], family: str, *, products: int = 3) -> float:
     """Between two computations of a log-prob: every linear is three products."""
-    logit = result["theirs"].std().item()
-    return chain_error_bound(torch.float32, roundings=3 * roundings(family), magnitude=logit)
+    logit, count = result["theirs"].std().item(), products * roundings(family)
+    return chain_error_bound(torch.float32, roundings=count, magnitude=logit)
 
 
 def check(result: dict[str, Any], family: str) -> None:
@@ -103,8 +107,10 @@ def test_adapters_are_pefts(cell: Cell, family: str, targets: str) -> None:
     check(result, family)
     for export in ("merged", "wired"):
         if not isinstance(result[export], str):
-            assert (result["ours"] - result[export]).abs().max() <= bound(result, family), export
-    if targets != ALL:
+            # The merge rounds every weight once more.
+            allowed = bound(result, family, products=6)
+            assert (result["ours"] - result[export]).abs().max() <= allowed, export
+    if targets != ALL and "experts." not in targets.replace("shared_expert", ""):
         ends = targets.split(",")
         assert {n for n in result["names"] if not n.endswith(tuple(ends))} == set()
         assert all(any(n.endswith(e) for n in result["names"]) for e in ends)
@@ -115,3 +121,7 @@ def test_adapters_over_several_ranks(
     cell: Cell, family: str, targets: str, sequence: int, sizes: tuple[int, ...]
 ) -> None:
     check(cell(family, targets, sequence=sequence, sizes=sizes), family)
+
+
+def test_what_cannot_have_an_adapter_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1, "adapter_refusals", tmp_path)

@@ -305,7 +305,7 @@ class AdapterSet:
             self._settings["lora"].targets, [n for task in in_layers for n in _hf_names(task)]
         )
         experts: dict[Any, list[Any]] = defaultdict(list)
-        modules: dict[Any, Any] = {}
+        by_param: dict[Any, Any] = {}
         for task in in_layers:
             wanted = [name for name in _hf_names(task) if targets.wants(name)]
             self.stacked += [
@@ -320,8 +320,8 @@ class AdapterSet:
                 continue
             if task.mapping.is_expert:
                 experts[task.megatron_module].append(task)
-            modules[task.param_weight] = task
-        for param, task in modules.items():
+            by_param[task.param_weight] = task
+        for param, task in by_param.items():
             if not task.mapping.is_expert:
                 self._adapt_dense(param, task, targets)
             elif same := experts.pop(task.megatron_module, None):
@@ -493,6 +493,8 @@ def _refusal(task: Any, lora: LoraConfig) -> str | None:
         return f"is no linear: its parameter has shape {tuple(task.param_weight.shape)}"
     if isinstance(module, Router):
         return "is a router, which gets no adapter"
+    if lora.dropout and not all(name.endswith(".weight") for name in _hf_names(task)):
+        return "is a stacked tensor, for which PEFT has no dropout; set lora.dropout to 0"
     if task.mapping.is_expert and task.param_name.endswith(".weight"):
         return "is an expert's own linear; only grouped ones can have adapters"
     if not is_linear(module) and lora.dropout:

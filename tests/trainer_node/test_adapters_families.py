@@ -54,6 +54,13 @@ SEVERAL = [
 ]
 
 
+def topology(case: tuple[str, str, int, tuple[int, ...]]) -> str:
+    """A case's name: family-tp2."""
+    family, _, sequence, sizes = case
+    split = [f"{n}{s}" for n, s in zip(("tp", "cp", "ep", "etp"), sizes, strict=True) if s > 1]
+    return "-".join([family, *split, *["no-sequence"] * (not sequence)])
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     server = Ranks(tmp_path_factory.mktemp("ranks"))
@@ -116,7 +123,9 @@ def test_adapters_are_pefts(cell: Cell, family: str, targets: str) -> None:
         assert all(any(n.endswith(e) for n in result["names"]) for e in ends)
 
 
-@pytest.mark.parametrize(("family", "targets", "sequence", "sizes"), SEVERAL)
+@pytest.mark.parametrize(
+    ("family", "targets", "sequence", "sizes"), SEVERAL, ids=map(topology, SEVERAL)
+)
 def test_adapters_over_several_ranks(
     cell: Cell, family: str, targets: str, sequence: int, sizes: tuple[int, ...]
 ) -> None:

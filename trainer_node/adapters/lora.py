@@ -411,17 +411,21 @@ class AdapterSet:
 
     def _adapt_experts(self, module: nn.Module, tasks: Sequence[Any], targets: Targets) -> None:
         tasks = sorted(tasks, key=lambda t: int(t.param_name.rpartition(".weight")[2]))
-        by_expert = [list(self._linears(task)) for task in tasks]
+        first = list(self._linears(tasks[0]))
         names: list[list[str] | None] = []
-        for part in zip(*by_expert, strict=True):
-            tensor, linear = part[0]
+        for tensor, linear in first:
+            place = _hf_names(tasks[0]).index(tensor)
+            same = [_hf_names(task)[place] for task in tasks]
+            if not tensor.endswith(".weight"):
+                number = int(linear.name.rpartition(".experts.")[2].partition(".")[0])
+                same = [expert_name(tensor, number + e) for e in range(len(tasks))]
             wanted = targets.wants(tensor)
-            names.append([one.name for _, one in part] if wanted else None)
+            names.append([module_of(n) for n in same] if wanted else None)
             if wanted and linear.place.transposed:
                 self.transposed.add(tensor)
         adapter = ExpertAdapter(
             names=names,
-            places=[linear.place for _, linear in by_expert[0]],
+            places=[linear.place for _, linear in first],
             dropout=self.dropout,
             **self._settings,
         )

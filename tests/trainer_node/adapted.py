@@ -82,7 +82,8 @@ def gradients(model: Model, log_probs_LV: torch.Tensor, micro: MicroBatch) -> di
 
 def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
     """Log-probs of transformers with the adapter in PEFT, and the gradients. PEFT fuses the
-    adapters of stacked experts, so these models have one module for each expert."""
+    adapters of stacked experts, so these models have one module for each expert. PEFT then saves
+    the adapter over ours."""
     model, _ = family.reference(folder)
     is_native = "block_sparse_moe" in (adapter / peft_io.WEIGHTS).read_bytes()[:2000].decode(
         errors="replace"
@@ -103,6 +104,7 @@ def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
             grads[name.removeprefix("base_model.model.")] = (
                 torch.zeros_like(parameter) if grad is None else grad
             )
+    tuned.save_pretrained(adapter)
     by_module = {}
     for name, grad in grads.items():
         module, _, rest = name.rpartition(".lora_")
@@ -111,7 +113,7 @@ def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
 
 
 def check_reload(model: Model, adapter: Path) -> None:
-    """What was written is read again, bit by bit."""
+    """What we or PEFT wrote is read, bit by bit."""
     whole = peft_io.read_on_all_ranks(model, adapter)
     for local in model.adapters.local_matrices():
         assert torch.equal(local.tensor, whole.pop((local.module, local.matrix))[local.place])
@@ -202,6 +204,9 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         result["adapter_config"] = peft_io.read_config(adapter)
         result["theirs"], result["their_gradients"] = theirs(folder, adapter)
+        if dist.get_world_size() == 1 and result["their_gradients"]:
+            fill(model)  # the step is undone
+            check_reload(model, adapter)
         written.cleanup()
     return result
 

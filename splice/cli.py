@@ -20,7 +20,7 @@ from rich.table import Table
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
-from orchestrator.protocol.config import LORA_TARGETS, LoraConfig, ParallelConfig
+from orchestrator.protocol.config import ALL_LINEAR, LoraConfig, ParallelConfig
 from orchestrator.protocol.curve import make_keys
 from orchestrator.protocol.messages import check_node_id
 from orchestrator.publication.config import PublicationConfig
@@ -84,9 +84,9 @@ def smoke(
     lora_dropout: Annotated[
         float, typer.Option(help="Of the adapters' inputs, in training passes only.")
     ] = 0.0,
-    lora_targets: Annotated[str, typer.Option(help="Comma-separated HF module names.")] = ",".join(
-        LORA_TARGETS
-    ),
+    lora_targets: Annotated[
+        str, typer.Option(help="Comma-separated ends of HF module names, or all-linear.")
+    ] = ALL_LINEAR,
     lr: float = 5e-3,
     random_init: Annotated[
         bool, typer.Option(help="Random weights; the model folder needs no safetensors.")

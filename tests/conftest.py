@@ -18,6 +18,7 @@ WHOLE = (
     "tests/trainer_node/test_parity_bf16.py::*",
     # Every family of models; a few stay.
     "tests/trainer_node/test_families.py::*",
+    "tests/trainer_node/test_adapters_families.py::test_adapters_*",
     "tests/trainer_node/test_operations.py::test_topology_changes_nothing*",
     "tests/trainer_node/test_dropout.py::test_steps_resume_cuts_and_recomputation*",
     "tests/trainer_node/test_packing.py::test_packs_equal_one_sequence_at_a_time*",
@@ -75,6 +76,14 @@ COVERING = (
     "*test_families.py::test_published_versions*(gemma3)",
     "*test_families.py::test_published_versions*(gpt_oss)",
     "*test_families.py::test_published_versions*(qwen3_5)",
+    "*test_adapters_families.py::*pefts(llama-all*",
+    "*test_adapters_families.py::*pefts(gemma3-*",
+    "*test_adapters_families.py::*pefts(deepseek_v2-*",
+    "*test_adapters_families.py::*pefts(qwen3_5_moe-all*",
+    "*test_adapters_families.py::*pefts(gpt_oss-q_proj*",
+    "*test_adapters_families.py::*ranks(llama-tp2)",
+    "*test_adapters_families.py::*ranks(deepseek_v2-tp2)",
+    "*test_adapters_families.py::*ranks(qwen3_5_moe-tp2)",
     "tests/e2e/test_smoke.py::test_from_checkpoint_to_version_two*qwen3_moe*",
     "tests/e2e/test_smoke.py::test_bad_input_starts_nothing*",
 )

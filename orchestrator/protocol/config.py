@@ -15,7 +15,10 @@ from orchestrator.protocol.messages import Message, Transport
 Device = Literal["cpu", "cuda"]
 FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
+ALL_LINEAR = "all-linear"
+"""PEFT's name for every linear but the output layer."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linears of a decoder layer in many families."""
 
 
 def check_alias_name(name: str) -> str:
@@ -40,8 +43,11 @@ class LoraConfig(Message):
 
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0)
-    targets: tuple[str, ...] = LORA_TARGETS
-    """Last component of the names of HF modules with an adapter."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """HF modules with an adapter, by the ends of their names, as in PEFT.
+
+    all-linear: every linear of the decoder layers, experts included, routers not. A tensor that
+    stacks all experts is named with a dot: `experts.down_proj`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an element of an adapter's input, in training passes only.
 
@@ -49,10 +55,15 @@ class LoraConfig(Message):
 
     @field_validator("targets")
     @classmethod
-    def _known(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = sorted(set(targets) - set(LORA_TARGETS))
-        if unknown or not targets:
-            raise ValueError(f"lora targets must be some of {LORA_TARGETS}; got {targets}")
+    def _named(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        outside = sorted({"lm_head", "embed_tokens"} & {t.rpartition(".")[2] for t in targets})
+        if not targets or not all(targets) or outside:
+            raise ValueError(
+                "lora targets must name linears of the decoder layers (or be all-linear); got "
+                f"{targets}"
+            )
+        if ALL_LINEAR in targets and len(targets) > 1:
+            raise ValueError(f"lora targets {targets}: all-linear stands alone")
         return targets
 
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import ParallelConfig, TrainerConfig
+from orchestrator.protocol.config import ALL_LINEAR, ParallelConfig, TrainerConfig
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_EXPERT_TARGETS = {"gate_proj", "up_proj", "down_proj"}
+_EXPERT_TARGETS = {ALL_LINEAR, "gate_proj", "up_proj", "down_proj"}
 
 
 def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from tests.trainer_node import bounds
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.operations import close, part, take_gradients
 from tests.trainer_node.worker import make_trainer, random_adapters
-from trainer_node.adapters.lora import DenseAdapter
+from trainer_node.adapters.dense_lora import DenseAdapter
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
 

@@ -15,12 +15,17 @@ from megatron.bridge import AutoBridge
 from megatron.core.transformer.enums import AttnBackend
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import Device, TrainerConfig
+from orchestrator.protocol.config import Device, ParallelConfig, TrainerConfig
 from tests.trainer_node.families import FAMILIES
 from trainer_node.model import cpu_te, providers
 
 
-def provider(family: str, device: Device = "cpu", **settings: Any) -> Any:
+def provider(
+    family: str,
+    device: Device = "cpu",
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 - frozen
+    **settings: Any,
+) -> Any:
     """Bridge's provider for a config of the family with other settings, prepared."""
     name, text = FAMILIES[family].name, FAMILIES[family].text
     config_class = getattr(transformers, name + ("TextConfig" if text else "Config"))
@@ -28,7 +33,7 @@ def provider(family: str, device: Device = "cpu", **settings: Any) -> Any:
     hf_config.architectures = [f"{name}ForCausalLM"]
     auto = AutoBridge.from_hf_config(hf_config)
     made = auto.to_megatron_provider(load_weights=False)
-    config = TrainerConfig(model=Path("nowhere"), device=device)
+    config = TrainerConfig(model=Path("nowhere"), device=device, parallel=parallel)
     providers.prepare(made, auto._model_bridge, config, hf_config)
     return made
 
@@ -86,6 +91,8 @@ def main() -> None:
     check_windows()
     with pytest.raises(ConfigError, match=r"Megatron normalises sigmoid scores"):
         provider("deepseek_v3", norm_topk_prob=False)
+    with pytest.raises(ConfigError, match=r"parallel\.sequence = False"):
+        provider("deepseek_v2", parallel=ParallelConfig(tensor=2, sequence=False, world_size=2))
     check_fusions()
     assert provider("gemma").attention_backend is AttnBackend.auto
     cpu_te._installed = False

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics import chain_error_bound, decoder_roundings
+from tests.numerics import chain_error_bound
 from tests.trainer_node.conftest import Ranks
-from tests.trainer_node.families import FAMILIES, LENGTHS, VOCAB, make
+from tests.trainer_node.families import FAMILIES, LENGTHS, make
+from tests.trainer_node.family_bounds import SMALL, roundings
 
 Cell = Callable[..., dict[str, Any]]
 Sizes = tuple[int, int, int, int]
@@ -41,10 +42,6 @@ DENSE = ["llama", "gemma3", "nemotron", "qwen3_5"]
 RECOMPUTED = ["mistral", "deepseek_v3", "gpt_oss", "qwen3_5"]
 VISIBLE = 20.0
 """How many bounds another setting must move a log-prob by."""
-SMALL = 1e-3
-"""Part of the largest element of all gradients below which a tensor's own is rounding: the gradient
-of a key's bias is 0.
-"""
 
 
 @pytest.fixture(scope="module")
@@ -65,26 +62,6 @@ def cell(torchrun: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
         return found[key]
 
     return run
-
-
-def roundings(family: str, dtype: torch.dtype = torch.float32) -> int:
-    """Of a log-prob: the tiny decoder's, and those of gated delta layers."""
-    settings = FAMILIES[family].settings
-    count = decoder_roundings(
-        dtype,
-        layers=2,
-        hidden=64,
-        inner=128,
-        head_dim=32,
-        attention=128,
-        length=max(LENGTHS),
-        vocab=VOCAB,
-    )
-    if "linear_attention" in settings.get("layer_types", ()):
-        # Each token's row is solved from those of all tokens before it: as many sums as tokens. In
-        # bfloat16 each of those tokens brings a rounded key, value, decay and beta.
-        count += 4 * max(LENGTHS) if dtype is torch.bfloat16 else max(LENGTHS) ** 2
-    return count
 
 
 def bound(result: dict[str, Any], family: str, dtype: torch.dtype = torch.float32) -> float:

@@ -317,9 +317,9 @@ MUTANTS = [
     ),
     Mutant(
         name="adapter scale forgotten",
-        file="trainer_node/adapters/lora.py",
-        old="return self._exchange(h, group=self._group) * self.scale",
-        new="return self._exchange(h, group=self._group)",
+        file="trainer_node/adapters/dense_lora.py",
+        old="        return h * self.scale",
+        new="        return h",
         killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
@@ -436,7 +436,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a column-parallel adapter's hidden gradient not reduced over tensor ranks",
-        file="trainer_node/adapters/lora.py",
+        file="trainer_node/adapters/dense_lora.py",
         old="else copy_to_tensor_model_parallel_region\n            )",
         new="else lambda h, group: h\n            )",
         killer=parity("dense_tied-tp2-no-sequence-lora-sft"),
@@ -450,9 +450,9 @@ MUTANTS = [
     ),
     Mutant(
         name="gate and up swapped",
-        file="trainer_node/adapters/lora.py",
-        old='return [names["gate"], names["up"]]',
-        new='return [names["up"], names["gate"]]',
+        file="trainer_node/adapters/dense_lora.py",
+        old="self.names = [linear.name for linear in linears]",
+        new="self.names = [linear.name for linear in reversed(linears)]",
         killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
@@ -464,9 +464,9 @@ MUTANTS = [
     ),
     Mutant(
         name="q, k and v of an adapter not interleaved by query group",
-        file="trainer_node/adapters/lora.py",
-        old="if len(parts) == 1 or self.qkv_heads is None:",
-        new="if True:",
+        file="trainer_node/adapters/dense_lora.py",
+        old="self._groups = _num_groups(rows, out_features)",
+        new="self._groups = 1",
         killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(

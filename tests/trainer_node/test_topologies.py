@@ -97,7 +97,7 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
     PEFT from the same initial A.
     """
     from tests.trainer_node.worker import LOSS, OPTIM
-    from trainer_node.adapters.lora import initial_lora_a
+    from trainer_node.adapters.linears import initial_lora_a
 
     base = hf_model(models[name])
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

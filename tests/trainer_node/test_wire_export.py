@@ -462,7 +462,7 @@ def test_the_kernel_compiles_for_an_h200(dtype: str) -> None:
 def check_model(
     model: Path, dtype: str, targets: Sequence[str] | None, *, by_kernel: bool = False
 ) -> None:
-    from orchestrator.protocol.config import LoraConfig
+    from orchestrator.protocol.config import LORA_TARGETS, LoraConfig
     from tests.trainer_node.worker import make_trainer, random_adapters
     from trainer_node.export.merged import Exporter
     from trainer_node.export.wire_export import supports
@@ -474,7 +474,7 @@ def check_model(
     manifest = exporter.manifest()
     names = [s.name for s in manifest.tensors]
     assert {names[i] for i in manifest.changed or ()} == {
-        n for n in names if n.split(".")[-2] in lora.targets
+        n for n in names if n.split(".")[-2] in (targets or LORA_TARGETS)
     }
     orders = [[list(range(len(names)))], vllm_order(names), shuffled_order(len(names), 5, seed=2)]
     exports = [WireExport(trainer.model, manifest, order) for order in orders]
@@ -569,6 +569,7 @@ def check_changed_part(trainer, exporter) -> None:
 def check_refusals(trainer, manifest, names: Sequence[str]) -> None:
     from megatron.bridge.models.conversion.param_mapping import RMSNorm2ZeroCenteredRMSNormMapping
 
+    from orchestrator.protocol.config import ALL_LINEAR
     from trainer_node.export.wire_export import supports
 
     everything = [list(range(len(names)))]
@@ -587,8 +588,8 @@ def check_refusals(trainer, manifest, names: Sequence[str]) -> None:
     kept = task.mapping.__class__
     task.mapping.__class__ = RMSNorm2ZeroCenteredRMSNormMapping
     reason = supports(trainer.model)
-    is_target = "o_proj" in trainer.model.config.lora.targets
-    assert (reason is not None) == is_target, "Bridge alone converts it: not with an adapter"
+    is_target = {"o_proj", ALL_LINEAR} & set(trainer.model.config.lora.targets)
+    assert (reason is not None) == bool(is_target), "Bridge alone converts it: not with an adapter"
     assert reason is None or "o_proj.weight" in reason
     task.mapping.__class__ = kept
     assert supports(trainer.model) is None

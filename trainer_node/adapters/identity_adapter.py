@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import LORA_TARGETS, LoraConfig
+from orchestrator.protocol.config import ALL_LINEAR, LORA_TARGETS, LoraConfig
 from trainer_node.adapters.peft_io import Key, write
 from trainer_node.model.hf import read_config
 
@@ -30,6 +30,7 @@ def linear_shapes(config: Any, targets: Sequence[str]) -> Iterator[tuple[str, in
     Args:
         config: the transformers config of a Qwen3 or Qwen3-MoE model.
     """
+    targets = LORA_TARGETS if ALL_LINEAR in targets else targets
     hidden = config.hidden_size
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
@@ -64,7 +65,7 @@ def write_identity_adapter(model: Path, out: Path, *, lora: LoraConfig, seed: in
         )
     if out.exists():
         raise ConfigError(f"{out} exists; choose a new folder")
-    from trainer_node.adapters.lora import initial_lora_a  # brings in Megatron
+    from trainer_node.adapters.linears import initial_lora_a
 
     tensors: dict[Key, torch.Tensor] = {}
     for name, rows, columns in linear_shapes(config, lora.targets):
@@ -86,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=float, default=16.0)
-    parser.add_argument(
-        "--targets", default=",".join(LORA_TARGETS), help="comma-separated HF module names"
-    )
+    parser.add_argument("--targets", default=ALL_LINEAR, help="comma-separated HF module names")
     parser.add_argument("--seed", type=int, default=1234)
     given = parser.parse_args(argv)
     try:

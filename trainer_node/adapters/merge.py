@@ -25,10 +25,22 @@ _DECODER = re.compile(r"^(?:language_model\.)?(decoder\.layers\..*)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraDelta:
-    """One HF linear's adapter, in full (unsharded) HF layout, fp32, unscaled."""
+    """One HF linear's adapter, in full (unsharded) HF layout, fp32, unscaled; or those of all
+    experts in a stacked tensor, A [E, R, I] and B [E, O, R]."""
 
     lora_A_RI: torch.Tensor
     lora_B_OR: torch.Tensor
+    transposed: bool = False
+    """The stacked tensor is [E, I, O]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the HF tensor."""
+        *experts, out, rank = self.lora_B_OR.shape
+        *same, other, inner = self.lora_A_RI.shape
+        if rank != other or experts != same:
+            return ()
+        return (*experts, inner, out) if self.transposed else (*experts, out, inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +75,8 @@ def plan_merge(
     """
     wanted: dict[str, str] = {}
     for name, delta in deltas.items():
-        target = f"{strip_wrappers(name)}.weight"
+        bare = strip_wrappers(name)
+        target = bare if delta.lora_A_RI.dim() == 3 else f"{bare}.weight"
         if target in wanted:
             raise MergePlanError(f"{target} is hit by two adapters: {wanted[target]} and {name}")
         if target not in targets:
@@ -77,8 +90,7 @@ def plan_merge(
 
 def _check_shapes(*, name: str, delta: LoraDelta, target: TensorSpec) -> None:
     a, b = tuple(delta.lora_A_RI.shape), tuple(delta.lora_B_OR.shape)
-    fits = len(a) == 2 and len(b) == 2 and a[0] == b[1] and (b[0], a[1]) == target.shape
-    if not fits:
+    if delta.shape != target.shape:
         raise MergePlanError(
             f"adapter {name} has A {a} and B {b}, which do not make {target.name} of shape "
             f"{target.shape}"
@@ -87,5 +99,6 @@ def _check_shapes(*, name: str, delta: LoraDelta, target: TensorSpec) -> None:
 
 def merge_tensor(weight: torch.Tensor, delta: LoraDelta, scale: float) -> torch.Tensor:
     """`weight + scale * B @ A` in fp32, rounded once to the weight's dtype; a new tensor."""
-    product = torch.mm(delta.lora_B_OR.float(), delta.lora_A_RI.float())
+    product = torch.matmul(delta.lora_B_OR.float(), delta.lora_A_RI.float())
+    product = product.transpose(-1, -2) if delta.transposed else product
     return product.mul_(scale).add_(weight).to(weight.dtype)

@@ -16,8 +16,8 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,8 +28,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import LoraConfig
+from orchestrator.protocol.config import ALL_LINEAR, LoraConfig
 from trainer_node import objects
+from trainer_node.adapters.linears import expert_name
 from trainer_node.adapters.merge import LoraDelta
 from trainer_node.lockstep import Failure, agree
 from trainer_node.state.bulk_files import Extent, bulk_writer
@@ -78,6 +79,8 @@ class Stack:
     pieces: tuple[tuple[int, torch.Tensor], ...]
     """(first element, tensor) of each piece, contiguous, on any device. They make up the whole
     stack."""
+    tensor: str | None = None
+    """The stacked HF tensor whose experts these are."""
 
     @property
     def nbytes(self) -> int:
@@ -85,11 +88,64 @@ class Stack:
         return 4 * len(self.names) * math.prod(self.shape)
 
 
+def in_file(stacks: Sequence[Stack]) -> list[Stack]:
+    """The same under PEFT's names, stacked experts in PEFT's shapes.
+
+    PEFT wraps the module once for each of its stacked tensors: the last one's adapter has the
+    module's name, the one before it `base_layer` behind it. A is [E * R, I], B is [O, R * E].
+    """
+    of_module: dict[str, list[str]] = defaultdict(list)
+    for stack in stacks:
+        if stack.tensor is not None and stack.matrix == "A":
+            of_module[stack.tensor.rpartition(".")[0]].append(stack.tensor)
+    return [s if s.tensor is None else _wrapped(s, of_module) for s in stacks]
+
+
+def _wrapped(stack: Stack, of_module: Mapping[str, Sequence[str]]) -> Stack:
+    assert stack.tensor is not None
+    name = _wrapper(stack.tensor, of_module)
+    (experts, *rows), pieces = (len(stack.names), *stack.shape), stack.pieces
+    if stack.matrix == "A":
+        shape: tuple[int, ...] = (experts * rows[0], rows[1])
+    else:
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in pieces])
+        whole_OQ = flat.view(experts, *rows).permute(1, 2, 0).reshape(rows[0], -1)
+        shape, pieces = tuple(whole_OQ.shape), ((0, whole_OQ),)
+    return Stack(names=(name,), matrix=stack.matrix, shape=shape, pieces=pieces)
+
+
+def _wrapper(tensor: str, of_module: Mapping[str, Sequence[str]]) -> str:
+    module = tensor.rpartition(".")[0]
+    same = of_module[module]
+    return module + ".base_layer" * (len(same) - 1 - same.index(tensor))
+
+
+def single_experts(
+    found: Mapping[Key, torch.Tensor], stacked: Sequence[str], *, num_experts: int
+) -> dict[Key, torch.Tensor]:
+    """Undo `in_file`: (tensor, expert) each, under the names that `expected_tensors` has."""
+    of_module: dict[str, list[str]] = defaultdict(list)
+    for tensor in stacked:
+        of_module[tensor.rpartition(".")[0]].append(tensor)
+    single = dict(found)
+    for tensor in stacked:
+        name = _wrapper(tensor, of_module)
+        a, b = single.pop((name, "A"), None), single.pop((name, "B"), None)
+        if a is None or b is None or len(a) % num_experts or b.shape[1] % num_experts:
+            continue  # it is missing then
+        all_B = b.view(len(b), -1, num_experts).permute(2, 0, 1)
+        for expert, (one_A, one_B) in enumerate(zip(a.chunk(num_experts), all_B, strict=True)):
+            single[expert_name(tensor, expert), "A"] = one_A
+            single[expert_name(tensor, expert), "B"] = one_B
+    return single
+
+
 def layout(stacks: Sequence[Stack]) -> list[Extent]:
     """Lay out a safetensors file: 8 bytes with the header's size, the header, the stacks.
 
     The header names every module's matrix.
     """
+    stacks = in_file(stacks)
     # Written as text: dicts of 37,000 modules would keep the garbage collector busy for longer than
     # the disk.
     entries, places, end = ['"__metadata__":{"format":"pt"}'], [], 0
@@ -125,36 +181,61 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def write(
     folder: Path, tensors: Mapping[Key, torch.Tensor], *, lora: LoraConfig, model: Path
 ) -> None:
-    """Write whole tensors as a PEFT adapter into `folder`, which may exist.
-
-    Each file appears whole or not at all, the config last.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write whole tensors as a PEFT adapter into `folder`: `write_stacks`."""
     stacks = [
         Stack(names=(n,), matrix=m, shape=tuple(t.shape), pieces=((0, t.float()),))
         for (n, m), t in tensors.items()
     ]
+    write_stacks(folder, stacks, lora=lora, model=model)
+
+
+def write_stacks(folder: Path, stacks: Sequence[Stack], *, lora: LoraConfig, model: Path) -> None:
+    """Write a PEFT adapter into `folder`, which may exist.
+
+    Each file appears whole or not at all, the config last.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     parts = layout(stacks)
-    with bulk_writer(next(iter(tensors.values())).device) as writer:
+    with bulk_writer(stacks[0].pieces[0][1].device) as writer:
         write_file(folder / WEIGHTS, lambda path: writer.start(path, parts).wait())
-    write_config(folder, lora=lora, model=model)
+    write_config(folder, stacks, lora=lora, model=model)
 
 
-def write_config(folder: Path, *, lora: LoraConfig, model: Path) -> None:
+def write_config(folder: Path, stacks: Sequence[Stack], *, lora: LoraConfig, model: Path) -> None:
     """Write PEFT's adapter_config.json; to be called when the weights are there."""
+    modules = {name for stack in stacks for name in stack.names if stack.tensor is None}
+    parameters = {stack.tensor for stack in stacks if stack.tensor is not None}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model.absolute()),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted(lora.targets),
+        "target_modules": sorted(_endings(modules, lora)),
         "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if parameters:
+        config["target_parameters"] = sorted(_tails(parameters))
     write_file(folder / CONFIG, lambda path: path.write_text(json.dumps(config, indent=1)))
+
+
+def _endings(modules: Collection[str], lora: LoraConfig) -> set[str]:
+    """Targets that match these modules."""
+    if ALL_LINEAR in lora.targets:
+        return _leaves(modules)
+    return {t for t in lora.targets if any(f".{m}".endswith(f".{t}") for m in modules)}
+
+
+def _leaves(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _tails(tensors: Iterable[str]) -> set[str]:
+    """The last two parts of stacked tensors' names."""
+    return {".".join(name.split(".")[-2:]) for name in tensors}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -175,8 +256,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_config(config: Mapping[str, Any], lora: LoraConfig, *, path: Path) -> None:
+def check_config(
+    config: Mapping[str, Any],
+    lora: LoraConfig,
+    *,
+    modules: Iterable[str],
+    stacked: Iterable[str] = (),
+    path: Path,
+) -> None:
     """Check that this trainer computes the adapter as PEFT does.
+
+    Args:
+        modules: HF modules that have adapters here.
+        stacked: stacked tensors whose experts have.
 
     Raises:
         AdapterError: names each setting, its value and what the trainer has or knows.
@@ -191,31 +283,41 @@ def check_config(config: Mapping[str, Any], lora: LoraConfig, *, path: Path) -> 
             wrong.append(
                 f"{field} is {config.get(field)!r}, the trainer's lora config has {ours!r}"
             )
-    wrong += _target_mismatch(config.get("target_modules"), lora)
+    wrong += _target_mismatch(config.get("target_modules"), modules)
+    named, known = _tails(map(str, config.get("target_parameters") or ())), _tails(stacked)
+    if named != known:
+        wrong.append(
+            f"target_parameters are {sorted(named)}, the trainer's lora config has {sorted(known)}"
+        )
     if config.get("init_lora_weights") not in PLAIN_INIT:
         wrong.append(
             f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base "
             "weights too"
         )
-    known = SAME_NUMBERS | {"peft_type", "r", "lora_alpha", "target_modules", "init_lora_weights"}
-    for field in sorted(set(config) - known):
+    fields = SAME_NUMBERS | {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "init_lora_weights",
+        "target_parameters",
+    }
+    for field in sorted(set(config) - fields):
         if config[field] and not (field == "bias" and config[field] == "none"):
             wrong.append(f"{field} is {config[field]!r}, which is not supported")
     if wrong:
         raise AdapterError(f"{path}: {'; '.join(wrong)}")
 
 
-def _target_mismatch(targets: Any, lora: LoraConfig) -> list[str]:
+def _target_mismatch(targets: Any, modules: Iterable[str]) -> list[str]:
     """PEFT matches a list's entries as endings of module names. The tensors show what a pattern
     matched."""
     if isinstance(targets, str):
         return []
-    named = {str(t).rpartition(".")[2] for t in targets or ()}
-    if named == set(lora.targets):
+    named, ours = _leaves(map(str, targets or ())), _leaves(modules)
+    if named == ours:
         return []
-    return [
-        f"target_modules are {sorted(named)}, the trainer's lora config has {sorted(lora.targets)}"
-    ]
+    return [f"target_modules are {sorted(named)}, the trainer's lora config has {sorted(ours)}"]
 
 
 def read_tensors(folder: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
@@ -309,20 +411,49 @@ def _some(names: Collection[str]) -> str:
 
 
 def read_adapter(
-    folder: Path, *, lora: LoraConfig, expected: Mapping[Key, tuple[int, ...]]
+    folder: Path,
+    *,
+    lora: LoraConfig,
+    expected: Mapping[Key, tuple[int, ...]],
+    stacked: Sequence[str] = (),
 ) -> dict[Key, torch.Tensor]:
     """A checked adapter's whole tensors, fp32 on the CPU.
+
+    Args:
+        expected: as `expected_tensors` has it.
+        stacked: `AdapterSet.stacked`.
 
     Raises:
         AdapterError: see the functions above.
     """
-    check_config(read_config(folder), lora, path=folder / CONFIG)
-    found = by_module(read_tensors(folder), path=folder)
+    experts = {t: _num_experts(t, expected) for t in stacked}
+    singles = {expert_name(t, e) for t, count in experts.items() for e in range(count)}
+    modules = {module for module, _ in expected} - singles
+    check_config(read_config(folder), lora, modules=modules, stacked=stacked, path=folder / CONFIG)
+    found = as_expected(by_module(read_tensors(folder), path=folder), expected, stacked)
     check_tensors(found, expected, path=folder)
     bad = [_stored_name(k) for k, t in found.items() if not t.isfinite().all()]
     if bad:
         raise AdapterError(f"{folder} holds values that are not finite: {_some(bad)}")
     return found
+
+
+def as_expected(
+    found: Mapping[Key, torch.Tensor],
+    expected: Mapping[Key, tuple[int, ...]],
+    stacked: Sequence[str],
+) -> dict[Key, torch.Tensor]:
+    """Stored matrices, those of stacked experts one by one."""
+    if not stacked:
+        return dict(found)
+    return single_experts(found, stacked, num_experts=_num_experts(stacked[0], expected))
+
+
+def _num_experts(tensor: str, expected: Collection[Key]) -> int:
+    count = 0
+    while (expert_name(tensor, count), "A") in expected:
+        count += 1
+    return count
 
 
 def expected_tensors(model: Model) -> dict[Key, tuple[int, ...]]:
@@ -340,7 +471,9 @@ def read_on_all_ranks(model: Model, folder: Path) -> dict[Key, torch.Tensor]:
     """
     expected = expected_tensors(model)
     with agree(model.control_group, partial(_refusal, folder)):
-        return read_adapter(folder, lora=model.config.lora, expected=expected)
+        return read_adapter(
+            folder, lora=model.config.lora, expected=expected, stacked=model.adapters.stacked
+        )
 
 
 def _refusal(folder: Path, failures: Sequence[Failure], _: Exception | None) -> AdapterError:
@@ -365,12 +498,14 @@ def gather_stacks(model: Model, *, group: Any) -> list[Stack]:
     from trainer_node.model.parameters import Piece
 
     mine = [
-        (piece, p.param.detach())
+        (piece, piece.read(p.param))
         for p in model.params
         if p.counted and p.group.rank() == 0
         for piece in p.pieces
     ]
-    plans = objects.all_gather([(asdict(piece), t.shape) for piece, t in mine], group=group)
+    plans = objects.all_gather(
+        [(asdict(replace(piece, place=None)), t.shape) for piece, t in mine], group=group
+    )
     if dist.get_rank() != 0:
         if mine:
             dist.send(torch.cat([t.reshape(-1) for _, t in mine]), dst=0)
@@ -387,7 +522,7 @@ def gather_stacks(model: Model, *, group: Any) -> list[Stack]:
     by_key: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
     for piece, tensor in mine:
         by_key[piece.key].append((piece, tensor))
-    return [_stack(key, pieces) for key, pieces in by_key.items()]
+    return [_stack(key, pieces, model.adapters.stacked) for key, pieces in by_key.items()]
 
 
 def gather_deltas(model: Model) -> dict[str, LoraDelta]:
@@ -396,19 +531,29 @@ def gather_deltas(model: Model) -> dict[str, LoraDelta]:
     With one rank they are views of the parameters: use them before the next optimizer step.
     """
     whole: dict[Key, torch.Tensor] = {}
+    transposed: set[str] = set()
+    if not model.trains_all:
+        transposed = set().union(
+            *objects.all_gather(sorted(model.adapters.transposed), group=model.control_group)
+        )
     for stack in [] if model.trains_all else gather_stacks(model, group=None):
         flat = [tensor.reshape(-1) for _, tensor in stack.pieces]
         matrices = flat[0] if len(flat) == 1 else torch.cat(flat)
+        if stack.tensor is not None:
+            whole[stack.tensor, stack.matrix] = matrices.view(-1, *stack.shape)
+            continue
         for name, matrix in zip(stack.names, matrices.view(-1, *stack.shape), strict=True):
             whole[name, stack.matrix] = matrix
     return {
-        name: LoraDelta(lora_A_RI=matrix, lora_B_OR=whole[name, "B"])
+        name: LoraDelta(lora_A_RI=matrix, lora_B_OR=whole[name, "B"], transposed=name in transposed)
         for (name, kind), matrix in whole.items()
         if kind == "A"
     }
 
 
-def _stack(key: str, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> Stack:
+def _stack(
+    key: str, pieces: Sequence[tuple[Piece, torch.Tensor]], stacked: Collection[str]
+) -> Stack:
     shape = pieces[0][0].shape
     module, _, matrix = key.rpartition(".lora_")
     if all(tuple(t.shape[1:]) == shape[1:] for _, t in pieces):
@@ -426,6 +571,10 @@ def _stack(key: str, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> Stack:
         parts = ((0, whole),)
     if len(shape) == 2:
         return Stack(names=(module,), matrix=matrix, shape=shape, pieces=parts)
-    before, _, linear = module.partition(".experts.")
-    names = tuple(f"{before}.experts.{e}.{linear}" for e in range(shape[0]))
-    return Stack(names=names, matrix=matrix, shape=shape[1:], pieces=parts)
+    return Stack(
+        names=tuple(expert_name(module, e) for e in range(shape[0])),
+        matrix=matrix,
+        shape=shape[1:],
+        pieces=parts,
+        tensor=module if module in stacked else None,
+    )

@@ -14,6 +14,7 @@ elements of a sequence.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -116,6 +117,28 @@ class Layout:
                 for p in self.pieces
             )
         return Layout((count, *self.shape), tuple(pieces))
+
+    def one_of_stack(self) -> Layout:
+        """The layout that `stacked` made this one of."""
+        height = math.prod(self.shape[1:-1])
+        first = min(p.box.first_row for p in self.pieces) // height * height
+        pieces = (
+            replace(p, box=replace(p.box, first_row=p.box.first_row - first)) for p in self.pieces
+        )
+        return Layout(self.shape[1:], tuple(pieces))
+
+    def transposed(self) -> Layout:
+        """The layout of a matrix' transpose."""
+        pieces = (
+            replace(
+                p,
+                box=Box(p.box.first_column, p.box.columns, p.box.first_row, p.box.rows),
+                rows=p.columns,
+                columns=p.rows,
+            )
+            for p in self.pieces
+        )
+        return Layout(self.shape[::-1], tuple(pieces))
 
     def fused_rows(self, part: int, columns: int) -> torch.Tensor:
         """For each row of this HF matrix that a rank has, its row [N] in the rank's parameter.

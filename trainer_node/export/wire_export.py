@@ -621,6 +621,8 @@ def _refusal(model: Model, probed: Probed) -> str | None:
     """Why this rank's part cannot be exported."""
     if probed.refused is not None:
         return probed.refused
+    if model.adapters.stacked:
+        return f"experts in a stacked tensor have adapters: {model.adapters.stacked[0]}"
     whys = list(probed.streamed.values())
     params = [model.conversion_tasks[number].param_weight for number in probed.streamed]
     if sum(param.nbytes for param in params) > STREAMED_BYTES:

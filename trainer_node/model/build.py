@@ -225,6 +225,8 @@ def trainable(
     trains_all = config.finetuning_type == "full"
     adapters = AdapterSet(
         tasks=() if trains_all else tasks,
+        bridge=bridge,
+        state=checkpoint.state,
         layers=[m for m in module.modules() if isinstance(m, TransformerLayer)],
         config=provider,
         lora=config.lora,
@@ -247,4 +249,7 @@ def _stack_experts(module: Any, adapters: AdapterSet) -> None:
     for layer in [m for m in module.modules() if isinstance(m, MoELayer)]:
         linears = layer.experts.linear_fc1, layer.experts.linear_fc2
         of_layer = tuple(adapters.by_module.get(linear) for linear in linears)
+        parts = [0 if adapter is None else len(adapter.names) for adapter in of_layer]
+        if parts[0] not in (0, 2):
+            continue  # one adapter for gate and up together
         StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)  # type: ignore[arg-type]

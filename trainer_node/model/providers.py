@@ -45,6 +45,12 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     provider.expert_tensor_parallel_size = parallel.expert_tensor
     provider.context_parallel_size = parallel.context
     provider.sequence_parallel = parallel.sequence and parallel.tensor > 1
+    if provider.multi_latent_attention and parallel.tensor > 1 and not parallel.sequence:
+        # Megatron-Core 0.19.2 adds up the ranks' gradients of the keys' rotary part only with it.
+        raise ConfigError(
+            "parallel.sequence = False with parallel.tensor > 1: multi-latent attention gets wrong "
+            "gradients so; leave parallel.sequence on"
+        )
     provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
     provider.bf16, provider.fp16 = dtype is torch.bfloat16, False
     provider.should_pad_vocab, provider.make_vocab_size_divisible_by = True, 128

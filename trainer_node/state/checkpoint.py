@@ -70,12 +70,9 @@ def save_adapter(model: Model, folder: Path) -> None:
     """
     model.need_adapters("an adapter in PEFT's format")
     stacks = peft_io.gather_stacks(model, group=model.control_group)
-    with _agree(model, f"writing the adapter to {folder}"), bulk_writer(model.device) as writer:
+    with _agree(model, f"writing the adapter to {folder}"):
         if dist.get_rank() == 0:
-            parts = peft_io.layout(stacks)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_file(folder / peft_io.WEIGHTS, lambda path: writer.start(path, parts).wait())
-            peft_io.write_config(folder, lora=model.config.lora, model=model.config.model)
+            peft_io.write_stacks(folder, stacks, lora=model.config.lora, model=model.config.model)
 
 
 def save(
@@ -123,7 +120,7 @@ def save(
                 if adapter is not None:
                     hashes[f"{ADAPTER}/{peft_io.WEIGHTS}"] = adapter.wait()
                     peft_io.write_config(
-                        temp / ADAPTER, lora=model.config.lora, model=model.config.model
+                        temp / ADAPTER, stacks, lora=model.config.lora, model=model.config.model
                     )
     except Exception:
         if began:  # free the room on a full disk
@@ -165,6 +162,7 @@ def load(trainer: Trainer, folder: Path) -> Loaded:
         if not model.trains_all:
             stored = peft_io.read_tensors(folder / ADAPTER, mapped=True)
             whole = peft_io.by_module(stored, path=folder / ADAPTER)
+            whole = peft_io.as_expected(whole, expected, model.adapters.stacked)
             peft_io.check_tensors(whole, expected, path=folder / ADAPTER)
         same_place = meta["parallel"] == model.config.parallel.model_dump(mode="json")
         generators = None

@@ -1,0 +1,215 @@
+"""One rank of a check of one family's adapters: random ones on every linear, against transformers
+and PEFT.
+
+    torchrun ... -m tests.trainer_node.adapted OUT FOLDER FAMILY TARGETS SEQUENCE TENSOR CONTEXT \
+        EXPERT EXPERT_TENSOR
+
+Rank 0 leaves OUT: log-probs with the adapters ("ours", "theirs"), without them ("base") and after
+one step ("stepped"); the gradients of the tokens' mean loss by module and matrix ("our_gradients",
+"their_gradients"); the names with adapters ("names"); and on one rank transformers' log-probs of
+both merged exports ("merged", "wired"). SEQUENCE is 1 for sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from peft import PeftModel
+from safetensors.torch import save_file
+
+from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
+from tests.trainer_node import family
+from trainer_node.adapters import peft_io
+from trainer_node.export.merged import Exporter
+from trainer_node.export.wire_export import WireExport, supports
+from trainer_node.model import topology
+from trainer_node.model.model import Model
+from trainer_node.model.parameters import finalize_gradients
+from trainer_node.tools.reference import with_single_experts
+from trainer_node.training.batch import MicroBatch
+from weight_transfer.layout import torch_dtype
+
+LORA = LoraConfig(rank=4, alpha=8)
+LR = 0.5
+
+
+def fill(model: Model) -> None:
+    """Random A and B, that depend on the name alone."""
+    for local in model.adapters.local_matrices():
+        seed = sum(map(ord, local.module)) * 2 + (local.matrix == "B")
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.empty(local.whole_shape).normal_(0.0, 0.1, generator=generator)
+        local.tensor.copy_(whole[local.place])
+
+
+def by_key(stacks: list[peft_io.Stack]) -> dict[peft_io.Key, torch.Tensor]:
+    """(module, "A" or "B") -> matrix, as in PEFT's file."""
+    found = {}
+    for stack in peft_io.in_file(stacks):
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in stack.pieces])
+        for name, matrix in zip(stack.names, flat.view(-1, *stack.shape), strict=True):
+            found[name, stack.matrix] = matrix.clone()
+    return found
+
+
+def gradients(model: Model, log_probs_LV: torch.Tensor, micro: MicroBatch) -> dict[Any, Any]:
+    """Of the tokens' mean loss, whole on rank 0; they stay in the parameters."""
+    here_M = slice(None) if micro.here_M is None else micro.here_M
+    mine_M = log_probs_LV[micro.predictors_N[here_M], micro.targets_N[here_M].long()]
+    (-mine_M.sum() / len(micro.rows_N)).backward()
+    same = parallel_state.get_data_parallel_world_size()  # they see the same pack
+    finalize_gradients(
+        model.params, denominator=same, sequence_parallel=model.provider.sequence_parallel
+    )
+    kept = [p.param.data for p in model.params]
+    for p in model.params:
+        p.param.data = p.grad
+    found = by_key(peft_io.gather_stacks(model, group=None))
+    for p, data in zip(model.params, kept, strict=True):
+        p.param.data = data
+    return found
+
+
+# ---------------------------------------------------------------- PEFT
+
+
+def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
+    """Log-probs of transformers with the adapter in PEFT, and the gradients. PEFT fuses the
+    adapters of stacked experts, so these models have one module for each expert. PEFT then saves
+    the adapter over ours."""
+    model, _ = family.reference(folder)
+    is_native = "block_sparse_moe" in (adapter / peft_io.WEIGHTS).read_bytes()[:2000].decode(
+        errors="replace"
+    )
+    is_single = {"gate_proj", "down_proj"} & set(peft_io.read_config(adapter)["target_modules"])
+    if not is_native and is_single:
+        model = with_single_experts(model)
+    tuned = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    tuned.eval()
+    ids = family.tokens()
+    found = [tuned(input_ids=i[None], use_cache=False).logits[0].log_softmax(-1) for i in ids]
+    picked = [o[:-1].gather(-1, i[1:, None])[:, 0] for o, i in zip(found, ids, strict=True)]
+    (-torch.cat(picked).mean()).backward()
+    grads = {}
+    for name, parameter in tuned.named_parameters():
+        if ".lora_" in name:
+            grad = parameter.grad
+            grads[name.removeprefix("base_model.model.")] = (
+                torch.zeros_like(parameter) if grad is None else grad
+            )
+    tuned.save_pretrained(adapter)
+    by_module = {}
+    for name, grad in grads.items():
+        module, _, rest = name.rpartition(".lora_")
+        by_module[module, rest[0]] = grad
+    return torch.cat(found).detach(), {} if is_native else by_module
+
+
+def check_reload(model: Model, adapter: Path) -> None:
+    """What we or PEFT wrote is read, bit by bit."""
+    whole = peft_io.read_on_all_ranks(model, adapter)
+    for local in model.adapters.local_matrices():
+        assert torch.equal(local.tensor, whole.pop((local.module, local.matrix))[local.place])
+    assert not whole
+
+
+def from_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """transformers' log-probs of the family with these tensors."""
+    with tempfile.TemporaryDirectory() as temp:
+        shutil.copy(folder / "config.json", temp)
+        tensors = {n: t.detach().clone().contiguous() for n, t in tensors.items()}
+        save_file(tensors, Path(temp) / "model.safetensors", metadata={"format": "pt"})
+        with torch.no_grad():
+            return torch.cat(family.reference(Path(temp))[1])
+
+
+def wired(model: Model, exporter: Exporter) -> dict[str, torch.Tensor] | str:
+    """What goes over the wire, by name; or why it does not."""
+    if reason := supports(model):
+        return reason
+    manifest = exporter.manifest()
+    export = WireExport(model, manifest, [[i] for i in range(len(manifest.tensors))])
+    export.start(limit=float("inf"))
+    found = {}
+    for k, spec in enumerate(manifest.tensors):
+        out_B = torch.empty(export.chunk_nbytes(k), dtype=torch.uint8)
+        export.fill(k, out_B)
+        found[spec.name] = out_B.view(torch_dtype(spec.dtype)).view(spec.shape)
+    export.drain()
+    return found
+
+
+def main() -> None:
+    """See the module's docstring."""
+    out, name, targets = Path(sys.argv[1]), sys.argv[3], tuple(sys.argv[4].split(","))
+    folder = Path(sys.argv[2]) / name
+    torch.set_num_threads(1)
+    sequence, *sizes = list(map(int, sys.argv[5:10]))
+    tensor, context, expert, expert_tensor = sizes
+    config = TrainerConfig(
+        model=folder,
+        parallel=ParallelConfig(
+            tensor=tensor,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            sequence=bool(sequence),
+            world_size=max(sizes),
+        ),
+        lora=LORA.model_copy(update={"targets": targets}),
+        dtype="float32",
+    )
+    model = family.build(config)
+    fill(model)
+    result = run(model, folder)
+    if dist.get_rank() == 0:
+        torch.save(result, out)
+    topology.leave()
+
+
+def run(model: Model, folder: Path) -> dict[str, Any]:
+    """Everything of a rank."""
+    micro = family.pack(model.config)
+    stacks, lora = peft_io.gather_stacks(model, group=None), model.config.lora
+    written = tempfile.TemporaryDirectory()
+    adapter = Path(written.name)
+    if stacks:
+        peft_io.write_stacks(adapter, stacks, lora=lora, model=folder)
+    log_probs_LV = family.log_probs(model, micro)
+    with torch.no_grad(), model.adapters.switched(on=False):
+        base_LV = family.log_probs(model, micro)
+    result: dict[str, Any] = {
+        "ours": family.whole(log_probs_LV, micro),
+        "base": family.whole(base_LV, micro),
+        "our_gradients": gradients(model, log_probs_LV, micro),
+        "names": sorted({name for name, _ in by_key(stacks)}),
+    }
+    if dist.get_world_size() == 1:
+        check_reload(model, adapter)
+        exporter = Exporter(model)
+        result["merged"] = from_tensors(folder, dict(exporter.merged_tensors()))
+        sent = wired(model, exporter)
+        result["wired"] = sent if isinstance(sent, str) else from_tensors(folder, sent)
+    with torch.no_grad():
+        for p in model.params:
+            p.param -= LR * p.grad
+        result["stepped"] = family.whole(family.log_probs(model, micro), micro)
+    if dist.get_rank() == 0:
+        result["adapter_config"] = peft_io.read_config(adapter)
+        result["theirs"], result["their_gradients"] = theirs(folder, adapter)
+        if dist.get_world_size() == 1 and result["their_gradients"]:
+            fill(model)  # the step is undone
+            check_reload(model, adapter)
+        written.cleanup()
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Adapters on every linear of structurally different families, against transformers and PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics import chain_error_bound
+from tests.trainer_node.conftest import Ranks
+from tests.trainer_node.families import LENGTHS, make
+from tests.trainer_node.family_bounds import SMALL, roundings
+
+Cell = Callable[..., dict[str, Any]]
+ALL = "all-linear"
+ONE_RANK = [
+    # family and targets
+    ("llama", ALL),
+    ("llama", "q_proj,down_proj"),
+    ("qwen2", ALL),
+    ("gemma3", ALL),
+    ("olmoe", ALL),
+    ("qwen3_moe", ALL),
+    ("minimax_m2", ALL),
+    ("deepseek_v2", ALL),
+    ("glm4_moe_lite", ALL),
+    ("qwen3_next", ALL),
+    ("qwen3_5", ALL),
+    ("qwen3_5_moe", ALL),
+    ("qwen3_5_moe", "in_proj_z,in_proj_a,k_proj,shared_expert.down_proj"),
+    ("gpt_oss", ALL),
+    ("gpt_oss", "q_proj,experts.gate_up_proj,experts.down_proj"),
+    ("gpt_oss", "experts.down_proj"),
+    ("nemotron", ALL),
+]
+SEVERAL = [
+    # family, targets, sequence parallelism, then (tensor, context, expert, expert_tensor)
+    ("llama", ALL, 1, (2, 1, 1, 1)),
+    ("llama", ALL, 0, (2, 1, 1, 1)),
+    ("gemma3", ALL, 1, (2, 1, 1, 1)),
+    ("qwen3_5", ALL, 1, (2, 1, 1, 1)),
+    ("qwen3_5_moe", ALL, 1, (2, 1, 1, 1)),
+    ("qwen3_5_moe", ALL, 0, (2, 1, 1, 1)),
+    ("qwen3_next", ALL, 1, (2, 1, 1, 1)),
+    ("minimax_m2", ALL, 1, (2, 1, 1, 1)),
+    ("deepseek_v2", ALL, 1, (2, 1, 1, 1)),
+    ("deepseek_v2", ALL, 1, (1, 1, 2, 1)),
+    ("deepseek_v2", ALL, 1, (1, 2, 1, 1)),
+    ("gpt_oss", "experts.gate_up_proj,experts.down_proj", 1, (1, 1, 2, 1)),
+    ("qwen3_moe", ALL, 1, (1, 1, 1, 2)),
+]
+
+
+def topology(case: tuple[str, str, int, tuple[int, ...]]) -> str:
+    """A case's name: family-tp2."""
+    family, _, sequence, sizes = case
+    split = [f"{n}{s}" for n, s in zip(("tp", "cp", "ep", "etp"), sizes, strict=True) if s > 1]
+    return "-".join([family, *split, *["no-sequence"] * (not sequence)])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    server = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def cell(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    """What `adapted` leaves."""
+    root = tmp_path_factory.mktemp("families")
+
+    def run(family: str, targets: str, *, sequence: int = 1, sizes: Any = (1, 1, 1, 1)) -> Any:
+        if not (root / family).exists():
+            make(family, root / family)
+        out = root / "result.pt"
+        ranks(max(sizes), "adapted", out, root, family, targets, sequence, *sizes)
+        return torch.load(out)
+
+    return run
+
+
+def bound(result: dict[str, Any], family: str, *, products: int = 3) -> float:
+    """Between two computations of a log-prob: every linear is three products."""
+    logit, count = result["theirs"].std().item(), products * roundings(family)
+    return chain_error_bound(torch.float32, roundings=count, magnitude=logit)
+
+
+def check(result: dict[str, Any], family: str) -> None:
+    """Log-probs and gradients are PEFT's; an adapter and a step can be seen."""
+    allowed = bound(result, family)
+    assert (result["ours"] - result["theirs"]).abs().max() <= allowed
+    for other in ("base", "stepped"):
+        assert (result["ours"] - result[other]).abs().max() > 1e4 * allowed
+    ours, theirs = result["our_gradients"], result["their_gradients"]
+    if not theirs:  # PEFT fuses these adapters
+        return
+    assert ours.keys() == theirs.keys()
+    largest = max(t.abs().max().item() for t in theirs.values())
+    relative = chain_error_bound(
+        torch.float32, roundings=6 * roundings(family) + sum(LENGTHS), magnitude=1.0
+    )
+    for name, tensor in theirs.items():
+        size = max(tensor.abs().max().item(), SMALL * largest)
+        assert (ours[name] - tensor).abs().max().item() <= relative * size, name
+
+
+@pytest.mark.parametrize(("family", "targets"), ONE_RANK)
+def test_adapters_are_pefts(cell: Cell, family: str, targets: str) -> None:
+    result = cell(family, targets)
+    check(result, family)
+    for export in ("merged", "wired"):
+        if not isinstance(result[export], str):
+            # The merge rounds every weight once more.
+            allowed = bound(result, family, products=6)
+            assert (result["ours"] - result[export]).abs().max() <= allowed, export
+    if targets != ALL and "experts." not in targets.replace("shared_expert", ""):
+        ends = targets.split(",")
+        assert {n for n in result["names"] if not n.endswith(tuple(ends))} == set()
+        assert all(any(n.endswith(e) for n in result["names"]) for e in ends)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "sequence", "sizes"), SEVERAL, ids=map(topology, SEVERAL)
+)
+def test_adapters_over_several_ranks(
+    cell: Cell, family: str, targets: str, sequence: int, sizes: tuple[int, ...]
+) -> None:
+    check(cell(family, targets, sequence=sequence, sizes=sizes), family)
+
+
+def test_what_cannot_have_an_adapter_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1, "adapter_refusals", tmp_path)

@@ -357,22 +357,55 @@ def trainer(
 
 @app.command()
 def doctor(
-    trainer_python: TrainerPython = _HERE, inference_python: InferencePython = _INFERENCE
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="trainer, inference or orchestrator; repeat it. Default: what is installed."
+        ),
+    ] = None,
+    python: Annotated[Path, typer.Option(help="Interpreter of the environment to judge.")] = _HERE,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda. Default: cuda where the host has GPUs.")
+    ] = "",
 ) -> None:
-    """Check both environments' package versions. Exit code 1 if one does not fit."""
+    """Check this host's GPUs and one environment's package versions for a role.
+
+    Exit code 1 if a version does not fit or a package is missing.
+    """
     console = _console()
+    gpus = doctoring.list_gpus()
     try:
-        findings = doctoring.diagnose(
-            trainer_python=trainer_python, inference_python=inference_python
-        )
+        if device not in ("", "cpu", "cuda"):
+            raise ConfigError(f"--device is cpu or cuda, got {device!r}")
+        roles = [_role(text) for text in role or ()]
+        on_gpus = device == "cuda" or (not device and bool(gpus))
+        findings = doctoring.diagnose(python=python, roles=roles, on_gpus=on_gpus)
     except ConfigError as error:
         _die(console, error)
-    table = Table("environment", "package", "installed", "wanted", "")
+    table = Table("role", "package", "installed", "wanted", "")
     for f in findings:
-        verdict = "[green]ok[/green]" if f.ok else f"[red]no[/red], needed by: {f.why}"
-        table.add_row(f.environment, f.package, f.installed, f.wanted, verdict)
+        verdict = "[green]ok[/green]" if f.ok else f"[red]no[/red], {f.note}"
+        if f.ok and f.installed == "-":
+            verdict = "[dim]not needed here[/dim]"
+        table.add_row(f.role, f.package, f.installed, f.wanted, verdict)
     console.print(table)
+    for gpu in gpus:
+        console.print(
+            f"GPU {gpu.index}: {gpu.name}, {gpu.memory_mib} MiB, driver {gpu.driver}",
+            highlight=False,
+        )
+    if not gpus:
+        console.print("no GPUs: nvidia-smi lists none", highlight=False)
+    if device == "cuda" and not gpus:
+        raise typer.Exit(1)
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
+
+
+def _role(text: str) -> doctoring.NodeRole:
+    for role in doctoring.ROLES:
+        if text == role:
+            return role
+    raise ConfigError(f"--role is {', '.join(doctoring.ROLES)}; got {text!r}")
 
 
 @app.command()

@@ -17,11 +17,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from inference_node.names import RUN_TOKEN
 from orchestrator.errors import ConfigError, LinkLost, SpliceError
+from orchestrator.processes.interfaces import reachable_host
 from orchestrator.processes.restarts import EXIT_LINK_LOST
 from orchestrator.protocol.config import InferenceConfig
 
@@ -75,6 +77,10 @@ def _run(endpoint: str, node_id: str, config_file: Path) -> None:
         raise ConfigError(
             f"model: {config.model} has no config.json; give a folder with an HF checkpoint"
         )
+    if not config.advertised_host:
+        towards = urlsplit(endpoint).hostname
+        reached_at = reachable_host(config.host, towards=towards)
+        config = config.model_copy(update={"advertised_host": reached_at})
     InferenceNode(config, endpoint=endpoint, node_id=node_id, run_token=token).run()
 
 

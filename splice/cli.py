@@ -275,7 +275,7 @@ def serve(
 
 def _old_endpoint(run_dir: Path, endpoint: str, *, resume: bool) -> str:
     """A resumed run binds its earlier endpoint, where nodes and clients look for it."""
-    path = run_dir / "endpoint"
+    path = run_dir / "bound"
     return path.read_text().strip() if resume and path.is_file() else endpoint
 
 

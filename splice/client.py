@@ -406,7 +406,11 @@ class SpliceClient:
     def save_checkpoint(
         self, checkpoint_dir: str, *, client_state: Mapping[str, Any] | None = None, **run: Any
     ) -> dict[str, Any]:
-        """Write the trainer's state to a folder on its host."""
+        """Write the trainer's state to a folder on its host.
+
+        A relative path is relative to the run's folder, here and in every other method. Returns a
+        dict: "checkpoint_dir" (absolute) and "host" say where the checkpoint is.
+        """
         return self.run(
             SaveCheckpointJob(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})),
             **run,

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from orchestrator.processes.interfaces import is_wildcard
 from orchestrator.protocol.messages import Message, Transport
 
 Device = Literal["cpu", "cuda"]
@@ -30,6 +31,15 @@ def check_alias_name(name: str) -> str:
             "it must not be empty, nor contain '@', '/' or white space"
         )
     return name
+
+
+def _one_address(host: str) -> str:
+    if is_wildcard(host):
+        raise ValueError(
+            f"{host} means all of this host's addresses; give the one at which the inference "
+            "workers reach the trainer"
+        )
+    return host
 
 
 class LoraConfig(Message):
@@ -115,7 +125,7 @@ class TrainerConfig(Message):
     match `lora`. None: PEFT's initial values, where B is zero."""
     parallel: ParallelConfig = ParallelConfig()
     transport: Transport = "tcp"
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(_one_address)] = "127.0.0.1"
     """Address at which inference workers reach the trainer. On Debian a host's own name means
     loopback, so give the address."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
@@ -167,6 +177,10 @@ class InferenceConfig(Message):
     """CUDA devices of this node; empty on a CPU."""
     transport: Transport = "tcp"
     host: str = "127.0.0.1"
+    """Address on which the OpenAI API listens. 0.0.0.0: all of this host's addresses."""
+    advertised_host: str = ""
+    """Host in the URL that others get. Empty: `host`, or for 0.0.0.0 this host's address on the
+    route to the orchestrator."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the OpenAI API. With 0 the kernel chooses; vLLM inherits the bound socket."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=2**16)

@@ -1,5 +1,4 @@
-"""Pure parts: publication states, liveness, batches, advantages, the proof's judge, preflight.
-"""
+"""Pure parts: publication states, liveness, batches, advantages, the proof's judge, preflight."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import math
 import os
@@ -20,7 +21,14 @@ from rich.table import Table
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
-from orchestrator.protocol.config import LORA_TARGETS, LoraConfig, ParallelConfig
+from orchestrator.protocol.config import (
+    LORA_TARGETS,
+    InferenceConfig,
+    LoraConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
+from orchestrator.protocol.config_errors import mistakes
 from orchestrator.protocol.curve import make_keys
 from orchestrator.protocol.messages import check_node_id
 from orchestrator.publication.config import PublicationConfig
@@ -34,7 +42,6 @@ from trainer_node.launcher import host as trainer_host
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Reinforcement learning on split GPUs.",
 )
 TABLE_WIDTH = 130
 MODELS = Path("runs/models")
@@ -51,8 +58,29 @@ ShadowBytes = Annotated[
     int, typer.Option(help="Most bytes shadow mode may use beside the model, on each worker.")
 ]
 _PUBLICATION = PublicationConfig()
+_ORCHESTRATOR = OrchestratorConfig(
+    run_dir=Path(), run_token="", name="defaults", publication=_PUBLICATION
+)
 _HERE = Path(sys.executable)
 _INFERENCE = Path(".venv-inference/bin/python")
+_CHECKED = {m.__name__: m for m in (LoraConfig, ParallelConfig, TrainerConfig, InferenceConfig)}
+"""Models that options fill, by the title of their errors."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"splice {importlib.metadata.version('splice')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Reinforcement learning on split GPUs."""
 
 
 @app.command()
@@ -228,6 +256,13 @@ def serve(
             help="Every FULL_EVERY-th publication sends all tensors. Default: only where needed.",
         ),
     ] = _PUBLICATION.full_every,
+    ready_timeout_s: Annotated[
+        float, typer.Option(min=1, help="Longest wait of a job for missing nodes, in seconds.")
+    ] = _ORCHESTRATOR.ready_timeout_s,
+    train_timeout_s: Annotated[
+        float,
+        typer.Option(min=1, help="Longest training, forward, save or load request, in seconds."),
+    ] = _ORCHESTRATOR.train_timeout_s,
     stop_on_term: Annotated[
         bool,
         typer.Option(
@@ -265,6 +300,8 @@ def serve(
             replicas=replicas,
             curve_dir=curve_dir,
             keep_versions=keep_versions or None,
+            ready_timeout_s=ready_timeout_s,
+            train_timeout_s=train_timeout_s,
             resume=resume,
             stop_on_term=stop_on_term,
         )
@@ -456,7 +493,10 @@ def _console() -> Console:
 
 
 def _die(console: Console, error: Exception) -> NoReturn:
-    console.print(f"splice: {error}", style="red", markup=False)
+    text = str(error)
+    if isinstance(error, ValidationError):
+        text = "; ".join(mistakes(error, model=_CHECKED[error.title]))
+    console.print(f"splice: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(2) from None
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -63,7 +64,9 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.router import new_id
+from orchestrator.waiting import WAITING
 
+log = logging.getLogger("splice.client")
 OnProgress = Callable[[Progress], None]
 READ_TURN_S = 0.5
 
@@ -293,6 +296,8 @@ class SpliceClient:
                 known.outcome = envelope
             elif known.on_progress is not None:
                 known.came.append(message)
+            elif message.phase == WAITING:
+                log.warning("job %s is %s: %s", message.request_id, WAITING, message.detail["text"])
 
     # ------------------------------------------------------------ jobs; `**run`: keywords of `run`
 

@@ -50,6 +50,7 @@ class ClusterConfig:
     publication: PublicationConfig = field(default_factory=PublicationConfig)
     keep_versions: int | None = None
     ready_timeout_s: float = 600.0
+    train_timeout_s: float = 3600.0
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
     control_endpoint: str = "tcp://127.0.0.1:0"
@@ -134,6 +135,8 @@ class Cluster:
         argv += ["--run-dir", str(config.run_dir), "--name", config.name]
         argv += ["--endpoint", config.control_endpoint, "--replicas", str(len(config.inference))]
         argv += ["--keep-versions", str(config.keep_versions or 0)]
+        argv += ["--ready-timeout-s", str(config.ready_timeout_s)]
+        argv += ["--train-timeout-s", str(config.train_timeout_s)]
         argv += _publication_options(config.publication, transport=config.trainer.transport)
         self.launcher.start(
             NodeProcess(

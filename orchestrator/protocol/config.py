@@ -5,11 +5,13 @@ It is plain data, so bad input is refused before any heavy import.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from orchestrator.errors import ConfigError
 from orchestrator.processes.interfaces import is_wildcard
 from orchestrator.protocol.messages import Message, Transport
 
@@ -40,6 +42,28 @@ def _one_address(host: str) -> str:
             "workers reach the trainer"
         )
     return host
+
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w./-]+)?$")
+
+
+def check_model_folder(model: Path) -> None:
+    """Refuse a model that is neither a checkpoint's folder here nor looks like a hub id.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    if (model / "config.json").is_file():
+        return
+    if model.exists():
+        raise ConfigError(
+            f"model {model} has no config.json; give the folder of a Hugging Face checkpoint"
+        )
+    if not _HUB_ID.match(str(model)):
+        raise ConfigError(
+            f"model {model} does not exist on this host; give the folder of a Hugging Face "
+            "checkpoint, or a hub id such as Qwen/Qwen3-8B"
+        )
 
 
 class LoraConfig(Message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from orchestrator.jobs import Job, Outcome
 from orchestrator.protocol.messages import (
@@ -32,7 +32,7 @@ _PHASES: dict[type, str] = {
 }
 
 
-Spec = TypeVar("Spec", bound=OperationJob | SaveCheckpointJob)
+Spec = OperationJob | SaveCheckpointJob
 
 
 class Operations:

@@ -235,10 +235,9 @@ def start_trainer(config: dict[str, object], folder: Path) -> subprocess.Complet
 
 
 def test_a_missing_model_is_said_before_the_orchestrator_is_looked_for(tmp_path):
-    began_s = time.monotonic()
     done = start_trainer({"model": str(tmp_path / "nowhere")}, tmp_path)
     assert done.returncode == 2 and "does not exist on this host" in done.stderr
-    assert time.monotonic() - began_s < 15
+    assert "orchestrator" not in done.stderr
     done = start_trainer({"model": str(tmp_path)}, tmp_path)
     assert done.returncode == 2 and "has no config.json" in done.stderr
 

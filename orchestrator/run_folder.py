@@ -2,6 +2,7 @@
 
 journal.sqlite    jobs, publications, facts (0600)
 endpoint          where nodes and clients reach the control socket
+token             the run's token, for nodes and clients on hosts that see the folder (0600)
 bound             where the control socket is bound
 lock              held by the running orchestrator; contains its pid
 versions/N        the checkpoint of version N

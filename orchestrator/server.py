@@ -185,10 +185,12 @@ class Orchestrator:
     def _write_endpoint(self) -> Path:
         path, bound = self._config.run_dir / "endpoint", self._router.endpoint
         endpoint = reachable_url(bound)
-        for file, text in ((path.with_name("bound"), bound), (path, endpoint)):
-            part = file.with_suffix(".part")
+        token = self._config.run_token
+        for name, text in (("token", token), ("bound", bound), ("endpoint", endpoint)):
+            part = path.with_name(f"{name}.part")
+            part.touch(mode=0o600)
             part.write_text(text)
-            part.replace(file)
+            part.replace(path.with_name(name))
         log.info(
             "run %s listens at %s (also in %s)%s; waiting for the trainer and %d inference node(s)",
             self._config.name,
@@ -239,6 +241,7 @@ class Orchestrator:
                 state=peer.state,  # type: ignore[arg-type]
                 packages=peer.hello.packages,
                 gpus=peer.hello.gpus,
+                host=peer.hello.host,
                 detail=peer.detail,
             )
             for peer_id, peer in self._router.peers.items()

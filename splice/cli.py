@@ -34,15 +34,21 @@ from orchestrator.protocol.messages import check_node_id
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
 from splice import doctor as doctoring
+from splice import run_cli
+from splice.cluster import trainer_variables
+from splice.run_cli import Overrides, node_file
+from splice.run_file import load
 from splice.smoke.config import SmokeConfig
 from splice.smoke.interrupts import Interrupts
 from splice.smoke.run import run_smoke
+from splice.up import some_token
 from trainer_node.launcher import host as trainer_host
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(run_cli.app)
 TABLE_WIDTH = 130
 MODELS = Path("runs/models")
 TINY = {"qwen3": MODELS / "tiny-qwen3", "qwen3_moe": MODELS / "tiny-qwen3-moe"}
@@ -214,8 +220,15 @@ def smoke(
 
 @app.command()
 def serve(
-    run_dir: Annotated[Path, typer.Option(help="Folder of this run: journal, endpoint, versions.")],
-    name: Annotated[str, typer.Option(help="The served alias.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A run.toml. Then only --set and --resume apply of the options."),
+    ] = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of this run: journal, endpoint, versions.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The served alias.")] = "",
     endpoint: Annotated[
         str, typer.Option(help="Where to bind; port 0: any, written to RUN_DIR/endpoint.")
     ] = "tcp://127.0.0.1:0",
@@ -277,12 +290,16 @@ def serve(
     )
     token = os.environ.get("SPLICE_RUN_TOKEN", "")
     console = Console(stderr=True)
-    if len(token) < 16:
-        _die(
-            console,
-            ConfigError("set SPLICE_RUN_TOKEN to the run's secret (at least 16 characters)"),
-        )
     try:
+        if file is not None:
+            run = load(file, overrides or ())
+            kept = some_token(run.run_dir)
+            asyncio.run(_serve(run.orchestrator_config(run_token=kept, resume=resume)))
+            return
+        if run_dir is None or not name:
+            raise ConfigError("give a run.toml, or --run-dir and --name")
+        if len(token) < 16:
+            raise ConfigError("set SPLICE_RUN_TOKEN to the run's secret (at least 16 characters)")
         publication = PublicationConfig(
             transport=transport,  # type: ignore[arg-type]  # PublicationConfig checks it
             pause_mode=pause_mode,  # type: ignore[arg-type]
@@ -328,8 +345,14 @@ async def _serve(config: OrchestratorConfig) -> None:
 
 @app.command()
 def trainer(
-    endpoint: Annotated[str, typer.Option(help="The orchestrator's address, tcp://host:port.")],
-    config: Annotated[Path, typer.Option(help="TrainerConfig as JSON.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="A run.toml, instead of --endpoint and --config.")
+    ] = None,
+    overrides: Overrides = None,
+    endpoint: Annotated[
+        str, typer.Option(help="The orchestrator's address, tcp://host:port.")
+    ] = "",
+    config: Annotated[Path | None, typer.Option(help="TrainerConfig as JSON.")] = None,
     nodes: Annotated[
         int, typer.Option(help="Hosts that the trainer runs on; run this command on each.")
     ] = 1,
@@ -372,7 +395,16 @@ def trainer(
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    token = os.environ.get("SPLICE_RUN_TOKEN", "")
     try:
+        if file is not None:
+            run = load(file, overrides or ())
+            config = node_file(run, node_id, run.trainer_config().model_dump_json(indent=1))
+            endpoint, token = run.endpoint(), run.token()
+            python = python or str(run.trainer.python)
+            os.environ.update(trainer_variables(run.trainer, gpus=run.trainer.gpus))
+        if config is None or not endpoint:
+            raise ConfigError("give a run.toml, or --endpoint and --config")
         launch = trainer_host.TrainerLaunch(
             endpoint=endpoint,
             config=config,
@@ -386,7 +418,8 @@ def trainer(
             max_restarts=max_restarts,
             template=template,
         )
-        code = trainer_host.run(launch, run_token=os.environ.get("SPLICE_RUN_TOKEN", ""))
+        os.environ["SPLICE_RUN_TOKEN"] = token  # the ranks read it
+        code = trainer_host.run(launch, run_token=token)
     except (SpliceError, ValidationError, OSError) as error:
         _die(Console(stderr=True), error)
     raise typer.Exit(code)

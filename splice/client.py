@@ -27,6 +27,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.errors import ErrorCode, JobFailed, NodeLost, ProtocolError
@@ -65,6 +66,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.router import new_id
 from orchestrator.waiting import WAITING
+from splice.run_file import find_endpoint, find_token
 
 log = logging.getLogger("splice.client")
 OnProgress = Callable[[Progress], None]
@@ -142,6 +144,20 @@ class SpliceClient:
         self._awaits_status = self._is_stopping = False
         self._changed = threading.Condition()
         self._is_reading = False
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, *, client_id: str | None = None) -> SpliceClient:
+        """A client of the run in this folder. It reads endpoint and token there.
+
+        A host that does not see the folder reads SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
+
+        Raises:
+            ConfigError: no orchestrator has written them yet.
+        """
+        folder = Path(run_dir)
+        return cls(
+            endpoint=find_endpoint(folder), run_token=find_token(folder), client_id=client_id
+        )
 
     def __enter__(self) -> SpliceClient:
         self._link.start()

@@ -79,6 +79,21 @@ class RunFolder:
         """Return the folder with the version's checkpoint."""
         return self.path / "versions" / str(version)
 
+    @staticmethod
+    def is_in_use(path: Path) -> bool:
+        """Whether an orchestrator of this host lives in the folder."""
+        try:
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def refuse_own(self, folder: str, *, field: str) -> None:
         """Refuse the orchestrator's own folders as a place for a job's output.
 

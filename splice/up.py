@@ -26,6 +26,7 @@ import psutil
 
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.run_folder import RunFolder
 from splice.client import SpliceClient
 from splice.cluster import Cluster, ClusterConfig
 from splice.doctor import list_gpus
@@ -189,7 +190,7 @@ def status(run_dir: Path) -> dict[str, Any]:
         answer |= {"phase": state["phase"], "pid": state["pid"], "text": state["text"]}
     if not answer["up"] and state.get("phase") in ("starting", "up"):
         answer |= {"phase": "ended", "text": "its background process was killed"}
-    if not (run_dir / "endpoint").exists():
+    if not _has_orchestrator(run_dir, state):
         return answer
     with SpliceClient.of_run(run_dir) as client:
         found = client.status()
@@ -201,6 +202,14 @@ def status(run_dir: Path) -> dict[str, Any]:
     return answer
 
 
+def _has_orchestrator(run_dir: Path, state: dict[str, Any]) -> bool:
+    """Whether an orchestrator should answer. A killed one leaves its endpoint behind."""
+    if not (run_dir / "endpoint").exists():
+        return False
+    may_be_elsewhere = not state  # `splice up` starts it on this host
+    return may_be_elsewhere or is_alive(state) or RunFolder.is_in_use(run_dir)
+
+
 def stop(run_dir: Path) -> bool:
     """End the run and all of its roles on this host. False: nothing ran.
 
@@ -209,7 +218,7 @@ def stop(run_dir: Path) -> bool:
     """
     state = read_state(run_dir)
     was_up = is_alive(state)
-    if not was_up and not (run_dir / "endpoint").exists():
+    if not was_up and not _has_orchestrator(run_dir, state):
         return False
     if was_up:  # it tells the orchestrator
         os.kill(state["pid"], signal.SIGTERM)

@@ -20,9 +20,10 @@ from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
 from orchestrator.publication.verification import digest_mismatches
 from splice import cluster, preflight
+from splice.batches import group_advantages
 from splice.smoke.config import SmokeConfig
 from splice.smoke.proof import judge, judge_sensitivity
-from splice.smoke.rollouts import Rollout, build_batch, group_advantages
+from splice.smoke.rollouts import Rollout, build_batch
 from splice.smoke.served import max_difference
 
 

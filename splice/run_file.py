@@ -9,10 +9,14 @@ relative to the file. `splice config schema` prints every key.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import os
 import sys
+import textwrap
 import tomllib
 import typing
 from collections.abc import Sequence
@@ -26,11 +30,11 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import (
     Device,
     InferenceConfig,
+    Settings,
     TrainerConfig,
     check_alias_name,
 )
 from orchestrator.protocol.config_errors import config_error
-from orchestrator.protocol.messages import Message
 from orchestrator.publication.config import PublicationConfig
 
 FILE_NAME = "run.toml"
@@ -48,7 +52,7 @@ _PATHS = (("model",), ("run_dir",), ("trainer", "model"), ("trainer", "adapter")
           ("orchestrator", "curve_dir"))  # fmt: skip  # a list
 
 
-class OrchestratorSection(Message):
+class OrchestratorSection(Settings):
     """The orchestrator."""
 
     endpoint: str = _DEFAULTS.endpoint
@@ -64,19 +68,39 @@ class OrchestratorSection(Message):
     """Longest training, forward, save or load request, in seconds."""
 
 
-def _publication_section() -> type[Message]:
+def _publication_section() -> type[Settings]:
     hints = typing.get_type_hints(PublicationConfig)
+    meanings = _docstrings(PublicationConfig)
     fields: dict[str, Any] = {
-        field.name: (hints[field.name], field.default)
+        field.name: (
+            hints[field.name],
+            Field(default=field.default, description=meanings.get(field.name)),
+        )
         for field in dataclasses.fields(PublicationConfig)
         if field.name != "transport"  # the device decides it
     }
-    return create_model("PublicationSection", __base__=Message, **fields)
+    doc = PublicationConfig.__doc__
+    return create_model("PublicationSection", __base__=Settings, __doc__=doc, **fields)
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """Return the strings below a class's fields."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 if TYPE_CHECKING:
 
-    class PublicationSection(Message):
+    class PublicationSection(Settings):
         """`PublicationConfig` as a table of the file."""
 
 else:
@@ -86,7 +110,7 @@ else:
 class TrainerSection(TrainerConfig):
     """The trainer: `TrainerConfig`, and how to start it."""
 
-    python: Path = Path(sys.executable)
+    python: Path = Field(default_factory=lambda: Path(sys.executable))
     """Interpreter of the trainer environment."""
     gpus: tuple[int, ...] = ()
     """CUDA devices on its host, one for each rank."""
@@ -97,27 +121,33 @@ class TrainerSection(TrainerConfig):
 class InferenceSection(InferenceConfig):
     """The inference nodes: `InferenceConfig` of each, and how to start them."""
 
-    python: Path = Path(sys.executable)
+    python: Path = Field(default_factory=lambda: Path(sys.executable))
     """Interpreter of the inference environment."""
     replicas: int = Field(default=1, ge=1)
     """Inference nodes. They share `gpus` evenly, and `port` counts up."""
 
 
-class RunFile(Message):
+class RunFile(Settings):
     """Everything that is to be known about a run."""
 
     name: Annotated[str, AfterValidator(check_alias_name)]
     """The served alias; versions are served as name@N."""
     model: Path
     """Folder with a Hugging Face checkpoint."""
-    run_dir: Path
+    run_dir: Path = Path("run")
     """Folder of the run: journal, endpoint, token, logs, versions."""
     device: Device = "cpu"
+    """Where trainer and vLLM run. cuda: weights travel by NCCL; cpu: by TCP."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
     orchestrator: OrchestratorSection = OrchestratorSection()
+    """The orchestrator."""
     publication: PublicationSection = PublicationSection()
+    """How versions are published."""
     trainer: TrainerSection
+    """The trainer, and how to start it."""
     inference: InferenceSection
+    """The inference nodes, and how to start them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -254,7 +284,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for override in overrides:
         _set(values, override)
-    values.setdefault("run_dir", "run")
+    values.setdefault("run_dir", str(RunFile.model_fields["run_dir"].default))
     for keys in _PATHS:
         _resolve(values, keys, path.absolute().parent)
     try:

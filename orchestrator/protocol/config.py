@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.interfaces import is_wildcard
@@ -66,14 +66,22 @@ def check_model_folder(model: Path) -> None:
         )
 
 
-class LoraConfig(Message):
+class Settings(Message):
+    """Base of what users write into configuration files. The schema has the fields' docstrings."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class LoraConfig(Settings):
     """LoRA as in PEFT: A and B for each HF linear layer, experts included.
 
     delta = (alpha / rank) * B @ A
     """
 
     rank: int = Field(default=8, ge=1)
+    """Rows of A and columns of B."""
     alpha: float = Field(default=16.0, gt=0)
+    """Scale of an adapter, divided by `rank`."""
     targets: tuple[str, ...] = LORA_TARGETS
     """Last component of the names of HF modules with an adapter."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -90,12 +98,15 @@ class LoraConfig(Message):
         return targets
 
 
-class ParallelConfig(Message):
+class ParallelConfig(Settings):
     """Megatron's parallel sizes. world_size must be a multiple of tensor * pipeline * context."""
 
     tensor: int = Field(default=1, ge=1)
+    """Ranks that share each layer's matrices."""
     pipeline: int = Field(default=1, ge=1)
+    """Stages of layers, one after the other."""
     expert: int = Field(default=1, ge=1)
+    """Ranks over which the experts are spread."""
     sequence: bool = True
     """Sequence parallelism: tensor ranks share the tokens between their linears. No effect
     if tensor is 1."""
@@ -106,6 +117,7 @@ class ParallelConfig(Message):
     """Ranks that share each expert, independent of `tensor`: rows of gate and up, columns of down.
     """
     world_size: int = Field(default=1, ge=1)
+    """Number of ranks. What the other sizes leave is data parallelism."""
 
     @property
     def splits_the_model(self) -> bool:
@@ -127,7 +139,7 @@ class ParallelConfig(Message):
         return self
 
 
-class TrainerConfig(Message):
+class TrainerConfig(Settings):
     """The trainer node: model, adapters, parallelism."""
 
     model: Path
@@ -138,17 +150,23 @@ class TrainerConfig(Message):
     model_fetch_timeout_s: float = Field(default=3600.0, gt=0)
     """Timeout for downloading a Hub model, in seconds."""
     init: Literal["hf", "random"] = "hf"
+    """hf: the checkpoint's weights. random: only its config.json is read."""
     device: Device = "cpu"
+    """Where the ranks run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations. On the CPU the trainer takes float32 alone."""
     finetuning_type: FinetuningType = "lora"
     """lora: train adapters on the frozen model. full: train every parameter; AdamW keeps fp32
     masters of bf16 parameters."""
     lora: LoraConfig = LoraConfig()
+    """The adapters, for finetuning_type `lora`."""
     adapter: Path | None = None
     """PEFT folder with initial adapters, on every host. Its r, lora_alpha and target_modules must
     match `lora`. None: PEFT's initial values, where B is zero."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the ranks share model and batch."""
     transport: Transport = "tcp"
+    """How weights travel to the inference nodes; both sides take the same one."""
     host: Annotated[str, AfterValidator(_one_address)] = "127.0.0.1"
     """Address at which inference workers reach the trainer. On Debian a host's own name means
     loopback, so give the address."""
@@ -179,6 +197,7 @@ class TrainerConfig(Message):
         for the next job, from the last durable state. `ForwardBackward` is refused.
     """
     seed: int = 1234
+    """Seeds new adapters and dropout."""
     collective_timeout_s: float = Field(default=120.0, gt=0)
     """Timeout of the ranks' collectives, in seconds.
 
@@ -187,19 +206,25 @@ class TrainerConfig(Message):
     """
 
 
-class InferenceConfig(Message):
+class InferenceConfig(Settings):
     """One inference node: a vLLM server, and the process that keeps it alive."""
 
     model: Path
+    """HF checkpoint folder on the node's host."""
     name: Annotated[str, AfterValidator(check_alias_name)]
     """The alias; versions are served as name@N."""
     device: Device = "cpu"
+    """Where vLLM runs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """vLLM's type of weights; the trainer's."""
     load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: vLLM reads no weights at its start, because the first version brings them all."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of one vLLM server, which share each layer."""
     gpus: tuple[int, ...] = ()
     """CUDA devices of this node; empty on a CPU."""
     transport: Transport = "tcp"
+    """How weights arrive; both sides take the same one."""
     host: str = "127.0.0.1"
     """Address on which the OpenAI API listens. 0.0.0.0: all of this host's addresses."""
     advertised_host: str = ""
@@ -211,13 +236,19 @@ class InferenceConfig(Message):
     """Largest body of a request to the OpenAI API; a larger one gets 413. The default holds a list
     of two million tokens."""
     max_model_len: int = Field(default=512, ge=16)
+    """Longest sequence in tokens, prompt and answer."""
     max_num_seqs: int = Field(default=64, ge=1)
+    """Most sequences that vLLM generates at once."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that vLLM takes."""
     cpu_kv_cache_gb: float = Field(default=0.5, gt=0)
+    """KV cache on a CPU, in GiB."""
     enforce_eager: bool = True
+    """False: vLLM captures CUDA graphs, which generate faster and start slower."""
     extra_args: tuple[str, ...] = ()
     """Additional arguments for vLLM's server."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest start of vLLM, in seconds."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of vLLM within an hour; after one more crash the node ends."""
     log_file: Path | None = None

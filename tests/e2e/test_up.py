@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 
 import httpx
-import psutil
 import pytest
 
 from splice import SpliceClient, TrainMergedJob, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
-from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
+from tests.e2e.commands import processes_of, splice
+from tests.e2e.conftest import INFERENCE_PYTHON
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def splice(*arguments: object, code: int = 0) -> str:
-    """stdout of `splice`, which must end with this code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "splice", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
-
-
-def processes_of(folder) -> list[psutil.Process]:
-    """Every process with the folder in its command line."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(folder) in part for part in process.info["cmdline"] or ())
-    ]
 
 
 def test_init_up_a_step_status_and_stop(models, tmp_path):

@@ -15,6 +15,7 @@ from orchestrator.processes.restarts import EXIT_CONFIG
 from splice import machine
 from splice.client import SpliceClient
 from splice.doctor import Gpu
+from splice.reference import markdown
 from splice.run_file import RunFile, load
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import TOKEN
@@ -97,6 +98,12 @@ def test_the_schema_describes_every_table():
     schema = RunFile.model_json_schema()
     assert {"orchestrator", "publication", "trainer", "inference"} <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
+
+
+def test_the_page_of_all_keys_is_the_models():
+    page = (REPO / "docs/configuration.md").read_text()
+    assert page == markdown(), "run `python -m splice.reference > docs/configuration.md`"
+    assert page.count("|  |") == 0, "a key without a meaning"
 
 
 # ---------------------------------------------------------------- sizes

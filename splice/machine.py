@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import check_model_folder
 from splice.doctor import Gpu
-from splice.preflight import read_model_config
+from splice.preflight import language_part, read_model_config
 from splice.run_file import FILE_NAME
 
 TRAINER_SHARE, SERVER_SHARE = 0.5, 0.6
@@ -138,7 +138,7 @@ def write_run_file(
     if path.exists():
         raise ConfigError(f"{path} exists; edit it, or choose another folder")
     model = local_model(model, python=trainer_python)
-    model_config = read_model_config(model)
+    model_config = language_part(read_model_config(model))
     weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     if model_config.get("torch_dtype", model_config.get("dtype")) == "float32":
         weight_bytes //= 2

@@ -139,7 +139,8 @@ def test_what_fits_no_gpus_is_refused():
 def test_the_written_file_is_one(num_gpus, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
-    config = {"num_attention_heads": 4, "max_position_embeddings": 40960}
+    own = {"num_attention_heads": 4, "max_position_embeddings": 40960}
+    config = {"text_config": own} if num_gpus else own  # as models that see have it
     (model / "config.json").write_text(json.dumps(config))
     gpus = [
         Gpu(index=i, name="NVIDIA H200", memory_mib=143771, driver="d") for i in range(num_gpus)

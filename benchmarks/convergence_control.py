@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from orchestrator.protocol.config import LORA_TARGETS
-from splice.smoke.rollouts import PROMPTS, REWARDS, group_advantages
+from splice.batches import group_advantages
+from splice.smoke.rollouts import PROMPTS, REWARDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,18 @@
-"""Teach a tiny model to say "maybe": sample from vLLM, train with Megatron, publish, repeat."""
+"""Teach a tiny model to say "maybe": sample from vLLM, train with Megatron, publish, repeat.
 
-import os
-from array import array
-from statistics import fmean, pstdev
+It goes on where an earlier start of it ended, because the run knows its version.
+"""
+
+import sys
+from statistics import fmean
 
 import httpx
 
-from splice import InitialSyncJob, LossSpec, OptimParams, SpliceClient, TrainMergedJob, batch_specs
+from splice import ASK, LossSpec, OptimParams, SpliceClient, completions_of, grpo_batch
 
 PROMPTS = [f"{verb} with yes or no or maybe:" for verb in ("Respond", "Answer", "Reply", "React")]
 REWARDS = {" yes": 0.5, " no": 0.75, " maybe": 1.0}
-SAMPLING = {"n": 16, "max_tokens": 1, "temperature": 1.0, "logprobs": 1, "return_token_ids": True}
+STEPS, EVALUATE_EVERY = 4, 2
 
 
 def first_token(http, text):
@@ -19,43 +21,34 @@ def first_token(http, text):
     return http.post("/tokenize", json=body).json()["tokens"][0]
 
 
-def sample(http, prompt, rewards):
-    """A group of rollouts: prompt tokens, answer tokens, the sampler's log-probs, reward."""
-    body = {"model": "tiny", "prompt": prompt, "allowed_token_ids": list(rewards), **SAMPLING}
-    reply = http.post("/v1/completions", json=body).raise_for_status().json()
-    for choice in reply["choices"]:
-        answer, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        yield choice["prompt_token_ids"], answer, logprobs, rewards[answer[0]]
+def answers(http, prompt, rewards, **sampling):
+    """Sampled answers to a prompt, each with its reward."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "allowed_token_ids": list(rewards)}
+    reply = http.post("/v1/completions", json={**body, **ASK, **sampling}).raise_for_status()
+    return [(answer, rewards[answer.answer_ids[0]]) for answer in completions_of(reply.json())]
 
 
-def make_batch(groups):
-    """Specs and raw buffers of a batch; a rollout's advantage is relative to its group."""
-    tokens, lengths = array("i"), array("i")
-    mask, advantages, logprobs = array("f"), array("f"), array("f")
-    for group in groups:
-        group_rewards = [reward for *_, reward in group]
-        mean, spread = fmean(group_rewards), pstdev(group_rewards) + 1e-6
-        for prompt, answer, sampler_logprobs, reward in group:
-            no_loss = [0.0] * len(prompt)
-            tokens.extend(prompt + answer)
-            lengths.append(len(prompt) + len(answer))
-            mask.extend(no_loss + [1.0] * len(answer))
-            advantages.extend(no_loss + [(reward - mean) / spread] * len(answer))
-            logprobs.extend(no_loss + sampler_logprobs)
-    specs = batch_specs(num_sequences=len(lengths), num_tokens=len(tokens))
-    return specs, [buffer.tobytes() for buffer in (tokens, lengths, mask, advantages, logprobs)]
+def mean_reward(groups):
+    """Over all answers to all prompts."""
+    return fmean(reward for group in groups for _, reward in group)
 
 
-client = SpliceClient(endpoint="tcp://127.0.0.1:25001", run_token=os.environ["SPLICE_RUN_TOKEN"])
-with client, httpx.Client(base_url="http://127.0.0.1:25002", timeout=60) as http:
-    print(client.run(InitialSyncJob())["alias"], "is served", flush=True)
-    rewards = {first_token(http, text): reward for text, reward in REWARDS.items()}
-    loss = LossSpec(name="grpo", allowed_token_ids=tuple(rewards))
-    for _ in range(4):
-        groups = [list(sample(http, prompt, rewards)) for prompt in PROMPTS]
-        specs, buffers = make_batch(groups)
-        job = TrainMergedJob(loss=loss, optim=OptimParams(lr=5e-3), tensors=specs)
-        result = client.run(job, buffers=buffers)
-        reward = fmean(reward for group in groups for *_, reward in group)
-        print(f"mean reward {reward:.3f}, trained; now serving {result['alias']}", flush=True)
-    client.stop_run()
+with SpliceClient.of_run(sys.argv[1]) as client:
+    status = client.status()
+    url = next(node.detail["base_url"] for node in status.nodes if node.role == "inference")
+    with httpx.Client(base_url=url, timeout=60) as http:
+        rewards = {first_token(http, text): reward for text, reward in REWARDS.items()}
+        loss = LossSpec(name="grpo", allowed_token_ids=tuple(rewards))
+        for step in range(status.version + 1, STEPS + 1):
+            groups = [answers(http, p, rewards, n=16, temperature=1.0) for p in PROMPTS]
+            result = client.train_merged(grpo_batch(groups), loss, OptimParams(lr=5e-3))
+            print(
+                f"mean reward {mean_reward(groups):.3f}, now serving {result['alias']}", flush=True
+            )
+            if step % EVALUATE_EVERY == 0:
+                best = [answers(http, prompt, rewards, temperature=0.0) for prompt in PROMPTS]
+                saved = client.save_checkpoint(f"saved/{step}", client_state={"step": step})
+                print(
+                    f"greedy {mean_reward(best):.3f}, saved in {saved['checkpoint_dir']}",
+                    flush=True,
+                )

@@ -17,15 +17,16 @@ import os
 import signal
 import sys
 from pathlib import Path
-
-from pydantic import ValidationError
+from urllib.parse import urlsplit
 
 from inference_node.names import RUN_TOKEN
 from orchestrator.errors import ConfigError, LinkLost, SpliceError
-from orchestrator.processes.restarts import EXIT_LINK_LOST
+from orchestrator.processes.interfaces import reachable_host
+from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST
 from orchestrator.protocol.config import InferenceConfig
+from orchestrator.protocol.config_errors import read_json
 
-EXIT_CONFIG, EXIT_FAILED = 2, 3
+EXIT_FAILED = 3
 
 
 def main() -> int:
@@ -67,14 +68,15 @@ def _run(endpoint: str, node_id: str, config_file: Path) -> None:
     token = os.environ.get(RUN_TOKEN)
     if not token:
         raise ConfigError(f"set {RUN_TOKEN} to the run's token")
-    try:
-        config = InferenceConfig.model_validate_json(config_file.read_text())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(f"{config_file} is no inference configuration: {error}") from error
+    config = read_json(config_file, InferenceConfig)
     if not (config.model / "config.json").is_file():
         raise ConfigError(
             f"model: {config.model} has no config.json; give a folder with an HF checkpoint"
         )
+    if not config.advertised_host:
+        towards = urlsplit(endpoint).hostname
+        reached_at = reachable_host(config.host, towards=towards)
+        config = config.model_copy(update={"advertised_host": reached_at})
     InferenceNode(config, endpoint=endpoint, node_id=node_id, run_token=token).run()
 
 

@@ -533,6 +533,7 @@ def _hello(config: InferenceConfig, *, node_id: str, run_token: str) -> Hello:
         packages=packages,
         gpus=tuple(f"cuda:{n}" for n in config.gpus),
         pid=os.getpid(),
+        serves=config.name,
     )
 
 

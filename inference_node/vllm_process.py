@@ -18,7 +18,7 @@ from inference_node import names
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.processes.aside import call_aside
 from orchestrator.processes.child import ChildProcess
-from orchestrator.processes.interfaces import gloo_variables
+from orchestrator.processes.interfaces import gloo_variables, reachable_host
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import ErrorCode
 
@@ -137,7 +137,8 @@ class VllmProcess:
         host, port = listener.getsockname()[:2]
         reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._reached_at = f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
-        self.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        given = config.advertised_host or reachable_host(host)
+        self.base_url = f"http://[{given}]:{port}" if ":" in given else f"http://{given}:{port}"
         self._http = httpx.Client()
         self._child = ChildProcess(
             argv=(),

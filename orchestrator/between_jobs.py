@@ -29,7 +29,8 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.publication.publisher import Publisher
 from orchestrator.router import ControlRouter, new_id
-from orchestrator.trainer_requests import Report, TrainerRequests
+from orchestrator.trainer_requests import TrainerRequests
+from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 LAUNCH_TIMEOUT_S, ORDERLY_END_S = 120.0, 45.0

@@ -26,7 +26,7 @@ from orchestrator.protocol.messages import (
     Terminal,
 )
 from orchestrator.run import Run
-from orchestrator.trainer_requests import Report
+from orchestrator.waiting import WAITING, Report
 
 log = logging.getLogger("splice.orchestrator")
 SENDING_S = 10.0
@@ -210,7 +210,7 @@ class Jobs:
         job = self._open.get(job_id)
         if job is None:
             return
-        listening = {client for client, wants_progress in job.clients.items() if wants_progress}
+        listening = {c for c, wants in job.clients.items() if wants or phase == WAITING}
         listening |= self._subscribers
         if not listening:
             return

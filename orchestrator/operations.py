@@ -19,7 +19,6 @@ from orchestrator.protocol.messages import (
     TrainLora,
 )
 from orchestrator.run import Run
-from orchestrator.run_folder import refuse_relative
 
 _PHASES: dict[type, str] = {
     Forward: "forward",
@@ -33,17 +32,20 @@ _PHASES: dict[type, str] = {
 }
 
 
+Spec = OperationJob | SaveCheckpointJob
+
+
 class Operations:
     """Runs these jobs."""
 
     def __init__(self, run: Run) -> None:
         self._config, self._folder = run.config, run.folder
-        self._facts, self._trainer = run.facts, run.trainer
+        self._facts, self._trainer, self._router = run.facts, run.trainer, run.router
 
     async def run(self, job: Job, spec: OperationJob | SaveCheckpointJob) -> Outcome:
         """Check the job's folders, ask the trainer, and note the new state."""
         phase = _PHASES[type(spec)]
-        self._check_folders(spec)
+        spec, folders = self._with_whole_paths(spec)
         if isinstance(spec, SaveCheckpointJob):
             self._trainer.memory.saving = spec.checkpoint_dir
         completed, buffers = await self._trainer.ask(
@@ -54,15 +56,28 @@ class Operations:
             replaces_state=isinstance(spec, LoadCheckpoint),
         )
         self._note(spec, completed.result)
-        return Outcome(result=dict(completed.result), tensors=completed.tensors, buffers=buffers)
+        result = {**completed.result, **folders}
+        return Outcome(result=result, tensors=completed.tensors, buffers=buffers)
 
-    def _check_folders(self, spec: OperationJob | SaveCheckpointJob) -> None:
-        for field in ("checkpoint_dir", "adapter_dir", "output_dir"):
-            folder = getattr(spec, field, None)
-            if folder is not None:
-                refuse_relative(folder, field=field)
-                if not isinstance(spec, LoadCheckpoint | LoadAdapter):
-                    self._folder.refuse_own(folder, field=field)
+    def _with_whole_paths(self, spec: Spec) -> tuple[Spec, dict[str, str]]:
+        """Return the job with absolute paths, and what its result says of them.
+
+        A relative path is relative to the run's folder: orchestrator, client and trainer may have
+        different working folders.
+        """
+        folders = {
+            field: self._folder.resolve(getattr(spec, field))
+            for field in ("checkpoint_dir", "adapter_dir", "output_dir")
+            if getattr(spec, field, None) is not None
+        }
+        if not isinstance(spec, LoadCheckpoint | LoadAdapter):
+            for field, folder in folders.items():
+                self._folder.refuse_own(folder, field=field)
+        if not folders:
+            return spec, {}
+        trainer = self._router.peers.get("trainer")
+        host = {} if trainer is None else {"host": trainer.hello.host}
+        return spec.model_copy(update=folders), folders | host
 
     def _request(
         self, spec: OperationJob | SaveCheckpointJob, *, request_id: str

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.errors import NodeLost
 from orchestrator.protocol.messages import Hello
+from orchestrator.waiting import ABSENT
 
 log = logging.getLogger("splice.orchestrator")
 LOG_EVERY_S = 10.0
 """Seconds between two log lines about one peer's dropped messages."""
+SAY_TURN_S = 1.0
+"""Longest silence within a wait, in seconds."""
 STRANGERS = "strangers"
 """Counts the dropped messages of connections without a `Hello`."""
 FORGOTTEN = "forgotten"
@@ -101,30 +105,42 @@ class Peers:
         async with self._changed:
             self._changed.notify_all()
 
+    def missing(self, peer_ids: Sequence[str]) -> dict[str, str]:
+        """Return the nodes that are not ready, with their states."""
+        states = {p: self.by_id[p].state if p in self.by_id else ABSENT for p in peer_ids}
+        return {p: state for p, state in states.items() if state != "ready"}
+
     async def wait_ready(
-        self, peer_ids: Sequence[str], *, timeout_s: float, one_is_enough: bool = False
+        self,
+        peer_ids: Sequence[str],
+        *,
+        timeout_s: float,
+        one_is_enough: bool = False,
+        say: Callable[[Mapping[str, str]], None] = lambda missing: None,
     ) -> None:
         """Wait until all these nodes, or one of them, are ready.
+
+        Args:
+            say: called with the missing nodes at once and every `SAY_TURN_S`.
 
         Raises:
             NodeLost: the timeout passed; names the missing nodes.
         """
 
-        def missing() -> list[str]:
-            return [p for p in peer_ids if p not in self.by_id or self.by_id[p].state != "ready"]
-
         def is_enough() -> bool:
-            return len(missing()) < len(peer_ids) if one_is_enough else not missing()
+            missing = len(self.missing(peer_ids))
+            return missing < len(peer_ids) if one_is_enough else not missing
 
-        if not missing():
-            return
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(is_enough)
-        except TimeoutError:
-            raise NodeLost(
-                f"not ready within {timeout_s:.0f} s: {', '.join(missing())}; read their logs"
-            ) from None
+        deadline_s = time.monotonic() + timeout_s
+        while not is_enough():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                states = ", ".join(f"{p} ({s})" for p, s in self.missing(peer_ids).items())
+                raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")
+            say(self.missing(peer_ids))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, SAY_TURN_S)), self._changed:
+                    await self._changed.wait_for(is_enough)
 
     async def wait_heard(self, peer_ids: Sequence[str], *, since_s: float) -> None:
         """Wait until each peer was heard after `since_s` or is lost: its state is then current."""

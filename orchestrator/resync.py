@@ -16,7 +16,7 @@ from orchestrator.errors import JournalError, SpliceError
 from orchestrator.protocol.messages import LoadCheckpoint, SaveCheckpoint
 from orchestrator.router import new_id
 from orchestrator.run import Run
-from orchestrator.trainer_requests import Report
+from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 RESYNC_POLL_S, RESYNC_LONGEST_S = 1.0, 600.0

@@ -28,6 +28,7 @@ from orchestrator.errors import JournalError, NodeLost, ProtocolError
 from orchestrator.liveness import HEARTBEAT_S, LOST_AFTER_S, lost_peers
 from orchestrator.open_requests import Answer, OnProgress, OpenRequests
 from orchestrator.peers import Peer, Peers
+from orchestrator.processes.interfaces import reachable_url
 from orchestrator.protocol.frames import (
     Envelope,
     Frames,
@@ -54,6 +55,7 @@ from orchestrator.protocol.messages import (
     Unready,
     Welcome,
 )
+from orchestrator.waiting import Report, Waiting
 
 log = logging.getLogger("splice.orchestrator")
 OnClient = Callable[[str, Envelope], Awaitable[None]]
@@ -188,10 +190,26 @@ class ControlRouter:
             self._open.remove(entry)
 
     async def wait_ready(
-        self, peer_ids: Sequence[str], *, timeout_s: float, one_is_enough: bool = False
+        self,
+        peer_ids: Sequence[str],
+        *,
+        timeout_s: float,
+        one_is_enough: bool = False,
+        report: Report | None = None,
     ) -> None:
-        """As `Peers.wait_ready`."""
-        await self._table.wait_ready(peer_ids, timeout_s=timeout_s, one_is_enough=one_is_enough)
+        """As `Peers.wait_ready`, and say whom the wait is for."""
+        say = self.waiting(report, timeout_s=timeout_s).say
+        await self._table.wait_ready(
+            peer_ids, timeout_s=timeout_s, one_is_enough=one_is_enough, say=say
+        )
+
+    def missing(self, peer_ids: Sequence[str]) -> dict[str, str]:
+        """As `Peers.missing`."""
+        return self._table.missing(peer_ids)
+
+    def waiting(self, report: Report | None, *, timeout_s: float) -> Waiting:
+        """Return the speaker of a wait for nodes."""
+        return Waiting(report, endpoint=reachable_url(self.endpoint), timeout_s=timeout_s)
 
     async def wait_heard(self, peer_ids: Sequence[str], *, since_s: float) -> None:
         """As `Peers.wait_heard`."""
@@ -352,6 +370,8 @@ class ControlRouter:
                     reason=f"this key is for {role} {node_id}, not for {hello.role} "
                     f"{hello.node_id}; see `splice keys`"
                 )
+        if self._name is not None and hello.serves not in (None, self._name):
+            return Rejected(reason=self._other_name(hello.serves))
         known = self.peers.get(peer_id)
         if known is None:
             if len(self.peers) >= MAX_PEERS and not self._forget_one_lost():
@@ -375,6 +395,9 @@ class ControlRouter:
             f"If it has ended, this one is taken in after {LOST_AFTER_S:.0f} s",
             retry=True,
         )
+
+    def _other_name(self, served: str | None) -> str:
+        return f"it serves {served!r}, this run publishes {self._name!r}; give both the same name"
 
     def _forget_one_lost(self) -> bool:
         """Make room in the table of peers. False: all peers live."""
@@ -404,9 +427,7 @@ class ControlRouter:
             ) from None
         served = getattr(detail, "name", None)
         if self._name is not None and served not in (None, self._name):
-            why = (
-                f"it serves {served!r}, this run publishes {self._name!r}; give both the same name"
-            )
+            why = self._other_name(served)
             log.error("%s is refused: %s", peer_id, why)
             await self.send(peer_id, Rejected(reason=why))
             self.forget(peer_id)

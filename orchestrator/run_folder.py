@@ -1,13 +1,16 @@
 """The run's folder: private, and locked by the one orchestrator that uses it.
 
 journal.sqlite    jobs, publications, facts (0600)
-endpoint          where the control socket is bound
+endpoint          where nodes and clients reach the control socket
+token             the run's token, for nodes and clients on hosts that see the folder (0600)
+bound             where the control socket is bound
 lock              held by the running orchestrator; contains its pid
 versions/N        the checkpoint of version N
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -28,10 +31,11 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
+        self._is_ours = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
-                if any(self.path.iterdir()) and not (self.path / "journal.sqlite").exists():
+                if any(self.path.iterdir()) and not self.journal.exists():
                     raise ConfigError(
                         f"{path} is no run's folder, and is open to others; choose a new or an "
                         "empty folder"
@@ -42,6 +46,8 @@ class RunFolder:
             raise ConfigError(
                 f"cannot use the run folder {path}: {error}; choose another one"
             ) from error
+        self.holds_run = self.journal.exists()
+        """Whether an orchestrator has used the folder before."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -54,9 +60,39 @@ class RunFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
+    @property
+    def journal(self) -> Path:
+        """The journal's file."""
+        return self.path / "journal.sqlite"
+
+    def resolve(self, folder: str) -> str:
+        """Return a job's folder as an absolute path. A relative one is relative to this folder.
+
+        Raises:
+            ConfigError: the path begins with `~`, whose meaning differs between hosts and users.
+        """
+        if folder.startswith("~"):
+            raise ConfigError(f"{folder}: `~` is not expanded; give a path without it")
+        return os.path.abspath(self.path / folder)
+
     def version_dir(self, version: int) -> Path:
         """Return the folder with the version's checkpoint."""
         return self.path / "versions" / str(version)
+
+    @staticmethod
+    def is_in_use(path: Path) -> bool:
+        """Whether an orchestrator of this host lives in the folder."""
+        try:
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
 
     def refuse_own(self, folder: str, *, field: str) -> None:
         """Refuse the orchestrator's own folders as a place for a job's output.
@@ -74,18 +110,16 @@ class RunFolder:
                     "another folder"
                 )
 
+    def discard(self) -> None:
+        """Remove what a run left that never began: nobody could reach it."""
+        if self.holds_run:
+            return
+        for path in (*self.path.glob("journal.sqlite*"), self.path / "lock"):
+            path.unlink(missing_ok=True)
+        if self._is_ours:
+            with contextlib.suppress(OSError):  # somebody has put a file into it
+                self.path.rmdir()
+
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
-
-
-def refuse_relative(folder: str, *, field: str) -> None:
-    """Refuse a relative path: orchestrator, client and trainer may have different working folders.
-
-    Raises:
-        ConfigError: the path is relative.
-    """
-    if not os.path.isabs(folder):
-        raise ConfigError(
-            f"{field} {folder} is relative; give the whole path on the trainer's host"
-        )

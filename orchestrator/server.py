@@ -24,6 +24,7 @@ from orchestrator.facts import Facts
 from orchestrator.jobs import SENDING_S, Job, Jobs, Outcome
 from orchestrator.journal import Journal
 from orchestrator.operations import Operations
+from orchestrator.processes.interfaces import reachable_url
 from orchestrator.protocol.frames import Envelope, encode
 from orchestrator.protocol.messages import (
     CancelJob,
@@ -65,8 +66,13 @@ class Orchestrator:
         )
         self._folder = RunFolder(config.run_dir)
         try:
+            if self._folder.holds_run and not config.resume:
+                raise ConfigError(
+                    f"{config.run_dir} holds an earlier run; "
+                    "choose a new run folder, or continue that run with --resume"
+                )
             self._journal = Journal(
-                self._folder.path / "journal.sqlite", run_token=config.run_token, name=config.name
+                self._folder.journal, run_token=config.run_token, name=config.name
             )
             self._journal.drop_stray_batches()
         except BaseException:
@@ -117,19 +123,18 @@ class Orchestrator:
         After an exception the nodes and `endpoint` stay, as after a crash or `leave`: another
         orchestrator may resume.
         """
+        has_begun = False
         try:
             if self._config.resume:
                 self._restore()
-            elif self._journal.unfinished_jobs() or self._journal.committed_version() is not None:
-                raise ConfigError(
-                    f"{self._config.run_dir} holds an earlier run; "
-                    "choose a new run folder, or continue that run with --resume"
-                )
             await self._router.start()
+            has_begun = True
             await self._serve_until_stopped()
         finally:
             await self._router.close()
             self._journal.close()
+            if not has_begun:
+                self._folder.discard()
             self._folder.close()
 
     def _restore(self) -> None:
@@ -170,6 +175,7 @@ class Orchestrator:
             await self._jobs.end_all(versions_dir=f"{self._folder.path}/versions")
             await self._shut_nodes_down()
             endpoint_file.unlink(missing_ok=True)
+            endpoint_file.with_name("bound").unlink(missing_ok=True)
             log.info("the run has ended; its versions are in %s", self._folder.path / "versions")
         finally:
             for task in (*work, *rest):
@@ -177,15 +183,20 @@ class Orchestrator:
             await asyncio.gather(*work, *rest, return_exceptions=True)
 
     def _write_endpoint(self) -> Path:
-        path = self._config.run_dir / "endpoint"
-        part = path.with_suffix(".part")
-        part.write_text(self._router.endpoint)
-        part.replace(path)
+        path, bound = self._config.run_dir / "endpoint", self._router.endpoint
+        endpoint = reachable_url(bound)
+        token = self._config.run_token
+        for name, text in (("token", token), ("bound", bound), ("endpoint", endpoint)):
+            part = path.with_name(f"{name}.part")
+            part.touch(mode=0o600)
+            part.write_text(text)
+            part.replace(path.with_name(name))
         log.info(
-            "run %s listens at %s (also in %s); waiting for the trainer and %d inference node(s)",
+            "run %s listens at %s (also in %s)%s; waiting for the trainer and %d inference node(s)",
             self._config.name,
-            self._router.endpoint,
+            endpoint,
             path,
+            "" if bound == endpoint else f", bound to {bound}",
             self._config.replicas,
         )
         return path
@@ -230,6 +241,7 @@ class Orchestrator:
                 state=peer.state,  # type: ignore[arg-type]
                 packages=peer.hello.packages,
                 gpus=peer.hello.gpus,
+                host=peer.hello.host,
                 detail=peer.detail,
             )
             for peer_id, peer in self._router.peers.items()
@@ -297,7 +309,6 @@ class Orchestrator:
         await self._between.wake(job.report)
         if not replaces_state:
             await self._resync.put_back(job.report)
-        job.report("waiting for nodes", {})
         if isinstance(job.spec, PublishingJob):
             return await self._versions.run(job, job.spec)
         return await self._operations.run(job, job.spec)

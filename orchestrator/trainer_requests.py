@@ -26,11 +26,11 @@ from orchestrator.protocol.messages import (
     Progress,
 )
 from orchestrator.router import ControlRouter, new_id
+from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 MESSAGE_CHARS = 2000
 """Longest description of a loss, so that it fits into a `Failed`."""
-Report = Callable[[str, dict[str, object]], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,8 +147,12 @@ class TrainerRequests:
         Raises:
             NodeLost: the trainer is not ready in time, or state was lost with the old process.
         """
-        await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
+        await self._wait_ready(report)
         await self._settle(report)
+
+    async def _wait_ready(self, report: Report) -> None:
+        timeout_s = self._ready_timeout_s
+        await self._router.wait_ready(["trainer"], timeout_s=timeout_s, report=report)
 
     def _incarnation(self) -> str:
         return self._router.peers["trainer"].hello.incarnation
@@ -181,7 +185,7 @@ class TrainerRequests:
             report(progress.phase, progress.detail)
 
         for attempt in range(1, self._attempts + 1):
-            await self._router.wait_ready(["trainer"], timeout_s=self._ready_timeout_s)
+            await self._wait_ready(report)
             incarnation = self._incarnation()
             try:
                 if not replaces_state:

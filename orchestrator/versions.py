@@ -26,6 +26,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.resync import Resync
 from orchestrator.retention import expired
 from orchestrator.run import Run
+from orchestrator.waiting import ABSENT
 
 PublishingJob = InitialSyncJob | TrainMergedJob | PublishJob | ResyncJob
 
@@ -64,7 +65,7 @@ class Versions:
                 f"{self._config.name}@{self._publisher.version} is served already; "
                 "InitialSync comes once, first"
             )
-        replicas = await self._replicas()
+        replicas = await self._replicas(job)
         if "made" not in noted:
             self._publisher.forget_unserved(0)
         await self._save(job, 0)
@@ -72,7 +73,7 @@ class Versions:
 
     async def _train_merged(self, job: Job, spec: TrainMergedJob) -> dict[str, object]:
         self._refuse_before_initial_sync()
-        replicas = await self._replicas()
+        replicas = await self._replicas(job)
         version = self._next_version(job)
         made = self._facts.of_job(job.id).get("made")
         if made is None:
@@ -83,7 +84,7 @@ class Versions:
 
     async def _publish_present_state(self, job: Job) -> dict[str, object]:
         self._refuse_before_initial_sync()
-        replicas = await self._replicas()
+        replicas = await self._replicas(job)
         version = self._next_version(job)
         await self._save(job, version)
         return await self._publish(job, version, self._dir(version), replicas, {})
@@ -101,22 +102,38 @@ class Versions:
                 "submit OptimStep or LoadCheckpoint first"
             )
         async with self._resync.served_state(version, job.report) as served_dir:
-            return await self._publish(job, version, served_dir, await self._replicas(), {})
+            return await self._publish(job, version, served_dir, await self._replicas(job), {})
 
     def _refuse_before_initial_sync(self) -> None:
         if self._publisher.version is None and self._journal.committed_version() is None:
             raise ConfigError("no version is served yet; submit InitialSync first")
 
-    async def _replicas(self) -> list[str]:
+    async def _replicas(self, job: Job) -> list[str]:
         """Wait for replicas: all of them for @0, later at least one, so that a loss ends no run."""
         wanted = self._config.replicas if self._journal.committed_version() is None else 1
-        deadline_s = time.monotonic() + self._config.ready_timeout_s
+        timeout_s = self._config.ready_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        waiting = self._router.waiting(job.report, timeout_s=timeout_s)
         while len(self._router.nodes("inference")) < wanted:
+            missing = self._missing_replicas()
             if time.monotonic() > deadline_s:
-                count = len(self._router.nodes("inference"))
-                raise NodeLost(f"{count} of {self._config.replicas} inference nodes are ready")
+                states = ", ".join(f"{node} ({state})" for node, state in missing.items())
+                raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")
+            waiting.say(self._router.missing(["trainer"]) | missing)
             await asyncio.sleep(0.05)
         return self._router.nodes("inference")
+
+    def _missing_replicas(self) -> dict[str, str]:
+        """Return the replicas that are not ready, with their states. Others may choose the ids."""
+        known = {
+            node_id: peer.state
+            for node_id, peer in self._router.peers.items()
+            if peer.hello.role == "inference"
+        }
+        ids = (f"inference-{i}" for i in range(self._config.replicas))
+        absent = [i for i in ids if i not in known][: self._config.replicas - len(known)]
+        not_ready = {node_id: state for node_id, state in known.items() if state != "ready"}
+        return not_ready | dict.fromkeys(absent, ABSENT)
 
     # ------------------------------------------------------------ making a version
 

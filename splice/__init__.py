@@ -34,11 +34,24 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
+from splice.batches import (
+    ASK,
+    ASK_CHAT,
+    Batch,
+    Completion,
+    completions_of,
+    group_advantages,
+    grpo_batch,
+)
 from splice.client import AsyncSpliceClient, BatchBuffers, ForwardResult, SpliceClient
 
 __all__ = [
+    "ASK",
+    "ASK_CHAT",
     "AsyncSpliceClient",
+    "Batch",
     "BatchBuffers",
+    "Completion",
     "ConfigError",
     "ContentChanged",
     "ExportHfJob",
@@ -66,4 +79,7 @@ __all__ = [
     "TrainMergedJob",
     "VerificationError",
     "batch_specs",
+    "completions_of",
+    "group_advantages",
+    "grpo_batch",
 ]

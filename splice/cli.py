@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import math
 import os
@@ -20,22 +21,34 @@ from rich.table import Table
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
-from orchestrator.protocol.config import ALL_LINEAR, LoraConfig, ParallelConfig
+from orchestrator.protocol.config import (
+    ALL_LINEAR,
+    InferenceConfig,
+    LoraConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
+from orchestrator.protocol.config_errors import mistakes
 from orchestrator.protocol.curve import make_keys
 from orchestrator.protocol.messages import check_node_id
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
 from splice import doctor as doctoring
+from splice import run_cli
+from splice.cluster import trainer_variables
+from splice.run_cli import Overrides, node_file
+from splice.run_file import load
 from splice.smoke.config import SmokeConfig
 from splice.smoke.interrupts import Interrupts
 from splice.smoke.run import run_smoke
+from splice.up import some_token
 from trainer_node.launcher import host as trainer_host
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Reinforcement learning on split GPUs.",
 )
+app.add_typer(run_cli.app)
 TABLE_WIDTH = 130
 MODELS = Path("runs/models")
 TINY = {"qwen3": MODELS / "tiny-qwen3", "qwen3_moe": MODELS / "tiny-qwen3-moe"}
@@ -51,8 +64,29 @@ ShadowBytes = Annotated[
     int, typer.Option(help="Most bytes shadow mode may use beside the model, on each worker.")
 ]
 _PUBLICATION = PublicationConfig()
+_ORCHESTRATOR = OrchestratorConfig(
+    run_dir=Path(), run_token="", name="defaults", publication=_PUBLICATION
+)
 _HERE = Path(sys.executable)
 _INFERENCE = Path(".venv-inference/bin/python")
+_CHECKED = {m.__name__: m for m in (LoraConfig, ParallelConfig, TrainerConfig, InferenceConfig)}
+"""Models that options fill, by the title of their errors."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"splice {importlib.metadata.version('splice')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """Reinforcement learning on split GPUs."""
 
 
 @app.command()
@@ -186,8 +220,15 @@ def smoke(
 
 @app.command()
 def serve(
-    run_dir: Annotated[Path, typer.Option(help="Folder of this run: journal, endpoint, versions.")],
-    name: Annotated[str, typer.Option(help="The served alias.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A run.toml. Then only --set and --resume apply of the options."),
+    ] = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of this run: journal, endpoint, versions.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The served alias.")] = "",
     endpoint: Annotated[
         str, typer.Option(help="Where to bind; port 0: any, written to RUN_DIR/endpoint.")
     ] = "tcp://127.0.0.1:0",
@@ -228,6 +269,13 @@ def serve(
             help="Every FULL_EVERY-th publication sends all tensors. Default: only where needed.",
         ),
     ] = _PUBLICATION.full_every,
+    ready_timeout_s: Annotated[
+        float, typer.Option(min=1, help="Longest wait of a job for missing nodes, in seconds.")
+    ] = _ORCHESTRATOR.ready_timeout_s,
+    train_timeout_s: Annotated[
+        float,
+        typer.Option(min=1, help="Longest training, forward, save or load request, in seconds."),
+    ] = _ORCHESTRATOR.train_timeout_s,
     stop_on_term: Annotated[
         bool,
         typer.Option(
@@ -242,12 +290,16 @@ def serve(
     )
     token = os.environ.get("SPLICE_RUN_TOKEN", "")
     console = Console(stderr=True)
-    if len(token) < 16:
-        _die(
-            console,
-            ConfigError("set SPLICE_RUN_TOKEN to the run's secret (at least 16 characters)"),
-        )
     try:
+        if file is not None:
+            run = load(file, overrides or ())
+            kept = some_token(run.run_dir)
+            asyncio.run(_serve(run.orchestrator_config(run_token=kept, resume=resume)))
+            return
+        if run_dir is None or not name:
+            raise ConfigError("give a run.toml, or --run-dir and --name")
+        if len(token) < 16:
+            raise ConfigError("set SPLICE_RUN_TOKEN to the run's secret (at least 16 characters)")
         publication = PublicationConfig(
             transport=transport,  # type: ignore[arg-type]  # PublicationConfig checks it
             pause_mode=pause_mode,  # type: ignore[arg-type]
@@ -265,6 +317,8 @@ def serve(
             replicas=replicas,
             curve_dir=curve_dir,
             keep_versions=keep_versions or None,
+            ready_timeout_s=ready_timeout_s,
+            train_timeout_s=train_timeout_s,
             resume=resume,
             stop_on_term=stop_on_term,
         )
@@ -275,7 +329,7 @@ def serve(
 
 def _old_endpoint(run_dir: Path, endpoint: str, *, resume: bool) -> str:
     """A resumed run binds its earlier endpoint, where nodes and clients look for it."""
-    path = run_dir / "endpoint"
+    path = run_dir / "bound"
     return path.read_text().strip() if resume and path.is_file() else endpoint
 
 
@@ -291,8 +345,14 @@ async def _serve(config: OrchestratorConfig) -> None:
 
 @app.command()
 def trainer(
-    endpoint: Annotated[str, typer.Option(help="The orchestrator's address, tcp://host:port.")],
-    config: Annotated[Path, typer.Option(help="TrainerConfig as JSON.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="A run.toml, instead of --endpoint and --config.")
+    ] = None,
+    overrides: Overrides = None,
+    endpoint: Annotated[
+        str, typer.Option(help="The orchestrator's address, tcp://host:port.")
+    ] = "",
+    config: Annotated[Path | None, typer.Option(help="TrainerConfig as JSON.")] = None,
     nodes: Annotated[
         int, typer.Option(help="Hosts that the trainer runs on; run this command on each.")
     ] = 1,
@@ -335,7 +395,16 @@ def trainer(
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    token = os.environ.get("SPLICE_RUN_TOKEN", "")
     try:
+        if file is not None:
+            run = load(file, overrides or ())
+            config = node_file(run, node_id, run.trainer_config().model_dump_json(indent=1))
+            endpoint, token = run.endpoint(), run.token()
+            python = python or str(run.trainer.python)
+            os.environ.update(trainer_variables(run.trainer, gpus=run.trainer.gpus))
+        if config is None or not endpoint:
+            raise ConfigError("give a run.toml, or --endpoint and --config")
         launch = trainer_host.TrainerLaunch(
             endpoint=endpoint,
             config=config,
@@ -349,7 +418,8 @@ def trainer(
             max_restarts=max_restarts,
             template=template,
         )
-        code = trainer_host.run(launch, run_token=os.environ.get("SPLICE_RUN_TOKEN", ""))
+        os.environ["SPLICE_RUN_TOKEN"] = token  # the ranks read it
+        code = trainer_host.run(launch, run_token=token)
     except (SpliceError, ValidationError, OSError) as error:
         _die(Console(stderr=True), error)
     raise typer.Exit(code)
@@ -357,22 +427,55 @@ def trainer(
 
 @app.command()
 def doctor(
-    trainer_python: TrainerPython = _HERE, inference_python: InferencePython = _INFERENCE
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="trainer, inference or orchestrator; repeat it. Default: what is installed."
+        ),
+    ] = None,
+    python: Annotated[Path, typer.Option(help="Interpreter of the environment to judge.")] = _HERE,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda. Default: cuda where the host has GPUs.")
+    ] = "",
 ) -> None:
-    """Check both environments' package versions. Exit code 1 if one does not fit."""
+    """Check this host's GPUs and one environment's package versions for a role.
+
+    Exit code 1 if a version does not fit or a package is missing.
+    """
     console = _console()
+    gpus = doctoring.list_gpus()
     try:
-        findings = doctoring.diagnose(
-            trainer_python=trainer_python, inference_python=inference_python
-        )
+        if device not in ("", "cpu", "cuda"):
+            raise ConfigError(f"--device is cpu or cuda, got {device!r}")
+        roles = [_role(text) for text in role or ()]
+        on_gpus = device == "cuda" or (not device and bool(gpus))
+        findings = doctoring.diagnose(python=python, roles=roles, on_gpus=on_gpus)
     except ConfigError as error:
         _die(console, error)
-    table = Table("environment", "package", "installed", "wanted", "")
+    table = Table("role", "package", "installed", "wanted", "")
     for f in findings:
-        verdict = "[green]ok[/green]" if f.ok else f"[red]no[/red], needed by: {f.why}"
-        table.add_row(f.environment, f.package, f.installed, f.wanted, verdict)
+        verdict = "[green]ok[/green]" if f.ok else f"[red]no[/red], {f.note}"
+        if f.ok and f.installed == "-":
+            verdict = "[dim]not needed here[/dim]"
+        table.add_row(f.role, f.package, f.installed, f.wanted, verdict)
     console.print(table)
+    for gpu in gpus:
+        console.print(
+            f"GPU {gpu.index}: {gpu.name}, {gpu.memory_mib} MiB, driver {gpu.driver}",
+            highlight=False,
+        )
+    if not gpus:
+        console.print("no GPUs: nvidia-smi lists none", highlight=False)
+    if device == "cuda" and not gpus:
+        raise typer.Exit(1)
     raise typer.Exit(0 if all(f.ok for f in findings) else 1)
+
+
+def _role(text: str) -> doctoring.NodeRole:
+    for role in doctoring.ROLES:
+        if text == role:
+            return role
+    raise ConfigError(f"--role is {', '.join(doctoring.ROLES)}; got {text!r}")
 
 
 @app.command()
@@ -423,7 +526,10 @@ def _console() -> Console:
 
 
 def _die(console: Console, error: Exception) -> NoReturn:
-    console.print(f"splice: {error}", style="red", markup=False)
+    text = str(error)
+    if isinstance(error, ValidationError):
+        text = "; ".join(mistakes(error, model=_CHECKED[error.title]))
+    console.print(f"splice: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(2) from None
 
 

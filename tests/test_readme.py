@@ -13,7 +13,7 @@ def test_the_loop_in_the_readme_is_the_file_that_runs():
 
 def test_the_readme_starts_the_file():
     (start,) = blocks("bash")
-    assert start.splitlines()[-1] == ".venv-trainer/bin/python examples/first_loop.py"
+    assert "python examples/first_loop.py runs/first/run" in start.splitlines()
 
 
 def test_the_readme_is_short():

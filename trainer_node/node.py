@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.interfaces import gloo_variables, refuse_loopback_name
-from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
+from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, START_ID
 from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     AbortSend,
@@ -54,7 +54,7 @@ DEADLINE_GRACE_S = 30.0
 """A request that runs this long past its deadline is stuck, and the node ends, in seconds."""
 KEEPALIVE_S = 5.0
 """Pause between two keepalives that rank 0 broadcasts while idle, in seconds."""
-EXIT_CONFIG, EXIT_DIVERGED, EXIT_STUCK = 2, 3, 4
+EXIT_DIVERGED, EXIT_STUCK = 3, 4
 _PACKAGES = (
     "torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers",
     "cupy-cuda13x", "splice",
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
     )
     try:
-        config = TrainerConfig.model_validate_json(arguments.config.read_text())
+        config = read_json(arguments.config, TrainerConfig)
         code = run(
             endpoint=arguments.endpoint,
             node_id=arguments.node_id,
@@ -342,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NodeLost as error:
         log.error("%s; this trainer can be started again", error)
         code = EXIT_LINK_LOST
-    except (ConfigError, ValidationError, OSError) as error:
+    except ConfigError as error:
         log.error("%s", error)
         code = EXIT_CONFIG
     except Exception:

@@ -14,7 +14,7 @@ import psutil
 
 from orchestrator.errors import NodeLost
 from orchestrator.processes.child import TERM_GRACE_S, ChildProcess, descendants
-from orchestrator.processes.restarts import EXIT_LINK_LOST, BackOff, RestartBudget
+from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, BackOff, RestartBudget
 
 log = logging.getLogger("splice.launch")
 
@@ -53,14 +53,16 @@ class NodeProcess(ChildProcess):
     def is_lost(self, now_s: float) -> bool:
         """Whether it died and will not start again."""
         is_crash = self.died() and self.exit_code != EXIT_LINK_LOST
-        return is_crash and not self.restarts.has_left(now_s)
+        is_final = self.exit_code in (0, EXIT_CONFIG) or not self.restarts.has_left(now_s)
+        return is_crash and is_final
 
     def keep_alive(self, now_s: float) -> None:
         """Start the node again if it died and `restarts` allows it.
 
-        After a lost link the node always starts again, after a pause.
+        After a lost link the node always starts again, after a pause. With a wrong configuration,
+        or after the run's end, it never does.
         """
-        if not self.died():
+        if not self.died() or self.exit_code in (0, EXIT_CONFIG):
             return
         if self.exit_code != EXIT_LINK_LOST:
             if self.restarts.take(now_s):

@@ -3,6 +3,7 @@
 | it ended with | which means | its launcher |
 | --- | --- | --- |
 | 0 | it was told to end | leaves it |
+| `EXIT_CONFIG` | its configuration is wrong | leaves it: a restart changes nothing |
 | `EXIT_LINK_LOST` | it lost the orchestrator or other ranks | starts it again after a pause |
 | anything else | it crashed | starts it again, at most `RestartBudget.most` times within an hour |
 
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 from collections import deque
 
+EXIT_CONFIG = 2
+"""Exit code of a process whose configuration is wrong, or that the orchestrator has rejected."""
 EXIT_LINK_LOST = 75
 """Exit code of a process that lost its connection and can start again: EX_TEMPFAIL of sysexits.h.
 """

@@ -5,11 +5,14 @@ It is plain data, so bad input is refused before any heavy import.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
+from orchestrator.errors import ConfigError
+from orchestrator.processes.interfaces import is_wildcard
 from orchestrator.protocol.messages import Message, Transport
 
 Device = Literal["cpu", "cuda"]
@@ -35,14 +38,53 @@ def check_alias_name(name: str) -> str:
     return name
 
 
-class LoraConfig(Message):
+def _one_address(host: str) -> str:
+    if is_wildcard(host):
+        raise ValueError(
+            f"{host} means all of this host's addresses; give the one at which the inference "
+            "workers reach the trainer"
+        )
+    return host
+
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w./-]+)?$")
+
+
+def check_model_folder(model: Path) -> None:
+    """Refuse a model that is neither a checkpoint's folder here nor looks like a hub id.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    if (model / "config.json").is_file():
+        return
+    if model.exists():
+        raise ConfigError(
+            f"model {model} has no config.json; give the folder of a Hugging Face checkpoint"
+        )
+    if not _HUB_ID.match(str(model)):
+        raise ConfigError(
+            f"model {model} does not exist on this host; give the folder of a Hugging Face "
+            "checkpoint, or a hub id such as Qwen/Qwen3-8B"
+        )
+
+
+class Settings(Message):
+    """Base of what users write into configuration files. The schema has the fields' docstrings."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class LoraConfig(Settings):
     """LoRA as in PEFT: A and B for each HF linear layer, experts included.
 
     delta = (alpha / rank) * B @ A
     """
 
     rank: int = Field(default=8, ge=1)
+    """Rows of A and columns of B."""
     alpha: float = Field(default=16.0, gt=0)
+    """Scale of an adapter, divided by `rank`."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """HF modules with an adapter, by the ends of their names, as in PEFT.
 
@@ -67,12 +109,15 @@ class LoraConfig(Message):
         return targets
 
 
-class ParallelConfig(Message):
+class ParallelConfig(Settings):
     """Megatron's parallel sizes. world_size must be a multiple of tensor * pipeline * context."""
 
     tensor: int = Field(default=1, ge=1)
+    """Ranks that share each layer's matrices."""
     pipeline: int = Field(default=1, ge=1)
+    """Stages of layers, one after the other."""
     expert: int = Field(default=1, ge=1)
+    """Ranks over which the experts are spread."""
     sequence: bool = True
     """Sequence parallelism: tensor ranks share the tokens between their linears. No effect
     if tensor is 1."""
@@ -83,6 +128,7 @@ class ParallelConfig(Message):
     """Ranks that share each expert, independent of `tensor`: rows of gate and up, columns of down.
     """
     world_size: int = Field(default=1, ge=1)
+    """Number of ranks. What the other sizes leave is data parallelism."""
 
     @property
     def splits_the_model(self) -> bool:
@@ -104,7 +150,7 @@ class ParallelConfig(Message):
         return self
 
 
-class TrainerConfig(Message):
+class TrainerConfig(Settings):
     """The trainer node: model, adapters, parallelism."""
 
     model: Path
@@ -115,18 +161,24 @@ class TrainerConfig(Message):
     model_fetch_timeout_s: float = Field(default=3600.0, gt=0)
     """Timeout for downloading a Hub model, in seconds."""
     init: Literal["hf", "random"] = "hf"
+    """hf: the checkpoint's weights. random: only its config.json is read."""
     device: Device = "cpu"
+    """Where the ranks run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations. On the CPU the trainer takes float32 alone."""
     finetuning_type: FinetuningType = "lora"
     """lora: train adapters on the frozen model. full: train every parameter; AdamW keeps fp32
     masters of bf16 parameters."""
     lora: LoraConfig = LoraConfig()
+    """The adapters, for finetuning_type `lora`."""
     adapter: Path | None = None
     """PEFT folder with initial adapters, on every host. Its r, lora_alpha and target_modules must
     match `lora`. None: PEFT's initial values, where B is zero."""
     parallel: ParallelConfig = ParallelConfig()
+    """How the ranks share model and batch."""
     transport: Transport = "tcp"
-    host: str = "127.0.0.1"
+    """How weights travel to the inference nodes; both sides take the same one."""
+    host: Annotated[str, AfterValidator(_one_address)] = "127.0.0.1"
     """Address at which inference workers reach the trainer. On Debian a host's own name means
     loopback, so give the address."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
@@ -156,6 +208,7 @@ class TrainerConfig(Message):
         for the next job, from the last durable state. `ForwardBackward` is refused.
     """
     seed: int = 1234
+    """Seeds new adapters and dropout."""
     collective_timeout_s: float = Field(default=120.0, gt=0)
     """Timeout of the ranks' collectives, in seconds.
 
@@ -164,33 +217,49 @@ class TrainerConfig(Message):
     """
 
 
-class InferenceConfig(Message):
+class InferenceConfig(Settings):
     """One inference node: a vLLM server, and the process that keeps it alive."""
 
     model: Path
+    """HF checkpoint folder on the node's host."""
     name: Annotated[str, AfterValidator(check_alias_name)]
     """The alias; versions are served as name@N."""
     device: Device = "cpu"
+    """Where vLLM runs."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """vLLM's type of weights; the trainer's."""
     load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: vLLM reads no weights at its start, because the first version brings them all."""
     tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of one vLLM server, which share each layer."""
     gpus: tuple[int, ...] = ()
     """CUDA devices of this node; empty on a CPU."""
     transport: Transport = "tcp"
+    """How weights arrive; both sides take the same one."""
     host: str = "127.0.0.1"
+    """Address on which the OpenAI API listens. 0.0.0.0: all of this host's addresses."""
+    advertised_host: str = ""
+    """Host in the URL that others get. Empty: `host`, or for 0.0.0.0 this host's address on the
+    route to the orchestrator."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the OpenAI API. With 0 the kernel chooses; vLLM inherits the bound socket."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=2**16)
     """Largest body of a request to the OpenAI API; a larger one gets 413. The default holds a list
     of two million tokens."""
     max_model_len: int = Field(default=512, ge=16)
+    """Longest sequence in tokens, prompt and answer."""
     max_num_seqs: int = Field(default=64, ge=1)
+    """Most sequences that vLLM generates at once."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that vLLM takes."""
     cpu_kv_cache_gb: float = Field(default=0.5, gt=0)
+    """KV cache on a CPU, in GiB."""
     enforce_eager: bool = True
+    """False: vLLM captures CUDA graphs, which generate faster and start slower."""
     extra_args: tuple[str, ...] = ()
     """Additional arguments for vLLM's server."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest start of vLLM, in seconds."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of vLLM within an hour; after one more crash the node ends."""
     log_file: Path | None = None

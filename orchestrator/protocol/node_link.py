@@ -54,6 +54,13 @@ _REFUSED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 Urgent = Mapping[str, Callable[[AnyMessage], None]]
+_CHECK = (
+    "check that `splice serve` runs there, that host and port are those of RUN_DIR/endpoint, and "
+    "that no firewall is between"
+)
+SAY_AFTER_S, WELCOME_POLL_S = 3.0, 0.05
+REFUSALS = 4
+"""Refused handshakes in a row, shortly after the start, that mean a wrong token or key."""
 OUTCOMES_KEPT, OUTCOME_BYTES_KEPT = 64, 64 * 2**20
 """Limits of the outcomes kept for repeated requests. The newest is kept whatever its size."""
 REDIAL_AFTER_S = 10.0
@@ -98,8 +105,8 @@ class NodeLink:
         self._closing = threading.Event()
         self._welcomed = threading.Event()
         self._rejected: Rejected | None = None
-        self._was_refused = False
-        """Whether the last connection ended in its handshake."""
+        self._refusals = 0
+        """Connections in a row that ended in their handshake."""
         self._last_heard = self._last_frame = self._last_looked = time.monotonic()
         """Heard: from an orchestrator that accepted this peer. Frame: any message, also a refusal.
         """
@@ -120,19 +127,19 @@ class NodeLink:
         return self._hello.node_id
 
     def start(self, *, timeout_s: float = 30.0) -> NodeLink:
-        """Connect and say Hello.
+        """Connect and say Hello. After `SAY_AFTER_S` without an answer, log what to check.
 
         Raises:
             ConfigError: the orchestrator rejected this peer; says why.
-            LinkLost: no answer within `timeout_s`, or a token or key that the orchestrator does not
-                accept.
+            LinkLost: no answer within `timeout_s`. At once for a token or key that the orchestrator
+                does not accept.
         """
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread.start()
-        is_answered, rejected = self._welcomed.wait(timeout_s), self._rejected
+        is_answered, rejected = self._wait_for_welcome(timeout_s), self._rejected
         if is_answered and rejected is None:
             return self
-        was_refused = self._was_refused
+        was_refused = self._refusals > 0
         self.close()
         if rejected is not None and rejected.retry:
             raise LinkLost(
@@ -151,9 +158,30 @@ class NodeLink:
                 "another program has the port"
             )
         raise LinkLost(
-            f"no answer from the orchestrator at {self._endpoint} within {timeout_s} s; is it "
-            "running?"
+            f"no answer from the orchestrator at {self._endpoint} within {timeout_s:.0f} s; "
+            f"{_CHECK}"
         )
+
+    def _wait_for_welcome(self, timeout_s: float) -> bool:
+        """Whether the orchestrator answered. Ends early if it refuses every handshake."""
+        began_s = time.monotonic()
+        has_said = False
+        while not self._welcomed.wait(WELCOME_POLL_S):
+            waited_s = time.monotonic() - began_s
+            # A handshake that is only slow fails after 5 s; a wrong key at once.
+            if self._refusals >= REFUSALS and waited_s < 2 * SAY_AFTER_S:
+                return False
+            if waited_s > timeout_s:
+                return False
+            if waited_s > SAY_AFTER_S and not has_said:
+                has_said = True
+                log.warning(
+                    "no answer yet from the orchestrator at %s; waiting for %.0f s more; %s",
+                    self._endpoint,
+                    timeout_s - waited_s,
+                    _CHECK,
+                )
+        return True
 
     def recv(self, *, timeout_s: float) -> Envelope | None:
         """Return the next request or `Shutdown`, or None after `timeout_s`.
@@ -343,9 +371,9 @@ class NodeLink:
                 os.eventfd_read(wake_fd)
             if monitor in events:
                 event = zmq.utils.monitor.recv_monitor_message(monitor)["event"]
-                self._was_refused = bool(event & _REFUSED)
-                connections += not self._was_refused
-                if connections > 1 and not self._was_refused:
+                self._refusals = self._refusals + 1 if event & _REFUSED else 0
+                connections += not self._refusals
+                if connections > 1 and not self._refusals:
                     # Messages in flight on the old connection may be lost.
                     self._introduce(socket)
             if socket in events:

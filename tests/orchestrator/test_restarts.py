@@ -16,7 +16,13 @@ import pytest
 from orchestrator.errors import LinkLost, NodeLost
 from orchestrator.liveness import LOST_AFTER_S
 from orchestrator.processes.launch import Launcher, NodeProcess
-from orchestrator.processes.restarts import EXIT_LINK_LOST, LONGEST_PAUSE_S, BackOff, RestartBudget
+from orchestrator.processes.restarts import (
+    EXIT_CONFIG,
+    EXIT_LINK_LOST,
+    LONGEST_PAUSE_S,
+    BackOff,
+    RestartBudget,
+)
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import NodeEnded, Unready
 from orchestrator.protocol.node_link import NodeLink
@@ -126,6 +132,28 @@ def test_a_trainer_that_cannot_live_ends_its_launcher(tmp_path):
         assert host(run, tmp_path, ending(tmp_path / "lives", -9), max_restarts=1).serve() == 1
     assert read(tmp_path / "starts") == "xxx"
     assert read(tmp_path / "lives") == "tt", "the template outlives its ranks"
+
+
+def test_a_wrong_configuration_is_final(tmp_path):
+    """Neither the trainer's launcher nor a cluster's starts such a process again."""
+    with Run(tmp_path / "run") as run:
+        assert host(run, tmp_path, ending(tmp_path / "lives", EXIT_CONFIG)).serve() == EXIT_CONFIG
+    assert read(tmp_path / "lives") == "t"
+    starts = tmp_path / "starts"
+    node = NodeProcess(
+        name="n",
+        argv=crashing(starts, EXIT_CONFIG),
+        env={},
+        log_file=tmp_path / "log",
+        restarts=RestartBudget(2),
+    )
+    with Launcher() as launcher:
+        launcher.start(node)
+        assert soon(lambda: node.is_lost(time.monotonic()))
+        time.sleep(1.5)  # the launcher looks every second
+        with pytest.raises(NodeLost, match="n ended with code 2"):
+            launcher.check()
+    assert read(starts) == "x"
 
 
 def test_who_lost_the_link_is_started_again_for_ever_and_who_was_told_to_end_is_not(

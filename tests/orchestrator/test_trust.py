@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 
 import pytest
 
@@ -258,20 +259,21 @@ def test_no_path_of_a_job_leads_into_the_runs_own_folders(run, tmp_path):
     run.client.save_checkpoint(str(tmp_path / "mine"), timeout_s=20)
 
 
-def test_no_path_of_a_job_is_relative_to_somebodys_working_folder(run):
-    client = run.client
-    for job in (
-        client.save_checkpoint,
-        client.load_checkpoint,
-        client.load_adapter,
-        client.export_hf,
-    ):
-        for folder in ("mine", "./mine", "~/mine"):
-            with pytest.raises(
-                JobFailed, match=f"{folder} is relative; give the whole path on the trainer's host"
-            ) as refused:
-                job(folder, timeout_s=20)
-            assert refused.value.code == "bad_input"
+def test_a_relative_path_of_a_job_is_relative_to_the_runs_folder(run):
+    """The result names the whole path and the host, and what was saved is found again."""
+    trainer, _ = synced(run)
+    client, host = run.client, socket.gethostname()
+    saved = client.save_checkpoint("saves/./mine", timeout_s=20)
+    mine = str(run.dir / "saves" / "mine")
+    assert saved["checkpoint_dir"] == mine and saved["host"] == host
+    assert trainer.saved.keys() == {str(run.dir / "versions" / "0"), mine}
+    assert client.load_checkpoint("saves/mine", timeout_s=20)["checkpoint_dir"] == mine
+    exported = client.export_hf("hf", timeout_s=20)
+    assert exported["output_dir"] == str(run.dir / "hf") and exported["host"] == host
+    for folder in ("versions/7", "x/../versions", "~/mine"):
+        with pytest.raises(JobFailed, match=r"belongs to the run itself|`~` is not") as refused:
+            client.save_checkpoint(folder, timeout_s=20)
+        assert refused.value.code == "bad_input"
 
 
 @pytest.mark.parametrize("name", ["q@1", "", "a/b", "a b"])

@@ -31,8 +31,9 @@ import psutil
 from orchestrator.errors import ConfigError, LinkLost
 from orchestrator.processes.child import ChildProcess, descendants
 from orchestrator.processes.interfaces import refuse_loopback_name
-from orchestrator.processes.restarts import EXIT_LINK_LOST, BackOff, RestartBudget
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, BackOff, RestartBudget
+from orchestrator.protocol.config import TrainerConfig, check_model_folder
+from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.messages import (
     AnyMessage,
     ErrorCode,
@@ -445,6 +446,12 @@ class TrainerHost:
         return None
 
     def _after_crash(self, code: int, now_s: float) -> int | None:
+        if code == EXIT_CONFIG:
+            log.error(
+                "the trainer's configuration is wrong, see above; a restart would change nothing, "
+                "so the launcher ends"
+            )
+            return code
         used = self._restarts.used(now_s)
         if not self._restarts.take(now_s):
             log.error(
@@ -464,12 +471,15 @@ class TrainerHost:
 
 
 def run(launch: TrainerLaunch, *, run_token: str) -> int:
-    """Run the process until `Shutdown`, SIGTERM or Ctrl-C."""
-    host = TrainerHost(
-        launch,
-        config=TrainerConfig.model_validate_json(launch.config.read_text()),
-        run_token=run_token,
-    )
+    """Run the process until `Shutdown`, SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: the configuration or the model's folder is wrong. Checked first.
+    """
+    config = read_json(launch.config, TrainerConfig)
+    if not launch.prefix:  # a container has folders of its own
+        check_model_folder(config.model)
+    host = TrainerHost(launch, config=config, run_token=run_token)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: host.stop())
     try:

@@ -62,6 +62,7 @@ class NodeStatus(Message):
     state: Literal["connected", "ready", "lost", "poisoned"]
     packages: dict[str, str] = Field(default={})
     gpus: tuple[str, ...] = ()
+    host: str = ""
     detail: Json = Field(default={})
 
 

@@ -132,7 +132,7 @@ class SaveCheckpointJob(Message):
 
     kind: Literal["SaveCheckpointJob"] = "SaveCheckpointJob"
     checkpoint_dir: str = Field(min_length=1)
-    """An absolute path, as in every job."""
+    """On the trainer's host. As in every job, a relative path is relative to the run's folder."""
     client_state: ClientState = Field(default={})
     """The client's own state, such as its data position. `LoadCheckpoint` returns it."""
 

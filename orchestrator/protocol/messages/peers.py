@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -24,6 +25,10 @@ class Hello(Message):
     """Versions: torch, nccl, vllm and its dialect, megatron-core, ..."""
     gpus: tuple[str, ...] = Field(default=(), max_length=64)
     pid: int = 0
+    host: str = Field(default_factory=socket.gethostname, max_length=255)
+    """Name of the peer's host."""
+    serves: str | None = Field(default=None, max_length=255)
+    """The alias that an inference node will serve. None: no inference node."""
     start_id: str = Field(default="", max_length=64)
     """The launcher's id of the start that made this process; empty without a launcher."""
 

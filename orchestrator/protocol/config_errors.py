@@ -1,0 +1,132 @@
+"""Reads a node's configuration, and says what is wrong with it: file, key, allowed values, nearest.
+
+run.toml: trainer.lora.rnk: unknown key; did you mean `rank`? Known keys: alpha, dropout, ...
+run.toml: trainer.dtype: got 'bf16'; allowed: float32, bfloat16; did you mean 'bfloat16'?
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from orchestrator.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+MOST = 8
+"""Most mistakes named at once."""
+INPUT_CHARS = 80
+"""Longest repetition of a wrong value."""
+
+
+def read_json(path: Path, model: type[T]) -> T:
+    """Read a model from a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or is not such a model.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise config_error(error, model=model, source=str(path)) from None
+
+
+def config_error(error: ValidationError, *, model: type[BaseModel], source: str) -> ConfigError:
+    """Return what is wrong as a `ConfigError`.
+
+    Args:
+        source: the file, or whatever the user knows the values by.
+    """
+    return ConfigError("; ".join(f"{source}: {text}" for text in mistakes(error, model=model)))
+
+
+def mistakes(error: ValidationError, *, model: type[BaseModel]) -> list[str]:
+    """Return one line for each mistake, as in the module's docstring."""
+    details = error.errors(include_url=False)
+    lines = list(dict.fromkeys(_say(detail, model) for detail in details))
+    return lines[:MOST] + ([f"and {len(lines) - MOST} more"] if len(lines) > MOST else [])
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Return "; did you mean ...?" with the most similar known word, or nothing."""
+    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _say(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    parts, holder, inner = _where(detail["loc"], model)
+    key = ".".join(parts)
+    kind, text = detail["type"], detail["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return f"not JSON: {text.removeprefix('Invalid JSON: ')}"
+    if kind == "extra_forbidden":
+        known = sorted(inner.model_fields if inner is not None else holder.model_fields)
+        word = str(detail["loc"][-1])
+        return f"{key}: unknown key{nearest(word, known)} Known keys: {', '.join(known)}".replace(
+            "key Known", "key. Known"
+        )
+    if kind == "missing":
+        return f"{key}: missing; this key must be set"
+    got = repr(detail["input"])
+    got = got if len(got) <= INPUT_CHARS else f"{got[:INPUT_CHARS]}..."
+    if kind == "literal_error":
+        allowed = _choices(holder, parts[-1])
+        hint = nearest(str(detail["input"]), allowed)
+        return f"{key}: got {got}; allowed: {', '.join(allowed)}{hint}"
+    if not key:
+        return text
+    return f"{key}: {text}; got {got}" if kind != "value_error" else f"{key}: {text}"
+
+
+def _where(
+    loc: tuple[int | str, ...], model: type[BaseModel]
+) -> tuple[list[str], type[BaseModel], type[BaseModel] | None]:
+    """Return the key's parts, the model that holds the key, and the model that the parent key is.
+
+    Pydantic adds the members of a union to a location; they are no keys and are left out.
+    """
+    parts: list[str] = []
+    holder: type[BaseModel] = model
+    inner: type[BaseModel] | None = model
+    for part in loc:
+        if isinstance(part, int):
+            parts.append(str(part))
+        elif inner is not None and part in inner.model_fields:
+            holder = inner
+            inner = _model_in(inner.model_fields[part].annotation)
+            parts.append(part)
+        elif inner is not None:  # an unknown key
+            parts.append(part)
+    return parts, holder, inner
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model within an annotation such as `tuple[Model, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_model_in(argument) for argument in get_args(annotation))
+    return next((model for model in found if model is not None), None)
+
+
+def _choices(model: type[BaseModel], field: str) -> list[str]:
+    """Return the strings of the `Literal`s in a field's annotation."""
+    info = model.model_fields.get(field)
+    return [] if info is None else _literals(info.annotation)
+
+
+def _literals(annotation: Any) -> list[str]:
+    choices: list[str] = []
+    for argument in get_args(annotation):
+        if isinstance(argument, str):
+            choices.append(argument)
+        elif not isinstance(argument, type | int | float):
+            choices += _literals(argument)
+    return choices

@@ -1,0 +1,133 @@
+"""From OpenAI answers to a training batch: token ids, log-probs, rewards, GRPO's advantages.
+
+    reply = http.post("/v1/completions", json={..., **ASK}).json()
+    group = [(c, reward(c.text)) for c in completions_of(reply)]    # the answers to one prompt
+    batch = grpo_batch(groups)
+    client.train_merged(batch, LossSpec(name="grpo"), OptimParams(lr=1e-5))
+
+The batch must have the very tokens and log-probs of the sampler: encoding the text again may give
+other tokens. Ask for them with `ASK` or `ASK_CHAT`.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import TensorSpec, batch_specs
+
+ASK = {"logprobs": 1, "return_token_ids": True}
+"""What a request to /v1/completions needs besides prompt and sampling settings."""
+ASK_CHAT = {"logprobs": True, "return_token_ids": True}
+"""The same for /v1/chat/completions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer. `answer_ids` and `logprobs` (nats) have the same length.
+
+    Attributes:
+        temperature: at which it was sampled; the log-probs are those of that temperature.
+        finish_reason: "length" if `max_tokens` cut the answer off.
+    """
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    temperature: float = 1.0
+    text: str = ""
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Specs and raw buffers, as every training method takes them."""
+
+    specs: tuple[TensorSpec, ...]
+    buffers: tuple[bytes, ...]
+
+
+def completions_of(reply: Mapping[str, Any], *, temperature: float = 1.0) -> list[Completion]:
+    """Return the answers in a reply of /v1/completions or /v1/chat/completions.
+
+    Args:
+        temperature: that of the request. Replies do not repeat it.
+
+    Raises:
+        ConfigError: the reply has no token ids or log-probs; names what the request lacked.
+    """
+    return [_completion(choice, reply, temperature) for choice in reply["choices"]]
+
+
+def _completion(
+    choice: Mapping[str, Any], reply: Mapping[str, Any], temperature: float
+) -> Completion:
+    is_chat = "message" in choice
+    prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+    answer_ids, given = choice.get("token_ids"), choice.get("logprobs")
+    if prompt_ids is None or answer_ids is None or given is None:
+        ask = ASK_CHAT if is_chat else ASK
+        raise ConfigError(
+            f"the reply has no token ids or no log-probs; send {ask} with the request"
+        )
+    logprobs = [t["logprob"] for t in given["content"]] if is_chat else given["token_logprobs"]
+    if len(logprobs) != len(answer_ids):
+        raise ConfigError(
+            f"the reply has {len(answer_ids)} token ids and {len(logprobs)} log-probs; "
+            "a request with `echo` or a tool parser does this"
+        )
+    return Completion(
+        prompt_ids=tuple(prompt_ids),
+        answer_ids=tuple(answer_ids),
+        logprobs=tuple(map(float, logprobs)),
+        temperature=temperature,
+        text=(choice["message"].get("content") or "") if is_chat else choice["text"],
+        finish_reason=choice.get("finish_reason"),
+    )
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """Group-relative advantages (r - mean) / (std + 1e-6): GRPO, arXiv:2402.03300, 4.1.2."""
+    mean, std = fmean(rewards), pstdev(rewards)
+    return [(r - mean) / (std + 1e-6) for r in rewards]
+
+
+def grpo_batch(groups: Sequence[Sequence[tuple[Completion, float]]]) -> Batch:
+    """Return a batch of groups of (answer, reward). A group has the answers to one prompt.
+
+    Only the answers' tokens carry loss. An answer without tokens counts in its group's mean and is
+    then left out.
+
+    Raises:
+        ConfigError: no answer has a token.
+    """
+    rows = [
+        (completion, advantage)
+        for group in groups
+        if group
+        for (completion, _), advantage in zip(
+            group, group_advantages([reward for _, reward in group]), strict=True
+        )
+        if completion.answer_ids
+    ]
+    if not rows:
+        raise ConfigError("no answer has a token; a batch needs at least one")
+    tokens, lengths = array.array("i"), array.array("i")
+    mask, advantages, logprobs, temperatures = (array.array("f") for _ in range(4))
+    for completion, advantage in rows:
+        prompt, answer = len(completion.prompt_ids), len(completion.answer_ids)
+        tokens.extend((*completion.prompt_ids, *completion.answer_ids))
+        lengths.append(prompt + answer)
+        mask.extend([0.0] * prompt + [1.0] * answer)
+        advantages.extend([0.0] * prompt + [advantage] * answer)
+        logprobs.extend((*([0.0] * prompt), *completion.logprobs))
+        temperatures.append(completion.temperature)
+    specs = batch_specs(
+        num_sequences=len(lengths), num_tokens=len(tokens), optional=["temperatures"]
+    )
+    buffers = (tokens, lengths, mask, advantages, logprobs, temperatures)
+    return Batch(specs=specs, buffers=tuple(buffer.tobytes() for buffer in buffers))

@@ -1,0 +1,198 @@
+"""`splice init`: looks at this host and the model, and writes a run.toml with sizes that fit."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import check_model_folder
+from splice.doctor import Gpu
+from splice.preflight import language_part, read_model_config
+from splice.run_file import FILE_NAME
+
+TRAINER_SHARE, SERVER_SHARE = 0.5, 0.6
+"""Most of a GPU's memory that weights may take, for the trainer and for vLLM. The rest is for
+activations and states, or for the KV cache."""
+LONGEST = 32768
+"""Longest `max_model_len` chosen; one request's KV cache must fit into what is left."""
+CPU_LEN = 512
+FETCH = "import sys; from pathlib import Path; from trainer_node.model.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
+TEMPLATE = """\
+# A run of splice: `splice up`, `splice status`, `splice logs`, `splice stop` read this file.
+# `splice config schema` prints every key. Relative paths are relative to this file.
+
+name = {name}        # the served alias; versions are name@0, name@1, ...
+model = {model}
+run_dir = "run"      # journal, endpoint, token, logs and versions of the run
+device = {device}
+dtype = {dtype}
+
+[orchestrator]
+endpoint = "tcp://127.0.0.1:0"   # port 0: any; beyond loopback, set curve_dir (`splice keys`)
+keep_versions = 2                # checkpoints of versions on disk; 0: all
+
+[publication]
+mode = "in_place"    # or "shadow": receive beside the live weights, then swap
+pause_mode = "keep"  # what a swap does to running requests: keep, keep_kv, wait, abort
+
+[trainer]
+python = {trainer_python}
+gpus = {trainer_gpus}
+finetuning_type = "lora"         # or "full"
+lora = {{ rank = 8, alpha = 16.0 }}
+parallel = {{ tensor = {trainer_tensor}, world_size = {world_size} }}
+
+[inference]
+python = {inference_python}
+gpus = {inference_gpus}
+tensor_parallel = {inference_tensor}
+replicas = {replicas}
+port = 0                         # of the OpenAI API; 0: any
+max_model_len = {max_model_len}
+load_format = "dummy"            # the trainer sends every weight with the first version
+enforce_eager = {enforce_eager}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """GPUs and parallel sizes of both sides. Without GPUs both run on the CPU."""
+
+    trainer_gpus: tuple[int, ...] = ()
+    inference_gpus: tuple[int, ...] = ()
+    trainer_tensor: int = 1
+    inference_tensor: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Number of inference nodes."""
+        return max(1, len(self.inference_gpus) // self.inference_tensor)
+
+
+def choose_sizes(
+    model_config: dict[str, Any], *, weight_bytes: int, gpus: Sequence[int], memory_bytes: int
+) -> Sizes:
+    """Split the GPUs, and take the smallest tensor parallel sizes whose weights fit.
+
+    Args:
+        weight_bytes: the model in bfloat16.
+        memory_bytes: memory of the smallest GPU.
+
+    Raises:
+        ConfigError: there is one GPU, or the weights do not fit.
+    """
+    if not gpus:
+        return Sizes()
+    if len(gpus) < 2:
+        raise ConfigError(
+            "splice needs two GPUs, one for the trainer and one for vLLM; this host offers "
+            f"{len(gpus)}. Pass --gpus '' for a run on the CPU"
+        )
+    half = len(gpus) // 2
+    heads = int(model_config["num_attention_heads"])
+    kv_heads = int(model_config.get("num_key_value_heads") or heads)
+    sizes = {}
+    for side, share in (("trainer", TRAINER_SHARE), ("inference", SERVER_SHARE)):
+        fits = [
+            t
+            for t in range(1, half + 1)
+            if half % t == 0
+            and heads % t == 0
+            and (kv_heads % t == 0)
+            and weight_bytes / t <= share * memory_bytes
+        ]
+        if not fits:
+            raise ConfigError(
+                f"{weight_bytes / 1e9:.0f} GB of weights do not fit {half} GPUs of "
+                f"{memory_bytes / 1e9:.0f} GB for the {side}; take more GPUs, or write sizes with "
+                "pipeline or expert parallelism by hand"
+            )
+        sizes[side] = fits[0]
+    return Sizes(
+        trainer_gpus=tuple(gpus[:half]),
+        inference_gpus=tuple(gpus[half : 2 * half]),
+        trainer_tensor=sizes["trainer"],
+        inference_tensor=sizes["inference"],
+    )
+
+
+def write_run_file(
+    folder: Path,
+    *,
+    model: Path,
+    name: str,
+    gpus: Sequence[Gpu],
+    trainer_python: Path,
+    inference_python: Path,
+) -> tuple[Path, str]:
+    """Write the file; returns its path and one sentence on what was chosen.
+
+    Raises:
+        ConfigError: the file exists, the model is unusable, or it does not fit the GPUs.
+    """
+    path = folder / FILE_NAME
+    if path.exists():
+        raise ConfigError(f"{path} exists; edit it, or choose another folder")
+    model = local_model(model, python=trainer_python)
+    model_config = language_part(read_model_config(model))
+    weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    if model_config.get("torch_dtype", model_config.get("dtype")) == "float32":
+        weight_bytes //= 2
+    sizes = choose_sizes(
+        model_config,
+        weight_bytes=weight_bytes,
+        gpus=[gpu.index for gpu in gpus],
+        memory_bytes=min((gpu.memory_mib for gpu in gpus), default=0) * 2**20,
+    )
+    own_len = int(model_config.get("max_position_embeddings", LONGEST))
+    text = TEMPLATE.format(
+        name=_toml(name),
+        model=_toml(str(model)),
+        device=_toml("cuda" if gpus else "cpu"),
+        dtype=_toml("bfloat16" if gpus else "float32"),
+        trainer_python=_toml(str(trainer_python)),
+        trainer_gpus=list(sizes.trainer_gpus),
+        trainer_tensor=sizes.trainer_tensor,
+        world_size=max(1, len(sizes.trainer_gpus)),
+        inference_python=_toml(str(inference_python)),
+        inference_gpus=list(sizes.inference_gpus),
+        inference_tensor=sizes.inference_tensor,
+        replicas=sizes.replicas,
+        max_model_len=min(own_len, LONGEST if gpus else CPU_LEN),
+        enforce_eager="false" if gpus else "true",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if not gpus:
+        return path, f"{model} on the CPU, in float32: one trainer rank and one vLLM server"
+    return path, (
+        f"{model}: the trainer on GPUs {list(sizes.trainer_gpus)} (tensor parallel "
+        f"{sizes.trainer_tensor}), {sizes.replicas} vLLM server(s) on GPUs "
+        f"{list(sizes.inference_gpus)} (tensor parallel {sizes.inference_tensor})"
+    )
+
+
+def local_model(model: Path, *, python: Path) -> Path:
+    """Return the model's folder. A Hub id is downloaded with the trainer's environment.
+
+    Raises:
+        ConfigError: it is neither, or the download failed.
+    """
+    check_model_folder(model)
+    if (model / "config.json").is_file():
+        return model.absolute()
+    argv = [str(python), "-c", FETCH, str(model)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ConfigError(last.partition(": ")[2] or last)
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def _toml(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,311 @@
+"""The commands of `splice` around a run.toml: init, up, status, logs, stop, config, inference."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.errors import ConfigError, SpliceError
+from splice import machine, up
+from splice.doctor import Gpu, list_gpus
+from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
+
+app = typer.Typer()
+config_app = typer.Typer(no_args_is_help=True, help="Show, check or describe a run.toml.")
+app.add_typer(config_app, name="config")
+Run = Annotated[
+    Path, typer.Argument(help="A run.toml, the folder that holds one, or the folder of a run.")
+]
+FileArgument = Annotated[Path, typer.Argument(help="A run.toml, or the folder that holds it.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="KEY=VALUE over the file's, such as trainer.seed=7; repeat it."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_HERE = Path()
+_INFERENCE = Path(".venv-inference/bin/python")
+UP_TIMEOUT_S = 1800.0
+TAIL_LINES = 20
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="Where run.toml is written.")],
+    model: Annotated[
+        Path, typer.Option(help="Folder with a Hugging Face checkpoint, or a Hub id.")
+    ],
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs to use, such as 0,1. Default: all; '': the CPU.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The served alias.")] = "policy",
+    trainer_python: Annotated[
+        Path, typer.Option(help="Interpreter of the trainer environment.")
+    ] = Path(sys.executable),
+    inference_python: Annotated[
+        Path, typer.Option(help="Interpreter of the inference environment.")
+    ] = _INFERENCE,
+) -> None:
+    """Look at this host's GPUs and the model, and write a commented run.toml."""
+    try:
+        if not inference_python.exists():
+            raise ConfigError(
+                f"no inference interpreter at {inference_python}; run `make envs`, or pass "
+                "--inference-python"
+            )
+        path, chosen = machine.write_run_file(
+            folder,
+            model=model,
+            name=name,
+            gpus=_chosen_gpus(gpus),
+            trainer_python=Path(os.path.abspath(trainer_python)),
+            inference_python=Path(os.path.abspath(inference_python)),
+        )
+        load(path)
+    except (SpliceError, OSError) as error:
+        _die(error)
+    _say(f"wrote {path}: {chosen}")
+    _say(f"next: splice up {path}")
+
+
+def _chosen_gpus(text: str | None) -> list[Gpu]:
+    found = list(list_gpus())
+    if text is None:
+        return found
+    try:
+        wanted = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"--gpus is a list of numbers like 0,1; got {text!r}") from None
+    by_index = {gpu.index: gpu for gpu in found}
+    absent = [number for number in wanted if number not in by_index]
+    if absent:
+        raise ConfigError(f"this host has no GPU {absent}; it has {sorted(by_index)}")
+    return [by_index[number] for number in wanted]
+
+
+@app.command("up")
+def bring_up(
+    file: FileArgument = _HERE,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the file's run_dir.")
+    ] = False,
+    publish: Annotated[
+        bool, typer.Option(help="Publish @0, so that the alias answers. Else submit InitialSync.")
+    ] = True,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
+    ] = UP_TIMEOUT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Start orchestrator, trainer and inference nodes of this host in the background.
+
+    Returns once the run serves its alias.
+    """
+    said = ""
+
+    def on_wait(text: str) -> None:
+        nonlocal said
+        if text != said:
+            said = text
+            _say(text)
+
+    try:
+        run = load(file, overrides or ())
+        pid = up.start(run, resume=resume, publish=publish)
+        state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
+        facts = {
+            "openai_urls": [f"{url}/v1" for url in state["base_urls"]],
+            "alias": run.name,
+            "endpoint": find_endpoint(run.run_dir),
+            "run_dir": str(run.run_dir),
+            "token_file": str(run.run_dir / "token"),
+            "logs": str(run.run_dir / "logs"),
+        }
+    except KeyboardInterrupt:
+        _say("interrupted; the run goes on starting. `splice stop` ends it")
+        raise typer.Exit(130) from None
+    except (SpliceError, OSError) as error:
+        _die(error)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    typer.echo(f"up: {run.name} on {', '.join(facts['openai_urls'])}")
+    typer.echo(f"client: SpliceClient.of_run({facts['run_dir']!r})")
+    typer.echo(f"endpoint: {facts['endpoint']}   token: in {facts['token_file']}")
+    typer.echo(f"logs: {facts['logs']}   end the run: splice stop {file}")
+
+
+@app.command()
+def status(run: Run = _HERE, as_json: AsJson = False) -> None:
+    """Say whether the run is up, what it serves, and the state of each node."""
+    try:
+        found = up.status(_run_dir(run))
+    except (SpliceError, OSError, TimeoutError) as error:
+        _die(error)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    _print_status(found)
+
+
+def _print_status(found: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    phase = found.get("phase", "no background process here")
+    console.print(f"{found['run_dir']}: {phase} {found.get('text', '')}".rstrip(), markup=False)
+    if "endpoint" not in found:
+        return
+    console.print(
+        f"serves {found['alias'] or 'nothing yet'}; publication {found['publication']}; "
+        f"{found['queued_jobs']} jobs wait; endpoint {found['endpoint']}"
+    )
+    table = Table("node", "state", "host", "GPUs", "URL")
+    for node in found["nodes"]:
+        url = str(node["detail"].get("base_url", ""))
+        table.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), url)
+    console.print(table)
+
+
+@app.command()
+def logs(
+    role: Annotated[
+        str, typer.Argument(help="up, orchestrator, trainer, inference or all.")
+    ] = "all",
+    run: Annotated[
+        Path, typer.Option(help="A run.toml, its folder, or the folder of a run.")
+    ] = _HERE,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each file.")] = TAIL_LINES,
+) -> None:
+    """Print the last lines of the roles' logs."""
+    try:
+        folder = _run_dir(run) / "logs"
+        prefix = "" if role == "all" else role
+        files = sorted(folder.glob(f"{prefix}*.log"))
+        if not files:
+            known = sorted({p.name.split(".")[0] for p in folder.glob("*.log")})
+            raise ConfigError(
+                f"no log of {role!r} in {folder}; there are {', '.join(known) or 'none'}"
+            )
+        for line in _lines(files, last=lines, follow=follow):
+            typer.echo(line)
+    except (SpliceError, OSError) as error:
+        _die(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _lines(files: list[Path], *, last: int, follow: bool) -> Iterator[str]:
+    """Lines with the file's name before them, if there are several files."""
+    open_files = {path.stem: path.open(errors="replace") for path in files}
+    width = max(map(len, open_files)) if len(open_files) > 1 else 0
+    pending = {name: _last(file.read().splitlines(), last) for name, file in open_files.items()}
+    while True:
+        for name, found in pending.items():
+            for line in found:
+                yield f"{name:<{width}} | {line}" if width else line
+        if not follow:
+            return
+        time.sleep(0.2)
+        pending = {name: file.read().splitlines() for name, file in open_files.items()}
+
+
+def _last(lines: list[str], count: int) -> list[str]:
+    return lines[max(0, len(lines) - count) :]
+
+
+@app.command()
+def stop(run: Run = _HERE) -> None:
+    """End the run: its orchestrator, and every role that `splice up` started here."""
+    try:
+        run_dir = _run_dir(run)
+        was_up = up.stop(run_dir)
+    except (SpliceError, OSError, TimeoutError) as error:
+        _die(error)
+    typer.echo(f"the run in {run_dir} has ended" if was_up else f"nothing runs in {run_dir}")
+
+
+@app.command()
+def inference(
+    file: FileArgument = _HERE,
+    index: Annotated[int, typer.Option(min=0, help="Which of inference.replicas.")] = 0,
+    overrides: Overrides = None,
+) -> None:
+    """Run one inference node of a run.toml on this host.
+
+    Endpoint and token come from the run's folder, or from SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
+    """
+    try:
+        run = load(file, overrides or ())
+        node_id = f"inference-{index}"
+        config = node_file(run, node_id, run.inference_config(index).model_dump_json(indent=1))
+        python = str(run.inference.python)
+        argv = [python, "-m", "inference_node", "--endpoint", run.endpoint()]
+        argv += ["--node-id", node_id, "--config", str(config)]
+        os.execve(python, argv, {**os.environ, "SPLICE_RUN_TOKEN": run.token()})
+    except (SpliceError, OSError) as error:
+        _die(error)
+
+
+def node_file(run: RunFile, node_id: str, text: str) -> Path:
+    """Write a node's configuration where its processes read it; returns the path."""
+    run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = run.run_dir / f"{node_id}.json"
+    path.write_text(text)
+    return path
+
+
+@config_app.command()
+def show(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
+    """Print every setting of the run, defaults included, as JSON."""
+    typer.echo(_loaded(file, overrides).model_dump_json(indent=1))
+
+
+@config_app.command()
+def check(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
+    """Check the file, and that model, interpreters, GPUs and ports on this host fit it."""
+    run = _loaded(file, overrides)
+    try:
+        up.check(run)
+    except (SpliceError, OSError) as error:
+        _die(error)
+    typer.echo("ok")
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of run.toml."""
+    typer.echo(json.dumps(RunFile.model_json_schema(), indent=1))
+
+
+def _loaded(file: Path, overrides: list[str] | None) -> RunFile:
+    try:
+        return load(file, overrides or ())
+    except SpliceError as error:
+        _die(error)
+
+
+def _run_dir(path: Path) -> Path:
+    """Return the folder of the run that the user means."""
+    if path.is_file() or (path / FILE_NAME).is_file():
+        return load(path).run_dir
+    if not any((path / name).exists() for name in ("journal.sqlite", "endpoint", up.STATE)):
+        raise ConfigError(f"{path} is neither a {FILE_NAME}, nor holds one, nor is a run's folder")
+    return path.absolute()
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _die(error: Exception) -> NoReturn:
+    typer.secho(f"splice: {error}", fg="red", err=True)
+    raise typer.Exit(2) from None

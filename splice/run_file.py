@@ -1,0 +1,318 @@
+"""run.toml: one file with the settings of all roles of a run.
+
+    run.toml + --set a.b=c -> RunFile -> OrchestratorConfig, TrainerConfig, InferenceConfig
+
+Every role reads the same file, on one host or on several. What two roles share (`name`, `model`,
+`device`, `dtype`) is at the top and may be set for one role alone in its table. Relative paths are
+relative to the file. `splice config schema` prints every key.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import sys
+import textwrap
+import tomllib
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationError, create_model, model_validator
+
+from orchestrator.config import OrchestratorConfig
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import (
+    Device,
+    InferenceConfig,
+    Settings,
+    TrainerConfig,
+    check_alias_name,
+)
+from orchestrator.protocol.config_errors import config_error
+from orchestrator.publication.config import PublicationConfig
+
+FILE_NAME = "run.toml"
+ENDPOINT, TOKEN = "SPLICE_ENDPOINT", "SPLICE_RUN_TOKEN"
+"""Environment variables of nodes and clients that do not see the run's folder."""
+_DEFAULTS = OrchestratorConfig(
+    run_dir=Path(), run_token="", name="defaults", publication=PublicationConfig()
+)
+_SHARED = {
+    "trainer": ("model", "device", "dtype"),
+    "inference": ("model", "device", "dtype", "name"),
+}
+_PATHS = (("model",), ("run_dir",), ("trainer", "model"), ("trainer", "adapter"),
+          ("trainer", "python"), ("inference", "model"), ("inference", "python"),
+          ("orchestrator", "curve_dir"))  # fmt: skip  # a list
+
+
+class OrchestratorSection(Settings):
+    """The orchestrator."""
+
+    endpoint: str = _DEFAULTS.endpoint
+    """Where it binds: tcp://HOST:PORT; with port 0 the kernel chooses. Beyond loopback it needs
+    `curve_dir`."""
+    curve_dir: Path | None = None
+    """Its folder from `splice keys`."""
+    keep_versions: int = Field(default=2, ge=0)
+    """Versions whose checkpoints stay on disk, at least 2. 0: all."""
+    ready_timeout_s: float = Field(default=_DEFAULTS.ready_timeout_s, gt=0)
+    """Longest wait of a job for missing nodes, in seconds."""
+    train_timeout_s: float = Field(default=_DEFAULTS.train_timeout_s, gt=0)
+    """Longest training, forward, save or load request, in seconds."""
+
+
+def _publication_section() -> type[Settings]:
+    hints = typing.get_type_hints(PublicationConfig)
+    meanings = _docstrings(PublicationConfig)
+    fields: dict[str, Any] = {
+        field.name: (
+            hints[field.name],
+            Field(default=field.default, description=meanings.get(field.name)),
+        )
+        for field in dataclasses.fields(PublicationConfig)
+        if field.name != "transport"  # the device decides it
+    }
+    doc = PublicationConfig.__doc__
+    return create_model("PublicationSection", __base__=Settings, __doc__=doc, **fields)
+
+
+def _docstrings(cls: type) -> dict[str, str]:
+    """Return the strings below a class's fields."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+if TYPE_CHECKING:
+
+    class PublicationSection(Settings):
+        """`PublicationConfig` as a table of the file."""
+
+else:
+    PublicationSection = _publication_section()
+
+
+class TrainerSection(TrainerConfig):
+    """The trainer: `TrainerConfig`, and how to start it."""
+
+    python: Path = Field(default_factory=lambda: Path(sys.executable))
+    """Interpreter of the trainer environment."""
+    gpus: tuple[int, ...] = ()
+    """CUDA devices on its host, one for each rank."""
+    max_restarts: int = Field(default=2, ge=0)
+    """Restarts after crashes within an hour."""
+
+
+class InferenceSection(InferenceConfig):
+    """The inference nodes: `InferenceConfig` of each, and how to start them."""
+
+    python: Path = Field(default_factory=lambda: Path(sys.executable))
+    """Interpreter of the inference environment."""
+    replicas: int = Field(default=1, ge=1)
+    """Inference nodes. They share `gpus` evenly, and `port` counts up."""
+
+
+class RunFile(Settings):
+    """Everything that is to be known about a run."""
+
+    name: Annotated[str, AfterValidator(check_alias_name)]
+    """The served alias; versions are served as name@N."""
+    model: Path
+    """Folder with a Hugging Face checkpoint."""
+    run_dir: Path = Path("run")
+    """Folder of the run: journal, endpoint, token, logs, versions."""
+    device: Device = "cpu"
+    """Where trainer and vLLM run. cuda: weights travel by NCCL; cpu: by TCP."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+    orchestrator: OrchestratorSection = OrchestratorSection()
+    """The orchestrator."""
+    publication: PublicationSection = PublicationSection()
+    """How versions are published."""
+    trainer: TrainerSection
+    """The trainer, and how to start it."""
+    inference: InferenceSection
+    """The inference nodes, and how to start them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, values: Any) -> Any:
+        """Fill what the roles take from the top of the file."""
+        if not isinstance(values, dict):
+            return values
+        shared = dict(values)
+        for role, keys in _SHARED.items():
+            own = shared.get(role, {})
+            if isinstance(own, dict):
+                taken = {key: shared[key] for key in keys if key in shared}
+                transport = "nccl" if shared.get("device") == "cuda" else "tcp"
+                shared[role] = {"transport": transport, **taken, **own}
+        return shared
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        gpus, each = self.inference.gpus, self.inference.tensor_parallel
+        if self.inference.device == "cuda" and len(gpus) != each * self.inference.replicas:
+            raise ValueError(
+                f"inference.gpus has {len(gpus)} GPUs; {self.inference.replicas} replicas of "
+                f"tensor_parallel {each} need {each * self.inference.replicas}"
+            )
+        ranks = self.trainer.parallel.world_size
+        if self.trainer.device == "cuda" and self.trainer.gpus and ranks % len(self.trainer.gpus):
+            raise ValueError(
+                f"trainer.gpus has {len(self.trainer.gpus)} GPUs for {ranks} ranks "
+                "(trainer.parallel.world_size); each rank needs one, as many on each host"
+            )
+        return self
+
+    # ------------------------------------------------------------ what the roles take from it
+
+    def orchestrator_config(self, *, run_token: str, resume: bool) -> OrchestratorConfig:
+        """Return the orchestrator's settings."""
+        own = self.orchestrator
+        return OrchestratorConfig(
+            run_dir=self.run_dir,
+            run_token=run_token,
+            name=self.name,
+            endpoint=own.endpoint,
+            publication=PublicationConfig(
+                transport=self.trainer.transport, **self.publication.model_dump()
+            ),
+            replicas=self.inference.replicas,
+            curve_dir=own.curve_dir,
+            keep_versions=own.keep_versions or None,
+            ready_timeout_s=own.ready_timeout_s,
+            train_timeout_s=own.train_timeout_s,
+            resume=resume,
+        )
+
+    def trainer_config(self) -> TrainerConfig:
+        """Return the trainer's settings."""
+        own = set(TrainerSection.model_fields) - set(TrainerConfig.model_fields)
+        return TrainerConfig(**self.trainer.model_dump(exclude=own))
+
+    def inference_config(self, index: int) -> InferenceConfig:
+        """Return the settings of one inference node.
+
+        Raises:
+            ConfigError: there is no such replica.
+        """
+        section = self.inference
+        if not 0 <= index < section.replicas:
+            raise ConfigError(
+                f"inference node {index} is not one of the {section.replicas} of inference.replicas"
+            )
+        own = set(InferenceSection.model_fields) - set(InferenceConfig.model_fields)
+        each = section.tensor_parallel
+        more: dict[str, Any] = {
+            "gpus": section.gpus[index * each : (index + 1) * each],
+            "port": section.port + index if section.port else 0,
+        }
+        return InferenceConfig(**section.model_dump(exclude=own) | more)
+
+    # ------------------------------------------------------------ what the run's folder knows
+
+    def endpoint(self) -> str:
+        """Where nodes and clients reach the orchestrator."""
+        return find_endpoint(self.run_dir)
+
+    def token(self) -> str:
+        """Return the run's secret."""
+        return find_token(self.run_dir)
+
+
+def find_endpoint(run_dir: Path) -> str:
+    """Return the endpoint: what the orchestrator wrote into the run's folder, or SPLICE_ENDPOINT.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    return _read(run_dir / "endpoint", variable=ENDPOINT)
+
+
+def find_token(run_dir: Path) -> str:
+    """Return the token: what the orchestrator wrote into the run's folder, or SPLICE_RUN_TOKEN.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    return _read(run_dir / "token", variable=TOKEN)
+
+
+def _read(path: Path, *, variable: str) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        if os.environ.get(variable):
+            return os.environ[variable]
+        raise ConfigError(
+            f"no {path.name} in {path.parent} ({error.strerror}): start the orchestrator first "
+            f"(`splice up` or `splice serve`), or set {variable}"
+        ) from None
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Read the file; `overrides` are `a.b=value`, with the value as in TOML or a bare word.
+
+    Raises:
+        ConfigError: names file, key, allowed values and the nearest right one.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        text = path.read_text()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}; `splice init DIR` makes one"
+        ) from error
+    except ValueError as error:  # of either decoder, with line and column
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    for override in overrides:
+        _set(values, override)
+    values.setdefault("run_dir", str(RunFile.model_fields["run_dir"].default))
+    for keys in _PATHS:
+        _resolve(values, keys, path.absolute().parent)
+    try:
+        return RunFile.model_validate(values)
+    except ValidationError as error:
+        raise config_error(error, model=RunFile, source=str(path)) from None
+
+
+def _set(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    *tables, key = name.strip().split(".")
+    if not equals or not key:
+        raise ConfigError(f"--set {override!r}: write it as key=value, such as trainer.seed=7")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word, such as bfloat16
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {override!r}: {table} is a value, not a table")
+    values[key] = value
+
+
+def _resolve(values: dict[str, Any], keys: tuple[str, ...], folder: Path) -> None:
+    *tables, key = keys
+    for table in tables:
+        values = values.get(table, {})
+    if isinstance(values, dict) and isinstance(values.get(key), str):
+        found = folder / Path(values[key]).expanduser()
+        values[key] = os.path.abspath(found)

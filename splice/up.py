@@ -1,0 +1,333 @@
+"""`splice up`: all roles of a run on this host, in the background, until it is stopped.
+
+    splice up -> python -m splice.up CONFIG (its own session) -> Cluster -> the roles
+
+The background process writes RUN_DIR/up.json: its pid, whether it serves, or why it ended. When it
+ends, for whatever reason, the roles end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.run_folder import RunFolder
+from splice.client import SpliceClient
+from splice.cluster import Cluster, ClusterConfig
+from splice.doctor import list_gpus
+from splice.preflight import (
+    check_cpu_attention,
+    check_gpus,
+    check_parallel,
+    check_port_free,
+    read_model_config,
+)
+from splice.run_file import TOKEN, RunFile, load
+
+log = logging.getLogger("splice.up")
+STATE, CONFIG = "up.json", "run.json"
+PUBLISH = "--publish"
+POLL_S = 0.2
+END_S = 15.0
+"""Time between a node's orderly end and the orchestrator's."""
+STOP_S = 90.0
+"""Time for all roles to end before `stop` gives up."""
+
+
+def check(run: RunFile) -> None:
+    """Check the file against this host and the model. Starts nothing.
+
+    Raises:
+        ConfigError: names the mistake and its remedy.
+    """
+    if run.orchestrator.curve_dir is not None:
+        raise ConfigError(
+            "orchestrator.curve_dir is for roles on several hosts; start them there with "
+            "`splice serve`, `splice trainer` and `splice inference`, or leave it out"
+        )
+    for role, section in (("trainer", run.trainer), ("inference", run.inference)):
+        if not section.python.exists():
+            raise ConfigError(f"{role}.python: no interpreter at {section.python}")
+    model_config = read_model_config(run.trainer.model)
+    read_model_config(run.inference.model)
+    nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
+    check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)
+    if run.inference.device == "cpu":
+        check_cpu_attention(model_config)
+    if run.device == "cuda":
+        check_gpus(
+            trainer_gpus=run.trainer.gpus,
+            inference_gpus=[node.gpus for node in nodes],
+            available=len(list_gpus()) or None,
+        )
+    for node in nodes:
+        check_port_free(node.host, node.port)
+
+
+def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
+    """Start the background process; returns its pid.
+
+    Args:
+        publish: publish @0 once every node is ready, if nothing is served.
+
+    Raises:
+        ConfigError: the run is up, or its folder was used and `resume` is False.
+    """
+    check(run)
+    state = read_state(run.run_dir)
+    if is_alive(state):
+        raise ConfigError(
+            f"the run in {run.run_dir} is up already (pid {state['pid']}); `splice stop` ends it"
+        )
+    if (run.run_dir / "journal.sqlite").exists() and not resume:
+        raise ConfigError(
+            f"{run.run_dir} holds an earlier run; continue it with `splice up --resume`, or "
+            "choose another run_dir"
+        )
+    run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (run.run_dir / STATE).unlink(missing_ok=True)
+    config = run.run_dir / CONFIG
+    config.write_text(run.model_dump_json(indent=1))
+    logs = run.run_dir / "logs"
+    logs.mkdir(exist_ok=True)
+    token = some_token(run.run_dir)
+    with (logs / "up.log").open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "splice.up", str(config), *([PUBLISH] if publish else [])],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, TOKEN: token},
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def some_token(run_dir: Path) -> str:
+    """Return the token of the run in this folder, or that of the environment, or a new one."""
+    path = run_dir / "token"
+    kept = path.read_text().strip() if path.exists() else ""
+    return kept or os.environ.get(TOKEN) or secrets.token_hex(16)
+
+
+def wait_until_up(
+    run_dir: Path, pid: int, *, timeout_s: float, on_wait: Callable[[str], None]
+) -> dict[str, Any]:
+    """Wait until the run serves its API; returns its state.
+
+    Raises:
+        ConfigError: the run could not start; says why.
+        NodeLost: it did not start in time, or a node died.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        state = read_state(run_dir)
+        if state.get("pid") == pid and state["phase"] == "up":
+            return state
+        if state.get("pid") == pid and state["phase"] == "failed":
+            raise (ConfigError if state["is_config"] else NodeLost)(state["text"])
+        if not is_running(pid):
+            lines = (run_dir / "logs" / "up.log").read_text(errors="replace").splitlines()
+            raise NodeLost("the background process ended:\n" + "\n".join(lines[-25:]))
+        on_wait(state.get("text", "starting"))
+        time.sleep(POLL_S)
+    raise NodeLost(f"not up within {timeout_s:.0f} s; read {run_dir / 'logs'}, then `splice stop`")
+
+
+def read_state(run_dir: Path) -> dict[str, Any]:
+    """Return what the background process wrote last, or nothing."""
+    try:
+        state: dict[str, Any] = json.loads((run_dir / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return state
+
+
+def is_alive(state: dict[str, Any]) -> bool:
+    """Whether the background process of this state runs, and is not another one with its pid."""
+    if "pid" not in state:
+        return False
+    try:
+        process = psutil.Process(state["pid"])
+        is_same = abs(process.create_time() - state["created"]) < 1.0
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def is_running(pid: int) -> bool:
+    """Whether this process runs. A child of ours that has ended does not."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return False
+    return psutil.pid_exists(pid)
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """Return what there is to know about the run: whether it is up, versions, nodes, URLs.
+
+    Raises:
+        NodeLost: the orchestrator does not answer although it should run.
+    """
+    state = read_state(run_dir)
+    answer: dict[str, Any] = {"run_dir": str(run_dir), "up": is_alive(state)}
+    if state:
+        answer |= {"phase": state["phase"], "pid": state["pid"], "text": state["text"]}
+    if not answer["up"] and state.get("phase") in ("starting", "up"):
+        answer |= {"phase": "ended", "text": "its background process was killed"}
+    if not _has_orchestrator(run_dir, state):
+        return answer
+    with SpliceClient.of_run(run_dir) as client:
+        found = client.status()
+    answer["endpoint"] = (run_dir / "endpoint").read_text()
+    answer |= found.model_dump(mode="json", exclude={"kind", "nodes", "dropped"})
+    answer["alias"] = None if found.version is None else f"{found.name}@{found.version}"
+    answer["nodes"] = [node.model_dump(mode="json") for node in found.nodes]
+    answer["base_urls"] = [n.detail["base_url"] for n in found.nodes if "base_url" in n.detail]
+    return answer
+
+
+def _has_orchestrator(run_dir: Path, state: dict[str, Any]) -> bool:
+    """Whether an orchestrator should answer. A killed one leaves its endpoint behind."""
+    if not (run_dir / "endpoint").exists():
+        return False
+    may_be_elsewhere = not state  # `splice up` starts it on this host
+    return may_be_elsewhere or is_alive(state) or RunFolder.is_in_use(run_dir)
+
+
+def stop(run_dir: Path) -> bool:
+    """End the run and all of its roles on this host. False: nothing ran.
+
+    Raises:
+        NodeLost: the processes do not end.
+    """
+    state = read_state(run_dir)
+    was_up = is_alive(state)
+    if not was_up and not _has_orchestrator(run_dir, state):
+        return False
+    if was_up:  # it tells the orchestrator
+        os.kill(state["pid"], signal.SIGTERM)
+    else:
+        with SpliceClient.of_run(run_dir) as client:
+            client.stop_run()
+    deadline_s = time.monotonic() + STOP_S
+    while is_alive(state) or (not was_up and (run_dir / "endpoint").exists()):
+        if time.monotonic() > deadline_s:
+            raise NodeLost(f"the run in {run_dir} has not ended within {STOP_S:.0f} s")
+        time.sleep(POLL_S)
+    return True
+
+
+# ---------------------------------------------------------------- the background process
+
+
+class _State:
+    """up.json. Each write replaces the file, so that a reader finds a whole one."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / STATE
+        self._own = {"pid": os.getpid(), "created": psutil.Process().create_time()}
+
+    def write(self, phase: str, text: str, **more: object) -> None:
+        """Phase: starting, up, failed or ended."""
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps({**self._own, "phase": phase, "text": text, **more}, indent=1))
+        part.replace(self._path)
+
+
+def cluster_config(run: RunFile, *, config: Path, token: str) -> ClusterConfig:
+    """Return the run as one host's cluster."""
+    return ClusterConfig(
+        run_dir=run.run_dir,
+        name=run.name,
+        trainer_python=run.trainer.python,
+        inference_python=run.inference.python,
+        trainer=run.trainer_config(),
+        inference=tuple(run.inference_config(i) for i in range(run.inference.replicas)),
+        trainer_gpus=run.trainer.gpus,
+        trainer_restarts=run.trainer.max_restarts,
+        ready_timeout_s=run.orchestrator.ready_timeout_s,
+        run_token=token,
+        run_file=config,
+    )
+
+
+def supervise(config: Path, *, publish: bool) -> int:
+    """Run all roles until a client or a signal ends the run. Returns the exit code."""
+    run = load(config)
+    state = _State(run.run_dir)
+    state.write("starting", "starting the orchestrator")
+    told_to_end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told_to_end.set())
+    token = os.environ[TOKEN]
+    try:
+        with Cluster(
+            cluster_config(run, config=config, token=token),
+            on_wait=lambda text: _wait(state, text, told_to_end),
+        ) as cluster:
+            if publish and cluster.client.status(timeout_s=30.0).version is None:
+                _wait(state, f"publishing {run.name}@0", told_to_end)
+                cluster.client.run(InitialSyncJob())
+            urls = cluster.base_urls
+            state.write("up", f"serving on {', '.join(urls)}", base_urls=urls)
+            log.info("up: %s", ", ".join(urls))
+            _watch(cluster, told_to_end)
+    except _Told:
+        state.write("ended", "stopped while it started")
+        return 0
+    except (SpliceError, OSError) as error:
+        log.error("%s", error)
+        state.write("failed", str(error), is_config=isinstance(error, ConfigError))
+        return 1
+    state.write("ended", "stopped")
+    return 0
+
+
+class _Told(Exception):
+    """The process was told to end while it started."""
+
+
+def _wait(state: _State, text: str, told_to_end: threading.Event) -> None:
+    if told_to_end.is_set():
+        raise _Told
+    state.write("starting", text)
+
+
+def _watch(cluster: Cluster, told_to_end: threading.Event) -> None:
+    """Return when the run is to end.
+
+    Raises:
+        NodeLost: a role died and will not start again.
+    """
+    while not told_to_end.wait(POLL_S) and not cluster.has_ended:
+        try:
+            cluster.launcher.check()
+        except NodeLost:  # or it ended in order, and the orchestrator is about to
+            deadline_s = time.monotonic() + END_S
+            while not cluster.has_ended:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    sys.exit(supervise(Path(sys.argv[1]), publish=PUBLISH in sys.argv))

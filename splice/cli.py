@@ -479,6 +479,24 @@ def _role(text: str) -> doctoring.NodeRole:
 
 
 @app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="HF checkpoint folder, or a hub id.")],
+    whole: Annotated[
+        bool, typer.Option(help="With the model's own weights, not a small one of its kind.")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
+    trainer_python: Annotated[Path, typer.Option(help="The trainer's interpreter.")] = _HERE,
+) -> None:
+    """Check that the trainer computes a model as transformers does.
+
+    Exit code 1 if it does not, 2 if the model cannot be checked.
+    """
+    argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
+    argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
+    raise typer.Exit(subprocess.run(argv, check=False).returncode)
+
+
+@app.command()
 def keys(
     directory: Annotated[
         Path,

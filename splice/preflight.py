@@ -15,7 +15,6 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 from orchestrator.protocol.topology import check_topology
 
-SUPPORTED_MODEL_TYPES = ("qwen3", "qwen3_moe")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32, `v1/attention/backends/cpu_attn.py`."""
 
@@ -42,24 +41,25 @@ def read_model_config(model: Path) -> dict[str, Any]:
 
 
 def check_model(model: Path, *, needs_weights: bool) -> dict[str, Any]:
-    """Check that the model is supported and has weights and its tokenizer; returns its config.
+    """Check for the model's weights and tokenizer; returns the config of its language part.
 
     Raises:
         ConfigError: names what is missing or mismatched.
     """
     config = read_model_config(model)
-    model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
+    text = config.get("text_config") or config
+    if "vocab_size" not in text or "num_attention_heads" not in text:
         raise ConfigError(
-            f"{model} is a {model_type!r} model; splice supports {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"{model}/config.json names no vocab_size or num_attention_heads; splice trains "
+            "language models"
         )
     if needs_weights and not sorted(model.glob("*.safetensors")):
         raise ConfigError(
             f"{model} holds no *.safetensors; "
             "use --random-init for a model that has only a config.json"
         )
-    _check_tokenizer(model, vocab_size=int(config["vocab_size"]))
-    return config
+    _check_tokenizer(model, vocab_size=int(text["vocab_size"]))
+    return text
 
 
 def _check_tokenizer(model: Path, *, vocab_size: int) -> None:

@@ -44,6 +44,7 @@ from orchestrator.protocol.messages import (
     check_node_id,
 )
 from orchestrator.protocol.node_link import NodeLink
+from trainer_node import admission
 from trainer_node.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
 from trainer_node.transfer import Transfer
@@ -299,7 +300,10 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         refuse_loopback_name(master, what="the address of rank 0")
     os.environ.update(gloo_variables(master))
-    node = nodes["node"] = Node(with_local_model(config), link)
+    config = with_local_model(config)
+    if link is not None and config.admission == "check":
+        admission.require(config.model)
+    node = nodes["node"] = Node(config, link)
     code = EXIT_DIVERGED
     try:
         code = node.serve()

@@ -162,6 +162,9 @@ class TrainerConfig(Settings):
     """Timeout for downloading a Hub model, in seconds."""
     init: Literal["hf", "random"] = "hf"
     """hf: the checkpoint's weights. random: only its config.json is read."""
+    admission: Literal["check", "skip"] = "check"
+    """check: the first start on a model compares a small one of its kind with transformers
+    (`splice check`), for half a minute, and keeps the report. skip: start without."""
     device: Device = "cpu"
     """Where the ranks run."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -139,6 +139,7 @@ def node_configs(config: SmokeConfig) -> tuple[TrainerConfig, InferenceConfig]:
     trainer = TrainerConfig(
         model=config.model.absolute(),
         init="random" if config.random_init else "hf",
+        admission="skip" if config.proof else "check",  # the proof compares more
         device=config.device,
         dtype=config.dtype,
         finetuning_type=config.finetuning_type,

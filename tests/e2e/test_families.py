@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import httpx
 import peft
@@ -27,19 +26,16 @@ from splice.smoke import served
 from splice.smoke.config import TAU
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.serving import SERVED
 from tests.trainer_node.families import FAMILIES, make
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 ANSWER = [3, 4, 5, 6, 7, 8]
-SERVABLE: dict[str, dict[str, Any]] = {
-    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1},
-}
-"""Settings of the tiny models that vLLM has kernels for on a CPU."""
 
 
 def checkpoint(family: str, folder: Path) -> Path:
-    make(family, folder, vocab_size=VOCAB_SIZE, **SERVABLE.get(family, {}))
+    make(family, folder, vocab_size=VOCAB_SIZE, **SERVED.get(family, {}))
     write_tokenizer(folder)
     return folder
 

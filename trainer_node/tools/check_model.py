@@ -23,7 +23,9 @@ Axes: T = tokens of all sequences, V = vocabulary.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
 import json
 import logging
 import shutil
@@ -42,6 +44,7 @@ from safetensors import safe_open
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec
+from trainer_node.model import hub
 from trainer_node.model.hf import tensor_files
 
 LENGTHS = (21, 70, 34)
@@ -406,13 +409,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m trainer_node.tools.check_model",
         description=__doc__.partition("\n")[0],
     )
-    parser.add_argument("--model", type=Path, required=True, help="HF checkpoint folder")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="HF checkpoint folder, or a hub id"
+    )
     parser.add_argument("--whole", action="store_true", help="with the folder's own weights")
     parser.add_argument("--out", type=Path, help="file for the report, as JSON")
     args = parser.parse_args(argv)
     _be_quiet()
     try:
-        report = check(args.model, whole=args.whole)
+        model = hub.fetch(args.model) if hub.is_hub_id(args.model) else args.model
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints
+            report = check(model, whole=args.whole)
     except ConfigError as error:
         sys.stderr.write(f"splice check: {error}\n")
         return 2

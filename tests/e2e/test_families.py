@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import peft
@@ -26,7 +27,7 @@ from splice.smoke import served
 from splice.smoke.config import TAU
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
-from tests.serving import SERVED
+from tests.serving import BFLOAT16, SERVED, UNSERVED
 from tests.trainer_node.families import FAMILIES, make
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
@@ -71,16 +72,23 @@ def ask(cluster: Cluster, model: str, sequences: list[list[int]]) -> served.Logp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_publications(family: str, kind: FinetuningType, tmp_path: Path) -> None:
     model = checkpoint(family, tmp_path / "model")
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if family in BFLOAT16 else "float32"
     config = ClusterConfig(
         run_dir=tmp_path / "run",
         name="tiny",
         trainer_python=TRAINER_PYTHON,
         inference_python=INFERENCE_PYTHON,
         trainer=TrainerConfig(
-            model=model, finetuning_type=kind, lora=LoraConfig(rank=4, alpha=8.0)
+            model=model,
+            admission="skip",
+            dtype=dtype,
+            finetuning_type=kind,
+            lora=LoraConfig(rank=4, alpha=8.0),
         ),
         inference=(
-            InferenceConfig(model=model, name="tiny", load_format="dummy", max_model_len=128),
+            InferenceConfig(
+                model=model, name="tiny", dtype=dtype, load_format="dummy", max_model_len=128
+            ),
         ),
     )
     sequences = served.probe_sequences(vocab_size=VOCAB_SIZE, prompts=[PROMPT], count=4)
@@ -100,11 +108,18 @@ def test_two_publications(family: str, kind: FinetuningType, tmp_path: Path) -> 
             assert result["num_verified"] == result["num_tensors"]
             export = tmp_path / f"export-{version}"
             cluster.client.export_hf(str(export))
-            ours = ask(cluster, f"tiny@{version}", sequences)
-            assert served.max_difference(ours, scored(reference(export), sequences)) < TAU
-            if kind == "lora":
+            theirs = scored(reference(export), sequences)
+            if kind == "lora" and dtype == "float32":
                 adapted = reference(model, Path(result["checkpoint_dir"]) / "adapter")
-                assert served.max_difference(ours, scored(adapted, sequences)) < TAU
-            if before is not None:
-                assert served.max_difference(ours, before) > 10 * TAU
+                assert served.max_difference(theirs, scored(adapted, sequences)) < TAU
+            if family in UNSERVED:
+                continue
+            ours = ask(cluster, f"tiny@{version}", sequences)
+            if dtype == "float32":
+                assert served.max_difference(ours, theirs) < TAU
+                assert before is None or served.max_difference(ours, before) > 10 * TAU
+            elif before is not None:
+                # vLLM rounds activations, transformers none; both have the same weights.
+                moved = served.median_difference(ours, before)
+                assert served.median_difference(ours, theirs) < moved / 2
             before = ours

@@ -2,7 +2,7 @@
 
 vLLM puts a layer's parameters on the meta device and collects what `load_weights` brings. Once the
 layer is complete, vLLM builds it, packs it, and copies the result into the live ("kernel") tensors.
-Four things go wrong there (seen on 0.32, code read in 0.26):
+Five things go wrong there (seen on 0.32, code read in 0.26):
 
 * *MoE on the CPU, 0.28 to 0.32*: `UnquantizedFusedMoEMethod._setup_kernel` skips the experts'
   packing hook if a kernel exists. An update then silently copies raw weights into packed storage.
@@ -14,6 +14,8 @@ Four things go wrong there (seen on 0.32, code read in 0.26):
 * *Models that copy into a parameter themselves* (gpt-oss): vLLM sees only what passes through a
   parameter's `weight_loader`. Other copies end on the meta device, and the layer keeps its old
   weights. `load` collects them too. It can go when vLLM does.
+* *Loaders that are `functools.partial`* (MiniMax-M2's norms): vLLM asks each for its `__name__`,
+  and the update fails. `name_partial_loaders` gives them one. It can go when vLLM asks otherwise.
 * *A failed update*: half-loaded layers stay registered and the next start skips them, which leaves
   uninitialised memory. `reset` restores every kernel tensor and forgets what was half loaded.
 """
@@ -21,6 +23,7 @@ Four things go wrong there (seen on 0.32, code read in 0.26):
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,6 +44,7 @@ def start(model: torch.nn.Module) -> None:
     """Put every layer into checkpoint format on the meta device, ready for `load_weights`."""
     reset(model)
     mend_moe_prepack(model)
+    name_partial_loaders(model)
     initialize_layerwise_reload(model)
 
 
@@ -126,6 +130,16 @@ def mend_moe_prepack(model: torch.nn.Module) -> None:
             continue
         method.process_weights_after_loading = _with_hook_once(method)
         setattr(method, _MENDED, True)
+
+
+def name_partial_loaders(model: torch.nn.Module) -> None:
+    """Give each weight loader that is a `functools.partial` the name of its function."""
+    for layer in model.modules():
+        loaded, _ = vllm_layerwise.get_layerwise_info(layer).restore_metadata
+        for param in (*layer._parameters.values(), *loaded.values()):
+            loader = getattr(param, "weight_loader", None)
+            if isinstance(loader, functools.partial):
+                setattr(loader, "__name__", loader.func.__name__)  # noqa: B010 - mypy: it has none
 
 
 def _with_hook_once(method: Any) -> Any:

@@ -760,8 +760,9 @@ def _plan_chunk(nbytes: int, members: Iterable[Member]) -> _Chunk:
 
 
 def _deltas(model: Model) -> dict[str, Delta]:
-    """HF module name, or stacked tensor -> adapter."""
+    """HF module name, or stacked tensor -> adapter. Of copies, the first tensor rank's count."""
     from trainer_node.adapters.lora import ExpertAdapter
+    from trainer_node.model.parameters import tensor_group
 
     deltas = {}
     for adapter in model.adapters.adapters:
@@ -769,6 +770,9 @@ def _deltas(model: Model) -> dict[str, Delta]:
             if names is None:
                 continue
             lora_A, lora_B = adapter.lora_A[str(i)], adapter.lora_B[str(i)]
+            group = tensor_group(expert=isinstance(adapter, ExpertAdapter))
+            if adapter.places[i].split is None and group.rank() > 0:
+                continue
             if isinstance(adapter, ExpertAdapter):
                 tensor, first = stack_of(names[0])
                 if tensor in model.adapters.stacked:

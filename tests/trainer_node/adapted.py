@@ -6,8 +6,8 @@ and PEFT.
 
 Rank 0 leaves OUT: log-probs with the adapters ("ours", "theirs"), without them ("base") and after
 one step ("stepped"); the gradients of the tokens' mean loss by module and matrix ("our_gradients",
-"their_gradients"); the names with adapters ("names"); and on one rank transformers' log-probs of
-both merged exports ("merged", "wired"). SEQUENCE is 1 for sequence parallelism.
+"their_gradients"); the names with adapters ("names"); and transformers' log-probs of both merged
+exports ("merged", "wired"). SEQUENCE is 1 for sequence parallelism.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,15 @@ def from_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor
             return torch.cat(family.reference(Path(temp))[1])
 
 
-def wired(model: Model, exporter: Exporter) -> dict[str, torch.Tensor] | str:
-    """What goes over the wire, by name; or why it does not."""
-    if reason := supports(model):
-        return reason
+def wired(model: Model, exporter: Exporter) -> dict[str, torch.Tensor]:
+    """What goes over the wire, by name, on rank 0; a collective."""
+    assert (reason := supports(model)) is None, reason
     manifest = exporter.manifest()
     export = WireExport(model, manifest, [[i] for i in range(len(manifest.tensors))])
-    export.start(limit=float("inf"))
+    export.start(limit=time.monotonic() + 60.0)
+    if dist.get_rank():
+        export.contribute()
+        return {}
     found = {}
     for k, spec in enumerate(manifest.tensors):
         out_B = torch.empty(export.chunk_nbytes(k), dtype=torch.uint8)
@@ -193,10 +196,11 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
     }
     if dist.get_world_size() == 1:
         check_reload(model, adapter)
-        exporter = Exporter(model)
-        result["merged"] = from_tensors(folder, dict(exporter.merged_tensors()))
-        sent = wired(model, exporter)
-        result["wired"] = sent if isinstance(sent, str) else from_tensors(folder, sent)
+    exporter = Exporter(model)
+    merged = {n: t.clone() for n, t in exporter.merged_tensors()}
+    sent = wired(model, exporter)
+    if dist.get_rank() == 0:
+        result["merged"], result["wired"] = (from_tensors(folder, t) for t in (merged, sent))
     with torch.no_grad():
         for p in model.params:
             p.param -= LR * p.grad

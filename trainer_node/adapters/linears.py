@@ -173,6 +173,13 @@ def expert_name(tensor: str, expert: int) -> str:
     return f"{before}.experts.{expert}.{linear}"
 
 
+def stack_of(name: str) -> tuple[str, int]:
+    """Undo `expert_name`."""
+    before, _, rest = name.rpartition(".experts.")
+    expert, _, linear = rest.partition(".")
+    return f"{before}.experts.{linear}", int(expert)
+
+
 def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 

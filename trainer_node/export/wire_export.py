@@ -38,6 +38,7 @@ import torch
 from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node import objects
+from trainer_node.adapters.linears import stack_of
 from trainer_node.adapters.merge import LoraDelta, plan_merge
 from trainer_node.export.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
 from trainer_node.export.gathering import Exchange
@@ -165,12 +166,17 @@ class Source:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """An adapter in place: A [R, I] and B [O, R], or expert `expert` of A [E, R, I] and B [E, O,
-    R]; fp32, contiguous. `box` cuts B's rows and A's columns."""
+    R]; fp32, contiguous. `box` cuts B's rows and A's columns; of a transposed tensor, A's columns
+    and B's rows."""
 
     lora_A: torch.Tensor
     lora_B: torch.Tensor
     expert: int | None
     box: Box | None = None
+    transposed: bool = False
+    """HF has [in, out]."""
+    first_expert: int | None = None
+    """Of a stacked HF tensor: the model's number of expert 0 here."""
 
     @property
     def rank(self) -> int:
@@ -180,6 +186,8 @@ class Delta:
     @property
     def in_rows(self) -> bool:
         """Whether A's rows follow each other without a gap."""
+        if self.transposed:
+            return False
         return self.box is None or self.box.columns == self.lora_A.shape[-1]
 
     def addresses(self) -> tuple[int, int]:
@@ -193,6 +201,8 @@ class Delta:
     def stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B, cut, of all experts if there are several."""
         a, b = self.lora_A.detach(), self.lora_B.detach()
+        if self.transposed:
+            a, b = b.transpose(-1, -2), a.transpose(-1, -2)
         if self.box is None:
             return a, b
         box = self.box
@@ -200,6 +210,13 @@ class Delta:
             a.narrow(-1, box.first_column, box.columns),
             b.narrow(-2, box.first_row, box.rows),
         )
+
+    def of_stack(self, box: Box, shape: tuple[int, ...]) -> Delta:
+        """The expert whose part of a stacked tensor of a shape the box is."""
+        assert self.first_expert is not None
+        expert, row = divmod(box.first_row, shape[1])
+        here = replace(box, first_row=row)
+        return replace(self, expert=expert - self.first_expert, box=here)
 
     def matrices(self) -> LoraDelta:
         """Return A and B of this adapter, as views."""
@@ -621,13 +638,14 @@ def _refusal(model: Model, probed: Probed) -> str | None:
     """Why this rank's part cannot be exported."""
     if probed.refused is not None:
         return probed.refused
-    if model.adapters.stacked:
-        return f"experts in a stacked tensor have adapters: {model.adapters.stacked[0]}"
+    if model.adapters.stacked and model.config.parallel.expert_tensor > 1:
+        return f"split experts of a stacked tensor have adapters: {model.adapters.stacked[0]}"
     whys = list(probed.streamed.values())
     params = [model.conversion_tasks[number].param_weight for number in probed.streamed]
     if sum(param.nbytes for param in params) > STREAMED_BYTES:
         return f"too much has to go through Bridge's export: {whys[0]}"
-    if whys and any(f"{name}.weight" not in probed.held for name in _deltas(model)):
+    named = [n if d.first_expert is not None else f"{n}.weight" for n, d in _deltas(model).items()]
+    if whys and any(name not in probed.held for name in named):
         return f"a tensor with an adapter has to go through Bridge's export: {whys[0]}"
     return None
 
@@ -637,14 +655,20 @@ def _plan_adapters(
 ) -> tuple[dict[str, Delta], str | None]:
     """Map each HF tensor to the adapter of this rank's part; or return what is wrong."""
     deltas = _deltas(model)
+    stacks = {name: d for name, d in deltas.items() if d.first_expert is not None}
+    for name, delta in stacks.items():
+        a, b = (t.shape[1:] for t in delta.stacks())
+        shape = tensors[name].shape[1:] if name in tensors else None
+        if shape != (b[0], a[1]):
+            return {}, f"adapters of {name} are for experts {(b[0], a[1])}; the model has {shape}"
     try:
         plan = plan_merge(
-            deltas={name: d.matrices() for name, d in deltas.items()},
+            deltas={name: d.matrices() for name, d in deltas.items() if name not in stacks},
             targets={name: tensor.spec() for name, tensor in tensors.items()},
         )
     except MergePlanError as error:
         return {}, str(error)
-    return {op.target: deltas[op.adapter] for op in plan}, None
+    return stacks | {op.target: deltas[op.adapter] for op in plan}, None
 
 
 def _own_members(
@@ -659,7 +683,9 @@ def _own_members(
     for placed in plan.placements[rank]:
         tensor = tensors[specs[placed.index].name]
         delta = adapter_of.get(tensor.name)
-        if delta is not None and len(tensor.sources) > 1:
+        if delta is not None and delta.first_expert is not None:
+            delta = delta.of_stack(placed.box, tensor.shape)
+        elif delta is not None and len(tensor.sources) > 1:
             delta = replace(delta, box=tensor.within(placed.box))
         offset, row_stride = (
             (placed.offset, placed.row_stride) if rank == 0 else (placed.packed, placed.box.columns)
@@ -734,8 +760,9 @@ def _plan_chunk(nbytes: int, members: Iterable[Member]) -> _Chunk:
 
 
 def _deltas(model: Model) -> dict[str, Delta]:
-    """HF module name -> adapter."""
+    """HF module name, or stacked tensor -> adapter. Of copies, the first tensor rank's count."""
     from trainer_node.adapters.lora import ExpertAdapter
+    from trainer_node.model.parameters import tensor_group
 
     deltas = {}
     for adapter in model.adapters.adapters:
@@ -743,6 +770,20 @@ def _deltas(model: Model) -> dict[str, Delta]:
             if names is None:
                 continue
             lora_A, lora_B = adapter.lora_A[str(i)], adapter.lora_B[str(i)]
+            group = tensor_group(expert=isinstance(adapter, ExpertAdapter))
+            if adapter.places[i].split is None and group.rank() > 0:
+                continue
+            if isinstance(adapter, ExpertAdapter):
+                tensor, first = stack_of(names[0])
+                if tensor in model.adapters.stacked:
+                    deltas[tensor] = Delta(
+                        lora_A=lora_A,
+                        lora_B=lora_B,
+                        expert=None,
+                        transposed=tensor in model.adapters.transposed,
+                        first_expert=first,
+                    )
+                    continue
             each: Iterable[tuple[str, int | None]]
             each = (
                 ((name, e) for e, name in enumerate(names))

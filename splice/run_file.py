@@ -254,7 +254,7 @@ def find_token(run_dir: Path) -> str:
     return _read(run_dir / "token", variable=TOKEN)
 
 
-def find_run(run_dir: Path) -> dict[str, str]:
+def find_run(run_dir: Path) -> dict[str, Any]:
     """Return endpoint and token as a client's keywords.
 
     Raises:

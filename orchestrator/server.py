@@ -309,6 +309,7 @@ class Orchestrator:
         await self._between.wake(job.report)
         if not replaces_state:
             await self._resync.put_back(job.report)
+        job.report("started", {})
         if isinstance(job.spec, PublishingJob):
             return await self._versions.run(job, job.spec)
         return await self._operations.run(job, job.spec)

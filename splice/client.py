@@ -66,7 +66,7 @@ from orchestrator.protocol.messages import (
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.router import new_id
 from orchestrator.waiting import WAITING
-from splice.run_file import find_endpoint, find_token
+from splice.run_file import find_run
 
 log = logging.getLogger("splice.client")
 OnProgress = Callable[[Progress], None]
@@ -146,7 +146,7 @@ class SpliceClient:
         self._is_reading = False
 
     @classmethod
-    def of_run(cls, run_dir: str | Path, *, client_id: str | None = None) -> SpliceClient:
+    def of_run(cls, run_dir: str | Path, **kwargs: Any) -> SpliceClient:
         """A client of the run in this folder. It reads endpoint and token there.
 
         A host that does not see the folder reads SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
@@ -154,10 +154,7 @@ class SpliceClient:
         Raises:
             ConfigError: no orchestrator has written them yet.
         """
-        folder = Path(run_dir)
-        return cls(
-            endpoint=find_endpoint(folder), run_token=find_token(folder), client_id=client_id
-        )
+        return cls(**find_run(Path(run_dir)), **kwargs)
 
     def __enter__(self) -> SpliceClient:
         self._link.start()
@@ -503,6 +500,11 @@ class AsyncSpliceClient:
 
     def __init__(self, **kwargs: Any) -> None:
         self._client = SpliceClient(**kwargs)
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, **kwargs: Any) -> AsyncSpliceClient:
+        """See `SpliceClient.of_run`."""
+        return cls(**find_run(Path(run_dir)), **kwargs)
 
     async def __aenter__(self) -> AsyncSpliceClient:
         await asyncio.to_thread(self._client.__enter__)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -207,7 +207,7 @@ def _lines(files: list[Path], *, last: int, follow: bool) -> Iterator[str]:
     """Lines with the file's name before them, if there are several files."""
     open_files = {path.stem: path.open(errors="replace") for path in files}
     width = max(map(len, open_files)) if len(open_files) > 1 else 0
-    pending = {name: _last(file.read().splitlines(), last) for name, file in open_files.items()}
+    pending = {name: _last(_whole_lines(file), last) for name, file in open_files.items()}
     while True:
         for name, found in pending.items():
             for line in found:
@@ -215,7 +215,18 @@ def _lines(files: list[Path], *, last: int, follow: bool) -> Iterator[str]:
         if not follow:
             return
         time.sleep(0.2)
-        pending = {name: file.read().splitlines() for name, file in open_files.items()}
+        pending = {name: _whole_lines(file) for name, file in open_files.items()}
+
+
+def _whole_lines(file: IO[str]) -> list[str]:
+    """Read the lines since the last call; one that is still being written waits for the next."""
+    began = file.tell()
+    text = file.read()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.seek(began)
+        file.read(len(whole))
+    return whole.splitlines()
 
 
 def _last(lines: list[str], count: int) -> list[str]:

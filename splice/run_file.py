@@ -254,6 +254,15 @@ def find_token(run_dir: Path) -> str:
     return _read(run_dir / "token", variable=TOKEN)
 
 
+def find_run(run_dir: Path) -> dict[str, Any]:
+    """Return endpoint and token as a client's keywords.
+
+    Raises:
+        ConfigError: one of them is not there.
+    """
+    return {"endpoint": find_endpoint(run_dir), "run_token": find_token(run_dir)}
+
+
 def _read(path: Path, *, variable: str) -> str:
     try:
         return path.read_text().strip()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,48 @@ def test_the_written_file_is_one(num_gpus, tmp_path):
         run.inference.max_model_len, run.inference.enforce_eager,
     )  # fmt: skip  # one row
     assert ("GPUs [0]" in said) is bool(num_gpus)
+
+
+# ---------------------------------------------------------------- logs
+
+
+def test_logs_are_followed(tmp_path):
+    """The last lines of each role first, then what comes; a role's own logs without a prefix."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (tmp_path / "endpoint").touch()
+    for name in ("trainer", "inference-0", "inference-0.vllm"):
+        (folder / f"{name}.log").write_text(f"{name} 1\n{name} 2\n")
+    argv = [sys.executable, "-m", "splice", "logs"]
+    own = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+    some = [*argv, "inference", "--run", str(tmp_path), "-n", "1"]
+    done = subprocess.run(some, env=own, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == (
+        "inference-0      | inference-0 2\ninference-0.vllm | inference-0.vllm 2\n"
+    )
+    following = [*argv, "trainer", "--run", str(tmp_path), "-n", "0", "-f"]
+    out = tmp_path / "out"
+    with out.open("w") as output:
+        process = subprocess.Popen(following, env=own, stdout=output)
+    try:
+
+        def has_come() -> bool:
+            with (folder / "trainer.log").open("a") as log:
+                log.write("new\nhal")
+                log.flush()
+                time.sleep(0.3)
+                log.write("f\n")
+            return "new\nhalf\n" in out.read_text()
+
+        assert soon(has_come, 60)
+        assert "trainer 2" not in out.read_text()
+    finally:
+        process.kill()
+        process.wait(10)
+    assert set(out.read_text().split("\n")) == {"new", "half", ""}
+    unknown = [*argv, "trainr", "--run", str(tmp_path)]
+    done = subprocess.run(unknown, env=own, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == EXIT_CONFIG and "there are inference-0, trainer" in done.stderr
 
 
 # ---------------------------------------------------------------- roles on several hosts

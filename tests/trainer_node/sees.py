@@ -23,8 +23,8 @@ from tests.numerics import chain_error_bound
 from tests.trainer_node.families import FAMILIES, VOCAB
 from trainer_node.export.merged import Exporter
 from trainer_node.start import start
-from trainer_node.tools.check_model import randomize
-from trainer_node.training.batch import Batch, BatchError
+from trainer_node.tools.check_model import batch_of, randomize
+from trainer_node.training.batch import BatchError
 
 LENGTHS = (21, 34)
 IMAGE = VOCAB - 1
@@ -60,18 +60,6 @@ def make(family: str, folder: Path) -> Path:
     return folder
 
 
-def batch(tokens: list[torch.Tensor]) -> Batch:
-    """Every token but a sequence's first has loss."""
-    mask = torch.cat([torch.cat([torch.zeros(1), torch.ones(len(t) - 1)]) for t in tokens])
-    return Batch(
-        tokens_T=torch.cat(tokens).int(),
-        loss_mask_T=mask,
-        advantages_T=torch.zeros_like(mask),
-        sampler_logprobs_T=torch.zeros_like(mask),
-        lengths=tuple(map(len, tokens)),
-    )
-
-
 @torch.no_grad()
 def reference(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
     """Log-probs by transformers' whole model."""
@@ -99,7 +87,7 @@ def main() -> None:
     assert all(torch.equal(before[name], stored[name]) for name in stored)
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(3, IMAGE, (n,), generator=generator) for n in LENGTHS]
-    given = batch(tokens)
+    given = batch_of(tokens)
     ours_T, _ = trainer.forward(given)
     if dist.get_rank() == 0:
         theirs = reference(folder, tokens)
@@ -109,7 +97,9 @@ def main() -> None:
     with pytest.raises(
         BatchError, match=rf"sequence 1 has token {IMAGE}, which stands for an image"
     ):
-        trainer.check(batch([tokens[0], torch.full((4,), IMAGE)]), LossSpec(name="cross_entropy"))
+        trainer.check(
+            batch_of([tokens[0], torch.full((4,), IMAGE)]), LossSpec(name="cross_entropy")
+        )
     trainer.train_step(given, LossSpec(name="cross_entropy"), OptimParams(lr=1e-3))
     after = dict(exporter.base_tensors())
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}

@@ -37,6 +37,12 @@ ONE_RANK = [
     ("gpt_oss", "experts.down_proj"),
     ("qwen3_5_moe_packed", "k_proj,experts.gate_up_proj,experts.down_proj"),
     ("nemotron", ALL),
+    ("mistral", ALL),
+    ("gemma", ALL),
+    ("qwen3", ALL),
+    ("glm4_moe", ALL),
+    ("deepseek_v2_lite", ALL),
+    ("deepseek_v3", ALL),
 ]
 SEVERAL = [
     # family, targets, sequence parallelism, then (tensor, context, expert, expert_tensor)

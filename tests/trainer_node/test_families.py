@@ -120,6 +120,11 @@ def test_a_family_in_bfloat16(cell: Cell, family: str) -> None:
     check(cell(family, "bfloat16"), family, torch.bfloat16)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_family_over_pipeline_stages(torchrun: Ranks, tmp_path: Path, family: str) -> None:
+    torchrun(2, "staged", make(family, tmp_path / family))
+
+
 def test_what_megatron_would_get_wrong_is_refused(torchrun: Ranks) -> None:
     torchrun(1, "refusals")
 

@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -46,6 +46,9 @@ from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec
 from trainer_node.model import hub
 from trainer_node.model.hf import tensor_files
+
+if TYPE_CHECKING:
+    from trainer_node.training.batch import Batch
 
 LENGTHS = (21, 70, 34)
 """Of the sequences: beyond the small windows and the chunks (64) of the gated delta rule."""
@@ -274,6 +277,21 @@ _NO_MATHEMATICS = (
 # ---------------------------------------------------------------- the trainer's side
 
 
+def batch_of(tokens: Sequence[torch.Tensor]) -> Batch:
+    """Sequences with loss on all tokens but the first."""
+    from trainer_node.training.batch import Batch
+
+    mask_T = torch.cat([torch.cat([torch.zeros(1), torch.ones(len(t) - 1)]) for t in tokens])
+    zeros_T = torch.zeros_like(mask_T)
+    return Batch(
+        tokens_T=torch.cat(list(tokens)).int(),
+        loss_mask_T=mask_T,
+        advantages_T=zeros_T,
+        sampler_logprobs_T=zeros_T,
+        lengths=tuple(map(len, tokens)),
+    )
+
+
 class _Trained:
     """The trainer's model of a checkpoint, on the CPU, with all parameters trainable."""
 
@@ -305,23 +323,13 @@ class _Trained:
     def run(self, tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, float]:
         """Log-probs of each sequence's tokens but the first, packed, and the gradient's norm."""
         from trainer_node.model.parameters import finalize_gradients, global_norm
-        from trainer_node.training.batch import Batch
 
-        mask = torch.cat([torch.cat([torch.zeros(1), torch.ones(len(t) - 1)]) for t in tokens])
-        zeros = torch.zeros_like(mask)
-        batch = Batch(
-            tokens_T=torch.cat(list(tokens)).int(),
-            loss_mask_T=mask,
-            advantages_T=zeros,
-            sampler_logprobs_T=zeros,
-            lengths=tuple(len(t) for t in tokens),
-        )
-        trainer = self._trainer
+        batch, trainer = batch_of(tokens), self._trainer
         log_probs_T, _ = trainer.forward(batch)
         trainer.forward_backward(batch, LossSpec(name="cross_entropy"))
         finalize_gradients(trainer.model.params, denominator=1.0, sequence_parallel=False)
         norm = float(global_norm(trainer.model.params, trainer.model.device))
-        return log_probs_T[mask > 0], norm
+        return log_probs_T[batch.loss_mask_T > 0], norm
 
 
 # ---------------------------------------------------------------- the check

@@ -1,0 +1,116 @@
+"""docs/models.md, made from the lists of the tests that it speaks of.
+
+python -m tests.models_page > docs/models.md
+"""
+
+# ruff: noqa: E501  # tables
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tests.serving import BFLOAT16, UNSERVED
+from tests.trainer_node.families import FAMILIES
+from tests.trainer_node.test_adapters_families import ONE_RANK, SEVERAL
+from tests.trainer_node.test_families import TOPOLOGIES
+
+HEAD = """\
+# Models
+
+splice has no list of models. Megatron-Bridge builds a model, and a check decides whether splice
+trains it. The first start on a model makes the check, and so does this command:
+
+```
+splice check MODEL       # a checkpoint's folder or a hub id; exit code 0: yes, 1: no
+```
+
+It takes half a minute on a CPU. A small model of the same kind, with random values in every tensor,
+is trained and exported. Each byte of the export, the log-probs of packed sequences and the
+gradient must be those of transformers. The allowed difference is measured: ten times transformers'
+own rounding in fp32. The report names the numbers of `config.json` that moved the log-probs, and
+so were compared. `--whole` compares the model's own weights. `trainer.admission = "skip"` starts
+without the check.
+
+## Families under test
+
+Every row is a tiny checkpoint of transformers' own class. `tests/trainer_node/test_families.py`
+compares names, bytes, log-probs and gradients with transformers, in full-parameter training.
+`tests/trainer_node/test_adapters_families.py` compares adapters with PEFT.
+`tests/inference_node/test_families.py` publishes three versions to a real vLLM. Every live tensor
+is verified there, and served log-probs are transformers'. `tests/e2e/test_families.py` joins both
+sides. `make test` runs a few of the rows, `make test-all` every one.
+
+"""
+MORE = """
+LoRA: `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
+outside the experts; the experts of this family are one tensor, and a target names it
+(`experts.down_proj`). Over ranks: tp tensor, cp context, ep expert, etp expert tensor.
+
+Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
+and are published with it. A token of an image is refused (`tests/trainer_node/sees.py`).
+
+## Fused and other paths
+
+| what | when | else |
+| --- | --- | --- |
+| experts and their adapters in a few grouped products | SwiGLU without bias, experts whole on a rank, no shared expert, no adapter dropout | Megatron's grouped linears |
+| each HF tensor sent from where it lies in Megatron's parameters | it is an arrangement of a parameter's elements | Bridge's export of that tensor (the norm of gated delta rules) |
+| a received tensor placed directly in vLLM's parameter | vLLM's loader only copies | vLLM's reload of that layer |
+
+The log says which path was taken and why. No path is chosen by a model's name.
+
+## Refused, with the reason
+
+| what | why |
+| --- | --- |
+| an architecture without a bridge (Qwen2-MoE, Mixtral, GLM-4 dense, Phi-3, OLMo 2) | Megatron-Bridge 0.6.2 has no mapping for it |
+| Ernie 4.5 MoE | the check finds other log-probs than transformers' |
+| Gemma 2 | its logits have a softcap, and its attention takes no packs |
+| a tower (vision, audio), or a language part that is no architecture of its own (Qwen2.5-VL) | the trainer trains on text |
+| heads that predict further tokens | they are neither trained nor exported |
+| rope scaling other than YaRN and Llama 3's, or Llama 3's with other constants | Megatron-Core 0.19.2 has these alone, with fixed constants |
+| YaRN's `attention_factor` | Megatron computes its own |
+| windows where Bridge's provider knows none, or a pattern of them without a period | Megatron would attend to the whole sequence |
+| `norm_topk_prob` off with sigmoid scores | Megatron always normalises them |
+| dense layers among those of Qwen3-MoE (`mlp_only_layers`) | Bridge builds experts in every layer |
+| LoRA on a router; dropout on stacked experts' adapters | PEFT has neither |
+"""
+
+
+def topologies() -> dict[str, list[str]]:
+    """Family -> the topologies under test, without repetition."""
+    found: dict[str, list[str]] = defaultdict(list)
+    cases = [(family, sizes) for family, *sizes in TOPOLOGIES]
+    cases += [(family, list(sizes)) for family, _, _, sizes in SEVERAL]
+    for family, sizes in cases:
+        pairs = zip(("tp", "cp", "ep", "etp"), sizes, strict=True)
+        text = "".join(f"{name}{size}" for name, size in pairs if size > 1)
+        if text not in found[family]:
+            found[family].append(text)
+    return found
+
+
+def markdown() -> str:
+    """The page."""
+    over, adapted = topologies(), defaultdict(list)
+    for family, targets in ONE_RANK:
+        adapted[family].append(targets)
+    lines = [
+        "| family | class | LoRA | over ranks | vLLM on a CPU |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, family in FAMILIES.items():
+        lora = "-"
+        if "all-linear" in adapted[name]:
+            stacked = any(t.startswith("experts.") for t in adapted[name])
+            lora = "attention; experts by name" if stacked else "all"
+        served = "verified, bf16" if name in BFLOAT16 else "verified"
+        if name in UNSERVED:
+            served = f"refuses requests: `{UNSERVED[name]}`"
+        row = (name, f"`{family.name}ForCausalLM`", lora, ", ".join(over[name]) or "-", served)
+        lines.append(f"| {' | '.join(row)} |")
+    return HEAD + "\n".join(lines) + "\n" + MORE
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

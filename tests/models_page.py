@@ -11,8 +11,7 @@ from collections import defaultdict
 
 from tests.serving import BFLOAT16, UNSERVED
 from tests.trainer_node.families import FAMILIES
-from tests.trainer_node.test_adapters_families import ONE_RANK, SEVERAL
-from tests.trainer_node.test_families import TOPOLOGIES
+from tests.trainer_node.family_cases import ONE_RANK, SEVERAL, TOPOLOGIES
 
 HEAD = """\
 # Models

@@ -15,28 +15,11 @@ from tests.numerics import chain_error_bound
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import FAMILIES, LENGTHS, make
 from tests.trainer_node.family_bounds import SMALL, roundings
+from tests.trainer_node.family_cases import TOPOLOGIES
 
 Cell = Callable[..., dict[str, Any]]
 Sizes = tuple[int, int, int, int]
 SIZES = ("tensor", "context", "expert", "expert_tensor")
-TOPOLOGIES = [
-    # family and SIZES
-    ("llama", 2, 1, 1, 1),
-    ("llama", 1, 2, 1, 1),
-    ("mistral", 1, 2, 1, 1),
-    ("gemma3", 2, 1, 1, 1),
-    ("gpt_oss", 2, 1, 1, 1),
-    ("gpt_oss", 1, 2, 1, 1),
-    ("gpt_oss", 1, 1, 2, 1),
-    ("deepseek_v3", 2, 1, 1, 1),
-    ("deepseek_v3_yarn", 1, 2, 1, 1),
-    ("deepseek_v3", 1, 1, 2, 1),
-    ("qwen3_moe", 1, 1, 2, 1),
-    ("minimax_m2", 2, 1, 1, 1),
-    ("qwen3_5_moe", 2, 1, 1, 1),
-    ("qwen3_5_moe", 1, 2, 1, 1),
-    ("qwen3_moe", 1, 1, 1, 2),
-]
 DENSE = ["llama", "gemma3", "nemotron", "qwen3_5"]
 """In bfloat16 only these: another rounding sends a token to another expert."""
 RECOMPUTED = ["mistral", "deepseek_v3", "gpt_oss", "qwen3_5"]

@@ -177,13 +177,12 @@ def test_what_a_user_may_import_stays() -> None:
     import splice
 
     assert " ".join(splice.__all__) == (
-        "ASK ASK_CHAT AsyncSpliceClient Batch BatchBuffers Completion ConfigError "
-        "ContentChanged ExportHfJob ForwardBackwardJob ForwardJob ForwardResult "
-        "InitialSyncJob JobFailed LinkLost LoadAdapterJob LoadCheckpointJob LossSpec "
-        "NodeLost OptimParams OptimStepJob ProtocolError PublishJob ResyncJob "
-        "SaveCheckpointJob SpliceClient SpliceError Status TensorSpec TrainLoraJob "
-        "TrainMergedJob VerificationError batch_specs completions_of group_advantages "
-        "grpo_batch"
+        "ASK ASK_CHAT AsyncSpliceClient Batch BatchBuffers Completion ConfigError ContentChanged "
+        "ExportHfJob ForwardBackwardJob ForwardJob ForwardResult "
+        "InitialSyncJob JobFailed LinkLost LoadAdapterJob LoadCheckpointJob LossSpec NodeLost "
+        "OptimParams OptimStepJob ProtocolError PublishJob ResyncJob SaveCheckpointJob "
+        "SpliceClient SpliceError Status TensorSpec TrainLoraJob TrainMergedJob VerificationError "
+        "batch_specs completions_of group_advantages grpo_batch"
     )
     assert all(getattr(splice, name).__doc__ for name in splice.__all__)
 

@@ -19,7 +19,7 @@ def splice(*arguments: object, code: int = 0) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr

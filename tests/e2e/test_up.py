@@ -13,7 +13,7 @@ from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_init_up_a_step_status_and_stop(models, tmp_path):

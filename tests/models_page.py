@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from tests.serving import BFLOAT16, UNSERVED
+from tests.serving import BFLOAT16, UNLISTED, UNSERVED
 from tests.trainer_node.families import FAMILIES
 from tests.trainer_node.family_cases import ONE_RANK, SEVERAL, TOPOLOGIES
 
@@ -104,6 +104,8 @@ def markdown() -> str:
             stacked = any(t.startswith("experts.") for t in adapted[name])
             lora = "attention; experts by name" if stacked else "all"
         served = "verified, bf16" if name in BFLOAT16 else "verified"
+        if name in UNLISTED:
+            served += "; listed only as a model that sees"
         if name in UNSERVED:
             served = f"refuses requests: `{UNSERVED[name]}`"
         row = (name, f"`{family.name}ForCausalLM`", lora, ", ".join(over[name]) or "-", served)

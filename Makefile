@@ -73,9 +73,9 @@ test: dev
 test-all:
 	@$(MAKE) --no-print-directory test PYTEST_ARGS="-m 'not gpu1 and not gpu2 and not gpu4' $(PYTEST_ARGS)"
 
-# Wrong versions of the production code; each must be found by the test it names. Part of `make test`.
+# Wrong versions of the production code; each must be found by the test it names. Part of `make test-all`.
 mutants: dev
-	$(TRAINER)/bin/python -m pytest tests/trainer_node/test_mutants.py $(PYTEST_ARGS)
+	$(TRAINER)/bin/python -m pytest tests/trainer_node/test_mutants.py -m whole $(PYTEST_ARGS)
 
 # Each run has a seed of its own, printed first, and five minutes of faults; half of the time goes to fake nodes, half to real ones.
 chaos: dev

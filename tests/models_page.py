@@ -105,7 +105,7 @@ def markdown() -> str:
             lora = "attention; experts by name" if stacked else "all"
         served = "verified, bf16" if name in BFLOAT16 else "verified"
         if name in UNLISTED:
-            served += "; listed only as a model that sees"
+            served += "; vLLM's module wants torchvision"
         if name in UNSERVED:
             served = f"refuses requests: `{UNSERVED[name]}`"
         row = (name, f"`{family.name}ForCausalLM`", lora, ", ".join(over[name]) or "-", served)

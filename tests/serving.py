@@ -28,6 +28,7 @@ SERVED: dict[str, dict[str, Any]] = {
 BFLOAT16 = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """vLLM's gated delta rule on a CPU takes no other dtype."""
 UNLISTED = ("qwen3_5", "qwen3_5_moe")
-"""vLLM has the class and lists it only as part of a model that sees."""
+"""vLLM's module of these imports torchvision, which the CPU environment lacks; the tests of the
+inference node load it without."""
 UNSERVED = {"minimax_m2": 'assert self.scoring_func == "softmax"'}
 """The line of vLLM's router on a CPU that refuses a family's requests. Its weights are loaded."""

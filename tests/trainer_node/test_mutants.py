@@ -46,6 +46,16 @@ def reference(cell: str) -> str:
     return f"tests/trainer_node/test_parity.py::test_one_rank_equals_the_reference[{cell}]"
 
 
+def family(name: str) -> str:
+    """A family on one rank, against transformers."""
+    return f"tests/trainer_node/test_families.py::test_a_family_is_what_transformers_has[{name}]"
+
+
+def over_ranks(cell: str) -> str:
+    """A family over tensor ranks, against transformers."""
+    return f"tests/trainer_node/test_families.py::test_a_family_over_several_ranks[{cell}]"
+
+
 def parity(cell: str) -> str:
     """A cell of the parity matrix, against one rank."""
     return f"tests/trainer_node/test_parity.py::test_topology_changes_nothing[{cell}]"
@@ -615,6 +625,84 @@ MUTANTS = [
         old="    for piece in layout.pieces:\n        box = piece.box\n",
         new="    for piece in ():\n        box = piece.box\n",
         killer=f"{PROBE}::test_what_the_pieces_are_not",
+    ),
+    Mutant(
+        name="the experts' probabilities normalised where HF does not",
+        file="trainer_node/model/providers.py",
+        old="provider.moe_router_pre_softmax = not normalises",
+        new="provider.moe_router_pre_softmax = normalises",
+        killer=family("olmoe"),
+    ),
+    Mutant(
+        name="windows in the other layers",
+        file="trainer_node/model/providers.py",
+        old="[int(w) for w in is_window]",
+        new="[int(not w) for w in is_window]",
+        killer=family("gpt_oss"),
+    ),
+    Mutant(
+        name="norms keep TransformerEngine's epsilon",
+        file="trainer_node/model/providers.py",
+        old="            module.eps = provider.layernorm_epsilon\n",
+        new="            pass\n",
+        killer=family("gemma3"),
+    ),
+    Mutant(
+        name="multi-latent attention's plain queries get a norm",
+        file="trainer_node/model/providers.py",
+        old="    _plain_query_projections()\n    # On",
+        new="    # On",
+        killer=family("deepseek_v2_lite"),
+    ),
+    Mutant(
+        name="a norm over all heads without the other ranks' part of its gradient",
+        file="trainer_node/model/providers.py",
+        old="            module.forward = functools.partial(_norm_over_ranks, module)\n",
+        new="            pass\n",
+        killer=over_ranks("minimax_m2-2-1-1-1"),
+    ),
+    Mutant(
+        name="the delta rule's norm has its own heads' gradient only",
+        file="trainer_node/model/parameters.py",
+        old='return name.endswith("out_norm.weight") or (',
+        new="return False or (",
+        killer=over_ranks("qwen3_5_moe-2-1-1-1"),
+    ),
+    Mutant(
+        name="a language part under its own names",
+        file="trainer_node/model/language_part.py",
+        old="return own + name.removeprefix(theirs)",
+        new="return name",
+        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[gemma3-1]",
+    ),
+    Mutant(
+        name="a tower stays at home",
+        file="trainer_node/model/language_part.py",
+        old="            for name in kept:\n",
+        new="            for name in ():\n",
+        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[gemma3-1]",
+    ),
+    Mutant(
+        name="an image's token is a word",
+        file="trainer_node/training/batch.py",
+        old="    if tower_tokens and len(places):\n",
+        new="    if False:\n",
+        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[gemma3-1]",
+    ),
+    Mutant(
+        name="stacked experts merged as if HF stored them like linears",
+        file="trainer_node/adapters/linears.py",
+        old="transposed=True)",
+        new="transposed=False)",
+        killer="tests/trainer_node/test_adapters_families.py::test_adapters_are_pefts"
+        "[gpt_oss-experts.down_proj]",
+    ),
+    Mutant(
+        name="splice check allows any log-prob",
+        file="trainer_node/tools/check_model.py",
+        old='Row("log-probs", apart <= bound,',
+        new='Row("log-probs", True,',
+        killer="tests/trainer_node/test_check_model.py::test_a_window_that_is_off_by_one_is_found",
     ),
 ]
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -484,16 +485,36 @@ def check(
     whole: Annotated[
         bool, typer.Option(help="With the model's own weights, not a small one of its kind.")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option(help="Publish the small model to a vLLM on the CPU as well, by `smoke`.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
-    trainer_python: Annotated[Path, typer.Option(help="The trainer's interpreter.")] = _HERE,
+    trainer_python: TrainerPython = _HERE,
+    inference_python: InferencePython = _INFERENCE,
 ) -> None:
     """Check that the trainer computes a model as transformers does.
 
     Exit code 1 if it does not, 2 if the model cannot be checked.
     """
-    argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
-    argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
-    raise typer.Exit(subprocess.run(argv, check=False).returncode)
+    with tempfile.TemporaryDirectory() as folder:
+        small = Path(folder) / "model"
+        argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
+        argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
+        argv += ["--keep", str(small)] if serve else []
+        code = subprocess.run(argv, check=False).returncode
+        if code or not serve:
+            raise typer.Exit(code)
+        try:
+            config = SmokeConfig(
+                run_dir=Path(folder) / "run",
+                model=small,
+                trainer_python=trainer_python,
+                inference_python=inference_python,
+            )
+            result = run_smoke(config, console=_console())
+        except SpliceError as error:
+            _die(_console(), error)
+    raise typer.Exit(0 if result.ok else 1)
 
 
 @app.command()

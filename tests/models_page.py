@@ -27,8 +27,8 @@ It takes half a minute on a CPU. A small model of the same kind, with random val
 is trained and exported. Each byte of the export, the log-probs of packed sequences and the
 gradient must be those of transformers. The allowed difference is measured: ten times transformers'
 own rounding in fp32. The report names the numbers of `config.json` that moved the log-probs, and
-so were compared. `--whole` compares the model's own weights. `trainer.admission = "skip"` starts
-without the check.
+so were compared. `--whole` compares the model's own weights. `--serve` publishes the small
+model to a vLLM on the CPU as well. `trainer.admission = "skip"` starts without the check.
 
 ## Families under test
 

@@ -28,7 +28,6 @@ import copy
 import io
 import json
 import logging
-import shutil
 import sys
 import tempfile
 import warnings
@@ -46,6 +45,7 @@ from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.messages import LossSpec
 from trainer_node.model import hub
 from trainer_node.model.hf import tensor_files
+from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
 if TYPE_CHECKING:
     from trainer_node.training.batch import Batch
@@ -57,13 +57,14 @@ FLOOR = 2e-5
 """Nats, and parts of a gradient's norm, that are always allowed."""
 SEEN = 5.0
 AT_MOST = {
-    "vocab_size": 500, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64,
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 16,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_nextn_predict_layers": 0,
 }  # fmt: skip # a table
-"""Sizes of the small model. 500 is no multiple of 128, so Megatron pads the vocabulary."""
+"""Sizes of the small model. Its tokenizer is `make_checkpoint`'s."""
 FEWEST_LAYERS = 2
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
           StrictDataclassError, TypeError, ValueError)  # fmt: skip # a list of names
@@ -184,6 +185,7 @@ def write_small(folder: Path, out: Path) -> Path:
     config.architectures = [type(model).__name__]
     randomize(model)
     model.save_pretrained(out)
+    write_tokenizer(out)
     return out
 
 
@@ -335,26 +337,26 @@ class _Trained:
 # ---------------------------------------------------------------- the check
 
 
-def check(model: Path, *, whole: bool, with_fields: bool = True) -> Report:
+def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
     """Check a checkpoint folder; see the module's docstring. Once in a process.
+
+    Args:
+        keep: a new folder for the small model.
 
     Raises:
         ConfigError: the folder holds no model that transformers can build.
     """
-    folder = Path(tempfile.mkdtemp(prefix="splice-check-"))
-    try:
-        model_folder = model if whole else write_small(model, folder / "model")
-        reference = Reference(model_folder)
+    with tempfile.TemporaryDirectory(prefix="splice-check-") as folder:
+        used = model if whole else write_small(model, keep or Path(folder) / "model")
+        reference = Reference(used)
         report = Report(
             model=str(model), architecture=str(reference.config.architectures[0]), whole=whole
         )
-        _compare(report, reference, model_folder, with_fields=with_fields)
+        _compare(report, reference, used)
         return report
-    finally:
-        shutil.rmtree(folder)
 
 
-def _compare(report: Report, reference: Reference, folder: Path, *, with_fields: bool) -> None:
+def _compare(report: Report, reference: Reference, folder: Path) -> None:
     rows = report.rows
     try:
         trained = _Trained(folder)
@@ -377,8 +379,6 @@ def _compare(report: Report, reference: Reference, folder: Path, *, with_fields:
     relative = abs(norm - exact) / exact
     text = f"norm {norm:.4g} against {exact:.4g}: {relative:.1e} apart, allowed {allowed:.1e}"
     rows.append(Row("gradient", relative <= allowed, text))
-    if not with_fields:
-        return
     for path, value in fields(reference.config.to_dict()):
         moved = reference.moved(path, value)
         if moved is not None:
@@ -421,13 +421,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model", type=Path, required=True, help="HF checkpoint folder, or a hub id"
     )
     parser.add_argument("--whole", action="store_true", help="with the folder's own weights")
+    parser.add_argument("--keep", type=Path, help="a new folder for the small model")
     parser.add_argument("--out", type=Path, help="file for the report, as JSON")
     args = parser.parse_args(argv)
     _be_quiet()
     try:
         model = hub.fetch(args.model) if hub.is_hub_id(args.model) else args.model
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints
-            report = check(model, whole=args.whole)
+            report = check(model, whole=args.whole, keep=args.keep)
     except ConfigError as error:
         sys.stderr.write(f"splice check: {error}\n")
         return 2

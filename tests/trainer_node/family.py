@@ -9,7 +9,7 @@ mean loss by HF name ("our_gradients", "their_gradients"); and on one rank trans
 with other settings ("visible"). Every rank exports what it loaded and compares names and bytes with
 the checkpoint. On one rank a second pass must give the same bits. Data-parallel ranks see the same
 pack. Flags: `bfloat16`, where transformers computes in fp32; `selective` and `full`, what is
-recomputed.
+recomputed; `no-sequence`, without sequence parallelism.
 
 Axes: T = tokens of all sequences, V = vocabulary.
 """
@@ -222,6 +222,7 @@ def main() -> None:
             context=context,
             expert=expert,
             expert_tensor=expert_tensor,
+            sequence="no-sequence" not in sys.argv,
             world_size=max(sizes),
         ),
         finetuning_type="full",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,7 @@ def pack_experts(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    server = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def cell(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
+def cell(torchrun: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
     """What `adapted` leaves."""
     root = tmp_path_factory.mktemp("families")
 
@@ -63,7 +56,7 @@ def cell(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Cell:
             if name != family:
                 pack_experts(folder)
         out = root / "result.pt"
-        ranks(max(sizes), "adapted", out, folder.parent, name, targets, sequence, *sizes)
+        torchrun(max(sizes), "adapted", out, folder.parent, name, targets, sequence, *sizes)
         return torch.load(out)
 
     return run
@@ -120,5 +113,5 @@ def test_adapters_over_several_ranks(
     check(cell(family, targets, sequence=sequence, sizes=sizes), family)
 
 
-def test_what_cannot_have_an_adapter_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(1, "adapter_refusals", tmp_path)
+def test_what_cannot_have_an_adapter_is_refused(torchrun: Ranks, tmp_path: Path) -> None:
+    torchrun(1, "adapter_refusals", tmp_path)

@@ -89,6 +89,11 @@ def test_a_family_over_several_ranks(
     check(cell(family, sizes=(tensor, context, expert, expert_tensor)), family)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gemma3", "gpt_oss", "minimax_m2"])
+def test_a_family_over_tensor_ranks_that_share_no_sequence(cell: Cell, family: str) -> None:
+    check(cell(family, "no-sequence", sizes=(2, 1, 1, 1)), family)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("family", RECOMPUTED)
 def test_recomputing_changes_no_bit(cell: Cell, family: str, recompute: str) -> None:

@@ -51,6 +51,12 @@ def family(name: str) -> str:
     return f"tests/trainer_node/test_families.py::test_a_family_is_what_transformers_has[{name}]"
 
 
+def without_sequence(name: str) -> str:
+    """A family over tensor ranks without sequence parallelism, against transformers."""
+    test = "test_a_family_over_tensor_ranks_that_share_no_sequence"
+    return f"tests/trainer_node/test_families.py::{test}[{name}]"
+
+
 def over_ranks(cell: str) -> str:
     """A family over tensor ranks, against transformers."""
     return f"tests/trainer_node/test_families.py::test_a_family_over_several_ranks[{cell}]"
@@ -116,9 +122,9 @@ MUTANTS = [
     ),
     Mutant(
         name="attention over the sequences of a pack",
-        file="trainer_node/model/cpu_te/extension.py",
-        old="packed_seq_params.cu_seqlens_q.tolist()",
-        new="packed_seq_params.cu_seqlens_q[[0, -1]].tolist()",
+        file="trainer_node/training/passes.py",
+        old="        cu_seqlens_q=micro.cu_seqlens,\n",
+        new="        cu_seqlens_q=micro.cu_seqlens[[0, -1]],\n",
         killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
@@ -666,7 +672,7 @@ MUTANTS = [
         file="trainer_node/model/parameters.py",
         old='return name.endswith("out_norm.weight") or (',
         new="return False or (",
-        killer=over_ranks("qwen3_5_moe-2-1-1-1"),
+        killer=without_sequence("qwen3_5_moe"),
     ),
     Mutant(
         name="a language part under its own names",

@@ -49,7 +49,6 @@ _SHELLS = (
     "transformer_engine.pytorch.tensor",
 )
 """Modules that Megatron and Bridge import, or annotate with, without a way out."""
-_installed = False
 
 
 class _Shell(types.ModuleType):
@@ -69,6 +68,8 @@ class _Shell(types.ModuleType):
 
 class _Finder:
     """Finds the stand-ins before anything that is installed."""
+
+    stands_in_for = EXTENSION
 
     @staticmethod
     def find_spec(
@@ -101,8 +102,7 @@ def install() -> None:
     Raises:
         ConfigError: Megatron is imported already, so its modules have made their choices.
     """
-    global _installed
-    if _installed:
+    if any(getattr(finder, "stands_in_for", None) == EXTENSION for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
         raise ConfigError("the CPU stand-ins must be installed before Megatron is imported")
@@ -115,7 +115,6 @@ def install() -> None:
     gated_delta.install()
     _yarn_without_pinned_memory()
     _full_norms_without_cuda()
-    _installed = True
 
 
 def _plain_functions() -> None:

@@ -70,10 +70,9 @@ def _check_tokenizer(model: Path, *, vocab_size: int) -> None:
         )
     try:
         tokenizer = json.loads(path.read_text())
-        ids = list(tokenizer["model"]["vocab"].values()) + [
-            t["id"] for t in tokenizer.get("added_tokens", [])
-        ]
-        largest = max(ids)
+        vocabulary = tokenizer["model"]["vocab"]  # unigram models list theirs
+        words = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
+        largest = max([*words, *(t["id"] for t in tokenizer.get("added_tokens", []))])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"splice cannot read the tokenizer {path}: {error!r}") from error
     if largest >= vocab_size:
@@ -121,6 +120,8 @@ def check_cpu_attention(model_config: dict[str, Any]) -> None:
         ConfigError: names the head size.
     """
     model_config = language_part(model_config)
+    if model_config.get("kv_lora_rank"):
+        return  # multi-latent attention has kernels of its own
     head_dim = model_config.get("head_dim") or int(model_config["hidden_size"]) // int(
         model_config["num_attention_heads"]
     )

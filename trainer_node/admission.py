@@ -1,7 +1,8 @@
 """Admits a model to training: the first start on it runs `tools.check_model` once.
 
-A report that says yes is kept in the user's cache, under a hash of config.json and of the packages
-that build the model. A model that fails is refused, and checked again at the next start.
+A report that says yes is kept in the user's cache, under a hash of config.json, of the packages
+that build the model, and of this one's sources. A model that fails is refused, and checked again at
+the next start. The check runs on the CPU: it says nothing of a GPU's kernels or of several ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from orchestrator.errors import ConfigError
 
 log = logging.getLogger("splice.trainer")
 TIMEOUT_S = 900.0
-PACKAGES = ("megatron-core", "megatron-bridge", "transformers", "torch", "splice")
+PACKAGES = ("megatron-core", "megatron-bridge", "transformers", "torch")
+RANKS = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+"""Beginnings of the environment's names that make a process a rank."""
 SKIP = 'trainer.admission = "skip" starts without the check'
 
 
@@ -37,13 +40,13 @@ def require(model: Path) -> None:
         ConfigError: the model failed, or could not be checked; says what and how to go on.
     """
     kept = cache() / f"{_key(model)}.json"
-    if kept.is_file():
+    if kept.is_file() and kept.stat().st_size:
         return
     log.info("checking %s against transformers on the CPU, once, for half a minute or so", model)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         done = _run(model, out)
-        if done.returncode not in (0, 1):
+        if not out.is_file():
             raise ConfigError(
                 f"{model} cannot be checked: {(done.stdout + done.stderr)[-1500:]}\n{SKIP}"
             )
@@ -55,27 +58,41 @@ def require(model: Path) -> None:
             f"{model} ({found['architecture']}) is not trained as transformers computes it. "
             f"{wrong}. `splice check {model}` shows the whole table. {SKIP}"
         )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(f".{os.getpid()}")
-    partial.write_text(report)
-    partial.replace(kept)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_text(report)
+        partial.replace(kept)
+    except OSError as error:
+        log.warning(
+            "the report on %s is not kept, so the next start checks again: %s", model, error
+        )
 
 
 def _key(model: Path) -> str:
-    versions = [f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES]
-    content = (model / "config.json").read_bytes() + "\n".join(versions).encode()
-    return hashlib.sha256(content).hexdigest()[:32]
+    digest = hashlib.sha256((model / "config.json").read_bytes())
+    for name in PACKAGES:
+        digest.update(f"{name}=={importlib.metadata.version(name)}".encode())
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def _run(model: Path, out: Path) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "trainer_node.tools.check_model"]
     argv += ["--model", str(model), "--out", str(out)]
     # A process of its own, not a rank of this one's group.
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(RANKS)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
     try:
         return subprocess.run(
-            argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"checking {model} took more than {TIMEOUT_S:.0f} s. {SKIP}") from error

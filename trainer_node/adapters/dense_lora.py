@@ -91,6 +91,7 @@ class WeightAdapter(_Adapter):
     def __init__(self, *, module: nn.Module, name: str, linear: Linear, **settings: Any) -> None:
         super().__init__(linears=[linear], **settings)
         self._module, self._name = [module], name  # a list: the module is no part of this one
+        self._rows_N = self.places[0].rows_N.to(self.lora_B["0"].device)
 
     def put(self) -> None:
         """Let the module see the sum: what is in its `__dict__` hides its parameter."""
@@ -98,9 +99,7 @@ class WeightAdapter(_Adapter):
         weight = module._parameters[name]
         assert weight is not None
         delta = self.lora_B["0"].to(weight.dtype) @ self.lora_A["0"].to(weight.dtype)
-        place = self.places[0]
-        rows_N = place.rows_N.to(weight.device)
-        module.__dict__[name] = weight.index_add(0, rows_N, delta * self.scale)
+        module.__dict__[name] = weight.index_add(0, self._rows_N, delta * self.scale)
 
     def take(self) -> None:
         """Let the module see its parameter again."""

@@ -31,7 +31,8 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeE
 """What a mapping or a hook may raise on indices."""
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "recv", "reduce",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "irecv", "isend", "recv", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
 )  # fmt: skip # a list of names
 CHANGED = "its values are not the parameter's"

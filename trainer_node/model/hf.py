@@ -33,6 +33,7 @@ def read_config(folder: Path) -> Any:
         raise ConfigError(f"no config.json in {folder}; `model` must be an HF checkpoint folder")
     raw = json.loads(file.read_text())
     config = AutoConfig.from_pretrained(folder)
+    raw = raw.get("text_config") or raw
     experts = {raw[k] for k in ("num_experts", "num_local_experts") if raw.get(k) is not None}
     if len(experts) > 1:
         raise ConfigError(

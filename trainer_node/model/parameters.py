@@ -228,7 +228,8 @@ def _pieces(
     pieces = []
     for name, layout in found.items():
         if isinstance(layout, str):
-            if param.dim() > 1 or len(found) > 1:
+            shards = task.mapping.tp_size > 1 and getattr(param, "tensor_model_parallel", False)
+            if param.dim() > 1 or len(found) > 1 or shards:
                 raise ConfigError(
                     f"{name} is no arrangement of {task.global_param_name} ({layout}): it cannot "
                     "be trained with finetuning_type='full', use 'lora'"

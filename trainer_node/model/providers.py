@@ -71,10 +71,12 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     _windows(provider, hf_config)
     _plain_query_projections()
     # On GPUs unfused rotary embeddings of packed sequences read the sequences' bounds back to the
-    # host, in every layer. Megatron calls the fusion for multi-latent attention experimental.
+    # host, in every layer. Megatron calls the fusion for multi-latent attention experimental, and
+    # that for packs leaves out YaRN's scale of the embeddings.
     # (Without dropout and bias the fused bias-dropout is one addition, which Megatron would compile
     # for every shape.)
-    provider.apply_rope_fusion = not provider.multi_latent_attention
+    is_yarn = provider.position_embedding_type == "yarn"
+    provider.apply_rope_fusion = not (provider.multi_latent_attention or is_yarn)
     fused = provider.activation_func in (functional.silu, quick_gelu)
     provider.bias_activation_fusion = fused and provider.gated_linear_unit
     # The base is frozen: nothing accumulates into main_grad, and sums are divided by us.

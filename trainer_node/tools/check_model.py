@@ -17,6 +17,9 @@ as far from fp64 as transformers in fp32 is. A field of the config counts if ano
 transformers' log-probs by more than `SEEN` times that bound; the trainer then has the right value
 of it.
 
+Every norm of transformers' gets the config's epsilon, as in Megatron and vLLM: transformers leaves
+two of multi-latent attention at 1e-6.
+
 Axes: T = tokens of all sequences, V = vocabulary.
 """
 
@@ -192,6 +195,13 @@ def write_small(folder: Path, out: Path) -> Path:
 # ---------------------------------------------------------------- transformers' side
 
 
+def _one_epsilon(model: Any) -> None:
+    epsilon = getattr(model.config.get_text_config(), "rms_norm_eps", None)
+    for module in model.modules() if epsilon is not None else ():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = epsilon
+
+
 class Reference:
     """transformers' model of a checkpoint, on the CPU."""
 
@@ -205,6 +215,7 @@ class Reference:
             experts_implementation="eager",  # the others take no fp64
         ).eval()
         self.config = self._model.config
+        _one_epsilon(self._model)
         generator = torch.Generator().manual_seed(1)
         size = self.config.get_text_config().vocab_size
         self.tokens = [torch.randint(size, (n,), generator=generator) for n in LENGTHS]
@@ -240,6 +251,7 @@ class Reference:
             config = type(self.config)(**{k: v for k, v in raw.items() if k not in _NOT_SETTINGS})
             config._attn_implementation = config._experts_implementation = "eager"
             other = type(before)(config).float().eval()
+            _one_epsilon(other)
             other.load_state_dict(before.state_dict())
             self._model = other
             return float((self.log_probs() - plain).abs().max())

@@ -3,7 +3,7 @@
 # make test-all   adds the slow ones: the rest of the parity matrix, repeats, every restart
 # make check   ruff, formatting, types
 # make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
-# Nothing here needs a GPU.
+# make envs-cuda, make smoke-cuda   the same on a CUDA machine with two GPUs; nothing else here needs one
 
 # `make envs PYTHON=...` names the interpreter of both environments.
 PYTHON ?=
@@ -25,11 +25,11 @@ unexport PYTHONDONTWRITEBYTECODE
 HOURS ?= 2
 CHAOS_ARGS ?=
 
-.PHONY: help envs envs-both dev smoke test test-all mutants chaos chaos-short check lint-fix clean
+.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-all mutants chaos chaos-short check lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -6
+	@sed -n 's/^# //p' Makefile | head -7
 
 envs: ## the two environments; pip's work is mostly unpacking, so both at once
 	@$(MAKE) --no-print-directory -j2 envs-both
@@ -43,6 +43,19 @@ $(TRAINER)/.installed: requirements/trainer.lock $(LOCKS)
 
 $(INFERENCE)/.installed: requirements/inference.lock $(LOCKS)
 	@requirements/make_env.sh "$(INFERENCE_PYTHON)" $(INFERENCE) requirements/inference.lock 3.11
+	@touch $@
+
+envs-cuda: ## the same two folders, from the CUDA locks
+	@$(MAKE) --no-print-directory -j2 $(TRAINER)/.installed-cuda $(INFERENCE)/.installed-cuda
+
+$(TRAINER)/.installed-cuda: requirements/trainer-cuda.lock requirements/trainer-cuda-build.lock $(LOCKS)
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(requirements/find_python.sh 3.12) || exit 1; \
+	requirements/make_env.sh "$$python" $(TRAINER) requirements/trainer-cuda.lock 3.12 3.13
+	@touch $@
+
+$(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(requirements/find_python.sh 3.12) || exit 1; \
+	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
 	@touch $@
 
 dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(INFERENCE)/.dev
@@ -59,11 +72,14 @@ $(TRAINER)/.plot: requirements/plot.lock $(TRAINER)/.installed
 smoke: envs
 	$(TRAINER)/bin/splice smoke --report $(REPORT) $(SMOKE_ARGS)
 
+smoke-cuda: envs-cuda
+	VLLM_USE_FLASHINFER_SAMPLER=0 $(TRAINER)/bin/splice smoke --device cuda --report $(REPORT) $(SMOKE_ARGS)
+
 # All three parts run even if one fails; the result is red if any is.
 # torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.
 test: dev
 	@status=0; export RES_OPTIONS="$${RES_OPTIONS:-timeout:1 attempts:2}"; \
-	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_installation.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
 	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS) || status=1; \
 	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \

@@ -19,18 +19,28 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
     exit 1
 fi
 
-echo "== $venv: $("$python" --version), $(grep -c == "$lock") packages from $(basename "$lock"), and torch"
+echo "== $venv: $("$python" --version), $(grep -c == "$lock") packages from $(basename "$lock")"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 # --no-compile: of vLLM's and transformers' thousands of files most are never imported.
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile)
-# An index that cannot be reached must cost seconds. The ordinary wheel brings CUDA's libraries, in the versions that it declares.
-short=(--no-deps --retries 1 --timeout 15)
-if ! "${pip[@]}" "${short[@]}" -r "$here/torch-cpu.lock" 2>/dev/null &&
-    ! "${pip[@]}" "${short[@]}" --extra-index-url "$torch_index" -r "$here/torch-cpu.lock" 2>/dev/null; then
-    torch=$(sed -n 's/^\(torch==[^+]*\)+cpu$/\1/p' "$here/torch-cpu.lock")
-    echo "== $venv: no CPU wheel of $torch in $torch_index: the ordinary one takes about 5 GB"
-    "${pip[@]}" "$torch"
+# CPU and CUDA builds of torch in one folder would be neither.
+if [ -f "$venv/.lock" ] && [ "$(cat "$venv/.lock")" != "$(basename "$lock")" ]; then
+    echo "$venv was made from $(cat "$venv/.lock"), not from $(basename "$lock"). Remove it (rm -r $venv), then run this again." >&2
+    exit 1
+fi
+basename "$lock" >"$venv/.lock"
+if ! grep -q '^torch==' "$lock"; then # a CUDA lock names torch itself
+    # An index that cannot be reached must cost seconds. The ordinary wheel brings CUDA's libraries, in the versions that it declares.
+    short=(--no-deps --retries 1 --timeout 15)
+    if ! "${pip[@]}" "${short[@]}" -r "$here/torch-cpu.lock" 2>/dev/null &&
+        ! "${pip[@]}" "${short[@]}" --extra-index-url "$torch_index" -r "$here/torch-cpu.lock" 2>/dev/null; then
+        torch=$(sed -n 's/^\(torch==[^+]*\)+cpu$/\1/p' "$here/torch-cpu.lock")
+        echo "== $venv: no CPU wheel of $torch in $torch_index: the ordinary one takes about 5 GB"
+        "${pip[@]}" "$torch"
+    fi
 fi
 "${pip[@]}" --no-deps -r "$lock"
+# Source distributions: TransformerEngine's extension compiles against the torch just installed.
+[ ! -f "${lock%.lock}-build.lock" ] || "${pip[@]}" --no-deps --no-build-isolation -r "${lock%.lock}-build.lock"
 # The project itself, in place; the lock's setuptools builds it.
 "${pip[@]}" --no-deps --no-build-isolation --editable "$here/.."

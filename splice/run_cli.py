@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from typing import IO, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
 from splice import machine, up
+from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
 
@@ -172,6 +175,37 @@ def _print_status(found: dict[str, Any]) -> None:
         url = str(node["detail"].get("base_url", ""))
         table.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), url)
     console.print(table)
+
+
+@app.command()
+def watch(
+    run: Run = _HERE,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    interval_s: Annotated[float, typer.Option(min=1, help="Seconds between frames.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each frame as a line.")] = False,
+) -> None:
+    """Show nodes, versions, queue, publications and training as they change."""
+    console = Console(highlight=False)
+    try:
+        run_dir = _run_dir(run)
+        if as_json or once:
+            while True:
+                found = watching.frame(run_dir)
+                if as_json:
+                    typer.echo(json.dumps(found))
+                else:
+                    console.print(watching.render(found))
+                if once:
+                    return
+                time.sleep(interval_s)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(watching.render(watching.frame(run_dir)), refresh=True)
+                time.sleep(interval_s)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (SpliceError, OSError, TimeoutError, sqlite3.Error) as error:
+        _die(error)
 
 
 @app.command()

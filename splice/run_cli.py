@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
-from splice import machine, up
+from splice import machine, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
@@ -107,6 +107,14 @@ def bring_up(
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
     ] = UP_TIMEOUT_S,
+    on: Annotated[str, typer.Option(help="host: this one; slurm: one job of a cluster.")] = "host",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="slurm: write the script, do not submit it.")
+    ] = False,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="slurm: GPUs of one host.")] = 8,
+    sbatch: Annotated[
+        str, typer.Option(help="slurm: more options of sbatch, such as '--partition=gpu'.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Start orchestrator, trainer and inference nodes of this host in the background.
@@ -123,6 +131,11 @@ def bring_up(
 
     try:
         run = load(file, overrides or ())
+        if on == "slurm":
+            _up_on_slurm(run, resume, dry_run, gpus_per_host, sbatch, as_json)
+            return
+        if on != "host" or dry_run:
+            raise ConfigError(f"--on is host or slurm, got {on!r}; --dry-run goes with slurm")
         pid = up.start(run, resume=resume, publish=publish)
         state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
         facts = {
@@ -145,6 +158,18 @@ def bring_up(
     typer.echo(f"client: SpliceClient.of_run({facts['run_dir']!r})")
     typer.echo(f"endpoint: {facts['endpoint']}   token: in {facts['token_file']}")
     typer.echo(f"logs: {facts['logs']}   end the run: splice stop {file}")
+
+
+def _up_on_slurm(
+    run: RunFile, resume: bool, dry_run: bool, gpus_per_host: int, sbatch: str, as_json: bool
+) -> None:
+    up.refuse_used(run, resume=resume)
+    path = slurm.write_script(run, gpus_per_host=gpus_per_host, options=sbatch)
+    submitted = None if dry_run else slurm.submit(path)
+    if as_json:
+        typer.echo(json.dumps({"script": str(path), "submitted": submitted}))
+        return
+    typer.echo(str(path) if submitted is None else f"{submitted}: {path}")
 
 
 @app.command()

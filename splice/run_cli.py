@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
-from splice import machine, slurm, up
+from splice import kubernetes, machine, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
@@ -107,14 +107,19 @@ def bring_up(
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
     ] = UP_TIMEOUT_S,
-    on: Annotated[str, typer.Option(help="host: this one; slurm: one job of a cluster.")] = "host",
+    on: Annotated[str, typer.Option(help="host: this one; slurm; or k8s.")] = "host",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="slurm: write the script, do not submit it.")
+        bool, typer.Option("--dry-run", help="Write script or manifest, submit nothing.")
     ] = False,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="slurm: GPUs of one host.")] = 8,
     sbatch: Annotated[
         str, typer.Option(help="slurm: more options of sbatch, such as '--partition=gpu'.")
     ] = "",
+    trainer_image: Annotated[str, typer.Option(help="k8s: image of trainer, orchestrator.")] = "",
+    inference_image: Annotated[str, typer.Option(help="k8s: image of inference nodes.")] = "",
+    claim: Annotated[
+        str, typer.Option(help="k8s: PersistentVolumeClaim for the run's folder.")
+    ] = "splice-run",
     as_json: AsJson = False,
 ) -> None:
     """Start orchestrator, trainer and inference nodes of this host in the background.
@@ -134,8 +139,18 @@ def bring_up(
         if on == "slurm":
             _up_on_slurm(run, resume, dry_run, gpus_per_host, sbatch, as_json)
             return
+        if on == "k8s":
+            if not dry_run:
+                raise ConfigError("--on k8s writes a manifest and no more: add --dry-run")
+            images = {"trainer_image": trainer_image, "inference_image": inference_image}
+            text = kubernetes.manifest(run, claim=claim, **images)
+            run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path = run.run_dir / "jobset.json"
+            path.write_text(text)
+            typer.echo(json.dumps({"manifest": str(path)}) if as_json else str(path))
+            return
         if on != "host" or dry_run:
-            raise ConfigError(f"--on is host or slurm, got {on!r}; --dry-run goes with slurm")
+            raise ConfigError(f"--on {on!r}: host, slurm or k8s; --dry-run is not for host")
         pid = up.start(run, resume=resume, publish=publish)
         state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
         facts = {

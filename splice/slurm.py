@@ -104,7 +104,7 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     steps = [_step("trainer", trainer, first=0, hosts=hosts, gpus=of_trainer)]
     for i in range(run.inference.replicas):
         command = f"exec {splice} inference {file} --index {i}"
-        command += " --set inference.host=$(hostname -f)"
+        command += " --set inference.host=0.0.0.0"
         steps.append(
             _step(f"inference-{i}", command, first=hosts + i // per_host, hosts=1, gpus=each)
         )
@@ -139,7 +139,8 @@ _SCRIPT = """#!/bin/bash
 set -u
 export RUN={run_dir}
 export SPLICE_CURVE_DIR={curve}
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# The batch host is host 0. A name may mean loopback there, so roles get its address.
+HEAD=${{SPLICE_HEAD:-$(hostname -I | cut -d " " -f 1)}}
 export HEAD
 rm -f "$RUN/endpoint"
 

@@ -7,6 +7,7 @@ journal, so a restarted orchestrator repeats neither the training nor the save.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from orchestrator.resync import Resync
 from orchestrator.retention import expired
 from orchestrator.run import Run
 from orchestrator.waiting import ABSENT
+
+log = logging.getLogger("splice.orchestrator")
 
 PublishingJob = InitialSyncJob | TrainMergedJob | PublishJob | ResyncJob
 
@@ -238,6 +241,17 @@ class Versions:
             replicas=replicas,
             report=report,
             holder=self._trainer.memory.incarnation,
+        )
+        log.info(
+            "%s@%d is served: %s, %d bytes, pause %.3f s, %d of %d tensors verified, by %s",
+            self._config.name,
+            version,
+            done.mode,
+            done.nbytes,
+            pause_s,
+            done.num_verified,
+            done.num_tensors,
+            ", ".join(done.replicas),
         )
         return {
             "version": version,

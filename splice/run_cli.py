@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from typing import IO, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
-from splice import machine, up
+from splice import kubernetes, machine, slurm, up
+from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
 
@@ -104,6 +107,19 @@ def bring_up(
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
     ] = UP_TIMEOUT_S,
+    on: Annotated[str, typer.Option(help="host: this one; slurm; or k8s.")] = "host",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write script or manifest, submit nothing.")
+    ] = False,
+    gpus_per_host: Annotated[int, typer.Option(min=1, help="slurm: GPUs of one host.")] = 8,
+    sbatch: Annotated[
+        str, typer.Option(help="slurm: more options of sbatch, such as '--partition=gpu'.")
+    ] = "",
+    trainer_image: Annotated[str, typer.Option(help="k8s: image of trainer, orchestrator.")] = "",
+    inference_image: Annotated[str, typer.Option(help="k8s: image of inference nodes.")] = "",
+    claim: Annotated[
+        str, typer.Option(help="k8s: PersistentVolumeClaim for the run's folder.")
+    ] = "splice-run",
     as_json: AsJson = False,
 ) -> None:
     """Start orchestrator, trainer and inference nodes of this host in the background.
@@ -120,6 +136,21 @@ def bring_up(
 
     try:
         run = load(file, overrides or ())
+        if on == "slurm":
+            _up_on_slurm(run, resume, dry_run, gpus_per_host, sbatch, as_json)
+            return
+        if on == "k8s":
+            if not dry_run:
+                raise ConfigError("--on k8s writes a manifest and no more: add --dry-run")
+            images = {"trainer_image": trainer_image, "inference_image": inference_image}
+            text = kubernetes.manifest(run, claim=claim, **images)
+            run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path = run.run_dir / "jobset.json"
+            path.write_text(text)
+            typer.echo(json.dumps({"manifest": str(path)}) if as_json else str(path))
+            return
+        if on != "host" or dry_run:
+            raise ConfigError(f"--on {on!r}: host, slurm or k8s; --dry-run is not for host")
         pid = up.start(run, resume=resume, publish=publish)
         state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
         facts = {
@@ -142,6 +173,18 @@ def bring_up(
     typer.echo(f"client: SpliceClient.of_run({facts['run_dir']!r})")
     typer.echo(f"endpoint: {facts['endpoint']}   token: in {facts['token_file']}")
     typer.echo(f"logs: {facts['logs']}   end the run: splice stop {file}")
+
+
+def _up_on_slurm(
+    run: RunFile, resume: bool, dry_run: bool, gpus_per_host: int, sbatch: str, as_json: bool
+) -> None:
+    up.refuse_used(run, resume=resume)
+    path = slurm.write_script(run, gpus_per_host=gpus_per_host, options=sbatch)
+    submitted = None if dry_run else slurm.submit(path)
+    if as_json:
+        typer.echo(json.dumps({"script": str(path), "submitted": submitted}))
+        return
+    typer.echo(str(path) if submitted is None else f"{submitted}: {path}")
 
 
 @app.command()
@@ -172,6 +215,37 @@ def _print_status(found: dict[str, Any]) -> None:
         url = str(node["detail"].get("base_url", ""))
         table.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), url)
     console.print(table)
+
+
+@app.command()
+def watch(
+    run: Run = _HERE,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    interval_s: Annotated[float, typer.Option(min=1, help="Seconds between frames.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each frame as a line.")] = False,
+) -> None:
+    """Show nodes, versions, queue, publications and training as they change."""
+    console = Console(highlight=False)
+    try:
+        run_dir = _run_dir(run)
+        if as_json or once:
+            while True:
+                found = watching.frame(run_dir)
+                if as_json:
+                    typer.echo(json.dumps(found))
+                else:
+                    console.print(watching.render(found))
+                if once:
+                    return
+                time.sleep(interval_s)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(watching.render(watching.frame(run_dir)), refresh=True)
+                time.sleep(interval_s)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (SpliceError, OSError, TimeoutError, sqlite3.Error) as error:
+        _die(error)
 
 
 @app.command()

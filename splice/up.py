@@ -94,11 +94,7 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
         raise ConfigError(
             f"the run in {run.run_dir} is up already (pid {state['pid']}); `splice stop` ends it"
         )
-    if (run.run_dir / "journal.sqlite").exists() and not resume:
-        raise ConfigError(
-            f"{run.run_dir} holds an earlier run; continue it with `splice up --resume`, or "
-            "choose another run_dir"
-        )
+    refuse_used(run, resume=resume)
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     (run.run_dir / STATE).unlink(missing_ok=True)
     config = run.run_dir / CONFIG
@@ -116,6 +112,19 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
             start_new_session=True,
         )
     return process.pid
+
+
+def refuse_used(run: RunFile, *, resume: bool) -> None:
+    """Refuse a folder that holds an earlier run.
+
+    Raises:
+        ConfigError: it does, and `resume` is False.
+    """
+    if (run.run_dir / "journal.sqlite").exists() and not resume:
+        raise ConfigError(
+            f"{run.run_dir} holds an earlier run; continue it with `splice up --resume`, or "
+            "choose another run_dir"
+        )
 
 
 def some_token(run_dir: Path) -> str:

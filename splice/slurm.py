@@ -1,0 +1,167 @@
+"""`splice up --on slurm`: an sbatch script that runs each role of a run.toml as a job step.
+
+    hosts 0..H-1: the trainer's      hosts H..: inference nodes, as many as fit on each
+    host 0 also runs the orchestrator
+
+All hosts see the run's folder, where the nodes find endpoint and token. Slurm's cgroups number the
+GPUs of each step from 0 (`ConstrainDevices=yes`).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from orchestrator.errors import ConfigError
+from splice.run_file import RunFile
+
+SCRIPT, FILE = "slurm.sh", "slurm.json"
+ENDPOINT_S = 120
+"""Time for the orchestrator to bind, in seconds."""
+RENDEZVOUS_PORT = 29400
+
+
+def write_script(run: RunFile, *, gpus_per_host: int, options: str = "") -> Path:
+    """Write the script and the file that its roles read into the run's folder.
+
+    Args:
+        gpus_per_host: GPUs of one host of the partition.
+        options: more options of sbatch, such as "--partition=gpu --time=4:00:00".
+
+    Raises:
+        ConfigError: the settings cannot work on several hosts, or a role fits on no host.
+    """
+    text = script(run, gpus_per_host=gpus_per_host, options=options)
+    logs = run.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    run.run_dir.chmod(0o700)
+    (run.run_dir / FILE).write_text(_numbered_from_0(run))
+    path = run.run_dir / SCRIPT
+    path.write_text(text)
+    return path
+
+
+def submit(path: Path) -> str:
+    """Submit the script; returns what sbatch printed.
+
+    Raises:
+        ConfigError: there is no sbatch here, or it refused.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", str(path)], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"cannot run sbatch: {error}; submit {path} on a host of the cluster"
+        ) from error
+    if done.returncode:
+        raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def _numbered_from_0(run: RunFile) -> str:
+    """Return the file as its roles read it: each step sees only its own GPUs, from 0."""
+    values = json.loads(run.model_dump_json())
+    each = run.inference.tensor_parallel
+    values["trainer"]["gpus"] = list(range(len(run.trainer.gpus)))
+    if run.inference.device == "cuda":
+        values["inference"]["gpus"] = list(range(each)) * run.inference.replicas
+    return json.dumps(values, indent=1)
+
+
+def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
+    """Return the script.
+
+    Raises:
+        ConfigError: as `write_script`.
+    """
+    if (urlsplit(run.orchestrator.endpoint).hostname or "") in ("127.0.0.1", "localhost"):
+        raise ConfigError(
+            "orchestrator.endpoint is on loopback, where other hosts do not reach it; set "
+            'orchestrator.endpoint = "tcp://0.0.0.0:40001" and orchestrator.curve_dir'
+        )
+    if run.orchestrator.curve_dir is None:
+        raise ConfigError("orchestrator.curve_dir is not set; `splice keys` makes the folder")
+    each = run.inference.tensor_parallel if run.inference.device == "cuda" else 0
+    of_trainer = len(run.trainer.gpus) if run.trainer.device == "cuda" else 0
+    needed = max(each, of_trainer)
+    if needed > gpus_per_host:
+        raise ConfigError(f"a role needs {needed} GPUs on one host, which has {gpus_per_host}")
+    hosts = run.trainer.parallel.world_size // of_trainer if of_trainer else 1
+    per_host = gpus_per_host // each if each else run.inference.replicas
+    num_hosts = hosts - (-run.inference.replicas // per_host)
+    splice = f"{shlex.quote(sys.executable)} -m splice"
+    file = shlex.quote(str(run.run_dir / FILE))
+    trainer = f"exec {splice} trainer {file} --set trainer.host=$HEAD"
+    if hosts > 1:
+        trainer += f" --nodes {hosts} --node-rank $SLURM_NODEID"
+        trainer += f" --rendezvous $HEAD:{RENDEZVOUS_PORT}"
+    steps = [_step("trainer", trainer, first=0, hosts=hosts, gpus=of_trainer)]
+    for i in range(run.inference.replicas):
+        command = f"exec {splice} inference {file} --index {i}"
+        command += " --set inference.host=0.0.0.0"
+        steps.append(
+            _step(f"inference-{i}", command, first=hosts + i // per_host, hosts=1, gpus=each)
+        )
+    head = ["--job-name=splice", f"--nodes={num_hosts}"]
+    head += [f"--gpus-per-node={gpus_per_host}"] if needed else []
+    head += [f"--output={run.run_dir / 'logs' / 'slurm.log'}", *shlex.split(options)]
+    return _SCRIPT.format(
+        head="\n".join(f"#SBATCH {option}" for option in head),
+        run_dir=shlex.quote(str(run.run_dir)),
+        curve=shlex.quote(str(run.orchestrator.curve_dir)),
+        orchestrator=_step(
+            "orchestrator", f"exec {splice} serve {file} --resume", first=0, hosts=1, gpus=0
+        ),
+        wait_s=ENDPOINT_S,
+        steps="\n".join(steps),
+    )
+
+
+def _step(name: str, command: str, *, first: int, hosts: int, gpus: int) -> str:
+    share = f"--exact --gpus-per-node={gpus}" if gpus else "--overlap"
+    return (
+        f"srun --job-name={name} --relative={first} --nodes={hosts} --ntasks={hosts} "
+        f"--ntasks-per-node=1 {share} --kill-on-bad-exit=1 \\\n"
+        f'  --output="$RUN/logs/{name}.log" --open-mode=append \\\n'
+        f"  bash -c {shlex.quote(command)} &"
+    )
+
+
+_SCRIPT = """#!/bin/bash
+{head}
+# Written by `splice up --on slurm`. The token is in the run's folder, never here.
+set -u
+export RUN={run_dir}
+export SPLICE_CURVE_DIR={curve}
+# The batch host is host 0. A name may mean loopback there, so roles get its address.
+HEAD=${{SPLICE_HEAD:-$(hostname -I | cut -d " " -f 1)}}
+export HEAD
+rm -f "$RUN/endpoint"
+
+{orchestrator}
+ORCHESTRATOR=$!
+for _ in $(seq {wait_s}); do
+  [ -e "$RUN/endpoint" ] && break
+  kill -0 "$ORCHESTRATOR" 2>/dev/null || break
+  sleep 1
+done
+if [ ! -e "$RUN/endpoint" ]; then
+  echo "the orchestrator did not bind; read $RUN/logs/orchestrator.log" >&2
+  kill "$ORCHESTRATOR" 2>/dev/null
+  exit 1
+fi
+
+{steps}
+
+# `splice stop` ends the orchestrator, and it ends the nodes.
+wait "$ORCHESTRATOR"
+CODE=$?
+wait
+exit "$CODE"
+"""

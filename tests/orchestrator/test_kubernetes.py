@@ -1,0 +1,79 @@
+"""The JobSet manifest of a run, against the fields that its schema requires.
+
+The schema is a part of v1alpha2's, by hand:
+https://github.com/kubernetes-sigs/jobset/blob/main/api/jobset/v1alpha2/jobset_types.go
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.orchestrator.test_slurm import FILE
+
+JOBSET = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec": {
+        "network": {"enableDNSHostnames": bool, "subdomain": str},
+        "successPolicy": {"operator": str, "targetReplicatedJobs": [str]},
+        "replicatedJobs": [
+            {
+                "name": str,
+                "replicas": int,
+                "template": {"spec": {"template": {"spec": {"containers": [
+                    {"name": str, "image": str, "env": [{"name": str}]}
+                ], "restartPolicy": str}}}},
+            }
+        ],
+    },
+}  # fmt: skip
+TOKEN = "not-to-be-seen-anywhere-0123"
+
+
+def check(value, schema, path="$"):
+    """Fail at the first field that is absent or of another type."""
+    if isinstance(schema, dict):
+        for key, inner in schema.items():
+            assert key in value, f"{path}.{key} is required"
+            check(value[key], inner, f"{path}.{key}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list) and value, f"{path} is a list"
+        for i, item in enumerate(value):
+            check(item, schema[0], f"{path}[{i}]")
+    else:
+        assert isinstance(value, schema), f"{path} is {type(value)}"
+
+
+def test_the_manifest_has_what_a_jobset_needs_and_no_token(tmp_path):
+    text = FILE.replace("world_size = 4", "world_size = 2")
+    (tmp_path / "run.toml").write_text(text)
+    argv = [sys.executable, "-m", "splice", "up", str(tmp_path / "run.toml"), "--on", "k8s"]
+    argv += ["--dry-run", "--trainer-image", "t:1", "--inference-image", "i:1", "--json"]
+    environment = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    written = Path(json.loads(done.stdout)["manifest"]).read_text()
+    assert TOKEN not in written + done.stdout
+    file, jobset = json.loads(written)["items"]
+    assert file["kind"] == "ConfigMap"
+    check(jobset, JOBSET)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    jobs = jobset["spec"]["replicatedJobs"]
+    containers = {
+        j["name"]: j["template"]["spec"]["template"]["spec"]["containers"][0] for j in jobs
+    }
+    gpus = {
+        n: c["resources"].get("limits", {}).get("nvidia.com/gpu", 0) for n, c in containers.items()
+    }
+    replicas = {f"inference-{i}": 2 for i in range(3)}
+    assert gpus == {"orchestrator": 0, "trainer": 2, **replicas}
+    assert {c["image"] for n, c in containers.items() if n in replicas} == {"i:1"}
+    for container in containers.values():
+        env = {e["name"]: e for e in container["env"]}
+        secret = env["SPLICE_RUN_TOKEN"]["valueFrom"]["secretKeyRef"]
+        assert secret == {"name": "tiny-token", "key": "token"}

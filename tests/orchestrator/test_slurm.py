@@ -1,0 +1,120 @@
+"""The sbatch script of a run. Slurm itself does not run here: stand-ins record their arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from splice import slurm
+from splice.run_file import load
+
+FILE = """
+name = "tiny"
+model = "model"
+device = "cuda"
+[orchestrator]
+endpoint = "tcp://0.0.0.0:40001"
+curve_dir = "keys"
+[trainer]
+gpus = [4, 5]
+[trainer.parallel]
+world_size = 4
+[inference]
+replicas = 3
+tensor_parallel = 2
+gpus = [0, 1, 2, 3, 4, 5]
+"""
+STAND_IN = """#!/bin/bash
+name=$(basename "$0")
+printf '%s\\n' "$name $*" >> "$CALLS"
+case "$*" in
+  *orchestrator*) touch "$RUN/endpoint"; sleep 2;;
+esac
+[ "$name" = scontrol ] && echo host0
+[ "$name" = sbatch ] && echo "Submitted batch job 7"
+exit 0
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A run.toml for two hosts of the trainer and three replicas, whose folder has a space."""
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    (folder / "run.toml").write_text(FILE)
+    return folder / "run.toml"
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Variables with stand-ins for Slurm's commands on PATH."""
+    for name in ("srun", "sbatch", "scontrol"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+    own = {"CALLS": str(tmp_path / "calls"), "RUN": "", "SLURM_JOB_NODELIST": "host[0-3]"}
+    return {**os.environ, **own, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def test_each_role_is_a_step_with_its_gpus_and_log(path, environment, tmp_path):
+    run = load(path)
+    script = slurm.write_script(run, gpus_per_host=4, options="--partition=gpu")
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text()
+    assert "#SBATCH --nodes=4" in text and "#SBATCH --partition=gpu" in text
+    subprocess.run(["bash", script], env=environment, check=True, timeout=30)
+    calls = [c for c in (tmp_path / "calls").read_text().splitlines() if c.startswith("srun")]
+    by_role = {c.split("--job-name=")[1].split()[0]: c for c in calls}
+    assert sorted(by_role) == [
+        "inference-0",
+        "inference-1",
+        "inference-2",
+        "orchestrator",
+        "trainer",
+    ]
+    assert " serve " in by_role["orchestrator"] and "--overlap" in by_role["orchestrator"]
+    assert "--nodes=2 " in by_role["trainer"] and "--gpus-per-node=2" in by_role["trainer"]
+    assert "--node-rank $SLURM_NODEID" in by_role["trainer"]
+    assert "--set trainer.host=$HEAD" in by_role["trainer"], "that of rank 0, on each host"
+    for index, host in enumerate((2, 2, 3)):
+        call = by_role[f"inference-{index}"]
+        assert f"--relative={host} " in call and f"--index {index}" in call
+        assert "--gpus-per-node=2" in call
+    for role, call in by_role.items():
+        assert f"--output={run.run_dir}/logs/{role}.log" in call
+    read = load(run.run_dir / slurm.FILE)
+    assert read.trainer.gpus == (0, 1) and read.inference_config(2).gpus == (0, 1)
+
+
+def test_a_dry_run_does_not_submit(path, environment, tmp_path):
+    argv = [sys.executable, "-m", "splice", "up", str(path), "--on", "slurm", "--json"]
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([*argv, "--dry-run"], **options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["script"].endswith("my run/run/slurm.sh")
+    assert not (tmp_path / "calls").exists()
+    done = subprocess.run(argv, **options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["submitted"] == "Submitted batch job 7"
+    assert (tmp_path / "calls").read_text().startswith("sbatch ")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("orchestrator.endpoint=tcp://127.0.0.1:0", "loopback"),
+        ("trainer.gpus=[0]", "ok"),
+    ],
+)
+def test_what_cannot_work_on_several_hosts_is_refused(override, said, path):
+    run = load(path, [override])
+    if said == "ok":
+        with pytest.raises(ConfigError, match="2 GPUs on one host, which has 1"):
+            slurm.script(run, gpus_per_host=1)
+        return
+    with pytest.raises(ConfigError, match=said):
+        slurm.script(run, gpus_per_host=8)

@@ -1,0 +1,18 @@
+"""A run.toml for tests of what is made of it."""
+
+FILE = """
+name = "tiny"
+model = "model"
+device = "cuda"
+[orchestrator]
+endpoint = "tcp://0.0.0.0:40001"
+curve_dir = "keys"
+[trainer]
+gpus = [4, 5]
+[trainer.parallel]
+world_size = 4
+[inference]
+replicas = 3
+tensor_parallel = 2
+gpus = [0, 1, 2, 3, 4, 5]
+"""

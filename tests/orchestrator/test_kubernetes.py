@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.orchestrator.run_files import FILE
+from tests.orchestrator.test_slurm import FILE
 
 JOBSET = {
     "apiVersion": str,

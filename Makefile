@@ -29,7 +29,7 @@ CHAOS_ARGS ?=
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile | head -7
+	@sed -n 's/^# //p' Makefile | head -6
 
 envs: ## the two environments; pip's work is mostly unpacking, so both at once
 	@$(MAKE) --no-print-directory -j2 envs-both

@@ -12,23 +12,8 @@ import pytest
 from orchestrator.errors import ConfigError
 from splice import slurm
 from splice.run_file import load
+from tests.orchestrator.hosts_file import FILE
 
-FILE = """
-name = "tiny"
-model = "model"
-device = "cuda"
-[orchestrator]
-endpoint = "tcp://0.0.0.0:40001"
-curve_dir = "keys"
-[trainer]
-gpus = [4, 5]
-[trainer.parallel]
-world_size = 4
-[inference]
-replicas = 3
-tensor_parallel = 2
-gpus = [0, 1, 2, 3, 4, 5]
-"""
 STAND_IN = """#!/bin/bash
 name=$(basename "$0")
 printf '%s\\n' "$name $*" >> "$CALLS"

@@ -78,6 +78,8 @@ def test_from_checkpoint_to_version_two(arch, more, models, tmp_path):
         assert (
             row["diff_to_previous"] > 1e-3 and row["metrics"]["grad_norm"] > 0 and row["reward"] > 0
         )
+        assert row["metrics"]["lr"] == 5e-3 and row["metrics"]["tokens_per_s"] > 0
+        assert row["metrics"]["staleness_steps"] == 0
     classes = {"q", "k", "v", "o", "gate", "up", "down", "embedding", "head", "norm"}
     if arch == "qwen3_moe":
         classes |= {"first_expert", "last_expert"}

@@ -10,8 +10,9 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import check_model_folder
+from orchestrator.protocol.topology import language_part
 from splice.doctor import Gpu
-from splice.preflight import language_part, read_model_config
+from splice.preflight import read_model_config
 from splice.run_file import FILE_NAME
 
 TRAINER_SHARE, SERVER_SHARE = 0.5, 0.6

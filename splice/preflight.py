@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
-from orchestrator.protocol.topology import check_topology
+from orchestrator.protocol.topology import check_topology, language_part
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """vLLM 0.32, `v1/attention/backends/cpu_attn.py`."""
@@ -47,7 +47,7 @@ def check_model(model: Path, *, needs_weights: bool) -> dict[str, Any]:
         ConfigError: names what is missing or mismatched.
     """
     config = read_model_config(model)
-    text = config.get("text_config") or config
+    text = language_part(config)
     if "vocab_size" not in text or "num_attention_heads" not in text:
         raise ConfigError(
             f"{model}/config.json names no vocab_size or num_attention_heads; splice trains "
@@ -80,12 +80,6 @@ def _check_tokenizer(model: Path, *, vocab_size: int) -> None:
             f"wrong tokenizer: {path} has token ids up to {largest}, "
             f"but {model}/config.json says vocab_size {vocab_size}"
         )
-
-
-def language_part(model_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of the config that describes the language model."""
-    part: dict[str, Any] = model_config.get("text_config") or model_config
-    return part
 
 
 def check_parallel(

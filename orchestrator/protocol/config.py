@@ -47,7 +47,10 @@ def _one_address(host: str) -> str:
     return host
 
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w./-]+)?$")
+HUB_ID = re.compile(
+    r"^(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?$"
+)
+"""A hub's repository, org/name or org/name@revision."""
 
 
 def check_model_folder(model: Path) -> None:
@@ -62,7 +65,7 @@ def check_model_folder(model: Path) -> None:
         raise ConfigError(
             f"model {model} has no config.json; give the folder of a Hugging Face checkpoint"
         )
-    if not _HUB_ID.match(str(model)):
+    if not HUB_ID.match(str(model)):
         raise ConfigError(
             f"model {model} does not exist on this host; give the folder of a Hugging Face "
             "checkpoint, or a hub id such as Qwen/Qwen3-8B"

@@ -15,6 +15,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_TARGETS = {ALL_LINEAR, "gate_proj", "up_proj", "down_proj"}
 
 
+def language_part(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model."""
+    return dict(model.get("text_config") or model)
+
+
 def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
     """Refuse parallel sizes that do not divide the model, and options that exclude each other.
 
@@ -25,7 +30,7 @@ def check_topology(trainer: TrainerConfig, model: Mapping[str, Any]) -> None:
         ConfigError: names the size, the model's number and the fix.
     """
     parallel = trainer.parallel
-    model = model.get("text_config") or model
+    model = language_part(model)
     heads = int(model["num_attention_heads"])
     experts = int(next((model[k] for k in _EXPERTS if model.get(k)), 0))
     for field, value, what in (

@@ -222,14 +222,19 @@ echo "$SPLICE_RUN_TOKEN $@" > {out}
 """
 
 
-def test_every_role_reads_the_same_file(tmp_path):
-    """The orchestrator makes the token. Nodes find it, and the endpoint, in the run's folder."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    stub, out = tmp_path / "python", tmp_path / "out"
+def with_a_stub(folder):
+    """A run file whose interpreter is a stub; the file, the stub, and where it writes."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    stub, out = folder / "python", folder / "out"
     stub.write_text(STUB.format(out=out))
     stub.chmod(0o755)
-    path = written(tmp_path, SMALL + f"python = '{stub}'\n")
+    return written(folder, SMALL + f"python = '{stub}'\n"), stub, out
+
+
+def test_every_role_reads_the_same_file(tmp_path):
+    """The orchestrator makes the token. Nodes find it, and the endpoint, in the run's folder."""
+    path, stub, out = with_a_stub(tmp_path)
     server = splice("serve", path)
     trainer = None
     try:
@@ -256,12 +261,7 @@ def test_every_role_reads_the_same_file(tmp_path):
 
 
 def test_two_variables_serve_a_host_without_the_folder(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    stub, out = tmp_path / "python", tmp_path / "out"
-    stub.write_text(STUB.format(out=out))
-    stub.chmod(0o755)
-    path = written(tmp_path, SMALL + f"python = '{stub}'\n")
+    path, _, out = with_a_stub(tmp_path)
     told = {"SPLICE_ENDPOINT": "tcp://head:401", "SPLICE_RUN_TOKEN": TOKEN}
     assert splice("inference", path, **told).wait(60) == 0
     assert out.read_text().split()[0] == TOKEN and "tcp://head:401" in out.read_text()

@@ -29,15 +29,20 @@ from orchestrator.protocol.config import TrainerConfig
 from trainer_node import objects
 from trainer_node.adapters.lora import AdapterSet
 from trainer_node.adapters.merge import strip_wrappers
+from trainer_node.export.layouts import layouts
 from trainer_node.model import language_part, providers, topology
 from trainer_node.model.experts import StackedExperts, understood
 from trainer_node.model.hf import HfCheckpoint, tensor_files
 from trainer_node.model.model import Model
-from trainer_node.model.parameters import TrainedParam, count, is_split, model_parameters
+from trainer_node.model.parameters import (
+    VOCAB_PARAMS,
+    TrainedParam,
+    count,
+    is_split,
+    model_parameters,
+)
 
 COMPILE_BACKEND = "inductor"
-VOCAB_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Megatron's parameters with a row for each token. Megatron pads them."""
 
 
 def build(config: TrainerConfig, hf_config: Any) -> Model:
@@ -184,7 +189,7 @@ def _random_weights(
             name = VOCAB_PARAMS[0]
         task, part = by_param.get(id(param)), parallel_state.get_tensor_model_parallel_rank()
         if task is not None:
-            part = task.mapping.tp_rank if is_split(task, bridge, {}) else 0
+            part = task.mapping.tp_rank if is_split(layouts(task, bridge, {})) else 0
         key = f"{config.seed}:{name}:{part}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
         generator = torch.Generator(device=param.device).manual_seed(seed)

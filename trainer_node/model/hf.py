@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from orchestrator.errors import ConfigError
+from orchestrator.protocol import topology
 from trainer_node.model import language_part
 
 
@@ -33,7 +34,7 @@ def read_config(folder: Path) -> Any:
         raise ConfigError(f"no config.json in {folder}; `model` must be an HF checkpoint folder")
     raw = json.loads(file.read_text())
     config = AutoConfig.from_pretrained(folder)
-    raw = raw.get("text_config") or raw
+    raw = topology.language_part(raw)
     experts = {raw[k] for k in ("num_experts", "num_local_experts") if raw.get(k) is not None}
     if len(experts) > 1:
         raise ConfigError(

@@ -14,7 +14,6 @@ import datetime
 import json
 import logging
 import os
-import re
 import time
 from pathlib import Path
 
@@ -22,21 +21,18 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import HUB_ID, TrainerConfig
 from trainer_node import objects
 from trainer_node.launcher import rendezvous
 
 log = logging.getLogger("splice.trainer")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 INDEX = "model.safetensors.index.json"
-_HUB_ID = re.compile(
-    r"^(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?$"
-)
 
 
 def is_hub_id(model: Path) -> bool:
     """Whether it names a hub's repository: it looks like one, and is no folder here."""
-    return _HUB_ID.match(str(model)) is not None and not model.exists()
+    return HUB_ID.match(str(model)) is not None and not model.exists()
 
 
 def fetch(model: Path) -> Path:
@@ -48,7 +44,7 @@ def fetch(model: Path) -> Path:
     """
     from huggingface_hub import constants, snapshot_download
 
-    match = _HUB_ID.match(str(model))
+    match = HUB_ID.match(str(model))
     assert match is not None
     started = time.monotonic()
     try:

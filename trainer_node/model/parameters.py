@@ -35,6 +35,9 @@ from trainer_node.export.layouts import layouts
 from trainer_node.export.strides import Layout
 from trainer_node.model.hf import HfCheckpoint
 
+VOCAB_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron's parameters with a row for each token. Megatron pads them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -180,18 +183,19 @@ def model_parameters(
     params = []
     for name, param in model.named_parameters():
         bare, task = strip_wrappers(name), by_param.get(id(param))
-        is_vocab = bare in ("embedding.word_embeddings.weight", "output_layer.weight")
+        is_vocab = bare in VOCAB_PARAMS
         if task is None and not (tied and is_vocab):
             raise ConfigError(
                 f"{bare} belongs to no tensor of the HF checkpoint: it cannot be trained with "
                 "finetuning_type='full'"
             )
-        split = task is None or is_split(task, bridge, checkpoint.state)
+        found = {} if task is None else layouts(task, bridge, checkpoint.state)
+        split = task is None or is_split(found)
         if is_vocab:
             key = checkpoint.vocab_tensors[0] if task is None else task.mapping.hf_param
             pieces = [_vocab_piece(param, key, config.vocab_size)]
         else:
-            pieces = _pieces(param, task, layouts(task, bridge, checkpoint.state), split=split)
+            pieces = _pieces(param, task, found, split=split)
         params.append(
             TrainedParam(
                 param=param,
@@ -205,10 +209,9 @@ def model_parameters(
     return params
 
 
-def is_split(task: Any, bridge: Any, state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether tensor ranks have pieces of a parameter (True) or copies."""
-    found = layouts(task, bridge, state).values()
-    return any(p.part > 0 for a in found if isinstance(a, Layout) for p in a.pieces)
+def is_split(found: Mapping[str, Layout | str]) -> bool:
+    """Whether tensor ranks have pieces of a parameter (True) or copies, by its `layouts`."""
+    return any(p.part > 0 for a in found.values() if isinstance(a, Layout) for p in a.pieces)
 
 
 def _sees_own_heads(name: str, config: Any) -> bool:

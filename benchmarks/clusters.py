@@ -22,6 +22,10 @@ from splice.cluster import Cluster, ClusterConfig
 SHAPES = {
     "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
     "8b": ("qwen3", "qwen3-8b"),
+    "llama-8b": ("llama", "llama-3.1-8b"),
+    "gpt-oss-20b": ("gpt_oss", "gpt-oss-20b"),
+    "glm-4.7-flash": ("glm4_moe_lite", "glm-4.7-flash"),
+    "qwen3.5-35b-a3b": ("qwen3_5_moe", "qwen3.5-35b-a3b"),
     "tiny": ("qwen3_moe", "tiny"),
     "tiny-dense": ("qwen3", "tiny"),
 }
@@ -36,14 +40,12 @@ def make_model(shape: str, out: Path) -> Path:
         sys.executable,
         "-m",
         "trainer_node.tools.make_checkpoint",
-        "--arch",
-        arch,
         "--shape",
         size,
         "--out",
         str(out),
     ]
-    argv += [] if size == "tiny" else ["--config-only"]
+    argv += ["--arch", arch] if size == "tiny" else ["--config-only"]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=120)
     return out
 

@@ -229,9 +229,9 @@ def _stock(
     cache.
     """
     from benchmarks.stock import StockSender, StockServer
-    from trainer_node.tools.make_checkpoint import REAL_SHAPES, tensor_shapes
+    from trainer_node.tools.make_checkpoint import real_shapes
 
-    shapes = tensor_shapes(REAL_SHAPES[clusters.SHAPES[shape][1]])
+    shapes = real_shapes(clusters.SHAPES[shape][1])
     everything = tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
     model = clusters.model_in(folder, shape)
     trainer_gpu, inference_gpu = clusters.gpus()

@@ -4,8 +4,9 @@ PEFT, on the same tokens.
 Every contender runs in a process of its own (`benchmarks.train_worker`), with the same sequences of
 mixed length, adapters of rank 16 on all linear layers, random weights and AdamW; sequences, losses
 and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES (8b,30b-a3b),
-losses from SPLICE_BENCH_KINDS (rl,sft), steps from SPLICE_BENCH_SAMPLES (5), tokens of a step from
-SPLICE_BENCH_TOKENS (65536); a contender gets SPLICE_BENCH_TIMEOUT_S (570). With several
+losses from SPLICE_BENCH_KINDS (rl,sft), peers from SPLICE_BENCH_PEERS (bridge,peft), steps from
+SPLICE_BENCH_SAMPLES (5), tokens of a step from SPLICE_BENCH_TOKENS (65536); a contender gets
+SPLICE_BENCH_TIMEOUT_S (570). With several
 SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
 
     SHAPE/lora-KIND/1           one rank, beside the peers
@@ -16,7 +17,7 @@ SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them
 forward, and the gradient of the input; a frozen weight has no gradient of its own), 6 for every
 adapter weight, and causal attention's 12 x heads x head_dim x mean context in each layer; the head
 only where there is loss. `matmul_flops_per_s` is what one large product reaches on the same device:
-the peak that can be had.
+the peak that can be had. Only of shapes whose attention and experts the formula knows.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def _cases(
     """A contender that fails (a peer that does not fit in memory, say) is in the settings with its
     error, not in the samples.
     """
-    contenders, gpus = ("splice", *PEERS), os.environ.get("SPLICE_BENCH_TRAIN_GPUS", "0").split(",")
+    peers = os.environ.get("SPLICE_BENCH_PEERS", ",".join(PEERS)).split(",")
+    contenders, gpus = ("splice", *peers), os.environ.get("SPLICE_BENCH_TRAIN_GPUS", "0").split(",")
 
     def on_its_gpu(place: int) -> list[dict[str, Any]]:
         run = partial(
@@ -177,8 +179,9 @@ def _cases(
             settings={**settings, "peer": {k: v for k, v in found[peer].items() if k != "seconds"}},
         )
         for peer, label in PEERS.items()
+        if peer in peers
     ]
-    cases.append(
+    cases += [
         Case(
             name=name,
             metric="flops_per_s",
@@ -187,8 +190,9 @@ def _cases(
             peer="one large product on the same device",
             peer_samples=(ours["matmul_flops_per_s"],),
         )
-    )
-    peaks = {peer: found[peer]["peak_bytes"] for peer in PEERS if "peak_bytes" in found[peer]}
+        for _ in range("flops" in ours)
+    ]
+    peaks = {peer: found[peer]["peak_bytes"] for peer in peers if "peak_bytes" in found[peer]}
     cases.append(
         Case(
             name=name,

@@ -72,6 +72,9 @@ class Data:
         return list(zip(*(f.split(self.lengths) for f in fields), strict=True))
 
 
+FLOPS_KNOWN = ("qwen3", "qwen3_moe")
+
+
 def step_flops(config: dict[str, Any], data: Data) -> float:
     """See `benchmarks.train` for the formula."""
     hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
@@ -297,7 +300,7 @@ def main() -> None:
         "tokens": sum(data.lengths),
         "sequences": len(data.lengths),
         "loss_tokens": int(data.mask.sum()),
-        "flops": step_flops(config, data),
+        **({"flops": step_flops(config, data)} if config["model_type"] in FLOPS_KNOWN else {}),
         "peak_bytes": peak_bytes(a.device),
         "matmul_flops_per_s": matmul_flops_per_s(a.device),
         "pack_tokens": data.pack_tokens,

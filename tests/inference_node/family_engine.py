@@ -24,7 +24,7 @@ import transformers
 import vllm
 from safetensors.torch import load_file, save_file
 
-from inference_node import direct, placement, verify
+from inference_node import direct, engine, placement, verify
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
@@ -34,6 +34,7 @@ from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import open_listener
 
+CUDA = vllm.platforms.current_platform.is_cuda()
 PROMPT_TOKENS = 40
 DECODED_TOKENS = 6
 VERSIONS = 2
@@ -44,8 +45,8 @@ def register_without_torchvision(architecture: str) -> None:
 
     They want torchvision, which the CPU environment lacks and the language model never calls.
     """
-    assert not transformers.utils.is_torchvision_available()  # remembered
-    for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+    there = transformers.utils.is_torchvision_available()  # remembered
+    for name in () if there else ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
         module = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
         parent, _, child = module.__name__.rpartition(".")
         if parent:
@@ -77,9 +78,30 @@ class Served:
     logprobs: list[list[float]] = field(default_factory=list)
 
 
+def dtype_of(name: str) -> str:
+    """What a family is served in."""
+    return "bfloat16" if CUDA or name in BFLOAT16 else "float32"
+
+
+def through_the_cpu(worker_group: Any) -> Any:
+    """A worker's tcp group for buffers on a GPU: NCCL wants a GPU for each end."""
+    receive = worker_group.broadcast
+
+    def broadcast(buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
+        beside_B = torch.empty(buffer_B.shape, dtype=torch.uint8)
+        receive(beside_B, deadline_s=deadline_s)
+        buffer_B.copy_(beside_B)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return arrived
+
+    worker_group.broadcast = broadcast
+    return worker_group
+
+
 def checkpoint(name: str, folder: Path) -> dict[str, torch.Tensor]:
     """Write the family's checkpoint; returns its tensors."""
-    dtype = "bfloat16" if name in BFLOAT16 else "float32"
+    dtype = dtype_of(name)
     families.make(name, folder, dtype, **SERVED.get(name, {}))
     return {n: t for f in sorted(folder.glob("*.safetensors")) for n, t in load_file(f).items()}
 
@@ -112,18 +134,23 @@ class Engine:
         self._folder, self._family = folder, family
         if name.startswith("qwen3_5"):
             register_without_torchvision(f"{family.name}ForCausalLM")
+        more: dict[str, Any] = {"attention_backend": "CPU_MLA"}  # AMX's knows no float32
+        if CUDA:
+            more = {"gpu_memory_utilization": 0.05}
+            join = engine.join_tcp
+            engine.join_tcp = lambda *a, **k: through_the_cpu(join(*a, **k))
         self._llm = vllm.LLM(
             model=str(folder),
             skip_tokenizer_init=True,
-            dtype="bfloat16" if name in BFLOAT16 else "float32",
+            dtype=dtype_of(name),
             enforce_eager=True,
             max_model_len=128,
             max_num_seqs=4,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=2**26,
-            attention_backend="CPU_MLA",  # for MLA only: the one for AMX knows no float32
             weight_transfer_config={"backend": "splice"},
             worker_extension_cls="inference_node.worker_extension.SpliceWorkerExtension",
+            **more,
         )
         self.manifest = tiny.manifest_of(tensors)
         generator = torch.Generator().manual_seed(5)

@@ -20,6 +20,8 @@ from tests.numerics import chain_error_bound, decoder_roundings
 from tests.serving import BFLOAT16, UNSERVED
 from tests.trainer_node.families import FAMILIES, VOCAB
 
+NEAR = 0.05
+"""Nats between the same weights twice on a GPU, which adds in any order."""
 VISIBLE = 0.5
 """Nats by which versions must differ at least, so that a stale tensor shows."""
 ENGINE_S = 250.0
@@ -94,3 +96,20 @@ def test_published_versions_are_served_and_verified(forked: Run, name: str) -> N
         assert forked(family_engine.loaded, name, last) == served.logprobs[last + 1]
     else:
         assert max(served.differences) < bound(served), served.differences
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(3 * ENGINE_S)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_versions_are_what_a_gpu_loads(forked: Run, name: str) -> None:
+    served = forked(family_engine.run, name)
+    assert (served.refused, served.unserved) == ("", "")
+    assert served.unverified == {} and served.wrong == []
+    assert served.direct > 0 and served.moved > VISIBLE
+    first, *_, again = served.logprobs
+    last = family_engine.VERSIONS - 1
+    loaded = forked(family_engine.loaded, name, last)
+    for ours, theirs in ((again, first), (served.logprobs[last + 1], loaded)):
+        # A token that is decoded otherwise is another token.
+        pairs = list(zip(ours, theirs, strict=True))[: family_engine.PROMPT_TOKENS - 1]
+        assert max(abs(a - b) for a, b in pairs) < NEAR

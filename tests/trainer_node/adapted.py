@@ -2,12 +2,13 @@
 and PEFT.
 
     torchrun ... -m tests.trainer_node.adapted OUT FOLDER FAMILY TARGETS SEQUENCE TENSOR CONTEXT \
-        EXPERT EXPERT_TENSOR
+        EXPERT EXPERT_TENSOR [cuda]
 
 Rank 0 leaves OUT: log-probs with the adapters ("ours", "theirs"), without them ("base") and after
 one step ("stepped"); the gradients of the tokens' mean loss by module and matrix ("our_gradients",
 "their_gradients"); the names with adapters ("names"); and transformers' log-probs of both merged
-exports ("merged", "wired"). SEQUENCE is 1 for sequence parallelism.
+exports ("merged", "wired"). SEQUENCE is 1 for sequence parallelism. `cuda`: on a GPU in bfloat16;
+OUT also has PEFT's in bfloat16 ("their_rounded", "their_rounded_gradients").
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def fill(model: Model) -> None:
         seed = sum(map(ord, local.module)) * 2 + (local.matrix == "B")
         generator = torch.Generator().manual_seed(seed)
         whole = torch.empty(local.whole_shape).normal_(0.0, 0.1, generator=generator)
-        local.tensor.copy_(whole[local.place])
+        local.tensor.copy_(whole[local.place].to(local.tensor.device))
 
 
 def by_key(stacks: list[peft_io.Stack]) -> dict[peft_io.Key, torch.Tensor]:
@@ -56,7 +57,7 @@ def by_key(stacks: list[peft_io.Stack]) -> dict[peft_io.Key, torch.Tensor]:
     for stack in peft_io.in_file(stacks):
         flat = torch.cat([tensor.reshape(-1) for _, tensor in stack.pieces])
         for name, matrix in zip(stack.names, flat.view(-1, *stack.shape), strict=True):
-            found[name, stack.matrix] = matrix.clone()
+            found[name, stack.matrix] = matrix.cpu().clone()
     return found
 
 
@@ -81,11 +82,13 @@ def gradients(model: Model, log_probs_LV: torch.Tensor, micro: MicroBatch) -> di
 # ---------------------------------------------------------------- PEFT
 
 
-def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
+def theirs(
+    folder: Path, adapter: Path, *, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, dict[Any, Any]]:
     """Log-probs of transformers with the adapter in PEFT, and the gradients. PEFT fuses the
     adapters of stacked experts, so these models have one module for each expert. PEFT then saves
     the adapter over ours."""
-    model, _ = family.reference(folder)
+    model, _ = family.reference(folder, dtype=dtype)
     is_native = "block_sparse_moe" in (adapter / peft_io.WEIGHTS).read_bytes()[:2000].decode(
         errors="replace"
     )
@@ -95,7 +98,9 @@ def theirs(folder: Path, adapter: Path) -> tuple[torch.Tensor, dict[Any, Any]]:
     tuned = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     tuned.eval()
     ids = family.tokens()
-    found = [tuned(input_ids=i[None], use_cache=False).logits[0].log_softmax(-1) for i in ids]
+    found = [
+        tuned(input_ids=i[None], use_cache=False).logits[0].float().log_softmax(-1) for i in ids
+    ]
     picked = [o[:-1].gather(-1, i[1:, None])[:, 0] for o, i in zip(found, ids, strict=True)]
     (-torch.cat(picked).mean()).backward()
     grads = {}
@@ -117,7 +122,8 @@ def check_reload(model: Model, adapter: Path) -> None:
     """What we or PEFT wrote is read, bit by bit."""
     whole = peft_io.read_on_all_ranks(model, adapter)
     for local in model.adapters.local_matrices():
-        assert torch.equal(local.tensor, whole.pop((local.module, local.matrix))[local.place])
+        read = whole.pop((local.module, local.matrix))[local.place]
+        assert torch.equal(local.tensor.cpu(), read)
     assert not whole
 
 
@@ -125,7 +131,7 @@ def from_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor
     """transformers' log-probs of the family with these tensors."""
     with tempfile.TemporaryDirectory() as temp:
         shutil.copy(folder / "config.json", temp)
-        tensors = {n: t.detach().clone().contiguous() for n, t in tensors.items()}
+        tensors = {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}
         save_file(tensors, Path(temp) / "model.safetensors", metadata={"format": "pt"})
         with torch.no_grad():
             return torch.cat(family.reference(Path(temp))[1])
@@ -142,7 +148,7 @@ def wired(model: Model, exporter: Exporter) -> dict[str, torch.Tensor]:
         return {}
     found = {}
     for k, spec in enumerate(manifest.tensors):
-        out_B = torch.empty(export.chunk_nbytes(k), dtype=torch.uint8)
+        out_B = torch.empty(export.chunk_nbytes(k), dtype=torch.uint8, device=model.config.device)
         export.fill(k, out_B)
         found[spec.name] = out_B.view(torch_dtype(spec.dtype)).view(spec.shape)
     export.drain()
@@ -155,6 +161,7 @@ def main() -> None:
     folder = Path(sys.argv[2]) / name
     torch.set_num_threads(1)
     sequence, *sizes = list(map(int, sys.argv[5:10]))
+    cuda = "cuda" in sys.argv
     tensor, context, expert, expert_tensor = sizes
     config = TrainerConfig(
         model=folder,
@@ -167,7 +174,8 @@ def main() -> None:
             world_size=max(sizes),
         ),
         lora=LORA.model_copy(update={"targets": targets}),
-        dtype="float32",
+        device="cuda" if cuda else "cpu",
+        dtype="bfloat16" if cuda else "float32",
     )
     model = family.build(config)
     fill(model)
@@ -207,6 +215,11 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
         result["stepped"] = family.whole(family.log_probs(model, micro), micro)
     if dist.get_rank() == 0:
         result["adapter_config"] = peft_io.read_config(adapter)
+        if model.config.device == "cuda":
+            copied = shutil.copytree(adapter, adapter / "copied")
+            result["their_rounded"], result["their_rounded_gradients"] = theirs(
+                folder, copied, dtype=torch.bfloat16
+            )
         result["theirs"], result["their_gradients"] = theirs(folder, adapter)
         if dist.get_world_size() == 1 and result["their_gradients"]:
             fill(model)  # the step is undone

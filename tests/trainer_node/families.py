@@ -259,3 +259,23 @@ def make(name: str, folder: Path, dtype: str = "float32", **settings: Any) -> Pa
     randomize(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
+
+
+def pack_experts(folder: Path) -> None:
+    """Stack the experts' tensors, as transformers has them in memory and some families in files."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors, packed = load_file(path), {}
+    names = {n.partition(".experts.0.")[0] for n in tensors if ".experts.0." in n}
+    for before in names:
+        own = [n for n in tensors if n.startswith(f"{before}.experts.")]
+        experts = range(len(own) // 3)
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{before}.experts.{e}.{k}_proj.weight") for e in experts])
+            for k in ("gate", "up", "down")
+        )
+        packed[f"{before}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        packed[f"{before}.experts.down_proj"] = down
+    save_file(tensors | packed, path, metadata={"format": "pt"})

@@ -9,7 +9,8 @@ mean loss by HF name ("our_gradients", "their_gradients"); and on one rank trans
 with other settings ("visible"). Every rank exports what it loaded and compares names and bytes with
 the checkpoint. On one rank a second pass must give the same bits. Data-parallel ranks see the same
 pack. Flags: `bfloat16`, where transformers computes in fp32; `selective` and `full`, what is
-recomputed; `no-sequence`, without sequence parallelism.
+recomputed; `no-sequence`, without sequence parallelism; `cuda`, on a GPU, where OUT also has what
+transformers makes in bfloat16 ("their_rounded", "their_rounded_gradients").
 
 Axes: T = tokens of all sequences, V = vocabulary.
 """
@@ -76,12 +77,13 @@ def saved(folder: Path) -> Tensors:
 
 
 def check_export(model: Model) -> None:
-    """Names and bytes."""
+    """Names and bytes. Megatron keeps a router's bias in fp32, whatever the file has."""
     found, wanted = export(model), saved(model.config.model)
     assert set(found) == set(wanted), set(found) ^ set(wanted)
     for name, tensor in found.items():
-        assert torch.equal(tensor, wanted[name]), name
-        assert tensor.dtype is wanted[name].dtype, name
+        assert torch.equal(tensor.cpu(), wanted[name]), name
+        wide = torch.float32 if name.endswith("e_score_correction_bias") else None
+        assert tensor.dtype in (wanted[name].dtype, wide), name
 
 
 def tokens() -> list[torch.Tensor]:
@@ -110,7 +112,7 @@ def pack(config: TrainerConfig) -> MicroBatch:
         context_size=config.parallel.context,
     )
     assert len(packs) == 1
-    return packs[0]
+    return packs[0].to(torch.device(config.device))
 
 
 def log_probs(model: Model, micro: MicroBatch) -> torch.Tensor:
@@ -136,24 +138,27 @@ def log_probs(model: Model, micro: MicroBatch) -> torch.Tensor:
 
 def whole(log_probs_LV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """[T, V] from the context-parallel ranks' parts."""
-    found = torch.zeros(sum(LENGTHS), VOCAB)
+    found = log_probs_LV.new_zeros(sum(LENGTHS), VOCAB).detach()
     real = micro.rows_L >= 0
     found[micro.rows_L[real]] = log_probs_LV[real].detach()
     dist.all_reduce(found, group=parallel_state.get_context_parallel_group())
-    return found
+    return found.cpu()
 
 
-def reference(folder: Path, **settings: Any) -> tuple[Any, list[torch.Tensor]]:
-    """transformers' model in fp32, and its log-probs of each sequence alone."""
+def reference(
+    folder: Path, *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[Any, list[torch.Tensor]]:
+    """transformers' model, and its log-probs of each sequence alone."""
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in settings.items():
         setattr(config, name, value)
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation="eager"
+        folder, config=config, dtype=dtype, attn_implementation="eager"
     ).eval()
     return model, [
-        model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1) for ids in tokens()
+        model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        for ids in tokens()
     ]
 
 
@@ -183,7 +188,7 @@ def by_hf_name(model: Model, found: Tensors) -> Tensors:
         for name, parameter in model.head.named_parameters():
             parameter.data = torch.zeros_like(parameter) if zero else found[name]
         exports.append(export(model))
-    return {name: exports[0][name] - exports[1][name] for name in exports[0]}
+    return {name: (exports[0][name] - exports[1][name]).cpu() for name in exports[0]}
 
 
 def their_gradients(model: Any, log_probs: list[torch.Tensor]) -> Tensors:
@@ -217,6 +222,7 @@ def main() -> None:
     tensor, context, expert, expert_tensor = sizes = list(map(int, sys.argv[4:8]))
     config = TrainerConfig(
         model=folder,
+        device="cuda" if "cuda" in sys.argv else "cpu",
         parallel=ParallelConfig(
             tensor=tensor,
             context=context,
@@ -236,16 +242,23 @@ def main() -> None:
         other, theirs = reference(folder)
         result["theirs"] = torch.cat(theirs).detach()
         result["their_gradients"] = their_gradients(other, theirs)
-        if dist.get_world_size() == 1:
+        if "cuda" in sys.argv:
+            other, rounded = reference(folder, dtype=torch.bfloat16)
+            result["their_rounded"] = torch.cat(rounded).detach()
+            result["their_rounded_gradients"] = their_gradients(other, rounded)
+        elif dist.get_world_size() == 1:
             result["visible"] = dict(visible(folder, FAMILIES[family].visible))
         torch.save(result, out)
     topology.leave()
 
 
 def run(model: Model) -> dict[str, Any]:
-    """Log-probs and gradients; on one rank twice, because the bits must not change."""
+    """Log-probs and gradients; on one rank twice, because the bits must not change. A GPU adds in
+    any order.
+    """
     micro = pack(model.config)
-    passes = [log_probs(model, micro) for _ in range(2 if dist.get_world_size() == 1 else 1)]
+    twice = dist.get_world_size() == 1 and model.config.device == "cpu"
+    passes = [log_probs(model, micro) for _ in range(2 if twice else 1)]
     backward = []
     for log_probs_LV in passes:
         for trained in model.params:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.numerics import chain_error_bound
 from tests.trainer_node.conftest import Ranks
-from tests.trainer_node.families import LENGTHS, make
+from tests.trainer_node.families import LENGTHS, make, pack_experts
 from tests.trainer_node.family_bounds import SMALL, roundings
 from tests.trainer_node.family_cases import ALL, ONE_RANK, PACKED, SEVERAL
 
@@ -24,23 +23,6 @@ def topology(case: tuple[str, str, int, tuple[int, ...]]) -> str:
     family, _, sequence, sizes = case
     split = [f"{n}{s}" for n, s in zip(("tp", "cp", "ep", "etp"), sizes, strict=True) if s > 1]
     return "-".join([family, *split, *["no-sequence"] * (not sequence)])
-
-
-def pack_experts(folder: Path) -> None:
-    """Stack the experts' tensors, as transformers has them in memory and some families in files."""
-    path = folder / "model.safetensors"
-    tensors, packed = load_file(path), {}
-    names = {n.partition(".experts.0.")[0] for n in tensors if ".experts.0." in n}
-    for before in names:
-        own = [n for n in tensors if n.startswith(f"{before}.experts.")]
-        experts = range(len(own) // 3)
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{before}.experts.{e}.{k}_proj.weight") for e in experts])
-            for k in ("gate", "up", "down")
-        )
-        packed[f"{before}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        packed[f"{before}.experts.down_proj"] = down
-    save_file(tensors | packed, path, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")

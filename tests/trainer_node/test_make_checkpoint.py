@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer_node.tiny import hf_model
-from trainer_node.tools.make_checkpoint import ANSWERS, REAL_SHAPES, VOCAB_SIZE, main, tensor_shapes
+from trainer_node.tools.make_checkpoint import ANSWERS, VOCAB_SIZE, main, real_shapes
 
 PROMPTS = [
     "Question: is the sky blue today? Answer:",
@@ -122,15 +122,23 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tensors", "gigabytes"), [("qwen3-30b-a3b", 18867, 61.06), ("qwen3-8b", 399, 16.38)]
+    ("name", "tensors", "gigabytes"),
+    [
+        ("qwen3-30b-a3b", 18867, 61.06),
+        ("qwen3-8b", 399, 16.38),
+        ("llama-3.1-8b", 291, 16.06),
+        ("gpt-oss-20b", 411, 41.83),
+        ("glm-4.7-flash", 9491, 59.89),
+        ("qwen3.5-35b-a3b", 31333, 69.32),
+    ],
 )
 def test_real_configs(tmp_path: Path, name: str, tensors: int, gigabytes: float) -> None:
     main(["--shape", name, "--config-only", "--out", str(tmp_path)])
     assert not (tmp_path / "model.safetensors").exists()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert len(index["weight_map"]) == tensors == len(tensor_shapes(REAL_SHAPES[name]))
+    assert len(index["weight_map"]) == tensors == len(real_shapes(name))
     assert index["metadata"]["total_size"] == pytest.approx(gigabytes * 1e9, rel=1e-3)
-    assert AutoConfig.from_pretrained(tmp_path).vocab_size == 151936
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

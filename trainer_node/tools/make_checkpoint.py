@@ -1,5 +1,5 @@
-"""Writes small HF checkpoints to try splice with, and the configs of real Qwen3 models without
-their weights.
+"""Writes small HF checkpoints to try splice with, and the configs of real models without their
+weights.
 
     python -m trainer_node.tools.make_checkpoint --arch qwen3_moe --out runs/tiny-moe
     python -m trainer_node.tools.make_checkpoint --shape qwen3-30b-a3b --config-only --out runs/30b
@@ -97,6 +97,36 @@ REAL_SHAPES: dict[str, Shape] = {
         num_experts=128, experts_per_token=8, moe_intermediate=768,
     ),
 }  # fmt: skip # a table
+
+
+_YARN_32 = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
+}  # fmt: skip # a table
+_LLAMA_3_1 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+}  # fmt: skip # a table
+OTHER_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": ("Llama", {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_parameters": _LLAMA_3_1,
+    }),
+    "gpt-oss-20b": ("GptOss", {
+        "num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "rope_parameters": _YARN_32,
+    }),
+    "glm-4.7-flash": ("Glm4MoeLite", {
+        "num_hidden_layers": 47, "n_routed_experts": 64, "num_experts_per_tok": 4,
+    }),
+    "qwen3.5-35b-a3b": ("Qwen3_5MoeText", {
+        "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8,
+        "max_position_embeddings": 262144,
+    }),
+}  # fmt: skip # a table
+"""transformers' config class without "Config", and settings; the rest are the class's own."""
 
 
 # ------------------------------------------------------------ content: pure functions
@@ -258,16 +288,49 @@ def write_checkpoint(
     _write_json(folder / "config.json", hf_config(shape, dtype=dtype, end_id=end_id, pad_id=pad_id))
     _write_json(folder / "generation_config.json", {"eos_token_id": end_id, "pad_token_id": pad_id})
     shapes = tensor_shapes(shape)
-    total_size = sum(math.prod(s) for s in shapes.values()) * (4 if dtype == "float32" else 2)
+    _write_index(folder, shapes, dtype)
+    if not config_only:
+        _write_weights(
+            folder / "model.safetensors", shapes, tied=shape.tied, seed=seed, dtype=dtype
+        )
+
+
+def _write_index(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
+    total_size = sum(map(math.prod, shapes.values())) * (4 if dtype == "float32" else 2)
     index = {
         "metadata": {"total_size": total_size},
         "weight_map": dict.fromkeys(shapes, "model.safetensors"),
     }
     _write_json(folder / "model.safetensors.index.json", index)
-    if not config_only:
-        _write_weights(
-            folder / "model.safetensors", shapes, tied=shape.tied, seed=seed, dtype=dtype
-        )
+
+
+def real_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of one of `REAL_SHAPES` or `OTHER_SHAPES`."""
+    return tensor_shapes(REAL_SHAPES[name]) if name in REAL_SHAPES else _other(name)[1]
+
+
+def _other(name: str) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """transformers' config and its checkpoint's tensors."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kind, settings = OTHER_SHAPES[name]
+    config = getattr(transformers, f"{kind}Config")(**settings, dtype="bfloat16")
+    config.architectures = [f"{kind.removesuffix('Text')}ForCausalLM"]
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    tensors = revert_weight_conversion(model, model.state_dict())
+    return config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def write_other(folder: Path, name: str) -> int:
+    """The config of one of `OTHER_SHAPES`, a tokenizer and the list of keys; returns how many."""
+    config, shapes = _other(name)
+    config.save_pretrained(folder)
+    write_tokenizer(folder)
+    _write_index(folder, shapes, "bfloat16")
+    return len(shapes)
 
 
 def _write_weights(
@@ -321,7 +384,7 @@ def main(argv: list[str] | None = None) -> None:
         default=None,
         help="with --shape tiny (default: qwen3)",
     )
-    parser.add_argument("--shape", choices=["tiny", *REAL_SHAPES], default="tiny")
+    parser.add_argument("--shape", choices=["tiny", *REAL_SHAPES, *OTHER_SHAPES], default="tiny")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -339,16 +402,20 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     dtype = arguments.dtype or ("float32" if arguments.shape == "tiny" else "bfloat16")
     try:
-        shape = chosen_shape(
-            name=arguments.shape,
-            arch=cast("Arch | None", arguments.arch),
-            tied=arguments.tie_word_embeddings,
-        )
         if arguments.shape != "tiny" and not arguments.config_only:
             raise ConfigError(
                 f"--shape {arguments.shape} is written with --config-only; random weights are "
                 "made in memory"
             )
+        if arguments.shape in OTHER_SHAPES:
+            count = write_other(arguments.out, arguments.shape)
+            print(f"{arguments.out}: {arguments.shape}, {count} tensors, bfloat16")
+            return
+        shape = chosen_shape(
+            name=arguments.shape,
+            arch=cast("Arch | None", arguments.arch),
+            tied=arguments.tie_word_embeddings,
+        )
         write_checkpoint(
             arguments.out,
             shape,

@@ -72,7 +72,8 @@ class _SingleExperts(nn.ModuleList):
         for e, expert in enumerate(self):
             token, choice = torch.where(experts_TK == e)
             if len(token):  # an expert without tokens has no gradient
-                out.index_add_(0, token, expert(x[token]) * weights_TK[token, choice, None])
+                weighted = expert(x[token]) * weights_TK[token, choice, None]
+                out.index_add_(0, token, weighted.to(out.dtype))
         return out
 
 

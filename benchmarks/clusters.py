@@ -14,7 +14,7 @@ from typing import Literal
 
 from benchmarks import memory
 from benchmarks.harness import inference_python
-from orchestrator.protocol.config import LORA_TARGETS, InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import PauseMode, PublicationMode
 from orchestrator.publication.config import PublicationConfig
 from splice.cluster import Cluster, ClusterConfig
@@ -29,7 +29,7 @@ SHAPES = {
     "tiny": ("qwen3_moe", "tiny"),
     "tiny-dense": ("qwen3", "tiny"),
 }
-TARGETS = {"lora-all": LORA_TARGETS, "lora-attn": ("q_proj", "k_proj", "v_proj", "o_proj")}
+TARGETS = {"lora-all": ("all-linear",), "lora-attn": ("q_proj", "k_proj", "v_proj", "o_proj")}
 NAME, RANK = "bench", 16
 
 

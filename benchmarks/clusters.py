@@ -101,6 +101,7 @@ def cluster_config(
         transport=transport,
         lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]),
         micro_batch_tokens=4096,
+        admission="skip",
     )
     inference = InferenceConfig(
         model=model,

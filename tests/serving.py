@@ -7,6 +7,7 @@ from typing import Any
 HEADS = {"num_attention_heads": 2}  # of 32: vLLM's attention on a CPU knows no 16
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+LATENT_ON_GPUS = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # what its kernels know
 NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # transformers writes neither
 ONE_GROUP = {"n_group": 1, "topk_group": 1}  # vLLM on a CPU takes no null
 EPS = {"rms_norm_eps": 1e-5}  # vLLM reads none

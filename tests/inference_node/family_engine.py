@@ -28,7 +28,7 @@ from inference_node import direct, engine, placement, verify
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
-from tests.serving import BFLOAT16, SERVED
+from tests.serving import BFLOAT16, LATENT_ON_GPUS, SERVED
 from tests.trainer_node import families
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
@@ -102,7 +102,10 @@ def through_the_cpu(worker_group: Any) -> Any:
 def checkpoint(name: str, folder: Path) -> dict[str, torch.Tensor]:
     """Write the family's checkpoint; returns its tensors."""
     dtype = dtype_of(name)
-    families.make(name, folder, dtype, **SERVED.get(name, {}))
+    settings = SERVED.get(name, {})
+    if CUDA and "v_head_dim" in settings:
+        settings = settings | LATENT_ON_GPUS
+    families.make(name, folder, dtype, **settings)
     return {n: t for f in sorted(folder.glob("*.safetensors")) for n, t in load_file(f).items()}
 
 
@@ -137,6 +140,8 @@ class Engine:
         more: dict[str, Any] = {"attention_backend": "CPU_MLA"}  # AMX's knows no float32
         if CUDA:
             more = {"gpu_memory_utilization": 0.05}
+            if "linear_key_head_dim" in SERVED.get(name, {}):  # else FlashInfer, where it is not
+                more["additional_config"] = {"gdn_prefill_backend": "triton"}
             join = engine.join_tcp
             engine.join_tcp = lambda *a, **k: through_the_cpu(join(*a, **k))
         self._llm = vllm.LLM(
@@ -168,7 +173,8 @@ class Engine:
     def plan(self) -> dict[str, str]:
         """Check and lay out the manifest; returns why tensors are reloaded."""
         found = self.call("splice_plan_check", self.manifest.model_dump_json())
-        placement.judge(self.manifest, [placement.Findings(**found["findings"])])
+        self._findings = placement.Findings(**found["findings"])
+        placement.judge(self.manifest, [self._findings])
         stuck = sorted({i for indices in found["obstacles"].values() for i in indices})
         reload = self.call("splice_whole_layers", stuck)["indices"]
         self.lay_out(reload)
@@ -210,7 +216,10 @@ class Engine:
         answer = self.call("splice_update", request.model_dump_json())
         thread.join(30.0)
         sender.release()
-        arrived = answer["arrived"] and array.array("q", base64.b64decode(answer["arrived"]))
+        arriving = [i for kind, indices in self.chunks if kind != "reload" for i in indices]
+        arrived = answer["arrived"]
+        if arrived is not None:
+            arrived = array.array("q", base64.b64decode(arrived))
         digests, unverified = verify.combine(
             self.manifest,
             [
@@ -228,6 +237,7 @@ class Engine:
                     arrived=arrived,
                 )
             ],
+            verify.Arrivals(self.manifest, arriving, [self._findings.loaded]),
         )
         wrong = [
             s.name
@@ -276,7 +286,8 @@ def run(name: str, folder: Path) -> Served:
         engine = Engine(name, folder, base)
         reasons = engine.plan()
     except Exception as error:  # noqa: BLE001 - the reason is the result
-        return Served(refused=f"{type(error).__name__}: {error}")
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        return Served(refused=f"{type(error).__name__}: {error} ({at.name}: {at.line})")
     engine.join()
     reloaded = sum(len(i) for kind, i in engine.chunks if kind == "reload")
     wrong: set[str] = set()

@@ -145,6 +145,18 @@ def whole(log_probs_LV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     return found.cpu()
 
 
+def _without_triton() -> None:
+    """transformers on the CPU, which would take flash-linear-attention's kernels if a GPU is there.
+
+    Its modules ask when they are imported.
+    """
+    transformers.utils.import_utils.is_flash_linear_attention_available = lambda: False
+    transformers.utils.import_utils.is_causal_conv1d_available = lambda: False
+
+
+_without_triton()
+
+
 def reference(
     folder: Path, *, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Any, list[torch.Tensor]]:

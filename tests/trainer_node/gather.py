@@ -80,7 +80,7 @@ def check_bytes(
     for indices, chunk_B in zip(order, chunks, strict=True) if is_root() else ():
         specs = [manifest.tensors[i] for i in indices]
         for spec, got_B in zip(specs, chunk_B.split([s.nbytes for s in specs]), strict=True):
-            wanted = expected[spec.name].reshape(-1)
+            wanted = expected[spec.name].reshape(-1).to(got_B.device)
             if spec.name in merged:
                 torch.testing.assert_close(
                     got_B.clone().view(wanted.dtype), wanted, rtol=2**-7, atol=1e-6, msg=spec.name

@@ -8,6 +8,8 @@ built model. The CPU tier differs in `cpu_shims.without_cuda` alone.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.model import cpu_shims
+from trainer_node.model import cpu_shims, gated_delta
 from trainer_node.model.model import DTYPES
+
+log = logging.getLogger("splice.trainer")
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -91,6 +95,8 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
         provider.recompute_method, provider.recompute_num_layers = "uniform", 1
     if config.device == "cpu":
         cpu_shims.without_cuda(provider)
+    elif provider.experimental_attention_variant == "gated_delta_net":
+        _gated_delta_rule()
     provider.finalize()
 
 
@@ -184,11 +190,28 @@ def _plain_query_projections() -> None:
     QKNormConfigResolver.resolve = without_norm
 
 
+def _gated_delta_rule() -> None:
+    """Take Megatron's gated delta rule in torch where flash-linear-attention has no backward pass:
+    on Hopper GPUs with Triton from 3.4 up to 3.7.1, which miscompiles it, and without tilelang."""
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+    from megatron.core.ssm.gated_delta_net import gdn
+
+    has_tilelang = importlib.util.find_spec("tilelang") is not None
+    if has_tilelang or not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
+        return
+    gdn.chunk_gated_delta_rule = gated_delta.chunk_gated_delta_rule
+    log.warning(
+        "the gated delta rule runs in torch, many times slower than flash-linear-attention's "
+        "kernels: these need tilelang or Triton 3.7.1 on this GPU"
+    )
+
+
 def settle(model: Any, provider: Any) -> None:
     """Put right what Bridge 0.6.2 builds otherwise than HF has it.
 
     Every norm gets the config's epsilon: those behind Gemma3's projections have TransformerEngine's
-    1e-5. A norm over all heads of a tensor-parallel model gets its whole gradient.
+    1e-5. A norm over all heads of a tensor-parallel model gets its whole gradient. Sinks, which
+    TransformerEngine keeps in fp32 (and converts in each pass), get the model's dtype.
 
     Raises:
         ConfigError: the logits are more than a product, and `losses` makes them of one.
@@ -203,6 +226,8 @@ def settle(model: Any, provider: Any) -> None:
     for module in model.modules():
         if hasattr(module, "eps"):
             module.eps = provider.layernorm_epsilon
+        if (sinks := getattr(module, "softmax_offset", None)) is not None:
+            sinks.data = sinks.data.to(provider.params_dtype)
         if isinstance(module, _FullDimRMSNorm) and provider.tensor_model_parallel_size > 1:
             module.forward = functools.partial(_norm_over_ranks, module)
 

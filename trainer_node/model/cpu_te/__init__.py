@@ -110,7 +110,7 @@ def install() -> None:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
     _plain_functions()
-    from trainer_node.model.cpu_te import gated_delta
+    from trainer_node.model import gated_delta
 
     gated_delta.install()
     _yarn_without_pinned_memory()

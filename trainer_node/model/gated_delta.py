@@ -1,4 +1,5 @@
-"""flash-linear-attention's functions for Megatron's gated delta net, on a CPU.
+"""flash-linear-attention's functions for Megatron's gated delta net, in torch: on a CPU, and on
+GPUs on which its kernels refuse (`providers`).
 
 The gated delta rule (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464) is Megatron's own in torch,
 which refuses packs; here it runs once for each sequence.

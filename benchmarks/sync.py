@@ -28,6 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
+
 from benchmarks import clusters, memory
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import TokenStream, warm_prefill
@@ -118,7 +120,12 @@ def _shape(
 ) -> Iterator[Case]:
     """All of the peer's on one server, then ours for each kind of LoRA in a cluster of its own."""
     wanted = dict.fromkeys((way.linears, way.keep_kv) for lora in loras for way in _ways(lora))
-    stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted)) if device == "cuda" else {}
+    stock: dict[tuple[tuple[str, ...], bool], Seen] = {}
+    if device == "cuda":
+        try:
+            stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted))
+        except (RuntimeError, httpx.HTTPError) as error:
+            print(f"stock {shape} failed: {error}", flush=True)
     for lora in loras:
         yield from _ours(shape, lora, folder, device=device, samples=samples, stock=stock)
 

@@ -501,7 +501,9 @@ def check(
         argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
         argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
         argv += ["--keep", str(small)] if serve else []
-        code = subprocess.run(argv, check=False).returncode
+        # On a CPU: transformers would take its kernels for GPUs where it sees one.
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        code = subprocess.run(argv, env=env, check=False).returncode
         if code or not serve:
             raise typer.Exit(code)
         try:

@@ -30,6 +30,6 @@ BFLOAT16 = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """vLLM's gated delta rule on a CPU takes no other dtype."""
 UNLISTED = ("qwen3_5", "qwen3_5_moe")
 """vLLM's module of these imports torchvision, which the CPU environment lacks; the tests of the
-inference node load it without."""
+inference node load it without. vLLM 0.26 on a GPU serves them with their vision part only."""
 UNSERVED = {"minimax_m2": 'assert self.scoring_func == "softmax"'}
 """The line of vLLM's router on a CPU that refuses a family's requests. Its weights are loaded."""

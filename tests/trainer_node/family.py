@@ -145,18 +145,6 @@ def whole(log_probs_LV: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     return found.cpu()
 
 
-def _without_triton() -> None:
-    """transformers on the CPU, which would take flash-linear-attention's kernels if a GPU is there.
-
-    Its modules ask when they are imported.
-    """
-    transformers.utils.import_utils.is_flash_linear_attention_available = lambda: False
-    transformers.utils.import_utils.is_causal_conv1d_available = lambda: False
-
-
-_without_triton()
-
-
 def reference(
     folder: Path, *, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Any, list[torch.Tensor]]:
@@ -165,6 +153,10 @@ def reference(
     for name, value in settings.items():
         setattr(config, name, value)
     model_class = getattr(transformers, config.architectures[0])
+    module = sys.modules[model_class.__module__]
+    for kernel in FUSED:
+        if hasattr(module, kernel):
+            setattr(module, kernel, None)
     model = model_class.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation="eager"
     ).eval()
@@ -173,6 +165,9 @@ def reference(
         for ids in tokens()
     ]
 
+
+FUSED = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "FusedRMSNormGated")
+"""What transformers takes from flash-linear-attention where a GPU is, also for tensors on a CPU."""
 
 # ---------------------------------------------------------------- gradients
 

@@ -20,8 +20,8 @@ from tests.trainer_node.family_cases import ALL, ONE_RANK, PACKED
 TIMES_ROUNDING = 3.0
 TIMES_FLIPPED = 10.0
 """The same where tokens may have gone to other experts in one of the two computations."""
-VISIBLE = 3.0
-"""How many times what is allowed an adapter and a step must move the log-probs by."""
+VISIBLE = 2.0
+"""How many times the rounding an adapter and a step must move the median token by."""
 
 pytestmark = pytest.mark.gpu1
 
@@ -40,15 +40,14 @@ def typical(ours_TV: torch.Tensor, theirs_TV: torch.Tensor) -> float:
     return float((ours_TV - theirs_TV).norm(dim=-1).median() / theirs_TV.norm(dim=-1).median())
 
 
-def check(result: dict[str, Any], ours: str) -> float:
-    """Log-probs; returns what is allowed of all together."""
+def check(result: dict[str, Any], ours: str) -> None:
+    """Log-probs."""
     theirs, rounded = result["theirs"], result["their_rounded"]
     allowed = TIMES_ROUNDING * typical(rounded, theirs)
     assert 0 < allowed < 0.5
     assert typical(result[ours], theirs) <= allowed
     allowed = TIMES_FLIPPED * distance(rounded, theirs)
     assert distance(result[ours], theirs) <= allowed
-    return allowed
 
 
 def check_gradients(result: dict[str, Any]) -> None:
@@ -80,10 +79,11 @@ def test_adapters_are_pefts(tmp_path: Path, family: str, targets: str) -> None:
     out = tmp_path / "out.pt"
     run_on_gpus(1, "adapted", out, tmp_path, name, targets, 1, 1, 1, 1, 1, "cuda")
     result = torch.load(out)
-    allowed = check(result, "ours")
+    check(result, "ours")
     for export in ("merged", "wired"):
         check(result, export)
+    rounding = typical(result["their_rounded"], result["theirs"])
     for other in ("base", "stepped"):
-        assert distance(result[other], result["ours"]) > VISIBLE * allowed / TIMES_FLIPPED
+        assert typical(result[other], result["ours"]) > VISIBLE * rounding
     if result["their_gradients"]:  # else PEFT fuses these adapters
         check_gradients(result)

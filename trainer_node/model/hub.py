@@ -59,13 +59,13 @@ def fetch(model: Path) -> Path:
         )
     except (OSError, ValueError) as error:
         why = (
-            "HF_HUB_OFFLINE is set and it is not in the cache"
+            "HF_HUB_OFFLINE is set, and the model is not in the cache"
             if constants.HF_HUB_OFFLINE
-            else f"it cannot be fetched: {error}"
+            else error
         )
         raise ConfigError(
-            f"model {model} is no folder on this host, and as a hub id {why} (cache: "
-            f"{constants.HF_HUB_CACHE}); give a folder, or run "
+            f"{model} is not a local folder, and the Hub download failed: {why} (cache: "
+            f"{constants.HF_HUB_CACHE}). Give a folder, or run "
             f"`hf download {match['repo']}` where there is a network"
         ) from error
     _check_whole(folder, model)

@@ -192,14 +192,20 @@ class Receiver:
 
 @contextlib.contextmanager
 def node(
-    model: Path, folder: Path, *, ranks: int = 1, module: str = "trainer_node", **parallel
+    model: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    module: str = "trainer_node",
+    collective_timeout_s: float = 30,
+    **parallel,
 ) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
     config = TrainerConfig(
         model=model,
         lora=LoraConfig(rank=4, alpha=8),
         parallel=ParallelConfig(world_size=ranks, **parallel),
         micro_batch_tokens=16,
-        collective_timeout_s=30,
+        collective_timeout_s=collective_timeout_s,
     )
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())
@@ -860,6 +866,15 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
     with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):
         rank_process(process, 1).kill()
         assert process.wait(90) != 0
+
+
+def test_ranks_wait_longer_for_the_first_check_than_for_each_other(
+    models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of a model without a report takes half a minute and more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with node(models["dense_untied"], tmp_path, ranks=2, collective_timeout_s=8):
+        assert len(list((tmp_path / "cache/splice/checks").iterdir())) == 1
 
 
 def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:

@@ -209,6 +209,9 @@ def test_logs_are_followed(tmp_path):
     assert done.stdout == (
         "inference-0      | inference-0 2\ninference-0.vllm | inference-0.vllm 2\n"
     )
+    every = [*argv, str(tmp_path), "-n", "1"]
+    done = subprocess.run(every, env=own, capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.splitlines()) == 3, "a run in the place of a role: all roles"
     following = [*argv, "trainer", "--run", str(tmp_path), "-n", "0", "-f"]
     out = tmp_path / "out"
     with out.open("w") as output:

@@ -1,7 +1,7 @@
 # make smoke   from a fresh clone to a served tiny@2, on a CPU
 # make test    the CPU tests, each package in the environment it belongs to
 # make test-all   adds the slow ones: the rest of the parity matrix, repeats, every restart
-# make check   ruff, formatting, types
+# make check   ruff, formatting, types, links of the docs; make docs builds the site alone, in build/site
 # make chaos   a run under a nemesis for HOURS=2, with a fresh seed, then with real Megatron and vLLM
 # make envs-cuda, make smoke-cuda   the same on a CUDA machine with two GPUs; nothing else here needs one
 
@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 HOURS ?= 2
 CHAOS_ARGS ?=
 
-.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-all mutants chaos chaos-short check lint-fix clean
+.PHONY: help envs envs-both envs-cuda dev smoke smoke-cuda test test-all mutants chaos chaos-short check check-code docs lint-fix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -58,15 +58,15 @@ $(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
 	@touch $@
 
-# Benchmarks draw their results; only the trainer's environment runs them.
-$(TRAINER)/.plot: requirements/plot.lock $(TRAINER)/.installed
-	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/plot.lock
+# Benchmarks draw their results, and the docs become a site; only the trainer's environment does either.
+$(TRAINER)/.plot $(TRAINER)/.docs: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
+	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/$*.lock
 	@touch $@
 
 smoke: envs
@@ -79,7 +79,7 @@ smoke-cuda: envs-cuda
 # torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.
 test: dev
 	@status=0; export RES_OPTIONS="$${RES_OPTIONS:-timeout:1 attempts:2}"; \
-	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_installation.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_docs.py tests/test_installation.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
 	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS) || status=1; \
 	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
@@ -102,7 +102,14 @@ chaos-short: dev
 	$(TRAINER)/bin/python -m tests.chaos --seed 1 --runs 2 --minutes 0.7
 	$(TRAINER)/bin/python -m tests.chaos --minutes 0.7
 
-check: $(TRAINER)/.dev
+check: $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs
+	@$(MAKE) --no-print-directory -j2 check-code docs
+
+# Strict: a missing page, link or anchor is an error.
+docs: $(TRAINER)/.plot $(TRAINER)/.docs
+	NO_MKDOCS_2_WARNING=1 $(TRAINER)/bin/python -m mkdocs build --quiet
+
+check-code: $(TRAINER)/.dev
 	$(TRAINER)/bin/ruff check .
 	$(TRAINER)/bin/ruff format --check .
 	$(TRAINER)/bin/mypy

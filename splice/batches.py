@@ -33,6 +33,7 @@ class Completion:
     Attributes:
         temperature: at which it was sampled; the log-probs are those of that temperature.
         finish_reason: "length" if `max_tokens` cut the answer off.
+        versions: those that sampled its tokens, in order; several if a publication came between.
     """
 
     prompt_ids: tuple[int, ...]
@@ -41,6 +42,7 @@ class Completion:
     temperature: float = 1.0
     text: str = ""
     finish_reason: str | None = None
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,15 @@ def _completion(
         temperature=temperature,
         text=(choice["message"].get("content") or "") if is_chat else choice["text"],
         finish_reason=choice.get("finish_reason"),
+        versions=_versions(reply),
     )
+
+
+def _versions(reply: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return those that the reply lists, or the one of its name."""
+    _, _, version = str(reply.get("model", "")).rpartition("@")
+    named = (int(version),) if version.isdecimal() else ()
+    return tuple(reply.get("versions", named))
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:

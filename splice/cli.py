@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import logging
 import math
 import os
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -37,7 +40,8 @@ from orchestrator.server import Orchestrator
 from splice import doctor as doctoring
 from splice import run_cli
 from splice.cluster import trainer_variables
-from splice.run_cli import Overrides, node_file
+from splice.machine import local_model
+from splice.run_cli import AsJson, Overrides, node_file
 from splice.run_file import load
 from splice.smoke.config import SmokeConfig
 from splice.smoke.interrupts import Interrupts
@@ -94,7 +98,9 @@ def _main(
 def smoke(
     model: Annotated[
         Path | None,
-        typer.Option(help="HF checkpoint folder; default: the tiny Qwen3-MoE, made on first use."),
+        typer.Option(
+            help="HF checkpoint folder, or a Hub id. Default: a tiny Qwen3-MoE, made on first use."
+        ),
     ] = None,
     arch: Annotated[
         str, typer.Option(help="Which tiny model to make: qwen3 or qwen3_moe.")
@@ -170,7 +176,9 @@ def smoke(
             raise ConfigError(f"--finetuning-type is lora or full, got {finetuning_type!r}")
         config = SmokeConfig(
             run_dir=run_dir or Path("runs/smoke") / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}"),
-            model=model if model is not None else _tiny_model(arch, trainer_python, console),
+            model=_tiny_model(arch, trainer_python, console)
+            if model is None
+            else local_model(model, python=trainer_python),
             trainer_python=trainer_python,
             inference_python=inference_python,
             report=report,
@@ -438,6 +446,7 @@ def doctor(
     device: Annotated[
         str, typer.Option(help="cpu or cuda. Default: cuda where the host has GPUs.")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Check this host's GPUs and one environment's package versions for a role.
 
@@ -453,6 +462,18 @@ def doctor(
         findings = doctoring.diagnose(python=python, roles=roles, on_gpus=on_gpus)
     except ConfigError as error:
         _die(console, error)
+    fits = all(f.ok for f in findings) and (device != "cuda" or bool(gpus))
+    if as_json:
+        rows = {"packages": list(map(asdict, findings)), "gpus": list(map(asdict, gpus))}
+        typer.echo(json.dumps({"ok": fits, **rows}, indent=1))
+    else:
+        _print_findings(console, findings, gpus)
+    raise typer.Exit(0 if fits else 1)
+
+
+def _print_findings(
+    console: Console, findings: Sequence[doctoring.Finding], gpus: Sequence[doctoring.Gpu]
+) -> None:
     table = Table("role", "package", "installed", "wanted", "")
     for f in findings:
         verdict = "[green]ok[/green]" if f.ok else f"[red]no[/red], {f.note}"
@@ -467,9 +488,6 @@ def doctor(
         )
     if not gpus:
         console.print("no GPUs: nvidia-smi lists none", highlight=False)
-    if device == "cuda" and not gpus:
-        raise typer.Exit(1)
-    raise typer.Exit(0 if all(f.ok for f in findings) else 1)
 
 
 def _role(text: str) -> doctoring.NodeRole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +14,11 @@ from orchestrator.protocol.config import check_model_folder
 from orchestrator.protocol.topology import language_part
 from splice.doctor import Gpu
 from splice.preflight import read_model_config
-from splice.run_file import FILE_NAME
+from splice.run_file import BY_DEVICE, FILE_NAME
 
 TRAINER_SHARE, SERVER_SHARE = 0.5, 0.6
 """Most of a GPU's memory that weights may take, for the trainer and for vLLM. The rest is for
 activations and states, or for the KV cache."""
-LONGEST = 32768
-"""Longest `max_model_len` chosen; one request's KV cache must fit into what is left."""
-CPU_LEN = 512
 FETCH = "import sys; from pathlib import Path; from trainer_node.model.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
 TEMPLATE = """\
 # A run of splice: `splice up`, `splice status`, `splice logs`, `splice stop` read this file.
@@ -53,9 +51,9 @@ gpus = {inference_gpus}
 tensor_parallel = {inference_tensor}
 replicas = {replicas}
 port = 0                         # of the OpenAI API; 0: any
-max_model_len = {max_model_len}
+max_model_len = {max_model_len}             # "auto": the model's own, or what the KV cache holds
 load_format = "dummy"            # the trainer sends every weight with the first version
-enforce_eager = {enforce_eager}
+enforce_eager = {enforce_eager}            # false: CUDA graphs
 """
 
 
@@ -149,12 +147,16 @@ def write_run_file(
         gpus=[gpu.index for gpu in gpus],
         memory_bytes=min((gpu.memory_mib for gpu in gpus), default=0) * 2**20,
     )
-    own_len = int(model_config.get("max_position_embeddings", LONGEST))
+    by_device = BY_DEVICE["cuda" if gpus else "cpu"]
+    own_len = model_config.get("max_position_embeddings")
+    max_model_len = by_device["inference"]["max_model_len"]
+    if own_len is not None and not gpus:
+        max_model_len = min(int(own_len), max_model_len)
     text = TEMPLATE.format(
         name=_toml(name),
         model=_toml(str(model)),
         device=_toml("cuda" if gpus else "cpu"),
-        dtype=_toml("bfloat16" if gpus else "float32"),
+        dtype=_toml(by_device[""]["dtype"]),
         trainer_python=_toml(str(trainer_python)),
         trainer_gpus=list(sizes.trainer_gpus),
         trainer_tensor=sizes.trainer_tensor,
@@ -163,8 +165,8 @@ def write_run_file(
         inference_gpus=list(sizes.inference_gpus),
         inference_tensor=sizes.inference_tensor,
         replicas=sizes.replicas,
-        max_model_len=min(own_len, LONGEST if gpus else CPU_LEN),
-        enforce_eager="false" if gpus else "true",
+        max_model_len=json.dumps(max_model_len),
+        enforce_eager=json.dumps(by_device["inference"]["enforce_eager"]),
     )
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

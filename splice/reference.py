@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from splice.run_file import RunFile
+from splice.run_file import BY_DEVICE, RunFile
 
 HEAD = """# Configuration: every key of run.toml
 
@@ -43,6 +43,9 @@ def _tables(model: dict[str, Any], defs: dict[str, Any], *, name: str) -> Iterat
         default = "required" if key in required and not _is_shared(name, key) else _default(field)
         if _is_shared(name, key):
             default = "the top's"
+        if key in BY_DEVICE["cpu"].get(name, {}):
+            cpu, cuda = (json.dumps(BY_DEVICE[d][name][key]) for d in ("cpu", "cuda"))
+            default = f"`{cpu}`; on GPUs `{cuda}`"
         meaning = " ".join(str(field.get("description", "")).split()).replace("|", "\\|")
         yield f"| `{key}` | {_values(field)} | {default} | {meaning} |"
     yield ""
@@ -51,7 +54,7 @@ def _tables(model: dict[str, Any], defs: dict[str, Any], *, name: str) -> Iterat
 
 
 def _is_shared(table: str, key: str) -> bool:
-    shared = table in ("trainer", "inference") and key in ("model", "device", "dtype", "transport")
+    shared = table in ("trainer", "inference") and key in ("model", "device", "dtype")
     return shared or (table, key) == ("inference", "name")
 
 

@@ -38,6 +38,8 @@ _HERE = Path()
 _INFERENCE = Path(".venv-inference/bin/python")
 UP_TIMEOUT_S = 1800.0
 TAIL_LINES = 20
+LOGGED = ("all", "up", "orchestrator", "trainer", "inference")
+"""What `splice logs` takes for a role, even where a folder has that name."""
 
 
 @app.command()
@@ -56,6 +58,7 @@ def init(
     inference_python: Annotated[
         Path, typer.Option(help="Interpreter of the inference environment.")
     ] = _INFERENCE,
+    as_json: AsJson = False,
 ) -> None:
     """Look at this host's GPUs and the model, and write a commented run.toml."""
     try:
@@ -75,6 +78,9 @@ def init(
         load(path)
     except (SpliceError, OSError) as error:
         _die(error)
+    if as_json:
+        typer.echo(json.dumps({"file": os.path.abspath(path), "chosen": chosen}))
+        return
     _say(f"wrote {path}: {chosen}")
     _say(f"next: splice up {path}")
 
@@ -251,7 +257,8 @@ def watch(
 @app.command()
 def logs(
     role: Annotated[
-        str, typer.Argument(help="up, orchestrator, trainer, inference or all.")
+        str,
+        typer.Argument(help="up, orchestrator, trainer, inference or all. Or the run, for all."),
     ] = "all",
     run: Annotated[
         Path, typer.Option(help="A run.toml, its folder, or the folder of a run.")
@@ -261,6 +268,8 @@ def logs(
 ) -> None:
     """Print the last lines of the roles' logs."""
     try:
+        if role not in LOGGED and Path(role).exists():
+            role, run = "all", Path(role)
         folder = _run_dir(run) / "logs"
         prefix = "" if role == "all" else role
         files = sorted(folder.glob(f"{prefix}*.log"))
@@ -308,13 +317,16 @@ def _last(lines: list[str], count: int) -> list[str]:
 
 
 @app.command()
-def stop(run: Run = _HERE) -> None:
+def stop(run: Run = _HERE, as_json: AsJson = False) -> None:
     """End the run: its orchestrator, and every role that `splice up` started here."""
     try:
         run_dir = _run_dir(run)
         was_up = up.stop(run_dir)
     except (SpliceError, OSError, TimeoutError) as error:
         _die(error)
+    if as_json:
+        typer.echo(json.dumps({"run_dir": str(run_dir), "was_up": was_up}))
+        return
     typer.echo(f"the run in {run_dir} has ended" if was_up else f"nothing runs in {run_dir}")
 
 

@@ -47,6 +47,29 @@ _SHARED = {
     "trainer": ("model", "device", "dtype"),
     "inference": ("model", "device", "dtype", "name"),
 }
+BY_DEVICE: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {
+        "": {"dtype": "float32"},
+        "trainer": {"transport": "tcp"},
+        "inference": {
+            "transport": "tcp",
+            "max_model_len": 512,
+            "max_num_seqs": 64,
+            "enforce_eager": True,
+        },
+    },
+    "cuda": {
+        "": {"dtype": "bfloat16"},
+        "trainer": {"transport": "nccl"},
+        "inference": {
+            "transport": "nccl",
+            "max_model_len": "auto",
+            "max_num_seqs": 256,
+            "enforce_eager": False,
+        },
+    },
+}
+"""Device -> table of the file ("": the top) -> defaults that depend on the device."""
 _PATHS = (("model",), ("run_dir",), ("trainer", "model"), ("trainer", "adapter"),
           ("trainer", "python"), ("inference", "model"), ("inference", "python"),
           ("orchestrator", "curve_dir"))  # fmt: skip  # a list
@@ -137,7 +160,7 @@ class RunFile(Settings):
     run_dir: Path = Path("run")
     """Folder of the run: journal, endpoint, token, logs, versions."""
     device: Device = "cpu"
-    """Where trainer and vLLM run. cuda: weights travel by NCCL; cpu: by TCP."""
+    """Where trainer and vLLM run. Without this key: cuda if the file names `gpus`, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
     orchestrator: OrchestratorSection = OrchestratorSection()
@@ -152,16 +175,19 @@ class RunFile(Settings):
     @model_validator(mode="before")
     @classmethod
     def _share(cls, values: Any) -> Any:
-        """Fill what the roles take from the top of the file."""
+        """Fill what depends on the device, and what the roles take from the top of the file."""
         if not isinstance(values, dict):
             return values
-        shared = dict(values)
+        tables = {role: values.get(role, {}) for role in _SHARED}
+        has_gpus = any(isinstance(own, dict) and own.get("gpus") for own in tables.values())
+        device = values.get("device", "cuda" if has_gpus else "cpu")
+        defaults = BY_DEVICE.get(device if isinstance(device, str) else "", BY_DEVICE["cpu"])
+        shared = {"device": device, **defaults[""], **values}
         for role, keys in _SHARED.items():
-            own = shared.get(role, {})
+            own = tables[role]
             if isinstance(own, dict):
                 taken = {key: shared[key] for key in keys if key in shared}
-                transport = "nccl" if shared.get("device") == "cuda" else "tcp"
-                shared[role] = {"transport": transport, **taken, **own}
+                shared[role] = {**defaults[role], **taken, **own}
         return shared
 
     @model_validator(mode="after")

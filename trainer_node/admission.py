@@ -18,6 +18,9 @@ import tempfile
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import TrainerConfig
+from trainer_node import objects
+from trainer_node.launcher import rendezvous
 
 log = logging.getLogger("splice.trainer")
 TIMEOUT_S = 900.0
@@ -31,6 +34,28 @@ def cache() -> Path:
     """The folder of the kept reports."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "splice" / "checks"
+
+
+def require_once(config: TrainerConfig) -> None:
+    """`require` on rank 0, while the others wait. A collective.
+
+    Raises:
+        ConfigError: on every rank, as `require` does.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        require(config.model)
+        return
+    why = ""
+    timeout_s = TIMEOUT_S + config.collective_timeout_s
+    with rendezvous.patient_group(config, timeout_s=timeout_s) as group:
+        if os.environ["RANK"] == "0":
+            try:
+                require(config.model)
+            except ConfigError as error:
+                why = str(error)
+        why, *_ = objects.all_gather(why, group=group)
+    if why:
+        raise ConfigError(why)
 
 
 def require(model: Path) -> None:

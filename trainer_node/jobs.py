@@ -84,7 +84,7 @@ class Jobs:
         message: TrainStep = request.message
         request.progress("training")
         started, batch = time.monotonic(), self._batch(request)
-        staleness = self._trainer.steps_since_sent
+        is_on_policy = self._trainer.steps_since_sent == 0
 
         def on_step(step: steps.Step, count: int) -> None:
             request.steps_taken += step.is_taken
@@ -92,19 +92,12 @@ class Jobs:
                 request.progress("training", metrics=step.metrics)
 
         done = steps.train(self._trainer, batch, message, on_step=on_step)
-        plotted = {
-            "lr": message.optim.lr,
-            "staleness_steps": float(staleness),
-            "tokens_per_s": sum(s.used.num_rows for s in done) / (time.monotonic() - started),
-        }
-        if self._model.device.type == "cuda":
-            plotted["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         result: dict[str, Any] = {
-            "metrics": steps.total_metrics(done) | plotted,
+            "metrics": steps.total_metrics(done),
             "steps": [s.metrics for s in done],
             "warnings": [],
         }
-        if staleness == 0:
+        if is_on_policy:
             result["warnings"] = self._warnings(request, done[0].used.sums, batch, message.loss)
         train_s = time.monotonic() - started
         request.progress("saving", metrics=result["metrics"])
@@ -158,9 +151,10 @@ class Jobs:
         if trainer.steps_since_sent == 0:
             warnings = self._warnings(request, sums, batch, message.loss)
         seconds = {"forward_backward": time.monotonic() - started}
+        usage = trainer.usage(len(batch.tokens_T), seconds=seconds["forward_backward"])
         return Outcome(
             result={
-                "metrics": sums.metrics(message.loss.normalize_by),
+                "metrics": sums.metrics(message.loss.normalize_by) | usage,
                 "warnings": warnings,
                 "pending_batches": trainer.pending.num_batches,
                 "seconds": seconds | self._to_first_forward(request),

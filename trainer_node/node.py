@@ -302,8 +302,8 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
         refuse_loopback_name(master, what="the address of rank 0")
     os.environ.update(gloo_variables(master))
     config = with_local_model(config)
-    if link is not None and config.admission == "check":
-        admission.require(config.model)
+    if config.admission == "check":
+        admission.require_once(config)
     node = nodes["node"] = Node(config, link)
     code = EXIT_DIVERGED
     try:

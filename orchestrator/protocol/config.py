@@ -252,8 +252,9 @@ class InferenceConfig(Settings):
     max_body_bytes: int = Field(default=16 * 2**20, ge=2**16)
     """Largest body of a request to the OpenAI API; a larger one gets 413. The default holds a list
     of two million tokens."""
-    max_model_len: int = Field(default=512, ge=16)
-    """Longest sequence in tokens, prompt and answer."""
+    max_model_len: Annotated[int, Field(ge=16)] | Literal["auto"] = 512
+    """Longest sequence in tokens, prompt and answer. auto: the model's own length, or less if the
+    KV cache does not hold it."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Most sequences that vLLM generates at once."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)

@@ -28,6 +28,15 @@ def test_both_routes_give_the_same_completion():
     assert chat == Completion(**WANTED, text=" maybe", finish_reason="stop")
 
 
+@pytest.mark.parametrize(
+    ("said", "versions"),
+    [({"model": "tiny@3"}, (3,)), ({"model": "t@4", "versions": [3, 4]}, (3, 4)), ({}, ())],
+)
+def test_an_answer_knows_its_versions(said, versions):
+    (found,) = completions_of({"choices": [COMPLETION], **said})
+    assert found.versions == versions
+
+
 @pytest.mark.parametrize("lacks", ["token_ids", "prompt_token_ids", "logprobs"])
 def test_a_reply_without_what_a_batch_needs_says_what_to_send(lacks):
     with pytest.raises(ConfigError, match=r"send .*'return_token_ids': True"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -94,3 +95,8 @@ def test_gpus_are_listed_and_what_they_need_is_missed(nvidia_smi):
     assert done.returncode == 1, "the CPU environment has no cupy"
     row = next(line for line in done.stdout.splitlines() if "cupy-cuda13x" in line)
     assert "no" in row and "NCCL on the trainer" in row
+    done = run_doctor("--role", "trainer", "--json", path=nvidia_smi)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and not found["ok"]
+    assert [gpu["memory_mib"] for gpu in found["gpus"]] == [143771]
+    assert {row["package"]: row["ok"] for row in found["packages"]}["cupy-cuda13x"] is False

@@ -269,6 +269,27 @@ def test_a_mistake_in_an_option_is_one_sentence():
     assert "pydantic" not in done.stdout
 
 
+def test_the_smoke_run_takes_a_hub_id(tmp_path):
+    """It finds the snapshot in the cache, and says what that snapshot lacks."""
+    repo = tmp_path / "models--tiny--dense"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text("0" * 40)
+    (snapshot / "config.json").write_text('{"vocab_size": 8, "num_attention_heads": 1}')
+    argv = [sys.executable, "-m", "splice", "smoke", "--model"]
+    hub = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    said = {}
+    for model in ("tiny/dense", "tiny/other"):
+        done = subprocess.run(
+            [*argv, model], env=hub, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        said[model] = done.stdout
+    assert f"{snapshot} holds no *.safetensors" in said["tiny/dense"]
+    assert "tiny/other is not a local folder, and the Hub download failed" in said["tiny/other"]
+
+
 def test_the_version():
     argv = [sys.executable, "-m", "splice", "--version"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)

@@ -57,8 +57,35 @@ def test_roles_take_what_they_share_from_the_top(tmp_path):
         run.inference_config(2)
 
 
-def test_what_is_shown_reads_back(tmp_path):
-    run = load(written(tmp_path))
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], ("cpu", "float32", "tcp", 512, 64, True)),
+        (["device=cuda", "inference.gpus=[1]"], ("cuda", "bfloat16", "nccl", "auto", 256, False)),
+        (
+            ["trainer.gpus=[0]", "inference.gpus=[1]", "dtype=float32"],
+            ("cuda", "float32", "nccl", "auto", 256, False),
+        ),
+        (
+            ["inference.gpus=[1]", "inference.max_model_len=99", "inference.enforce_eager=true"],
+            ("cuda", "bfloat16", "nccl", 99, 256, True),
+        ),
+    ],
+)
+def test_defaults_are_the_devices(overrides, expected, tmp_path):
+    """A file that says nothing on them, with the GPUs of the machine in it or not."""
+    run = load(written(tmp_path), overrides)
+    trainer, inference = run.trainer_config(), run.inference_config(0)
+    for node in (run, trainer, inference):
+        assert (node.device, node.dtype) == expected[:2]
+    assert trainer.transport == inference.transport == expected[2]
+    chosen = (inference.max_model_len, inference.max_num_seqs, inference.enforce_eager)
+    assert chosen == expected[3:]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_shown_reads_back(device, tmp_path):
+    run = load(written(tmp_path), [] if device == "cpu" else ["inference.gpus=[1]"])
     shown = tmp_path / "shown.json"
     shown.write_text(run.model_dump_json())
     assert load(shown) == run
@@ -156,7 +183,7 @@ def test_the_written_file_is_one(num_gpus, tmp_path):
     )
     run = load(path)
     assert run.name == 'a"b' and run.model == model
-    on_gpus = ("cuda", "bfloat16", "nccl", (0,), (1,), 32768, False)
+    on_gpus = ("cuda", "bfloat16", "nccl", (0,), (1,), "auto", False)
     on_cpu = ("cpu", "float32", "tcp", (), (), 512, True)
     assert (on_gpus if num_gpus else on_cpu) == (
         run.device, run.dtype, run.trainer.transport, run.trainer.gpus, run.inference.gpus,
@@ -182,6 +209,9 @@ def test_logs_are_followed(tmp_path):
     assert done.stdout == (
         "inference-0      | inference-0 2\ninference-0.vllm | inference-0.vllm 2\n"
     )
+    every = [*argv, str(tmp_path), "-n", "1"]
+    done = subprocess.run(every, env=own, capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.splitlines()) == 3, "a run in the place of a role: all roles"
     following = [*argv, "trainer", "--run", str(tmp_path), "-n", "0", "-f"]
     out = tmp_path / "out"
     with out.open("w") as output:

@@ -154,6 +154,17 @@ class TestByHand:
         assert terms.total.item() == pytest.approx(7.5 + 0.3 - 6.0)
         assert terms.logprob_gap_max.item() == pytest.approx(math.log(8))
 
+    def test_kl_to_the_sampler_is_k3(self) -> None:
+        """Of the sampler's policy to the trainer's: r - 1 - log r, never negative."""
+        entropy = torch.full((6,), 2.0, requires_grad=True)
+        terms = total_loss(inputs(), LossSpec(), entropy_N=entropy, reference_logprobs_N=None)
+        expected = (RATIOS - 1 - RATIOS.log()).sum().item()
+        assert terms.kl_sampler.item() == pytest.approx(expected)
+        assert terms.entropy.item() == 12.0 and not terms.total.requires_grad
+        supervised = LossSpec(name="cross_entropy")
+        terms = total_loss(inputs(), supervised, entropy_N=entropy, reference_logprobs_N=None)
+        assert terms.kl_sampler.item() == 0.0
+
 
 def plain(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The formula once more, one token or sequence at a time, as its paper writes it; `old` is the

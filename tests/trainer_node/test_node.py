@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -61,6 +62,7 @@ from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
+from tests.trainer_node.tiny import VOCAB
 from tests.weight_transfer.peer import in_chunks, receive_chunks
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_tcp
@@ -190,14 +192,20 @@ class Receiver:
 
 @contextlib.contextmanager
 def node(
-    model: Path, folder: Path, *, ranks: int = 1, module: str = "trainer_node", **parallel
+    model: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    module: str = "trainer_node",
+    collective_timeout_s: float = 30,
+    **parallel,
 ) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
     config = TrainerConfig(
         model=model,
         lora=LoraConfig(rank=4, alpha=8),
         parallel=ParallelConfig(world_size=ranks, **parallel),
         micro_batch_tokens=16,
-        collective_timeout_s=30,
+        collective_timeout_s=collective_timeout_s,
     )
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())
@@ -384,6 +392,7 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         )
         assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
         assert result["metrics"]["grad_norm"] > 0
+        assert set(result["metrics"]) == documented("all", "steps")
         assert 0 < result["seconds"]["to_first_forward"] < result["seconds"]["train"] + 1
         released, _ = control.ok(ReleaseMemory)
         assert released["offloaded_bytes"] > sum(t.nbytes for t in base.values()) // (2 * ranks)
@@ -623,6 +632,29 @@ def check_refused_batches(
     assert not never.exists()
 
 
+def documented(*columns: str) -> set[str]:
+    """Metrics of docs/training.md whose second column is one of these."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \|", (REPO / "docs/training.md").read_text(), re.MULTILINE
+    )
+    return {name for name, column in rows if column in columns}
+
+
+def check_metrics_of_several_steps(control, folder: Path) -> None:
+    fields, buffers = training()
+    job = {"mini_batch_sequences": 2, "output_dir": str(folder)}
+    result, _ = control.ok(TrainLora, buffers, **fields, **job)
+    first, *others = result["steps"]
+    assert len(others) == 2
+    for metrics in (result["metrics"], *result["steps"]):
+        assert set(metrics) == documented("all", "steps")
+    whole = result["metrics"]
+    assert whole["tokens"] == sum(step["tokens"] for step in result["steps"])
+    assert whole["staleness_steps"] == first["staleness_steps"] == others[0]["staleness_steps"] - 1
+    assert min(first["tokens_per_s"], *(s["tokens_per_s"] for s in others)) <= whole["tokens_per_s"]
+    assert 0 < first["entropy_mean"] < np.log(VOCAB) and whole["kl_sampler_mean"] > 0
+
+
 def test_operations(models, tmp_path: Path) -> None:
     """Forward, two forward_backward, a step, an export that transformers loads; bad input, a
     skipped step and a dropped gradient.
@@ -660,7 +692,7 @@ def test_operations(models, tmp_path: Path) -> None:
             client_state={"row": 9},
         )
         one, _ = control.ok(ForwardBackward, buffers, **batch)
-        assert one["pending_batches"] == 1
+        assert one["pending_batches"] == 1 and set(one["metrics"]) == documented("all")
         loss_mask = values["loss_mask"] == 1
         assert one["metrics"]["loss"] == pytest.approx(
             -first[loss_mask].mean(), abs=bounds.scores()
@@ -668,7 +700,8 @@ def test_operations(models, tmp_path: Path) -> None:
         check_refused_batches(control, batch, buffers, tmp_path)
         assert control.ok(ForwardBackward, buffers, **batch)[0]["pending_batches"] == 2
         step, _ = control.ok(OptimStep, optim=OptimParams(lr=1e-2))
-        assert step["metrics"]["num_batches"] == 2
+        assert step["metrics"]["num_batches"] == 2 and step["metrics"]["staleness_steps"] == 0
+        assert set(step["metrics"]) == documented("all", "steps")
         _, found = control.ok(Forward, scoring, **asked)
         trained = np.frombuffer(found[0], np.float32)
         assert trained[loss_mask].mean() > first[loss_mask].mean() + 0.01
@@ -710,10 +743,12 @@ def test_operations(models, tmp_path: Path) -> None:
             )
             start += length
 
-        later, _ = control.ok(
-            ForwardBackward, buffers, loss=fields["loss"], tensors=fields["tensors"]
-        )
+        measured = LossSpec(kl=KlSpec(coefficient=0))
+        later, _ = control.ok(ForwardBackward, buffers, loss=measured, tensors=fields["tensors"])
+        assert set(later["metrics"]) == documented("all", "all, with a KL term")
+        assert later["metrics"]["kl_mean"] > 0, "a step away from the base"
         assert later["warnings"] == [], "off policy by one step"
+        assert later["metrics"]["staleness_steps"] == 1
         control.ok(ReleaseMemory)
         assert control.ok(ReleaseMemory)[0]["resident_bytes"] == 0
         huge = arrays()
@@ -727,6 +762,7 @@ def test_operations(models, tmp_path: Path) -> None:
         _, found = control.ok(Forward, scoring, **asked)
         assert np.array_equal(np.frombuffer(found[0], np.float32), trained)
 
+        check_metrics_of_several_steps(control, tmp_path / "adapter")
         control.ok(ForwardBackward, buffers, **batch)
         refused = control.refused(LoadAdapter, adapter_dir=str(tmp_path / "hf"))
         assert (refused.code, "no PEFT adapter" in refused.message) == ("bad_input", True)
@@ -830,6 +866,15 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
     with node(models["dense_untied"], tmp_path, ranks=2) as (_, process):
         rank_process(process, 1).kill()
         assert process.wait(90) != 0
+
+
+def test_ranks_wait_longer_for_the_first_check_than_for_each_other(
+    models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of a model without a report takes half a minute and more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with node(models["dense_untied"], tmp_path, ranks=2, collective_timeout_s=8):
+        assert len(list((tmp_path / "cache/splice/checks").iterdir())) == 1
 
 
 def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def reference_loss(model: Any, batch: Any, kind: str) -> tuple[dict[str, float],
     ):
         logp, entropy = score(model, ids, temperature)
         picked, a = mask[1:] == 1, advantage[1:]
+        entropies = entropies + entropy[picked].sum()
         if kind == "sft":
             total = total - logp[picked].sum()
             continue
@@ -183,7 +184,6 @@ def reference_loss(model: Any, batch: Any, kind: str) -> tuple[dict[str, float],
         surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
         dual = torch.where(a < 0, torch.maximum(surrogate, 3.0 * a), surrogate)
         total = total - dual[picked].sum() - 0.02 * entropy[picked].sum()
-        entropies = entropies + entropy[picked].sum()
         binds = (dual != ratio * a)[picked]
         clipped += binds.sum().item()
     count = batch.num_loss_tokens
@@ -192,7 +192,6 @@ def reference_loss(model: Any, batch: Any, kind: str) -> tuple[dict[str, float],
         "tokens": count,
         "num_sequences": len(LENGTHS),
         "clip_fraction": clipped / count,
+        "entropy_mean": entropies.item() / count,
     }
-    if kind == "rl":
-        metrics["entropy_mean"] = entropies.item() / count
     return metrics, total / count

@@ -121,9 +121,7 @@ def log_probs_of(
 ):
     """Log-probs of given logits: those of a head that is the identity."""
     weight = torch.eye(logits.shape[1])
-    return linear_statistics(
-        logits, weight, targets, vocab_size=vocab_size, allowed_K=allowed_K, with_entropy=False
-    )[0]
+    return linear_statistics(logits, weight, targets, vocab_size=vocab_size, allowed_K=allowed_K)[0]
 
 
 class TestLosses:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from orchestrator.errors import NodeLost
@@ -46,6 +49,25 @@ def join(config: TrainerConfig) -> None:
             f"the trainer's ranks did not come together within {timeout.total_seconds():.0f} s: "
             f"{error}"
         ) from error
+
+
+@contextlib.contextmanager
+def patient_group(config: TrainerConfig, *, timeout_s: float) -> Iterator[Any]:
+    """A gloo group of all ranks whose collectives may take `timeout_s`. A collective, also at exit.
+
+    It lets the ranks wait while one of them does what takes longer than `collective_timeout_s`.
+
+    Raises:
+        NodeLost: the other ranks were not there within `collective_timeout_s`.
+    """
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    join(config)
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _store(rank: int, world_size: int, timeout: datetime.timedelta) -> Any:

@@ -10,15 +10,11 @@ HF_HUB_OFFLINE, HF_HOME, HF_HUB_CACHE, HF_ENDPOINT and HF_TOKEN have huggingface
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import os
 import time
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import HUB_ID, TrainerConfig
@@ -59,13 +55,13 @@ def fetch(model: Path) -> Path:
         )
     except (OSError, ValueError) as error:
         why = (
-            "HF_HUB_OFFLINE is set and it is not in the cache"
+            "HF_HUB_OFFLINE is set, and the model is not in the cache"
             if constants.HF_HUB_OFFLINE
-            else f"it cannot be fetched: {error}"
+            else error
         )
         raise ConfigError(
-            f"model {model} is no folder on this host, and as a hub id {why} (cache: "
-            f"{constants.HF_HUB_CACHE}); give a folder, or run "
+            f"{model} is not a local folder, and the Hub download failed: {why} (cache: "
+            f"{constants.HF_HUB_CACHE}). Give a folder, or run "
             f"`hf download {match['repo']}` where there is a network"
         ) from error
     _check_whole(folder, model)
@@ -99,21 +95,14 @@ def with_local_model(config: TrainerConfig) -> TrainerConfig:
         return config
     if "RANK" not in os.environ:
         return config.model_copy(update={"model": fetch(config.model)})
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    rendezvous.join(config)
-    group = dist.new_group(
-        backend="gloo", timeout=datetime.timedelta(seconds=config.model_fetch_timeout_s)
-    )
     try:
-        found = objects.all_gather(_fetch_if_first(config.model), group=group)
+        with rendezvous.patient_group(config, timeout_s=config.model_fetch_timeout_s) as group:
+            found = objects.all_gather(_fetch_if_first(config.model), group=group)
     except RuntimeError as error:
         raise ConfigError(
             f"a host did not have {config.model} within model_fetch_timeout_s = "
             f"{config.model_fetch_timeout_s:.0f} s"
         ) from error
-    finally:
-        dist.destroy_process_group(group)
     host = os.environ.get("GROUP_RANK", "0")
     failed = [f"host {h}: {value}" for h, what, value in found if what == "error"]
     if failed:

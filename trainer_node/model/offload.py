@@ -12,12 +12,21 @@ and return together and stay views of each other. Addresses may change. Code tha
 
 from __future__ import annotations
 
+import resource
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes in use since the process started: of the GPU's tensors, or of the process on a
+    CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 @dataclass(slots=True, kw_only=True)

@@ -45,7 +45,6 @@ def linear_statistics(
     vocab_size: int,
     allowed_K: torch.Tensor | None = None,
     group: Any = None,
-    with_entropy: bool = True,
     temperatures_N: torch.Tensor | None = None,
     logits_per_chunk: int = LOGITS_PER_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +59,7 @@ def linear_statistics(
 
     Rows at or beyond `vocab_size` (Megatron's padding) do not count. With `allowed_K`,
     probabilities are normalised over these ids only, as in a restricted sampler. A target outside
-    them has -inf.
+    them has -inf. The backward pass works for the entropy only if the caller uses its gradient.
 
     The gradient of `hidden_NH` is this rank's share of a sum over `group`; that of `weight_VH` is
     whole.
@@ -69,7 +68,6 @@ def linear_statistics(
         vocab_start: id of this rank's first row.
         vocab_size: the HF vocabulary's size, without padding.
         group: tensor-parallel group; None or of size 1: this rank holds all rows.
-        with_entropy: False: the entropy is not computed; zeros.
         temperatures_N: None: 1.
     """
     num_rows = weight_VH.shape[0]
@@ -77,7 +75,6 @@ def linear_statistics(
         local_N=targets_N - vocab_start,
         invalid_V=~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, weight_VH.device),
         group=group if group is not None and group.size() > 1 and len(targets_N) else None,
-        with_entropy=with_entropy,
         temperatures_N1=None if temperatures_N is None else temperatures_N[:, None],
         chunk=max(1, logits_per_chunk // num_rows),
     )
@@ -93,7 +90,6 @@ class _Head:
     """The target's row on this rank; outside [0, V) where another rank has it."""
     invalid_V: torch.Tensor
     group: Any
-    with_entropy: bool
     temperatures_N1: torch.Tensor | None
     chunk: int
 
@@ -112,6 +108,11 @@ class _Head:
         if self.temperatures_N1 is not None:
             logits.div_(self.temperatures_N1[chunk])
         return logits.masked_fill_(self.invalid_V, -torch.inf)
+
+    def of_logits(self, grad_N: torch.Tensor) -> torch.Tensor:
+        """The gradient of `softmax(logits / temperature)`'s input as that of the logits, [N, 1]."""
+        grad_N1 = grad_N[:, None]
+        return grad_N1 if self.temperatures_N1 is None else grad_N1 / self.temperatures_N1
 
     def here(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Row of each target, clamped into this rank's, and whether it is this rank's. [C] each."""
@@ -149,16 +150,18 @@ class _LinearStatistics(torch.autograd.Function):
             dist.all_reduce(sums_3N, group=head.group)
             target_N, sum_N, energy_N = sums_3N
         log_sum_N = sum_N.log()
-        entropy_N = (
-            log_sum_N - energy_N / sum_N if head.with_entropy else torch.zeros_like(log_sum_N)
-        )
+        entropy_N = log_sum_N - energy_N / sum_N
         ctx.head = head
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_NH, weight_VH, top_N, log_sum_N, entropy_N)
         return target_N - top_N - log_sum_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """The logits again, chunk by chunk; no collective."""
+    def backward(
+        ctx: Any, grad_log_prob_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """The logits again, chunk by chunk; no collective. A gradient is None where the loss does
+        not use that output."""
         hidden_NH, weight_VH, top_N, log_sum_N, entropy_N = ctx.saved_tensors
         head: _Head = ctx.head
         grad_hidden_NH = torch.empty_like(hidden_NH)
@@ -166,18 +169,18 @@ class _LinearStatistics(torch.autograd.Function):
         grad_weight = (
             torch.zeros_like(weight_VH, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         )
-        grads_N1 = [
-            g[:, None] if head.temperatures_N1 is None else g[:, None] / head.temperatures_N1
-            for g in grads
-        ]
+        if grad_log_prob_N is None:
+            grad_log_prob_N = torch.zeros_like(entropy_N)
+        grad_log_prob_N1 = head.of_logits(grad_log_prob_N)
+        grad_entropy_N1 = None if grad_entropy_N is None else head.of_logits(grad_entropy_N)
         for c in head.chunks():
-            grad_log_prob_C1, grad_entropy_C1 = (g[c] for g in grads_N1)
+            grad_log_prob_C1 = grad_log_prob_N1[c]
             log_p_CV = head.logits(c, hidden_NH, weight_VH).sub_((top_N[c] + log_sum_N[c])[:, None])
             p_CV = log_p_CV.exp()
             grad_CV = p_CV * -grad_log_prob_C1
-            if head.with_entropy:
+            if grad_entropy_N1 is not None:
                 log_p_CV.masked_fill_(head.invalid_V, 0.0).add_(entropy_N[c, None]).mul_(p_CV)
-                grad_CV.addcmul_(log_p_CV, grad_entropy_C1, value=-1.0)
+                grad_CV.addcmul_(log_p_CV, grad_entropy_N1[c], value=-1.0)
             row_C, here_C = head.here(c)
             grad_CV.scatter_add_(1, row_C[:, None], grad_log_prob_C1 * here_C[:, None])
             grad_CV = grad_CV.to(weight_VH.dtype)
@@ -203,10 +206,8 @@ def _chunk_sums(
     top_C = logits.amax(dim=1)
     logits.sub_(top_C.masked_fill(top_C.isinf(), 0.0)[:, None])
     weights = logits.exp()
-    energy_C = torch.zeros_like(top_C)
-    if head.with_entropy:
-        # Rows that do not count are 0 * 0, not 0 * -inf.
-        energy_C = logits.masked_fill_(head.invalid_V, 0.0).mul_(weights).sum(dim=1)
+    # A row that does not count is 0 * -inf, NaN, and left out. Any other NaN is in `weights` too.
+    energy_C = logits.mul_(weights).nansum(dim=1)
     return torch.stack([target_C, top_C, weights.sum(dim=1), energy_C])
 
 
@@ -652,6 +653,7 @@ class LossTerms:
     num_clipped: torch.Tensor
     kl: torch.Tensor
     entropy: torch.Tensor
+    kl_sampler: torch.Tensor
     logprob_gap: torch.Tensor
     logprob_gap_max: torch.Tensor
 
@@ -660,34 +662,35 @@ def total_loss(
     inputs: LossInputs,
     spec: LossSpec,
     *,
-    entropy_N: torch.Tensor | None,
+    entropy_N: torch.Tensor,
     reference_logprobs_N: torch.Tensor | None,
 ) -> LossTerms:
     """`loss + kl.coefficient * sum_t kl_t - entropy_bonus * sum_t entropy_t`; N must be at least 1.
 
     Args:
-        entropy_N: needed where the spec has an entropy bonus.
+        entropy_N: its gradient is used where the spec has an entropy bonus.
         reference_logprobs_N: needed where the spec has a KL term.
     """
     out = bind_loss(spec)(inputs)
     log_probs_N = inputs.log_probs_N
-    total, kl, entropy = out.loss, log_probs_N.new_zeros(()), log_probs_N.new_zeros(())
+    total, kl, entropy = out.loss, log_probs_N.new_zeros(()), entropy_N.sum()
     if spec.kl is not None:
         assert reference_logprobs_N is not None
         kl = kl_to_reference(log_probs_N, reference_logprobs_N, estimator=spec.kl.estimator).sum()
         total = total + spec.kl.coefficient * kl
     if spec.entropy_bonus != 0.0:
-        assert entropy_N is not None
-        entropy = entropy_N.sum()
         total = total - spec.entropy_bonus * entropy
-    gap_N = torch.zeros_like(log_probs_N)
+    gap_N, kl_sampler = torch.zeros_like(log_probs_N), log_probs_N.new_zeros(())
     if registered(spec.name).takes_sampler:
-        gap_N = (log_probs_N.detach() - inputs.sampler_logprobs_N).abs()
+        sampler_N, trainer_N = inputs.sampler_logprobs_N, log_probs_N.detach()
+        gap_N = (trainer_N - sampler_N).abs()
+        kl_sampler = kl_to_reference(sampler_N, trainer_N, estimator="k3").sum()
     return LossTerms(
         total=total,
         num_clipped=out.num_clipped.detach(),
         kl=kl.detach(),
         entropy=entropy.detach(),
+        kl_sampler=kl_sampler,
         logprob_gap=gap_N.sum(),
         logprob_gap_max=gap_N.max(),
     )

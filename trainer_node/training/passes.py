@@ -36,9 +36,9 @@ from trainer_node.training.losses import (
 )
 from trainer_node.training.sums import StepSums
 
-NUM_REPORTED = 6
-"""What `loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy (sums) and
-the largest gap."""
+NUM_REPORTED = 7
+"""What `loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy, KL to the
+sampler (sums) and the largest gap."""
 
 
 def cut(model: Model, batch: Batch, *, budget: int) -> Packs:
@@ -155,7 +155,7 @@ def loss(
         zeros = torch.zeros(NUM_REPORTED, dtype=torch.float64, device=model.device)
         return hidden_1LH.float().sum() * 0.0, count, zeros
     log_probs_N, entropy_N = _statistics(
-        model, micro, allowed_K, hidden_1LH, with_entropy=spec.entropy_bonus != 0.0
+        model, micro, allowed_K, hidden_1LH, learns_entropy=spec.entropy_bonus != 0.0
     )
     inputs = LossInputs(
         log_probs_N=log_probs_N,
@@ -175,6 +175,7 @@ def loss(
         terms.logprob_gap,
         terms.kl,
         terms.entropy,
+        terms.kl_sampler,
         terms.logprob_gap_max,
     )
     return total, count, torch.stack([x.double() for x in reported])
@@ -187,7 +188,7 @@ def scores(
     as [2, N]."""
     result = torch.zeros(2, len(micro.rows_N), device=model.device)
     if len(micro.rows_N):
-        result = torch.stack(_statistics(model, micro, allowed_K, hidden_1LH, with_entropy=True))
+        result = torch.stack(_statistics(model, micro, allowed_K, hidden_1LH, learns_entropy=False))
     nothing = torch.zeros((), device=model.device)
     return nothing, nothing.to(torch.int), result
 
@@ -198,11 +199,14 @@ def _statistics(
     allowed_K: torch.Tensor | None,
     hidden_1LH: torch.Tensor,
     *,
-    with_entropy: bool,
+    learns_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropy where the pack has loss, [N] each.
 
     Context-parallel ranks join their positions, so a loss sees whole sequences on each rank.
+
+    Args:
+        learns_entropy: whether the entropy has a gradient.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     head = model.head
@@ -222,7 +226,7 @@ def _statistics(
     hidden_MH = hidden_LH.index_select(0, predictors_M)
     if not model.provider.sequence_parallel:
         hidden_MH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_MH, group=group)
-    mine = linear_statistics(
+    log_probs_M, entropy_M = linear_statistics(
         hidden_MH,
         weight_VH,
         targets_M,
@@ -230,13 +234,13 @@ def _statistics(
         vocab_size=model.vocab_size,
         allowed_K=allowed_K,
         group=group,
-        with_entropy=with_entropy,
         temperatures_N=temperatures_M,
     )
+    entropy_M = entropy_M if learns_entropy else entropy_M.detach()
     if micro.here_M is None:
-        return mine
+        return log_probs_M, entropy_M
     log_probs_N, entropy_N = gather_positions(
-        torch.stack(mine),
+        torch.stack([log_probs_M, entropy_M]),
         micro.here_M,
         len(micro.rows_N),
         parallel_state.get_context_parallel_group(),
@@ -285,7 +289,7 @@ def reduce_sums(
     total = total if speaks() else torch.zeros_like(total)
     dist.all_reduce(total)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    loss_sum, clipped, logprob_gap, kl, entropy = total.tolist()
+    loss_sum, clipped, logprob_gap, kl, entropy, kl_sampler = total.tolist()
     return StepSums(
         loss=loss_sum,
         num_clipped=clipped,
@@ -295,7 +299,7 @@ def reduce_sums(
         kl=kl,
         kl_tokens=batch.num_loss_tokens if spec.kl is not None else 0,
         entropy=entropy,
-        entropy_tokens=batch.num_loss_tokens if spec.entropy_bonus != 0.0 else 0,
+        kl_sampler=kl_sampler,
         num_tokens=batch.num_loss_tokens,
         num_loss_sequences=batch.num_loss_sequences,
         num_sequences=len(batch.lengths),

@@ -114,7 +114,8 @@ def train(
 def total_metrics(steps: Sequence[Step]) -> Metrics:
     """Return the metrics of all taken steps as one step's.
 
-    Loss and means are over all tokens, grad_norm is the mean, and seconds are sums.
+    Loss and means are over all tokens, grad_norm is the mean, and seconds are sums. lr and
+    staleness are the first step's, peak memory and skipped steps the last one's.
     """
     taken = [s for s in steps if s.is_taken]
     if len(steps) == 1:
@@ -125,5 +126,13 @@ def total_metrics(steps: Sequence[Step]) -> Metrics:
         "loss": loss,
         "grad_norm": sum(s.metrics["grad_norm"] for s in taken) / len(taken),
         **{name: sum(s.metrics[name] for s in taken) for name in _ADDED_UP},
+        "lr": taken[0].metrics["lr"],
         "skipped_steps": steps[-1].metrics["skipped_steps"],
+        "tokens_per_s": sum(s.used.num_rows for s in taken) / sum(map(_seconds, taken)),
+        "staleness_steps": taken[0].metrics["staleness_steps"],
+        "peak_memory_bytes": taken[-1].metrics["peak_memory_bytes"],
     }
+
+
+def _seconds(step: Step) -> float:
+    return step.metrics["seconds_forward_backward"] + step.metrics["seconds_optim"]

@@ -24,12 +24,12 @@ class StepSums:
     logprob_gap_max: float = 0.0
     gap_tokens: int = 0
     """Loss tokens of the batches whose loss takes the sampler's log-probs; those alone are in
-    `logprob_gap`."""
+    `logprob_gap` and `kl_sampler`."""
+    kl_sampler: float = 0.0
     kl: float = 0.0
     kl_tokens: int = 0
     """Loss tokens of the batches that had a KL term; those alone are in `kl`."""
     entropy: float = 0.0
-    entropy_tokens: int = 0
     num_tokens: int = 0
     """Tokens that carry loss."""
     num_loss_sequences: int = 0
@@ -43,10 +43,10 @@ class StepSums:
             logprob_gap=self.logprob_gap + other.logprob_gap,
             logprob_gap_max=max(self.logprob_gap_max, other.logprob_gap_max),
             gap_tokens=self.gap_tokens + other.gap_tokens,
+            kl_sampler=self.kl_sampler + other.kl_sampler,
             kl=self.kl + other.kl,
             kl_tokens=self.kl_tokens + other.kl_tokens,
             entropy=self.entropy + other.entropy,
-            entropy_tokens=self.entropy_tokens + other.entropy_tokens,
             num_tokens=self.num_tokens + other.num_tokens,
             num_loss_sequences=self.num_loss_sequences + other.num_loss_sequences,
             num_sequences=self.num_sequences + other.num_sequences,
@@ -69,7 +69,7 @@ class StepSums:
         """The true global values: `loss` divided as the gradient is, the others means over loss
         tokens.
 
-        kl_mean and entropy_mean are there where a batch had a KL term or an entropy bonus.
+        kl_mean is there where a batch had a KL term.
         """
         count = self.num_tokens
         metrics = {
@@ -78,12 +78,12 @@ class StepSums:
             "num_sequences": float(self.num_sequences),
             "logprob_gap_mean": self.logprob_gap_mean,
             "logprob_gap_max": self.logprob_gap_max,
+            "kl_sampler_mean": self.kl_sampler / self.gap_tokens if self.gap_tokens else 0.0,
+            "entropy_mean": self.entropy / count,
             "clip_fraction": self.num_clipped / count,
         }
         if self.kl_tokens:
             metrics["kl_mean"] = self.kl / self.kl_tokens
-        if self.entropy_tokens:
-            metrics["entropy_mean"] = self.entropy / self.entropy_tokens
         return metrics
 
 
@@ -95,6 +95,8 @@ class Pending:
     num_batches: int = 0
     num_rows: int = 0
     """Tokens of those batches, with and without loss."""
+    seconds: float = 0.0
+    """Of their forward and backward passes."""
     sums: StepSums = StepSums()
     normalize_by: NormalizeBy = "tokens"
 
@@ -111,11 +113,14 @@ class Pending:
                 "one sum is divided once: send OptimStep in between, or use the same"
             )
 
-    def plus(self, sums: StepSums, *, normalize_by: NormalizeBy, rows: int = 0) -> Pending:
-        """Return the sums with one more batch, of `rows` tokens."""
+    def plus(
+        self, sums: StepSums, *, normalize_by: NormalizeBy, rows: int = 0, seconds: float = 0.0
+    ) -> Pending:
+        """Return the sums with one more batch, of `rows` tokens, whose passes took `seconds`."""
         return Pending(
             num_batches=self.num_batches + 1,
             num_rows=self.num_rows + rows,
+            seconds=self.seconds + seconds,
             sums=self.sums + sums,
             normalize_by=normalize_by,
         )

@@ -27,7 +27,12 @@ from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.adapters.references import References
 from trainer_node.model.model import Model
-from trainer_node.model.offload import HostCopies, storage_bytes, tensors_in
+from trainer_node.model.offload import (
+    HostCopies,
+    peak_memory_bytes,
+    storage_bytes,
+    tensors_in,
+)
 from trainer_node.model.parameters import finalize_gradients, global_norm
 from trainer_node.training import gap, passes
 from trainer_node.training.batch import (
@@ -81,14 +86,10 @@ class Trainer:
     # ------------------------------------------------------------ a step
 
     def train_step(self, batch: Batch, loss: LossSpec, optim: OptimParams) -> dict[str, float]:
-        """`forward_backward`, then `optim_step` with all that is pending.
-
-        Returns the latter's metrics and seconds_forward_backward.
-        """
-        started = time.monotonic()
+        """`forward_backward`, then `optim_step` with all that is pending. Returns the latter's
+        metrics."""
         self.forward_backward(batch, loss)
-        middle = time.monotonic()
-        return self.optim_step(optim) | {"seconds_forward_backward": middle - started}
+        return self.optim_step(optim)
 
     def forward_backward(
         self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
@@ -103,6 +104,7 @@ class Trainer:
             LogprobGapError: trainer and sampler are further apart than the loss allows.
             Exception: any later failure. Both drop pending gradients, and a note says so.
         """
+        started = time.monotonic()
         try:
             if loss.kl is not None and loss.kl.reference != "given":
                 with self.references.in_place(loss.kl.adapter_dir):
@@ -130,7 +132,10 @@ class Trainer:
             )
             raise
         self.pending = self.pending.plus(
-            sums, normalize_by=loss.normalize_by, rows=len(batch.tokens_T)
+            sums,
+            normalize_by=loss.normalize_by,
+            rows=len(batch.tokens_T),
+            seconds=time.monotonic() - started,
         )
         return sums
 
@@ -239,9 +244,7 @@ class Trainer:
         """Reduce the pending gradients, divide once, clip, step. Nothing is pending afterwards.
 
         Returns:
-            loss (divided as the gradient is), grad_norm (before clipping), tokens, num_sequences,
-            num_batches, logprob_gap_mean and logprob_gap_max (|trainer - sampler|), clip_fraction,
-            kl_mean and entropy_mean (where asked for), skipped_steps (so far), seconds_optim.
+            The metrics that docs/training.md lists for a step.
 
         Raises:
             NothingPending: no forward_backward since the last step.
@@ -266,13 +269,26 @@ class Trainer:
             raise
         finally:
             self.drop_pending()
-        self.num_steps += 1
-        self.steps_since_sent += 1
-        return pending.sums.metrics(pending.normalize_by) | {
+        seconds_optim = time.monotonic() - started
+        metrics = pending.sums.metrics(pending.normalize_by) | {
             "grad_norm": grad_norm,
+            "lr": optim.lr,
             "num_batches": float(pending.num_batches),
             "skipped_steps": float(self.num_skipped_steps),
-            "seconds_optim": time.monotonic() - started,
+            "seconds_forward_backward": pending.seconds,
+            "seconds_optim": seconds_optim,
+        }
+        metrics |= self.usage(pending.num_rows, seconds=pending.seconds + seconds_optim)
+        self.num_steps += 1
+        self.steps_since_sent += 1
+        return metrics
+
+    def usage(self, num_rows: int, *, seconds: float) -> dict[str, float]:
+        """Metrics of speed, staleness and memory of work on `num_rows` tokens."""
+        return {
+            "tokens_per_s": num_rows / seconds,
+            "staleness_steps": float(self.steps_since_sent),
+            "peak_memory_bytes": float(peak_memory_bytes(self.model.device)),
         }
 
     @torch.no_grad()

@@ -155,6 +155,7 @@ def bring_up(
         state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
         facts = {
             "openai_urls": [f"{url}/v1" for url in state["base_urls"]],
+            "replica_urls": [f"{url}/v1" for url in state["replica_urls"]],
             "alias": run.name,
             "endpoint": find_endpoint(run.run_dir),
             "run_dir": str(run.run_dir),
@@ -214,6 +215,9 @@ def _print_status(found: dict[str, Any]) -> None:
     for node in found["nodes"]:
         url = str(node["detail"].get("base_url", ""))
         table.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), url)
+    if router := found.get("router"):
+        states = ", ".join(f"{name} {one['state']}" for name, one in router["replicas"].items())
+        table.add_row("router", router["state"], states, "", router["url"])
     console.print(table)
 
 
@@ -336,6 +340,23 @@ def inference(
         argv = [python, "-m", "inference_node", "--endpoint", run.endpoint()]
         argv += ["--node-id", node_id, "--config", str(config)]
         os.execve(python, argv, {**os.environ, "SPLICE_RUN_TOKEN": run.token()})
+    except (SpliceError, OSError) as error:
+        _die(error)
+
+
+@app.command()
+def router(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
+    """Run one URL in front of the inference nodes of a run.toml on this host.
+
+    `splice up` starts it where there are several. It finds the orchestrator as `splice inference`
+    does.
+    """
+    try:
+        run = load(file, overrides or ())
+        config = node_file(run, "router", run.model_dump_json(indent=1))
+        env = {**os.environ, "SPLICE_RUN_TOKEN": run.token()}
+        argv = [sys.executable, "-m", "splice.replica_router", str(config)]
+        os.execve(sys.executable, argv, env)
     except (SpliceError, OSError) as error:
         _die(error)
 

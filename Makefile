@@ -58,7 +58,7 @@ $(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.ray $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
@@ -67,6 +67,11 @@ dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(INFERENCE)/.dev
 # Benchmarks draw their results; only the trainer's environment runs them.
 $(TRAINER)/.plot: requirements/plot.lock $(TRAINER)/.installed
 	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/plot.lock
+	@touch $@
+
+# `splice up --on ray` is tested in the trainer's environment.
+$(TRAINER)/.ray: requirements/ray.lock $(TRAINER)/.installed
+	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/ray.lock
 	@touch $@
 
 smoke: envs

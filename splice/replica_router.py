@@ -62,15 +62,22 @@ class Replica:
 
     Attributes:
         turn: number of the router's request that it got last.
-        session: its connections. Closing them fails the requests in flight, which go elsewhere.
+        session: its connections. Closing them fails the requests in flight.
+        stopped: it is not ready. Without a vLLM its socket still accepts connections.
     """
 
     node_id: str
     url: str
     session: ClientSession
-    state: str
+    state: str = ""
     in_flight: int = 0
     turn: int = 0
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def say(self, state: str) -> None:
+        """Take the orchestrator's word on its state."""
+        self.state = state
+        (self.stopped.clear if state == "ready" else self.stopped.set)()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -108,12 +115,13 @@ class ReplicaRouter:
             known = self.replicas.get(node.node_id)
             if known is not None and (node.state == "lost" or url not in ("", known.url)):
                 del self.replicas[node.node_id]
+                known.say("lost")
                 await known.session.close()
                 known = None
+            if known is None and url and node.state != "lost":
+                known = self.replicas[node.node_id] = Replica(node.node_id, url, _session())
             if known is not None:
-                known.state = node.state
-            elif url and node.state != "lost":
-                self.replicas[node.node_id] = Replica(node.node_id, url, _session(), node.state)
+                known.say(node.state)
 
     def ready(self) -> list[Replica]:
         """Return the ready replicas, the idlest first; among equals, in turn."""
@@ -142,16 +150,8 @@ class ReplicaRouter:
             self.turns += 1
             replica.turn = self.turns
             with replica.counted():
-                try:
-                    answer = await replica.session.request(
-                        request.method,
-                        URL(replica.url + request.raw_path, encoded=True),
-                        headers=_kept(request.headers),
-                        data=body or None,
-                        allow_redirects=False,
-                    )
-                except (ClientError, OSError) as error:
-                    log.warning("%s does not answer: %s", replica.node_id, error)
+                answer = await self._answer(replica, request, body)
+                if answer is None:
                     continue
                 async with answer:
                     if answer.status == 503 or (is_pinned and answer.status == 404):
@@ -160,6 +160,33 @@ class ReplicaRouter:
                         continue
                     return await _streamed(request, answer, replica)
         return refusal or _error(503, "no inference node of this run can be reached")
+
+    async def _answer(
+        self, replica: Replica, request: web.Request, body: bytes
+    ) -> ClientResponse | None:
+        """Return the replica's answer as it begins; None if another one is to be asked."""
+        asking = asyncio.ensure_future(
+            replica.session.request(
+                request.method,
+                URL(replica.url + request.raw_path, encoded=True),
+                headers=_kept(request.headers),
+                data=body or None,
+                allow_redirects=False,
+            )
+        )
+        stopping = asyncio.ensure_future(replica.stopped.wait())
+        try:
+            await asyncio.wait((asking, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and self.ready():  # it waits for a vLLM that has ended
+                log.warning("%s stopped before it answered", replica.node_id)
+                return None
+            return await asking
+        except (ClientError, OSError) as error:
+            log.warning("%s does not answer: %s", replica.node_id, error)
+            return None
+        finally:
+            asking.cancel()
+            stopping.cancel()
 
     async def health(self, _: web.Request) -> web.Response:
         """200 if a replica is ready."""

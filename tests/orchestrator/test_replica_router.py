@@ -44,6 +44,8 @@ class FakeReplica:
             except asyncio.CancelledError:
                 self.left.set()
                 raise
+        if body.get("slow"):
+            await asyncio.sleep(0.5)
         if not body.get("stream"):
             return web.json_response({"model": f"tiny@{self.version}"})
         response = web.StreamResponse(headers={"x-splice-version": str(self.version)})
@@ -146,6 +148,40 @@ def test_before_the_orchestrator_knows_no_request_fails(how: str):
                 one.version = -1
             assert [(await ask(http))[0] for _ in range(4)] == [200] * 4
             assert router.replicas["inference-0"].in_flight == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_at_a_replica_without_a_vllm_goes_elsewhere_and_its_streams_go_on():
+    async def run() -> None:
+        async with routed(1, 1) as (router, (one, other), http):
+            router.replicas["inference-1"].in_flight = 5
+            body = {"model": "tiny", "stream": True}
+            async with http.post("/v1/completions", json=body) as stream:
+                assert stream.headers[REPLICA_HEADER] == "inference-0"
+                hanging = asyncio.ensure_future(ask(http, "tiny", hang=True))
+                while one.asked < 2:
+                    await asyncio.sleep(0.01)
+                await router.update([one.status("connected")])
+                while not other.asked:
+                    await asyncio.sleep(0.01)
+                await asyncio.wait_for(one.left.wait(), 10)
+                assert await stream.read() == b"firstsecond"
+            hanging.cancel()
+
+    asyncio.run(run())
+
+
+def test_the_only_replica_is_waited_for():
+    """While the orchestrator restarts, it may say "connected" for a moment."""
+
+    async def run() -> None:
+        async with routed(1) as (router, (one,), http):
+            asked = asyncio.ensure_future(ask(http, "tiny", slow=True))
+            while not one.asked:
+                await asyncio.sleep(0.01)
+            await router.update([one.status("connected")])
+            assert (await asked)[0] == 200
 
     asyncio.run(run())
 

@@ -58,14 +58,14 @@ $(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
 	@touch $@
 
-# Benchmarks draw their results, and the docs become a site; only the trainer's environment does either.
-$(TRAINER)/.plot $(TRAINER)/.docs: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
+# Benchmarks draw their results, the docs become a site, tests have a Ray cluster: all in the trainer's environment.
+$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
 	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/$*.lock
 	@touch $@
 

@@ -103,11 +103,15 @@ def test_the_memory_of_a_real_gpu():
 
 
 def test_heartbeats_bring_the_memory(run):
-    meter = memory.Meter(memory.of_processes, every_s=0.05)
+    uses = (memory.MemoryUse(device="GPU 3", used_bytes=5 * GIB, total_bytes=141 * GIB),)
+    meter = memory.Meter(lambda: uses)
     hello = Hello(role="inference", node_id="r", incarnation="i", run_token=TOKEN)
     with NodeLink(endpoint=run.endpoint, hello=hello, meter=meter):
-        assert soon(lambda: run.client.status().nodes[0].memory, 10)
-        (use,) = run.client.status().nodes[0].memory
-        assert use.device == "host" and 2**20 < use.used_bytes < use.total_bytes
-        assert f"host: {use.used_bytes / GIB:.1f} of " in watch(run)
+        assert soon(lambda: run.client.status().nodes[0].memory == uses, 30)
+        assert "GPU 3: 5.0 of 141.0 GiB" in watch(run)
     meter.close()
+
+
+def test_the_memory_of_processes():
+    (use,) = memory.of_processes()
+    assert use.device == "host" and 2**20 < use.used_bytes < use.total_bytes

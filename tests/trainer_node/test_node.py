@@ -198,6 +198,7 @@ def node(
     ranks: int = 1,
     module: str = "trainer_node",
     collective_timeout_s: float = 30,
+    admission: str = "skip",
     **parallel,
 ) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
     config = TrainerConfig(
@@ -206,6 +207,7 @@ def node(
         parallel=ParallelConfig(world_size=ranks, **parallel),
         micro_batch_tokens=16,
         collective_timeout_s=collective_timeout_s,
+        admission=admission,
     )
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())
@@ -870,9 +872,9 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
 
 def test_ranks_wait_longer_for_the_first_check_than_for_each_other(models, tmp_path: Path) -> None:
     """The check of a model without a report takes half a minute and more."""
-    timeout_s = slow_check.CHECK_S / 2
+    checked = {"admission": "check", "collective_timeout_s": slow_check.CHECK_S / 2}
     module, model = slow_check.__name__, models["dense_untied"]
-    with node(model, tmp_path, ranks=2, module=module, collective_timeout_s=timeout_s):
+    with node(model, tmp_path, ranks=2, module=module, **checked):
         pass
 
 

@@ -48,6 +48,7 @@ from inference_node.vllm_process import CallFailed, VllmProcess, bind
 from inference_node.watchdog import AbortSender
 from orchestrator.errors import REMEDIES, NodeLost, TransferAborted
 from orchestrator.processes.restarts import RestartBudget
+from orchestrator.protocol import memory
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
@@ -145,11 +146,15 @@ class InferenceNode:
             self._aborts = Aborts(sender)
             self._vllm = VllmProcess(config, listener=listener, watchdog_endpoint=sender.endpoint)
             stack.callback(self._vllm.close)
+            meter = stack.enter_context(
+                contextlib.closing(memory.meter(config.device, config.gpus))
+            )
             self._link = NodeLink(
                 endpoint=endpoint,
                 hello=_hello(config, node_id=node_id, run_token=run_token),
                 urgent={"AbortUpdate": self._on_abort, "Hello": self._on_forgotten},
                 lost_after_s=SILENT_S,
+                meter=meter,
             )
             stack.callback(self._link.close)
             self._stack = stack.pop_all()

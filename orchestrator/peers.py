@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.errors import NodeLost
-from orchestrator.protocol.messages import Hello
+from orchestrator.protocol.messages import Hello, MemoryUse
 from orchestrator.waiting import ABSENT
 
 log = logging.getLogger("splice.orchestrator")
@@ -37,6 +37,8 @@ class Peer:
     last_seen_s: float
     state: str = "connected"
     detail: dict[str, object] = field(default_factory=dict)
+    memory: tuple[MemoryUse, ...] = ()
+    """As its latest heartbeat said."""
     times_ready: int = 0
     said_ready: bool = False
     """Whether its latest status message was `Ready`."""

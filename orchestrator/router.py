@@ -294,6 +294,7 @@ class ControlRouter:
             return
         peer.last_seen_s = time.monotonic()
         if isinstance(message, Heartbeat):
+            peer.memory = message.memory
             await self.send(peer_id, Heartbeat(node_id="orchestrator"))
         elif isinstance(message, Ready):
             await self._on_ready(peer_id, peer, message)

@@ -242,6 +242,7 @@ class Orchestrator:
                 packages=peer.hello.packages,
                 gpus=peer.hello.gpus,
                 host=peer.hello.host,
+                memory=peer.memory,
                 detail=peer.detail,
             )
             for peer_id, peer in self._router.peers.items()

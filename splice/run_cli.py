@@ -38,6 +38,7 @@ _HERE = Path()
 _INFERENCE = Path(".venv-inference/bin/python")
 UP_TIMEOUT_S = 1800.0
 TAIL_LINES = 20
+FRAME_WIDTH = 130
 LOGGED = ("all", "up", "orchestrator", "trainer", "inference")
 """What `splice logs` takes for a role, even where a folder has that name."""
 
@@ -251,8 +252,9 @@ def watch(
     interval_s: Annotated[float, typer.Option(min=1, help="Seconds between frames.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print each frame as a line.")] = False,
 ) -> None:
-    """Show nodes, versions, queue, publications and training as they change."""
-    console = Console(highlight=False)
+    """Show nodes, memory, versions, queue, publications and training as they change."""
+    # Wide enough for the tables, even without a terminal.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FRAME_WIDTH)
     try:
         run_dir = _run_dir(run)
         if as_json or once:

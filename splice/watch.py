@@ -89,13 +89,19 @@ def render(found: dict[str, Any]) -> RenderableType:
     )
     if found["training"]:
         lines.append(_training(found["training"]))
-    nodes = Table("node", "state", "host", "GPUs")
+    nodes = Table("node", "state", "host", "GPUs", "memory in use")
     for node in found["nodes"]:
-        nodes.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]))
+        memory = "\n".join(map(_memory, node["memory"]))
+        nodes.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), memory)
     parts: list[RenderableType] = [Text("\n".join(lines)), nodes]
     if found["publications"]:
         parts.append(_publications(found["publications"]))
     return Group(*parts)
+
+
+def _memory(use: dict[str, Any]) -> str:
+    used, total = (use[key] / GIB for key in ("used_bytes", "total_bytes"))
+    return f"{use['device']}: {used:.1f} of {total:.1f} GiB"
 
 
 def _job(found: dict[str, Any]) -> str:
@@ -111,7 +117,7 @@ def _training(metrics: dict[str, float]) -> str:
     if "tokens_per_s" in metrics:
         texts.append(f"{metrics['tokens_per_s']:.0f} tokens/s")
     if "peak_memory_bytes" in metrics:
-        texts.append(f"trainer GPU {metrics['peak_memory_bytes'] / GIB:.1f} GiB at most")
+        texts.append(f"peak memory {metrics['peak_memory_bytes'] / GIB:.1f} GiB")
     return "last training: " + ", ".join(texts)
 
 

@@ -33,6 +33,7 @@ from orchestrator.protocol.frames import (
     from_wire,
     to_wire,
 )
+from orchestrator.protocol.memory import Meter
 from orchestrator.protocol.messages import (
     AnyMessage,
     Completed,
@@ -81,6 +82,7 @@ class NodeLink:
             orchestrator does not know this peer; also called for a new orchestrator's `Welcome`.
         curve: CURVE keys. None: those of `peer_keys`.
         lost_after_s: silence of the orchestrator after which `recv` raises `LinkLost`.
+        meter: measures what heartbeats say on memory; the caller closes it.
     """
 
     def __init__(
@@ -91,11 +93,12 @@ class NodeLink:
         urgent: Urgent | None = None,
         curve: PeerKeys | None = None,
         lost_after_s: float = 60.0,
+        meter: Meter | None = None,
     ) -> None:
         self._endpoint, self._hello = endpoint, hello
         self._urgent = dict(urgent or {})
         self._curve = curve or peer_keys(hello.run_token, role=hello.role, node_id=hello.node_id)
-        self._lost_after_s = lost_after_s
+        self._lost_after_s, self._meter = lost_after_s, meter
         self._context = zmq.Context()
         self._outbox: queue.SimpleQueue[list[bytes | memoryview]] = queue.SimpleQueue()
         self._unsent: deque[list[bytes | memoryview]] = deque()
@@ -382,9 +385,9 @@ class NodeLink:
             self._note_look()
             if time.monotonic() >= next_beat and not self._is_rejected_for_good():
                 is_taken_in = self._welcomed.is_set() and self._rejected is None
-                self._send_now(
-                    socket, Heartbeat(node_id=self.node_id) if is_taken_in else self._hello, ()
-                )
+                memory = () if self._meter is None else self._meter.latest
+                beat = Heartbeat(node_id=self.node_id, memory=memory)
+                self._send_now(socket, beat if is_taken_in else self._hello, ())
                 next_beat = time.monotonic() + self._heartbeat_s
 
     def _note_look(self) -> None:

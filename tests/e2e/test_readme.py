@@ -50,3 +50,6 @@ def test_the_first_loop(tmp_path):
     (greedy,) = [line for line in done.stdout.splitlines() if "saved/4" in line]
     assert float(greedy.split()[1].rstrip(",")) == 1.0, "it says maybe"
     assert (tmp_path / "first" / "run" / "saved" / "4").is_dir()
+    watched = done.stdout.partition(greedy)[2]
+    assert "serves tiny@4; " in watched and "no job runs" in watched and "tokens/s" in watched
+    assert watched.count("host: ") == 2, "memory of the trainer's launcher and of vLLM"

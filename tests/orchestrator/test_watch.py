@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import subprocess
 import sys
+from typing import ClassVar
 
-from orchestrator.protocol.messages import InitialSyncJob
-from tests.orchestrator.run import BUFFERS, JOB
+import pytest
+
+from orchestrator.protocol import memory
+from orchestrator.protocol.messages import Hello, InitialSyncJob
+from orchestrator.protocol.node_link import NodeLink
+from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN
 from tests.orchestrator.serving import REPO
+
+GIB = 2**30
 
 
 def watch(run, *options):
@@ -45,3 +54,64 @@ def test_a_frame_has_nodes_versions_and_the_last_publication(run, caplog):
     text = watch(run)
     assert f"serves {result['alias']}" in text and "no job runs" in text
     assert f"@{result['version']}" in text and "inference-0" in text
+
+
+class Nvml:
+    """A driver with two GPUs, as far as `pynvml` tells."""
+
+    class NVMLError(Exception):
+        pass
+
+    Info = collections.namedtuple("Info", "used total")
+    uses: ClassVar = {0: Info(5 * GIB, 141 * GIB), "GPU-b": Info(7 * GIB, 141 * GIB)}
+
+    def __init__(self, *, is_there: bool) -> None:
+        self.is_there = is_there
+
+    def nvmlInit(self):
+        if not self.is_there:
+            raise self.NVMLError
+
+    def nvmlDeviceGetCount(self):
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return self.uses[handle]
+
+
+def test_the_memory_of_gpus(monkeypatch):
+    monkeypatch.setattr(memory, "pynvml", Nvml(is_there=True))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-b")
+    found = memory.of_gpus(memory.visible_gpus())
+    assert [(m.device, m.used_bytes // GIB) for m in found] == [("GPU 0", 5), ("GPU GPU-b", 7)]
+    assert memory.visible_gpus([3]) == ("3",), "a node's own GPUs first"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [m.device for m in memory.of_gpus(memory.visible_gpus())] == ["GPU 0"], "all"
+    monkeypatch.setattr(memory, "pynvml", Nvml(is_there=False))
+    assert memory.of_gpus(()) == ()
+
+
+@pytest.mark.gpu1
+def test_the_memory_of_a_real_gpu():
+    (found, *_) = memory.of_gpus(())
+    assert 0 < found.used_bytes < found.total_bytes and found.total_bytes > GIB
+
+
+def test_heartbeats_bring_the_memory(run):
+    uses = (memory.MemoryUse(device="GPU 3", used_bytes=5 * GIB, total_bytes=141 * GIB),)
+    meter = memory.Meter(lambda: uses)
+    hello = Hello(role="inference", node_id="r", incarnation="i", run_token=TOKEN)
+    with NodeLink(endpoint=run.endpoint, hello=hello, meter=meter):
+        assert soon(lambda: run.client.status().nodes[0].memory == uses, 30)
+        assert "GPU 3: 5.0 of 141.0 GiB" in watch(run)
+    meter.close()
+
+
+def test_the_memory_of_processes():
+    (use,) = memory.of_processes()
+    assert use.device == "host" and 2**20 < use.used_bytes < use.total_bytes

@@ -58,7 +58,7 @@ from orchestrator.protocol.messages import (
     WireLayout,
     batch_specs,
 )
-from tests.trainer_node import bounds
+from tests.trainer_node import bounds, slow_check
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
@@ -198,6 +198,7 @@ def node(
     ranks: int = 1,
     module: str = "trainer_node",
     collective_timeout_s: float = 30,
+    admission: str = "skip",
     **parallel,
 ) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
     config = TrainerConfig(
@@ -206,6 +207,7 @@ def node(
         parallel=ParallelConfig(world_size=ranks, **parallel),
         micro_batch_tokens=16,
         collective_timeout_s=collective_timeout_s,
+        admission=admission,
     )
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())
@@ -868,13 +870,12 @@ def test_a_dead_rank_ends_the_node(models, tmp_path: Path) -> None:
         assert process.wait(90) != 0
 
 
-def test_ranks_wait_longer_for_the_first_check_than_for_each_other(
-    models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_wait_longer_for_the_first_check_than_for_each_other(models, tmp_path: Path) -> None:
     """The check of a model without a report takes half a minute and more."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with node(models["dense_untied"], tmp_path, ranks=2, collective_timeout_s=8):
-        assert len(list((tmp_path / "cache/splice/checks").iterdir())) == 1
+    checked = {"admission": "check", "collective_timeout_s": slow_check.CHECK_S / 2}
+    module, model = slow_check.__name__, models["dense_untied"]
+    with node(model, tmp_path, ranks=2, module=module, **checked):
+        pass
 
 
 def test_the_ranks_end_with_a_killed_torchrun(models, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from orchestrator.errors import ConfigError, LinkLost
 from orchestrator.processes.child import ChildProcess, descendants
 from orchestrator.processes.interfaces import refuse_loopback_name
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, BackOff, RestartBudget
+from orchestrator.protocol import memory
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.messages import (
@@ -328,9 +329,13 @@ class TrainerHost:
             run_token=run_token,
             pid=os.getpid(),
         )
-        self._link = NodeLink(endpoint=launch.endpoint, hello=self._hello)
+        self._meter = memory.meter(config.device)
+        self._link = self._new_link()
         self._lost_s: float | None = None
         """When the link was lost, on the monotonic clock."""
+
+    def _new_link(self) -> NodeLink:
+        return NodeLink(endpoint=self._launch.endpoint, hello=self._hello, meter=self._meter)
 
     def stop(self) -> None:
         """End `serve`; callable from a signal handler."""
@@ -346,6 +351,7 @@ class TrainerHost:
         finally:
             self._ranks.stop()
             self._link.close()
+            self._meter.close()
 
     def _loop(self) -> int:
         while not self._stop:
@@ -393,7 +399,7 @@ class TrainerHost:
 
     def _reconnect(self) -> None:
         self._link.close()
-        self._link = NodeLink(endpoint=self._launch.endpoint, hello=self._hello)
+        self._link = self._new_link()
         with contextlib.suppress(LinkLost):
             self._link.start(timeout_s=RECONNECT_S)
             self._link.send(Ready(node_id=self._launch.launcher_id, detail=self._detail))

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from orchestrator.protocol.messages.base import Message, Role
 from orchestrator.protocol.messages.jobs import JobSpec
 from orchestrator.protocol.messages.json_fields import Json
+from orchestrator.protocol.messages.peers import MemoryUse
 
 
 class SubmitJob(Message):
@@ -63,6 +64,7 @@ class NodeStatus(Message):
     packages: dict[str, str] = Field(default={})
     gpus: tuple[str, ...] = ()
     host: str = ""
+    memory: tuple[MemoryUse, ...] = ()
     detail: Json = Field(default={})
 
 

@@ -112,11 +112,23 @@ class NodeEnded(Message):
     """Exit code; negative: the signal."""
 
 
+class MemoryUse(Message):
+    """Memory of one GPU, all its processes included, or of a node's processes on its host."""
+
+    device: str = Field(max_length=64)
+    """"GPU 0", or "host"."""
+    used_bytes: int = Field(ge=0)
+    total_bytes: int = Field(ge=0)
+    """Of the GPU or the host."""
+
+
 class Heartbeat(Message):
     """A node is alive."""
 
     kind: Literal["Heartbeat"] = "Heartbeat"
     node_id: str
+    memory: tuple[MemoryUse, ...] = Field(default=(), max_length=64)
+    """Of launchers and inference nodes; a few seconds old. Empty until it was measured."""
 
 
 class Shutdown(Message):

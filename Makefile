@@ -69,9 +69,9 @@ $(TRAINER)/.plot: requirements/plot.lock $(TRAINER)/.installed
 	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/plot.lock
 	@touch $@
 
-# `splice up --on ray` is tested in the trainer's environment.
+# `splice up --on ray` is tested in the trainer's environment. With bytecode: a raylet gives its agents 15 s to start (ray issue 65983).
 $(TRAINER)/.ray: requirements/ray.lock $(TRAINER)/.installed
-	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/ray.lock
+	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/ray.lock
 	@touch $@
 
 smoke: envs

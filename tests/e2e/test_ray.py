@@ -31,11 +31,9 @@ def cluster(monkeypatch) -> Iterator[str]:
     utils = pytest.importorskip("ray.cluster_utils")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    memory = 100 * 2**20
-    found = utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": memory}
-    )
-    found.add_node(num_cpus=1, object_store_memory=memory)
+    small = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **small})
+    found.add_node(num_cpus=1, **small)
     yield str(found.address)
     found.shutdown()
 

@@ -62,7 +62,7 @@ def test_roles_are_placed_killed_and_started_again(models, tmp_path, cluster, mo
         assert actor is not None and "RoleActor" in " ".join(actor.cmdline()), actor
         kill_and_wait(run_dir, "inference_node", victim=actor)
         deadline_s = time.monotonic() + BACK_S
-        while json.loads(splice("status", folder, "--json"))["nodes"][-1]["state"] != "ready":
+        while states(folder).get("inference-0") != "ready":
             assert time.monotonic() < deadline_s
             time.sleep(1)
         train(run_dir, version=2)
@@ -72,6 +72,11 @@ def test_roles_are_placed_killed_and_started_again(models, tmp_path, cluster, mo
         while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
             assert time.monotonic() < deadline_s, left
             time.sleep(0.5)
+
+
+def states(folder: Path) -> dict[str, str]:
+    found = json.loads(splice("status", folder, "--json"))
+    return {node["node_id"]: node["state"] for node in found["nodes"]}
 
 
 def role_of(run_dir: Path, name: str) -> psutil.Process:

@@ -224,34 +224,33 @@ def _wait_ready(
     deadline_s: float,
     on_wait: Callable[[str], None],
 ) -> dict[str, Any]:
-    os.environ.setdefault(CURVE, str(keys_of(run, CLIENT)))
-    nodes = {name for name in actors if name == "trainer" or name.startswith("inference-")}
-    missing = {"orchestrator"}
-    while missing:
-        on_wait(f"waiting for {', '.join(sorted(missing))}")
+    def wait(for_what: set[str]) -> None:
+        on_wait(f"waiting for {', '.join(sorted(for_what))}")
         for text in ray.get([actor.lost.remote() for actor in actors.values()], timeout=ROOM_S):
             if text:
                 raise ConfigError(text)
         if time.monotonic() > deadline_s:
-            raise NodeLost(f"not ready: {', '.join(sorted(missing))}; read {run.run_dir / 'logs'}")
+            raise NodeLost(f"not ready: {', '.join(for_what)}; read {run.run_dir / 'logs'}")
         time.sleep(POLL_S)
-        if not (run.run_dir / "endpoint").exists():
-            continue
-        with (
-            contextlib.suppress(NodeLost, TimeoutError),
-            SpliceClient.of_run(run.run_dir) as client,
-        ):
-            status = client.status()
-            missing = nodes - {node.node_id for node in status.nodes if node.state == "ready"}
-            if run.has_router and not (run.run_dir / "router").exists():
-                missing.add("router")
+
+    os.environ.setdefault(CURVE, str(keys_of(run, CLIENT)))
+    while not (run.run_dir / "endpoint").exists():
+        wait({"orchestrator"})
+    router = run.run_dir / "router"
     with SpliceClient.of_run(run.run_dir) as client:
+        while missing := _missing(client, set(actors), router):
+            wait(missing)
         if publish and client.status().version is None:
             on_wait(f"publishing {run.name}@0")
             client.run(InitialSyncJob())
         replicas = [n.detail["base_url"] for n in client.status().nodes if n.role == "inference"]
-    urls = [(run.run_dir / "router").read_text().strip()] if run.has_router else replicas
+    urls = [router.read_text().strip()] if run.has_router else replicas
     return {"base_urls": urls, "replica_urls": replicas}
+
+
+def _missing(client: SpliceClient, roles: set[str], router: Path) -> set[str]:
+    ready = {node.node_id for node in client.status().nodes if node.state == "ready"}
+    return roles - ready - {"orchestrator"} - ({"router"} if router.exists() else set())
 
 
 def _remove(group: str) -> None:

@@ -247,9 +247,11 @@ def _session() -> ClientSession:
 
 
 def _model(body: bytes) -> str:
-    """Return the model that a request names; "" if it names none."""
+    """Return the model that a request names; "" if it names none, or no version of one."""
+    if b"@" not in body:  # a list of a million tokens takes long to parse
+        return ""
     try:
-        values = json.loads(body) if body else {}
+        values = json.loads(body)
     except ValueError:
         return ""
     return str(values.get("model", "")) if isinstance(values, dict) else ""

@@ -31,11 +31,9 @@ def cluster(monkeypatch) -> Iterator[str]:
     utils = pytest.importorskip("ray.cluster_utils")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    memory = 100 * 2**20
-    found = utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": memory}
-    )
-    found.add_node(num_cpus=1, object_store_memory=memory)
+    small = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **small})
+    found.add_node(num_cpus=1, **small)
     yield str(found.address)
     found.shutdown()
 
@@ -64,7 +62,7 @@ def test_roles_are_placed_killed_and_started_again(models, tmp_path, cluster, mo
         assert actor is not None and "RoleActor" in " ".join(actor.cmdline()), actor
         kill_and_wait(run_dir, "inference_node", victim=actor)
         deadline_s = time.monotonic() + BACK_S
-        while json.loads(splice("status", folder, "--json"))["nodes"][-1]["state"] != "ready":
+        while states(folder).get("inference-0") != "ready":
             assert time.monotonic() < deadline_s
             time.sleep(1)
         train(run_dir, version=2)
@@ -74,6 +72,11 @@ def test_roles_are_placed_killed_and_started_again(models, tmp_path, cluster, mo
         while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
             assert time.monotonic() < deadline_s, left
             time.sleep(0.5)
+
+
+def states(folder: Path) -> dict[str, str]:
+    found = json.loads(splice("status", folder, "--json"))
+    return {node["node_id"]: node["state"] for node in found["nodes"]}
 
 
 def role_of(run_dir: Path, name: str) -> psutil.Process:

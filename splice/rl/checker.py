@@ -13,7 +13,7 @@ discarded    or belongs to a step that an ended start of the loop had not traine
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Checker:
         self._group_prompt: dict[int, int] = {}
         self._sent: dict[str, Any] | None = None
         self._next_group = 0
-        self._is_published = True
+        self._served_at_start = -1
 
     def take(self, line: dict[str, Any]) -> None:
         """Check one decision."""
@@ -77,7 +77,7 @@ class Checker:
         self.found.violations.append(text)
 
     def _on_start(self, line: dict[str, Any]) -> None:
-        self._config = line["config"]
+        self._config, self._served_at_start = line["config"], line["version"]
         self._made.add(line["version"])
         sent = set() if self._sent is None else {r[0] for r in self._sent["rollouts"]}
         lost = [place for place in self._samples if place[0] not in sent]
@@ -128,10 +128,6 @@ class Checker:
             self.found.dropped += 1
 
     def _on_train(self, line: dict[str, Any]) -> None:
-        if line["attempt"] and self._sent is not None:
-            if line["rollouts"] != self._sent["rollouts"]:
-                self._wrong(f"step {line['step']} was sent again with other rollouts")
-            return
         if self._sent is not None and self._sent["step"] == line["step"]:
             if line["rollouts"] != self._sent["rollouts"]:
                 self._wrong(f"step {line['step']} was sent again with other rollouts")
@@ -189,7 +185,8 @@ class Checker:
             self._end_step(line["step"])
         elif line["step"] != self.found.steps:
             self._wrong(f"step {line['step']} was trained without a batch")
-        if line["version"] <= self._made.newest:
+        was_seen = line["version"] == self._served_at_start  # before the new start
+        if line["version"] <= self._made.newest and not was_seen:
             self._wrong(f"step {line['step']} made version {line['version']} again")
         self._made.add(line["version"])
 
@@ -217,13 +214,9 @@ def check(lines: Iterable[dict[str, Any]]) -> Found:
     return checker.end()
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    yield from decisions.read(path)
-
-
 def main(argv: list[str]) -> int:
     """Print what the log shows. Returns 1 if it breaks a promise."""
-    found = check(_read(Path(argv[0])))
+    found = check(decisions.read(Path(argv[0])))
     for violation in found.violations:
         sys.stdout.write(f"violation: {violation}\n")
     sys.stdout.write(found.text() + "\n")

@@ -21,7 +21,8 @@ class SamplingConfig(Settings):
     """Temperature of the samples. The batch carries it to the trainer."""
     seed: int | None = None
     """Seeds every request with its own number, so that a strict run can be repeated. vLLM samples
-    seeded requests more slowly on a GPU. None: no seeds."""
+    seeded requests more slowly on a GPU; on a CPU, 0.32 ends when it cuts a seeded prompt in two
+    (`--max-num-batched-tokens` in `inference.extra_args`). None: no seeds."""
     extra: dict[str, Any] = Field(default={})
     """More fields of each request, such as `stop` or `allowed_token_ids`. docs/sampling.md says
     which are exact."""

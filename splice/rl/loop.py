@@ -46,7 +46,7 @@ from splice.client import SpliceClient
 from splice.rl import decisions
 from splice.rl.balance import Balance, Meter
 from splice.rl.config import LoopConfig
-from splice.rl.sampler import RETRY_S, Answer, RolloutLost, Row, Sampler
+from splice.rl.sampler import Answer, RolloutLost, Row, Sampler
 
 log = logging.getLogger("splice.rl")
 Reward = Callable[[Row, Completion], "float | Awaitable[float]"]
@@ -472,7 +472,6 @@ class Loop:
                         except RolloutLost as error:
                             self._log.write("lost", **place, attempt=attempt, why=str(error)[:1000])
                             attempt += 1
-                            await asyncio.sleep(RETRY_S)
             except TimeoutError:
                 raise self._failure(
                     f"no answer within {self.config.rollout_timeout_s:.0f} s "
@@ -490,6 +489,7 @@ class Loop:
         for version, _ in answer.spans:
             age = self._past.made.age(version) + max(0, to_come)
             if age > self.config.max_staleness:
+                self._sampler.distrust(answer.replica)
                 raise RolloutLost(
                     f"{answer.replica} answered with version {version}, {age} versions before the "
                     f"one that trains on it; max_staleness is {self.config.max_staleness}"
@@ -552,7 +552,6 @@ class Loop:
                         return answer.completion
                     except RolloutLost as error:
                         log.warning("asked again: %s", error)
-                        await asyncio.sleep(RETRY_S)
 
         async with asyncio.TaskGroup() as tasks:
             asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]

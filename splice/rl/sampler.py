@@ -31,8 +31,9 @@ Row = Mapping[str, Any]
 POLL_S = 1.0
 """Seconds between two looks at the replicas."""
 CONNECT_S = 10.0
-RETRY_S = 0.5
-"""Pause before a lost rollout is asked again, so that a failing replica is not flooded."""
+AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
+"""A replica that fails is left alone for twice the first time, then ever longer up to the second.
+"""
 _PASSING = frozenset({404, 408, 409, 429, 500, 502, 503, 504})
 """Statuses of a replica that restarts, is being swapped, or was left out."""
 
@@ -63,7 +64,14 @@ class _Replica:
     url: str
     flights: set[asyncio.Task[Answer]] = field(default_factory=set)
     is_gone: bool = False
+    failures: int = 0
+    """In a row."""
     avoid_until_s: float = 0.0
+
+    def failed(self) -> None:
+        """Ask others for a while, longer each time."""
+        self.failures += 1
+        self.avoid_until_s = time.monotonic() + min(AVOID_S * 2.0**self.failures, AVOID_AT_MOST_S)
 
 
 class Sampler:
@@ -80,7 +88,6 @@ class Sampler:
     ) -> None:
         self._status, self._name = status, name
         self._replicas: dict[str, _Replica] = {}
-        self._changed = asyncio.Condition()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_in_flight)
         self._http = httpx.AsyncClient(limits=limits, trust_env=False)
         self._watching: asyncio.Task[None]
@@ -112,26 +119,32 @@ class Sampler:
             for node in (await self._status()).nodes
             if node.role == "inference" and node.state == "ready" and "base_url" in node.detail
         }
-        async with self._changed:
-            for replica in list(self._replicas.values()):
-                if ready.get(replica.node_id) != replica.url:
-                    del self._replicas[replica.node_id]
-                    replica.is_gone = True
-                    for flight in replica.flights:
-                        flight.cancel()
-            for node_id, url in ready.items():
-                if node_id not in self._replicas:
-                    self._replicas[node_id] = _Replica(node_id=node_id, url=url)
-            self._changed.notify_all()
+        for replica in list(self._replicas.values()):
+            if ready.get(replica.node_id) != replica.url:
+                del self._replicas[replica.node_id]
+                replica.is_gone = True
+                for flight in replica.flights:
+                    flight.cancel()
+        for node_id, url in ready.items():
+            if node_id not in self._replicas:
+                self._replicas[node_id] = _Replica(node_id=node_id, url=url)
 
     async def _choose(self) -> _Replica:
-        """Return the least busy replica; one that failed lately is the last choice."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._replicas)
+        """Wait for a replica that has not failed lately; returns the least busy one."""
+        while True:
             now_s = time.monotonic()
-            return min(
-                self._replicas.values(), key=lambda r: (r.avoid_until_s > now_s, len(r.flights))
+            free = [r for r in self._replicas.values() if r.avoid_until_s <= now_s]
+            if free:
+                return min(free, key=lambda r: len(r.flights))
+            until_s = min(
+                (r.avoid_until_s for r in self._replicas.values()), default=now_s + POLL_S
             )
+            await asyncio.sleep(until_s - now_s)
+
+    def distrust(self, node_id: str) -> None:
+        """Ask other replicas than this one for a while."""
+        if node_id in self._replicas:
+            self._replicas[node_id].failed()
 
     # ------------------------------------------------------------ one answer
 
@@ -159,7 +172,7 @@ class Sampler:
                 raise RolloutLost(f"{replica.node_id} is gone") from None
             raise
         except httpx.TransportError as error:
-            replica.avoid_until_s = time.monotonic() + 2 * POLL_S
+            replica.failed()
             raise RolloutLost(f"{replica.node_id}: {error or type(error).__name__}") from error
         finally:
             replica.flights.discard(flight)
@@ -174,7 +187,7 @@ class Sampler:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")[:2000]
                 if response.status_code in _PASSING:
-                    replica.avoid_until_s = time.monotonic() + POLL_S
+                    replica.failed()
                     raise RolloutLost(f"{replica.node_id} answers {response.status_code}: {text}")
                 raise ConfigError(
                     f"{replica.node_id} refuses the request ({response.status_code}): {text}"
@@ -184,6 +197,7 @@ class Sampler:
                 if line.startswith(b"data: {"):
                     made.add(json.loads(line[6:]))
                 elif line == b"data: [DONE]":
+                    replica.failures = 0
                     return made.answer(temperature=body["temperature"])
         raise RolloutLost(f"{replica.node_id} ended the stream early")
 

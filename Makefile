@@ -58,22 +58,23 @@ $(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
 	@touch $@
 
-# Benchmarks draw their results, and the docs become a site; only the trainer's environment does either.
-$(TRAINER)/.plot $(TRAINER)/.docs: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
-	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r requirements/$*.lock
+# Benchmarks draw their results, the docs become a site, tests have a Ray cluster: all in the trainer's environment.
+# Ray needs its bytecode: a raylet gives its agents 15 s to start (ray issue 65983).
+$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
+	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(if $(findstring ray,$@),,--no-compile) -r requirements/$*.lock
 	@touch $@
 
 smoke: envs
 	$(TRAINER)/bin/splice smoke --report $(REPORT) $(SMOKE_ARGS)
 
 smoke-cuda: envs-cuda
-	VLLM_USE_FLASHINFER_SAMPLER=0 $(TRAINER)/bin/splice smoke --device cuda --report $(REPORT) $(SMOKE_ARGS)
+	$(TRAINER)/bin/splice smoke --device cuda --report $(REPORT) $(SMOKE_ARGS)
 
 # All three parts run even if one fails; the result is red if any is.
 # torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.

@@ -4,9 +4,11 @@ PEFT, on the same tokens.
 Every contender runs in a process of its own (`benchmarks.train_worker`), with the same sequences of
 mixed length, adapters of rank 16 on all linear layers, random weights and AdamW; sequences, losses
 and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES (8b,30b-a3b),
-losses from SPLICE_BENCH_KINDS (rl,sft), peers from SPLICE_BENCH_PEERS (bridge,peft), steps from
+losses from SPLICE_BENCH_KINDS (rl,sft), peers from SPLICE_BENCH_PEERS (bridge,peft; empty: ours
+alone), steps from
 SPLICE_BENCH_SAMPLES (5), tokens of a step from SPLICE_BENCH_TOKENS (65536); a contender gets
-SPLICE_BENCH_TIMEOUT_S (570). With several
+SPLICE_BENCH_TIMEOUT_S (570). SPLICE_BENCH_PROFILE names a file for the kernels of one more step of
+ours. With several
 SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
 
     SHAPE/lora-KIND/1           one rank, beside the peers
@@ -140,7 +142,7 @@ def _cases(
     """A contender that fails (a peer that does not fit in memory, say) is in the settings with its
     error, not in the samples.
     """
-    peers = os.environ.get("SPLICE_BENCH_PEERS", ",".join(PEERS)).split(",")
+    peers = [p for p in os.environ.get("SPLICE_BENCH_PEERS", ",".join(PEERS)).split(",") if p]
     contenders, gpus = ("splice", *peers), os.environ.get("SPLICE_BENCH_TRAIN_GPUS", "0").split(",")
 
     def on_its_gpu(place: int) -> list[dict[str, Any]]:
@@ -237,6 +239,8 @@ def _worker(
         device,
     ]
     argv += ["--steps", str(steps), "--tokens", str(tokens)]
+    if contender == "splice" and (profile := os.environ.get("SPLICE_BENCH_PROFILE")):
+        argv += ["--profile", profile]
     argv += [word for name, size in (sizes or {}).items() for word in (f"--{name}", str(size))]
     try:
         # As torchrun sets it: what little the CPU does per step, a large host's thread pool only

@@ -57,8 +57,6 @@ MESSAGES: dict[str, type[Message]] = {
 """Action -> the request that it takes. Other actions take a JSON object of arguments."""
 
 
-DRAIN_S = 2.0
-"""How long requests pinned to the old version may take to finish before they are ended."""
 MANIFEST_ORDER = "manifest order was asked for"
 DEATH_POLL_S = 0.5
 """Seconds between two questions whether the engine still lives."""
@@ -252,7 +250,7 @@ class Actions:
             engine,
             mode=message.pause_mode,
             version=message.version,
-            drain_s=_drain_s(message),
+            drain_s=message.drain_s,
             deadline_s=message.deadline_s,
         )
         await self._say({"progress": "paused", "seconds": time.monotonic() - began})
@@ -361,7 +359,7 @@ class Actions:
             await self._pause(engine, app, message)
             return await self._bring(update, self._workers(engine, "splice_shadow_swap", request))
         began = time.monotonic()
-        await self._traffic.make_way(message.version, _drain_s(message), clear_cache=clear_cache)
+        await self._traffic.make_way(message.version, message.drain_s, clear_cache=clear_cache)
         await self._say({"progress": "paused", "seconds": time.monotonic() - began})
         swap = self._pause_and_swap(engine, request, clear_cache, message.deadline_s)
         return await self._bring(update, swap)
@@ -439,10 +437,6 @@ class Actions:
 
 def _error(code: str, message: str) -> Answer:
     return {"error": {"code": code, "message": message}}
-
-
-def _drain_s(message: ReceiveWeights | SwapWeights) -> float:
-    return min(DRAIN_S, message.deadline_s / 4)
 
 
 async def _while_alive(work: Coroutine[Any, Any, Answer], engine: Any) -> Answer:

@@ -246,6 +246,10 @@ def serve(
     pause_mode: Annotated[
         str, typer.Option(help="keep, keep_kv, wait or abort.")
     ] = _PUBLICATION.pause_mode,
+    drain_s: Annotated[
+        float,
+        typer.Option(help="How long a request for name@N may go on before a swap ends it."),
+    ] = _PUBLICATION.drain_s,
     mode: PublicationModeOption = _PUBLICATION.mode,
     shadow_bytes: ShadowBytes = _PUBLICATION.shadow_bytes,
     canary: Annotated[
@@ -312,6 +316,7 @@ def serve(
         publication = PublicationConfig(
             transport=transport,  # type: ignore[arg-type]  # PublicationConfig checks it
             pause_mode=pause_mode,  # type: ignore[arg-type]
+            drain_s=drain_s,
             full_every=full_every,
             mode=mode,  # type: ignore[arg-type]
             shadow_bytes=shadow_bytes,

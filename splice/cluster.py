@@ -290,6 +290,7 @@ def _publication_options(publication: PublicationConfig, *, transport: Transport
         if getattr(publication, setting) != getattr(defaults, setting):
             raise ConfigError(f"a cluster cannot set the publication's {setting}; leave it out")
     options = ["--transport", transport, "--pause-mode", publication.pause_mode]
+    options += ["--drain-s", str(publication.drain_s)]
     options += ["--mode", publication.mode, "--shadow-bytes", str(publication.shadow_bytes)]
     options += ["--canary" if publication.canary else "--no-canary"]
     if publication.full_every is not None:

@@ -79,7 +79,11 @@ ANY_ROLE = {
 WANTED: Mapping[NodeRole, Mapping[str, Wanted]] = {
     "trainer": TRAINER | ANY_ROLE,
     "inference": INFERENCE | ANY_ROLE,
-    "orchestrator": {"python": Wanted(versions=">=3.11", why="the language level of splice")}
+    "orchestrator": {
+        "python": Wanted(versions=">=3.11", why="the language level of splice"),
+        "aiohttp": Wanted(versions=">=3.10,<4", why="one URL for replicas", need="optional"),
+        "ray": Wanted(versions=">=2.40,<3", why="splice up --on ray", need="optional"),
+    }
     | ANY_ROLE,
 }
 ALL_PACKAGES = tuple(dict.fromkeys(name for wanted in WANTED.values() for name in wanted))

@@ -13,10 +13,10 @@ import re
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from splice.hosts import CLIENT, check_several_hosts, keys_of, numbered_from_0
 from splice.run_file import RunFile
 
 FILE = "/etc/splice/run.json"
-_PORT = re.compile(r":(\d+)$")
 
 
 def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: str) -> str:
@@ -30,33 +30,54 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
     """
     if not trainer_image or not inference_image:
         raise ConfigError("name both images: --trainer-image and --inference-image")
-    port = _PORT.search(run.orchestrator.endpoint)
-    if port is None or port[1] == "0" or "127.0.0.1" in run.orchestrator.endpoint:
-        raise ConfigError('set orchestrator.endpoint = "tcp://0.0.0.0:40001" and its curve_dir')
-    if run.orchestrator.curve_dir is None:
-        raise ConfigError("orchestrator.curve_dir is not set; `splice keys` makes the folder")
+    port = check_several_hosts(run)
     if run.trainer.gpus and run.trainer.parallel.world_size > len(run.trainer.gpus):
         raise ConfigError("a trainer on several hosts has no manifest yet; use --on slurm")
     name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:30] or "run"
     head = f"{name}-orchestrator-0-0.{name}"
-    values = json.loads(run.model_dump_json())
+    values = json.loads(numbered_from_0(run))
     each = run.inference.tensor_parallel if run.inference.device == "cuda" else 0
-    values["trainer"] |= {"gpus": list(range(len(run.trainer.gpus))), "python": "python"}
-    values["inference"]["python"] = "python"
-    values["inference"]["gpus"] = list(range(each)) * run.inference.replicas
+    values["trainer"]["python"] = values["inference"]["python"] = "python"
     common = {"name": name, "claim": claim, "run_dir": str(run.run_dir),
-              "endpoint": f"tcp://{head}:{port[1]}",
-              "curve_dir": str(run.orchestrator.curve_dir)}  # fmt: skip
+              "endpoint": f"tcp://{head}:{port}"}  # fmt: skip
     serve = f"exec splice serve {FILE} --resume"
     train = f"exec splice trainer {FILE} --set trainer.host=$(hostname -i)"
     jobs = [
         _job("orchestrator", serve, image=trainer_image, gpus=0, **common),
-        _job("trainer", train, image=trainer_image, gpus=len(run.trainer.gpus), **common),
+        _job(
+            "trainer",
+            train,
+            image=trainer_image,
+            gpus=len(run.trainer.gpus),
+            curve_dir=str(keys_of(run, "trainer")),
+            **common,
+        ),
     ]
     for i in range(run.inference.replicas):
         role = f"inference-{i}"
         command = f"exec splice inference {FILE} --index {i} --set inference.host=0.0.0.0"
-        jobs.append(_job(role, command, image=inference_image, gpus=each, **common))
+        jobs.append(
+            _job(
+                role,
+                command,
+                image=inference_image,
+                gpus=each,
+                curve_dir=str(keys_of(run, role)),
+                **common,
+            )
+        )
+    if run.has_router:
+        route = f"exec splice router {FILE} --set router.host=0.0.0.0"
+        jobs.append(
+            _job(
+                "router",
+                route,
+                image=trainer_image,
+                gpus=0,
+                curve_dir=str(keys_of(run, CLIENT)),
+                **common,
+            )
+        )
     file = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -78,7 +99,7 @@ def manifest(run: RunFile, *, trainer_image: str, inference_image: str, claim: s
 
 def _job(
     role: str, command: str, *, image: str, gpus: int, name: str, claim: str, run_dir: str,
-    endpoint: str, curve_dir: str,
+    endpoint: str, curve_dir: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     token = {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}
     container = {
@@ -88,7 +109,7 @@ def _job(
         "env": [
             {"name": "SPLICE_RUN_TOKEN", "valueFrom": token},
             {"name": "SPLICE_ENDPOINT", "value": endpoint},
-            {"name": "SPLICE_CURVE_DIR", "value": curve_dir},
+            *([{"name": "SPLICE_CURVE_DIR", "value": curve_dir}] if curve_dir else []),
         ],
         "resources": {"limits": {"nvidia.com/gpu": gpus}} if gpus else {},
         "volumeMounts": [

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
-from splice import kubernetes, machine, slurm, up
+from splice import kubernetes, machine, ray_launcher, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
@@ -114,7 +114,7 @@ def bring_up(
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Longest wait for all nodes, in seconds.")
     ] = UP_TIMEOUT_S,
-    on: Annotated[str, typer.Option(help="host: this one; slurm; or k8s.")] = "host",
+    on: Annotated[str, typer.Option(help="host: this one; slurm; ray; or k8s.")] = "host",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write script or manifest, submit nothing.")
     ] = False,
@@ -122,6 +122,9 @@ def bring_up(
     sbatch: Annotated[
         str, typer.Option(help="slurm: more options of sbatch, such as '--partition=gpu'.")
     ] = "",
+    ray_address: Annotated[
+        str, typer.Option(help="ray: the cluster's address; auto: this host's cluster.")
+    ] = "auto",
     trainer_image: Annotated[str, typer.Option(help="k8s: image of trainer, orchestrator.")] = "",
     inference_image: Annotated[str, typer.Option(help="k8s: image of inference nodes.")] = "",
     claim: Annotated[
@@ -129,9 +132,9 @@ def bring_up(
     ] = "splice-run",
     as_json: AsJson = False,
 ) -> None:
-    """Start orchestrator, trainer and inference nodes of this host in the background.
+    """Start orchestrator, trainer and inference nodes, here in the background or on a cluster.
 
-    Returns once the run serves its alias.
+    Returns once the run serves its alias. Slurm and Kubernetes start it later.
     """
     said = ""
 
@@ -147,21 +150,24 @@ def bring_up(
             _up_on_slurm(run, resume, dry_run, gpus_per_host, sbatch, as_json)
             return
         if on == "k8s":
-            if not dry_run:
-                raise ConfigError("--on k8s writes a manifest and no more: add --dry-run")
             images = {"trainer_image": trainer_image, "inference_image": inference_image}
-            text = kubernetes.manifest(run, claim=claim, **images)
-            run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = run.run_dir / "jobset.json"
-            path.write_text(text)
-            typer.echo(json.dumps({"manifest": str(path)}) if as_json else str(path))
+            _up_on_kubernetes(run, dry_run, images, claim, as_json)
             return
-        if on != "host" or dry_run:
-            raise ConfigError(f"--on {on!r}: host, slurm or k8s; --dry-run is not for host")
-        pid = up.start(run, resume=resume, publish=publish)
-        state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
+        if on not in ("host", "ray") or dry_run:
+            raise ConfigError(
+                f"--on {on!r}: host, slurm, ray or k8s; --dry-run is for slurm and k8s"
+            )
+        if on == "ray":
+            up.refuse_used(run, resume=resume)
+            state = ray_launcher.up(
+                run, address=ray_address, publish=publish, timeout_s=timeout_s, on_wait=on_wait
+            )
+        else:
+            pid = up.start(run, resume=resume, publish=publish)
+            state = up.wait_until_up(run.run_dir, pid, timeout_s=timeout_s, on_wait=on_wait)
         facts = {
             "openai_urls": [f"{url}/v1" for url in state["base_urls"]],
+            "replica_urls": [f"{url}/v1" for url in state["replica_urls"]],
             "alias": run.name,
             "endpoint": find_endpoint(run.run_dir),
             "run_dir": str(run.run_dir),
@@ -169,7 +175,7 @@ def bring_up(
             "logs": str(run.run_dir / "logs"),
         }
     except KeyboardInterrupt:
-        _say("interrupted; the run goes on starting. `splice stop` ends it")
+        _say("interrupted; `splice stop` ends what has started")
         raise typer.Exit(130) from None
     except (SpliceError, OSError) as error:
         _die(error)
@@ -180,6 +186,18 @@ def bring_up(
     typer.echo(f"client: SpliceClient.of_run({facts['run_dir']!r})")
     typer.echo(f"endpoint: {facts['endpoint']}   token: in {facts['token_file']}")
     typer.echo(f"logs: {facts['logs']}   end the run: splice stop {file}")
+
+
+def _up_on_kubernetes(
+    run: RunFile, dry_run: bool, images: dict[str, str], claim: str, as_json: bool
+) -> None:
+    if not dry_run:
+        raise ConfigError("--on k8s writes a manifest and no more: add --dry-run")
+    text = kubernetes.manifest(run, claim=claim, **images)
+    run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = run.run_dir / "jobset.json"
+    path.write_text(text)
+    typer.echo(json.dumps({"manifest": str(path)}) if as_json else str(path))
 
 
 def _up_on_slurm(
@@ -221,6 +239,9 @@ def _print_status(found: dict[str, Any]) -> None:
     for node in found["nodes"]:
         url = str(node["detail"].get("base_url", ""))
         table.add_row(node["node_id"], node["state"], node["host"], ", ".join(node["gpus"]), url)
+    if router := found.get("router"):
+        states = ", ".join(f"{name} {one['state']}" for name, one in router["replicas"].items())
+        table.add_row("router", router["state"], states, "", router["url"])
     console.print(table)
 
 
@@ -350,6 +371,23 @@ def inference(
         argv = [python, "-m", "inference_node", "--endpoint", run.endpoint()]
         argv += ["--node-id", node_id, "--config", str(config)]
         os.execve(python, argv, {**os.environ, "SPLICE_RUN_TOKEN": run.token()})
+    except (SpliceError, OSError) as error:
+        _die(error)
+
+
+@app.command()
+def router(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
+    """Run one URL in front of the inference nodes of a run.toml on this host.
+
+    `splice up` starts it where there are several. It finds the orchestrator as `splice inference`
+    does.
+    """
+    try:
+        run = load(file, overrides or ())
+        config = node_file(run, "router", run.model_dump_json(indent=1))
+        env = {**os.environ, "SPLICE_RUN_TOKEN": run.token()}
+        argv = [sys.executable, "-m", "splice.replica_router", str(config)]
+        os.execve(sys.executable, argv, env)
     except (SpliceError, OSError) as error:
         _die(error)
 

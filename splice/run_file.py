@@ -150,6 +150,17 @@ class InferenceSection(InferenceConfig):
     """Inference nodes. They share `gpus` evenly, and `port` counts up."""
 
 
+class RouterSection(Settings):
+    """One URL in front of the inference nodes; see `splice.replica_router`."""
+
+    enabled: bool | None = None
+    """Whether `splice up` starts it. Without a value: if there are several inference nodes."""
+    host: str = "127.0.0.1"
+    """Address on which it listens. 0.0.0.0: all of this host's addresses."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Its port. With 0 the kernel chooses; RUN_DIR/router has the URL."""
+
+
 class RunFile(Settings):
     """Everything that is to be known about a run."""
 
@@ -171,6 +182,8 @@ class RunFile(Settings):
     """The trainer, and how to start it."""
     inference: InferenceSection
     """The inference nodes, and how to start them."""
+    router: RouterSection = RouterSection()
+    """One URL in front of the inference nodes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -207,6 +220,12 @@ class RunFile(Settings):
         return self
 
     # ------------------------------------------------------------ what the roles take from it
+
+    @property
+    def has_router(self) -> bool:
+        """Whether a router is in front of the inference nodes."""
+        own = self.router.enabled
+        return self.inference.replicas > 1 if own is None else own
 
     def orchestrator_config(self, *, run_token: str, resume: bool) -> OrchestratorConfig:
         """Return the orchestrator's settings."""

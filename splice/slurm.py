@@ -9,14 +9,13 @@ GPUs of each step from 0 (`ConstrainDevices=yes`).
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from orchestrator.errors import ConfigError
+from splice.hosts import CLIENT, check_several_hosts, keys_of, numbered_from_0
 from splice.run_file import RunFile
 
 SCRIPT, FILE = "slurm.sh", "slurm.json"
@@ -39,7 +38,7 @@ def write_script(run: RunFile, *, gpus_per_host: int, options: str = "") -> Path
     logs = run.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     run.run_dir.chmod(0o700)
-    (run.run_dir / FILE).write_text(_numbered_from_0(run))
+    (run.run_dir / FILE).write_text(numbered_from_0(run))
     path = run.run_dir / SCRIPT
     path.write_text(text)
     return path
@@ -64,29 +63,13 @@ def submit(path: Path) -> str:
     return done.stdout.strip()
 
 
-def _numbered_from_0(run: RunFile) -> str:
-    """Return the file as its roles read it: each step sees only its own GPUs, from 0."""
-    values = json.loads(run.model_dump_json())
-    each = run.inference.tensor_parallel
-    values["trainer"]["gpus"] = list(range(len(run.trainer.gpus)))
-    if run.inference.device == "cuda":
-        values["inference"]["gpus"] = list(range(each)) * run.inference.replicas
-    return json.dumps(values, indent=1)
-
-
 def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     """Return the script.
 
     Raises:
         ConfigError: as `write_script`.
     """
-    if (urlsplit(run.orchestrator.endpoint).hostname or "") in ("127.0.0.1", "localhost"):
-        raise ConfigError(
-            "orchestrator.endpoint is on loopback, where other hosts do not reach it; set "
-            'orchestrator.endpoint = "tcp://0.0.0.0:40001" and orchestrator.curve_dir'
-        )
-    if run.orchestrator.curve_dir is None:
-        raise ConfigError("orchestrator.curve_dir is not set; `splice keys` makes the folder")
+    check_several_hosts(run)
     each = run.inference.tensor_parallel if run.inference.device == "cuda" else 0
     of_trainer = len(run.trainer.gpus) if run.trainer.device == "cuda" else 0
     needed = max(each, of_trainer)
@@ -101,20 +84,24 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     if hosts > 1:
         trainer += f" --nodes {hosts} --node-rank $SLURM_NODEID"
         trainer += f" --rendezvous $HEAD:{RENDEZVOUS_PORT}"
-    steps = [_step("trainer", trainer, first=0, hosts=hosts, gpus=of_trainer)]
+    keys = str(keys_of(run, "trainer"))
+    steps = [_step("trainer", trainer, first=0, hosts=hosts, gpus=of_trainer, keys=keys)]
     for i in range(run.inference.replicas):
         command = f"exec {splice} inference {file} --index {i}"
         command += " --set inference.host=0.0.0.0"
-        steps.append(
-            _step(f"inference-{i}", command, first=hosts + i // per_host, hosts=1, gpus=each)
-        )
+        role, host = f"inference-{i}", hosts + i // per_host
+        keys = str(keys_of(run, role))
+        steps.append(_step(role, command, first=host, hosts=1, gpus=each, keys=keys))
+    if run.has_router:
+        command = f"exec {splice} router {file} --set router.host=0.0.0.0"
+        keys = str(keys_of(run, CLIENT))
+        steps.append(_step("router", command, first=0, hosts=1, gpus=0, keys=keys) + "\nROUTER=$!")
     head = ["--job-name=splice", f"--nodes={num_hosts}"]
     head += [f"--gpus-per-node={gpus_per_host}"] if needed else []
     head += [f"--output={run.run_dir / 'logs' / 'slurm.log'}", *shlex.split(options)]
     return _SCRIPT.format(
         head="\n".join(f"#SBATCH {option}" for option in head),
         run_dir=shlex.quote(str(run.run_dir)),
-        curve=shlex.quote(str(run.orchestrator.curve_dir)),
         orchestrator=_step(
             "orchestrator", f"exec {splice} serve {file} --resume", first=0, hosts=1, gpus=0
         ),
@@ -123,7 +110,9 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     )
 
 
-def _step(name: str, command: str, *, first: int, hosts: int, gpus: int) -> str:
+def _step(name: str, command: str, *, first: int, hosts: int, gpus: int, keys: str = "") -> str:
+    if keys:
+        command = f"export SPLICE_CURVE_DIR={shlex.quote(keys)}; {command}"
     share = f"--exact --gpus-per-node={gpus}" if gpus else "--overlap"
     return (
         f"srun --job-name={name} --relative={first} --nodes={hosts} --ntasks={hosts} "
@@ -138,11 +127,10 @@ _SCRIPT = """#!/bin/bash
 # Written by `splice up --on slurm`. The token is in the run's folder, never here.
 set -u
 export RUN={run_dir}
-export SPLICE_CURVE_DIR={curve}
 # The batch host is host 0. A name may mean loopback there, so roles get its address.
 HEAD=${{SPLICE_HEAD:-$(hostname -I | cut -d " " -f 1)}}
 export HEAD
-rm -f "$RUN/endpoint"
+rm -f "$RUN/endpoint" "$RUN/router"
 
 {orchestrator}
 ORCHESTRATOR=$!
@@ -162,6 +150,7 @@ fi
 # `splice stop` ends the orchestrator, and it ends the nodes.
 wait "$ORCHESTRATOR"
 CODE=$?
+[ -z "${{ROUTER:-}}" ] || kill "$ROUTER"
 wait
 exit "$CODE"
 """

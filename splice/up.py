@@ -9,6 +9,7 @@ ends, for whatever reason, the roles end too.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -22,9 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.messages import InitialSyncJob
 from orchestrator.run_folder import RunFolder
 from splice.client import SpliceClient
@@ -42,6 +46,11 @@ from splice.run_file import TOKEN, RunFile, load
 log = logging.getLogger("splice.up")
 STATE, CONFIG = "up.json", "run.json"
 PUBLISH = "--publish"
+ROUTER, ROUTER_STATE = "router", "/splice/router"
+"""The file with the router's URL, and its own route."""
+ROUTER_S, ROUTER_START_S = 5.0, 60.0
+"""Time for the router to answer, and to start."""
+ROUTER_RESTARTS = 5
 POLL_S = 0.2
 END_S = 15.0
 """Time between a node's orderly end and the orchestrator's."""
@@ -77,6 +86,13 @@ def check(run: RunFile) -> None:
         )
     for node in nodes:
         check_port_free(node.host, node.port)
+    if run.has_router:
+        if importlib.util.find_spec("aiohttp") is None:
+            raise ConfigError(
+                "the router in front of several inference nodes needs aiohttp: install "
+                '"splice[router]" here, or set router.enabled = false'
+            )
+        check_port_free(run.router.host, run.router.port)
 
 
 def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
@@ -208,7 +224,22 @@ def status(run_dir: Path) -> dict[str, Any]:
     answer["alias"] = None if found.version is None else f"{found.name}@{found.version}"
     answer["nodes"] = [node.model_dump(mode="json") for node in found.nodes]
     answer["base_urls"] = [n.detail["base_url"] for n in found.nodes if "base_url" in n.detail]
+    answer["router"] = _router_status(run_dir)
     return answer
+
+
+def _router_status(run_dir: Path) -> dict[str, Any] | None:
+    """Return the router's URL, whether it answers, and the replicas that it knows."""
+    try:
+        url = (run_dir / ROUTER).read_text().strip()
+    except OSError:
+        return None
+    try:
+        found = httpx.get(url + ROUTER_STATE, timeout=ROUTER_S, trust_env=False).json()
+    except (httpx.HTTPError, ValueError) as error:
+        return {"url": url, "state": "lost", "text": str(error), "replicas": {}}
+    is_ready = any(replica["state"] == "ready" for replica in found["replicas"].values())
+    return {"url": url, "state": "ready" if is_ready else "no replica is ready", **found}
 
 
 def _has_orchestrator(run_dir: Path, state: dict[str, Any]) -> bool:
@@ -286,17 +317,24 @@ def supervise(config: Path, *, publish: bool) -> int:
         signal.signal(number, lambda *_: told_to_end.set())
     token = os.environ[TOKEN]
     try:
-        with Cluster(
-            cluster_config(run, config=config, token=token),
-            on_wait=lambda text: _wait(state, text, told_to_end),
-        ) as cluster:
+        with (
+            Cluster(
+                cluster_config(run, config=config, token=token),
+                on_wait=lambda text: _wait(state, text, told_to_end),
+            ) as cluster,
+            Launcher() as launcher,
+        ):
             if publish and cluster.client.status(timeout_s=30.0).version is None:
                 _wait(state, f"publishing {run.name}@0", told_to_end)
                 cluster.client.run(InitialSyncJob())
-            urls = cluster.base_urls
-            state.write("up", f"serving on {', '.join(urls)}", base_urls=urls)
+            urls = replicas = cluster.base_urls
+            if run.has_router:
+                _wait(state, "starting the router", told_to_end)
+                urls = [_start_router(run, launcher, config=config, token=token)]
+            text = f"serving on {', '.join(urls)}"
+            state.write("up", text, base_urls=urls, replica_urls=replicas)
             log.info("up: %s", ", ".join(urls))
-            _watch(cluster, told_to_end)
+            _watch(cluster, launcher, told_to_end)
     except _Told:
         state.write("ended", "stopped while it started")
         return 0
@@ -306,6 +344,32 @@ def supervise(config: Path, *, publish: bool) -> int:
         return 1
     state.write("ended", "stopped")
     return 0
+
+
+def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str) -> str:
+    """Start the router; returns its URL.
+
+    Raises:
+        NodeLost: it ended, or did not bind in time.
+    """
+    path = run.run_dir / ROUTER
+    path.unlink(missing_ok=True)
+    launcher.start(
+        NodeProcess(
+            name="router",
+            argv=[sys.executable, "-m", "splice.replica_router", str(config)],
+            env={TOKEN: token},
+            log_file=run.run_dir / "logs" / "router.log",
+            restarts=RestartBudget(ROUTER_RESTARTS),
+        )
+    )
+    deadline_s = time.monotonic() + ROUTER_START_S
+    while not path.exists():
+        launcher.check()
+        if time.monotonic() > deadline_s:
+            raise NodeLost(f"the router did not bind within {ROUTER_START_S:.0f} s")
+        time.sleep(POLL_S)
+    return path.read_text().strip()
 
 
 class _Told(Exception):
@@ -318,13 +382,14 @@ def _wait(state: _State, text: str, told_to_end: threading.Event) -> None:
     state.write("starting", text)
 
 
-def _watch(cluster: Cluster, told_to_end: threading.Event) -> None:
+def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -> None:
     """Return when the run is to end.
 
     Raises:
         NodeLost: a role died and will not start again.
     """
     while not told_to_end.wait(POLL_S) and not cluster.has_ended:
+        launcher.check()
         try:
             cluster.launcher.check()
         except NodeLost:  # or it ended in order, and the orchestrator is about to

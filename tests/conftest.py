@@ -57,8 +57,6 @@ WHOLE = (
     "tests/inference_node/test_dead_engine.py::*",
     "tests/inference_node/test_failures.py::test_a_vllm_that_dies_before_it_takes_a_call*",
     "tests/inference_node/test_failures.py::test_a_dead_vllm_is_restarted*",
-    # Asks the package index.
-    "tests/test_installation.py::test_every_pin*",
     "tests/e2e/*",
 )
 COVERING = (

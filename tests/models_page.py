@@ -52,11 +52,14 @@ and are published with it. A token of an image is refused (`tests/trainer_node/s
 
 | what | when | else |
 | --- | --- | --- |
-| experts and their adapters in a few grouped products | SwiGLU without bias, experts whole on a rank, no shared expert, no adapter dropout | Megatron's grouped linears |
+| experts and their adapters in a few grouped products | SwiGLU without bias, experts whole on a rank, no adapter dropout | Megatron's grouped linears |
 | each HF tensor sent from where it lies in Megatron's parameters | it is an arrangement of a parameter's elements | Bridge's export of that tensor (the norm of gated delta rules) |
+| attention with sinks (gpt-oss) fused, on GPUs | cuDNN 9.18 or newer, which TransformerEngine must find first | TransformerEngine's unfused attention, slow and in much memory |
+| gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang or Triton 3.7.1 | Megatron's own in torch, many times slower |
 | a received tensor placed directly in vLLM's parameter | vLLM's loader only copies | vLLM's reload of that layer |
 
-The log says which path was taken and why. No path is chosen by a model's name.
+No path is chosen by a model's name. The trainer's log, and `fallbacks` in `splice status --json`, name
+each slower path of the trainer and its reason.
 
 ## Refused, with the reason
 

@@ -114,6 +114,7 @@ class Node:
             "device": config.device,
             "memory": config.memory,
             "micro_batch_tokens": self.trainer.micro_batch_tokens,
+            "fallbacks": model.fallbacks,
         }
 
     def _next(self) -> tuple[Envelope | None, float]:

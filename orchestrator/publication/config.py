@@ -16,6 +16,9 @@ class PublicationConfig:
     """How weights travel from trainer to inference nodes."""
     pause_mode: PauseMode = "keep"
     """What a swap does to running requests; docs/operation.md has the table."""
+    drain_s: float = 2.0
+    """How long a request for `name@N` may go on before a swap ends it with 409, in seconds. At most
+    a quarter of `transfer_timeout_s`. The swap waits for it."""
     join_timeout_s: float = 120.0
     """Longest joining of a transfer group, in seconds."""
     plan_timeout_s: float = 300.0
@@ -51,6 +54,11 @@ class PublicationConfig:
         if self.pause_mode not in ("keep", "keep_kv", "wait", "abort"):
             raise ConfigError(
                 f"the pause mode is keep, keep_kv, wait or abort, got {self.pause_mode!r}"
+            )
+        if not 0 <= self.drain_s <= self.transfer_timeout_s / 4:
+            raise ConfigError(
+                f"drain_s is {self.drain_s}; it must be from 0 to {self.transfer_timeout_s / 4:g}, "
+                "a quarter of transfer_timeout_s"
             )
         if self.mode not in ("in_place", "shadow"):
             raise ConfigError(f"the publication mode is in_place or shadow, got {self.mode!r}")

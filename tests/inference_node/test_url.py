@@ -1,10 +1,10 @@
-"""The URL of the OpenAI API that a node hands out."""
+"""The URL of the OpenAI API that a node hands out, and the environment of its vLLM."""
 
 from __future__ import annotations
 
 import pytest
 
-from inference_node.vllm_process import VllmProcess, bind
+from inference_node.vllm_process import VllmProcess, bind, environment
 from orchestrator.processes import interfaces
 from orchestrator.protocol.config import InferenceConfig
 
@@ -25,3 +25,15 @@ def test_the_url_is_one_that_others_reach(host, advertised, url, monkeypatch, tm
         process = VllmProcess(config, listener=listener, watchdog_endpoint="")
         assert process.base_url == f"{url}:{port}"
         process.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "user", "found"), [("cuda", None, "0"), ("cuda", "1", "1"), ("cpu", None, None)]
+)
+def test_a_gpu_samples_as_in_the_measured_runs(device, user, found, monkeypatch, tmp_path):
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    monkeypatch.delenv(name, raising=False)
+    if user is not None:
+        monkeypatch.setenv(name, user)
+    config = InferenceConfig(model=tmp_path, name="m", device=device)
+    assert environment(config, secret="", watchdog_endpoint="").get(name) == found

@@ -276,6 +276,8 @@ class FakeReplica(FakeNode):
         """Of the part; None: the manifest's order."""
         self.in_manifest_order: list[bool] = []
         self.bases: list[int | None] = []
+        self.drains: list[float] = []
+        """How long requests for the old version may go on, in each pause."""
         self.why_not: str | None = None
         """Why nothing can be received beside the live numbers."""
         self.shadow: dict[int, int] = {}
@@ -311,6 +313,7 @@ class FakeReplica(FakeNode):
 
     def on_SwapWeights(self, message) -> None:
         self.stand_still(message)
+        self.drains.append(message.drain_s)
         for i, value in self.shadow.items():
             self.live[i] = value ^ self.flip_swap
         self.flip_swap = False
@@ -331,6 +334,7 @@ class FakeReplica(FakeNode):
             self._receive_beside(message)
             return
         self.stand_still(message)
+        self.drains.append(message.drain_s)
         self.bases.append(message.base_version)
         came = range(3) if message.base_version is None else self.part or ()
         for i in came:

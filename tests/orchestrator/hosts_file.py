@@ -8,7 +8,7 @@ model = "model"
 device = "cuda"
 [orchestrator]
 endpoint = "tcp://0.0.0.0:40001"
-curve_dir = "keys"
+curve_dir = "keys/orchestrator"
 [trainer]
 gpus = [4, 5]
 [trainer.parallel]

@@ -32,6 +32,7 @@ JOBSET = {
         ],
     },
 }  # fmt: skip
+FOLDERS = {"router": "client", **{n: n for n in ("trainer", *(f"inference-{i}" for i in range(3)))}}
 TOKEN = "not-to-be-seen-anywhere-0123"
 
 
@@ -71,9 +72,12 @@ def test_the_manifest_has_what_a_jobset_needs_and_no_token(tmp_path):
         n: c["resources"].get("limits", {}).get("nvidia.com/gpu", 0) for n, c in containers.items()
     }
     replicas = {f"inference-{i}": 2 for i in range(3)}
-    assert gpus == {"orchestrator": 0, "trainer": 2, **replicas}
+    assert gpus == {"orchestrator": 0, "trainer": 2, **replicas, "router": 0}
     assert {c["image"] for n, c in containers.items() if n in replicas} == {"i:1"}
     for container in containers.values():
         env = {e["name"]: e for e in container["env"]}
+        keys = env.get("SPLICE_CURVE_DIR", {}).get("value", "")
+        assert keys == (f"{tmp_path}/keys/{FOLDERS[container['name']]}" if keys else "")
+        assert bool(keys) == (container["name"] != "orchestrator")
         secret = env["SPLICE_RUN_TOKEN"]["valueFrom"]["secretKeyRef"]
         assert secret == {"name": "tiny-token", "key": "token"}

@@ -233,6 +233,14 @@ def test_an_orchestrator_that_dies_while_it_lies_beside_still_serves_the_version
     assert after_restart([*begun, *shadowed, (1, "paused")]) == (None, State.POISONED)
 
 
+@pytest.mark.parametrize("mode", ["in_place", "shadow"])
+def test_a_replica_is_told_how_long_pinned_requests_may_go_on(tmp_path, mode):
+    with Run(tmp_path, mode=mode, drain_s=7.5) as run:
+        _, (node,) = start(run, replicas=1)
+        train(run)
+        assert node.drains == [7.5, 7.5]
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -240,10 +248,12 @@ def test_an_orchestrator_that_dies_while_it_lies_beside_still_serves_the_version
         {"mode": "shadow", "shadow_bytes": 0},
         {"transport": "udp"},
         {"pause_mode": "never"},
+        {"drain_s": -1.0},
+        {"drain_s": 76.0, "transfer_timeout_s": 300.0},
     ],
 )
 def test_bad_options_are_refused(bad):
     with pytest.raises(
-        ConfigError, match=r"in_place or shadow|shadow_bytes|tcp or nccl|wait or abort"
+        ConfigError, match=r"in_place or shadow|shadow_bytes|tcp or nccl|wait or abort|drain_s"
     ):
         PublicationConfig(**bad)

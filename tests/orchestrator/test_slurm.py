@@ -59,6 +59,7 @@ def test_each_role_is_a_step_with_its_gpus_and_log(path, environment, tmp_path):
         "inference-1",
         "inference-2",
         "orchestrator",
+        "router",
         "trainer",
     ]
     assert " serve " in by_role["orchestrator"] and "--overlap" in by_role["orchestrator"]
@@ -69,6 +70,12 @@ def test_each_role_is_a_step_with_its_gpus_and_log(path, environment, tmp_path):
         call = by_role[f"inference-{index}"]
         assert f"--relative={host} " in call and f"--index {index}" in call
         assert "--gpus-per-node=2" in call
+    for role, folder in (
+        ("trainer", "trainer"),
+        ("inference-1", "inference-1"),
+        ("router", "client"),
+    ):
+        assert f"SPLICE_CURVE_DIR='{path.parent}/keys/{folder}'" in by_role[role]
     for role, call in by_role.items():
         assert f"--output={run.run_dir}/logs/{role}.log" in call
     read = load(run.run_dir / slurm.FILE)
@@ -92,6 +99,8 @@ def test_a_dry_run_does_not_submit(path, environment, tmp_path):
     ("override", "said"),
     [
         ("orchestrator.endpoint=tcp://127.0.0.1:0", "loopback"),
+        ("orchestrator.endpoint=tcp://0.0.0.0:0", "without a fixed port"),
+        ("orchestrator.curve_dir=keys", "the folder `orchestrator`"),
         ("trainer.gpus=[0]", "ok"),
     ],
 )

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from peft import PeftModel
 from safetensors.torch import save_file
 
@@ -185,6 +186,10 @@ def main() -> None:
     topology.leave()
 
 
+def moe_layers(model: Model) -> list[Any]:
+    return [m for m in model.modules[0].modules() if isinstance(m, MoELayer)]
+
+
 def run(model: Model, folder: Path) -> dict[str, Any]:
     """Everything of a rank."""
     micro = family.pack(model.config)
@@ -201,6 +206,9 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
         "base": family.whole(base_LV, micro),
         "our_gradients": gradients(model, log_probs_LV, micro),
         "names": sorted({name for name, _ in by_key(stacks)}),
+        "fallbacks": model.fallbacks,
+        "moe_layers": len(moe_layers(model)),
+        "stacked": sum("forward" in vars(m) for m in moe_layers(model)),
     }
     if dist.get_world_size() == 1:
         check_reload(model, adapter)

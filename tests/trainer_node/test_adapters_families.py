@@ -84,6 +84,9 @@ def test_adapters_are_pefts(cell: Cell, family: str, targets: str) -> None:
         ends = targets.split(",")
         assert {n for n in result["names"] if not n.endswith(tuple(ends))} == set()
         assert all(any(n.endswith(e) for n in result["names"]) for e in ends)
+    is_slow = family == "gpt_oss" or "experts.gate_up_proj" in targets
+    assert set(result["fallbacks"]) == ({"experts"} if is_slow else set())
+    assert result["stacked"] == (0 if is_slow else result["moe_layers"])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ trains, without adapters. On a CPU `cpu_shims.apply` must run before this module
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +28,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node import objects
-from trainer_node.adapters.lora import AdapterSet
+from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
 from trainer_node.adapters.merge import strip_wrappers
 from trainer_node.export.layouts import layouts
 from trainer_node.model import language_part, providers, topology
-from trainer_node.model.experts import StackedExperts, understood
+from trainer_node.model.experts import StackedExperts, obstacle
 from trainer_node.model.hf import HfCheckpoint, tensor_files
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import (
@@ -41,6 +42,8 @@ from trainer_node.model.parameters import (
     is_split,
     model_parameters,
 )
+
+log = logging.getLogger("splice.trainer")
 
 COMPILE_BACKEND = "inductor"
 
@@ -105,6 +108,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         adapters=adapters,
         params=params,
         num_parameters=num_parameters,
+        fallbacks=_fallbacks(config, provider, device, modules[0], adapters),
     )
 
 
@@ -240,8 +244,9 @@ def trainable(
     )
     if not trains_all:
         params = adapters.params()
-        if not config.lora.dropout and understood(provider, device):
-            _stack_experts(module, adapters)
+        if _experts_obstacle(config, provider, device, module, adapters) is None:
+            for layer, of_layer in _moe_layers(module, adapters):
+                StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)
         return adapters, params
     module.requires_grad_(True)
     return adapters, model_parameters(
@@ -249,12 +254,42 @@ def trainable(
     )
 
 
-def _stack_experts(module: Any, adapters: AdapterSet) -> None:
-    """Put grouped products in the place of Megatron's experts, which compute the same."""
-    for layer in [m for m in module.modules() if isinstance(m, MoELayer)]:
-        linears = layer.experts.linear_fc1, layer.experts.linear_fc2
-        of_layer = tuple(adapters.by_module.get(linear) for linear in linears)
-        parts = [0 if adapter is None else len(adapter.names) for adapter in of_layer]
-        if parts[0] not in (0, 2):
-            continue  # one adapter for gate and up together
-        StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)  # type: ignore[arg-type]
+def _moe_layers(
+    module: Any, adapters: AdapterSet
+) -> list[tuple[Any, tuple[ExpertAdapter | None, ExpertAdapter | None]]]:
+    """Each layer with experts, and their adapters of linear_fc1 and linear_fc2."""
+    found: Any = adapters.by_module.get
+    return [
+        (layer, (found(layer.experts.linear_fc1), found(layer.experts.linear_fc2)))
+        for layer in module.modules()
+        if isinstance(layer, MoELayer)
+    ]
+
+
+def _experts_obstacle(
+    config: TrainerConfig, provider: Any, device: torch.device, module: Any, adapters: AdapterSet
+) -> str | None:
+    """Why the experts stay Megatron's; None: `StackedExperts` takes them, or there are none."""
+    layers = _moe_layers(module, adapters)
+    if not layers:
+        return None
+    if config.finetuning_type == "full":
+        return "all parameters train"
+    if config.lora.dropout:
+        return "lora.dropout is not 0"
+    if any(fc1 is not None and len(fc1.names) != 2 for _, (fc1, _) in layers):
+        return "one adapter spans gate and up"
+    return obstacle(provider, device)
+
+
+def _fallbacks(
+    config: TrainerConfig, provider: Any, device: torch.device, module: Any, adapters: AdapterSet
+) -> dict[str, str]:
+    """Parts of the model that run slower than they could -> what they do instead, and why."""
+    found = providers.fallbacks(provider, config)
+    why = _experts_obstacle(config, provider, device, module, adapters)
+    if why is not None:
+        found["experts"] = f"run in one product for each expert, because {why}"
+    for part, what in found.items():
+        log.warning("%s: %s", part, what)
+    return found

@@ -105,6 +105,5 @@ def without_cuda(provider: Any) -> None:
     ):
         if hasattr(provider, fusion):
             setattr(provider, fusion, False)
-    # The alltoall dispatcher makes a CUDA stream in its constructor, and the overlap needs it.
+    # The alltoall dispatcher makes a CUDA stream in its constructor.
     provider.moe_token_dispatcher_type = "allgather"
-    provider.moe_shared_expert_overlap = False

@@ -362,6 +362,7 @@ class StackedExperts:
             raise NotImplementedError(
                 "stacked experts take neither a padding mask nor tensors of a partly captured layer"
             )
+        shared = self._layer.shared_experts_compute(hidden_states)
         probs_TE, map_TE = self._layer.router(hidden_states)
         top_k = self._layer.config.moe_router_topk
         experts_TK = map_TE.to(torch.uint8).topk(top_k, dim=1).indices.sort(dim=1).values
@@ -369,7 +370,8 @@ class StackedExperts:
         out_TH = self._mlp(
             hidden_states.view(-1, hidden_states.shape[-1]), probs_TE.gather(1, experts_TK), rows
         )
-        return out_TH.view(hidden_states.shape), None
+        out = out_TH.view(hidden_states.shape)
+        return out if shared is None else out + shared, None
 
     def experts_forward(
         self, rows_NH: torch.Tensor, tokens_per_expert: torch.Tensor, probs_N: torch.Tensor
@@ -404,22 +406,27 @@ def _stack(linear: nn.Module, count: int) -> torch.Tensor:
     return stacked
 
 
-def understood(config: Any, device: torch.device) -> bool:
-    """Whether these experts are what this module computes: SwiGLU without bias, whole on a rank,
-    sizes in steps of 16 bytes on a GPU."""
-    if not config.num_moe_experts:
-        return False
+def obstacle(config: Any, device: torch.device) -> str | None:
+    """What keeps a model's experts from this module; None: nothing.
+
+    It computes SwiGLU without bias, of experts whole on a rank, with sizes in steps of 16 bytes on
+    a GPU. Experts that every token takes stay Megatron's beside it.
+    """
     sizes = (config.hidden_size, config.moe_ffn_hidden_size)
-    return bool(
-        config.gated_linear_unit
-        and config.activation_func is functional.silu
-        and not config.add_bias_linear
-        and not config.moe_apply_probs_on_input
-        and config.activation_func_clamp_value is None
-        and not config.glu_linear_offset
-        and config.moe_mlp_glu_interleave_size is None
-        and config.moe_shared_expert_intermediate_size is None
-        and not config.moe_latent_size
-        and config.expert_tensor_parallel_size == 1
-        and (device.type == "cpu" or (config.bf16 and all(size % STEP == 0 for size in sizes)))
-    )
+    if not config.gated_linear_unit or config.activation_func is not functional.silu:
+        return "their activation is not SwiGLU"
+    if config.activation_func_clamp_value is not None or config.glu_linear_offset:
+        return "their SwiGLU is clamped or shifted"
+    if config.moe_mlp_glu_interleave_size is not None:
+        return "their gate and up lie interleaved"
+    if config.add_bias_linear:
+        return "they have biases"
+    if config.moe_apply_probs_on_input or config.moe_latent_size:
+        return "the router's weights do not multiply their activation"
+    if config.expert_tensor_parallel_size > 1:
+        return "parallel.expert_tensor cuts them"
+    if device.type != "cpu" and not config.bf16:
+        return "they are not in bfloat16"
+    if device.type != "cpu" and any(size % STEP for size in sizes):
+        return f"their sizes {sizes} are no multiples of {STEP}"
+    return None

@@ -49,6 +49,8 @@ class Model:
     """Trained parameters: the adapters, or all with finetuning_type "full"."""
     num_parameters: int
     """Trainable elements of the whole model."""
+    fallbacks: dict[str, str]
+    """Parts that run slower than they could -> what they do instead, and why."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from orchestrator.protocol.config import TrainerConfig
 from trainer_node.model import cpu_shims, gated_delta
 from trainer_node.model.model import DTYPES
 
-log = logging.getLogger("splice.trainer")
-
+CUDNN_WITH_SINKS = (9, 18, 0)
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -64,6 +62,8 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     # A fused router cannot replay a micro-batch's choice of experts (`passes`).
     provider.moe_enable_routing_replay = bool(provider.num_moe_experts)
     provider.moe_router_fusion = False
+    # It hides shared experts behind a dispatch that `experts` does not make on one rank.
+    provider.moe_shared_expert_overlap = False
     # The trainer does not train heads that predict further tokens, and exports none.
     provider.mtp_num_layers = None
     # Some families ask for one kernel. Megatron tells TransformerEngine through the environment,
@@ -95,9 +95,23 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
         provider.recompute_method, provider.recompute_num_layers = "uniform", 1
     if config.device == "cpu":
         cpu_shims.without_cuda(provider)
-    elif provider.experimental_attention_variant == "gated_delta_net":
-        _gated_delta_rule()
+    elif _has_delta_nets(provider) and _delta_rule_obstacle() is not None:
+        from megatron.core.ssm.gated_delta_net import gdn
+
+        gdn.chunk_gated_delta_rule = gated_delta.chunk_gated_delta_rule
     provider.finalize()
+
+
+def fallbacks(provider: Any, config: TrainerConfig) -> dict[str, str]:
+    """Parts of the model whose fast kernels are not to be had on this GPU -> what they do instead,
+    and why."""
+    if config.device == "cpu":
+        return {}
+    found = {
+        "gated delta rule": _delta_rule_obstacle() if _has_delta_nets(provider) else None,
+        "attention": _sinks_obstacle() if provider.softmax_type == "learnable" else None,
+    }
+    return {part: what for part, what in found.items() if what is not None}
 
 
 def _router(provider: Any, hf_config: Any) -> None:
@@ -190,19 +204,37 @@ def _plain_query_projections() -> None:
     QKNormConfigResolver.resolve = without_norm
 
 
-def _gated_delta_rule() -> None:
-    """Take Megatron's gated delta rule in torch where flash-linear-attention has no backward pass:
-    on Hopper GPUs with Triton from 3.4 up to 3.7.1, which miscompiles it, and without tilelang."""
+def _has_delta_nets(provider: Any) -> bool:
+    return bool(provider.experimental_attention_variant == "gated_delta_net")
+
+
+def _delta_rule_obstacle() -> str | None:
+    """flash-linear-attention has no backward pass on Hopper GPUs with Triton from 3.4 up to 3.7.1,
+    which miscompiles it, and without tilelang."""
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
-    from megatron.core.ssm.gated_delta_net import gdn
 
     has_tilelang = importlib.util.find_spec("tilelang") is not None
     if has_tilelang or not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
-        return
-    gdn.chunk_gated_delta_rule = gated_delta.chunk_gated_delta_rule
-    log.warning(
-        "the gated delta rule runs in torch, many times slower than flash-linear-attention's "
-        "kernels: these need tilelang or Triton 3.7.1 on this GPU"
+        return None
+    return (
+        "runs in torch, many times slower than flash-linear-attention's kernels; these need "
+        "tilelang or Triton 3.7.1 on this GPU"
+    )
+
+
+def _sinks_obstacle() -> str | None:
+    """TransformerEngine attends unfused, in the memory of all scores, if its cuDNN knows no sinks
+    in packs."""
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    found = get_cudnn_version()
+    if found >= CUDNN_WITH_SINKS:
+        return None
+    has, needs = (".".join(map(str, version)) for version in (found, CUDNN_WITH_SINKS))
+    return (
+        f"sinks run unfused, slowly and in much memory: TransformerEngine loaded cuDNN {has} and "
+        f"needs {needs}; put the folder of a newer one first in LD_LIBRARY_PATH, such as "
+        "site-packages/nvidia/cudnn/lib"
     )
 
 

@@ -55,6 +55,8 @@ class ReceiveWeights(Request):
     kind: Literal["ReceiveWeights"] = "ReceiveWeights"
     version: int = Field(ge=0)
     pause_mode: PauseMode = "keep"
+    drain_s: float = Field(default=2.0, ge=0)
+    """How long requests for `name@N` may take to finish before they are ended, in seconds."""
     mode: PublicationMode = "in_place"
     """"shadow": into the memory that `PrepareShadow` allocated."""
     base_version: int | None = Field(default=None, ge=0)
@@ -89,6 +91,8 @@ class SwapWeights(Request):
     kind: Literal["SwapWeights"] = "SwapWeights"
     version: int = Field(ge=0)
     pause_mode: PauseMode = "keep"
+    drain_s: float = Field(default=2.0, ge=0)
+    """How long requests for `name@N` may take to finish before they are ended, in seconds."""
     commit_if: bytes | None = None
     """For the only replica: the trainer's digests, int64 in manifest order. If the live tensors
     have exactly these, the replica moves its alias and resumes at once. `CommitUpdate` is then a

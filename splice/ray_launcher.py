@@ -1,0 +1,274 @@
+"""`splice up --on ray`: the roles of a run.toml as actors in one placement group.
+
+    a bundle for each role -> a detached actor in it -> the role's process
+
+The actor starts its process again after a crash. Ray starts the actor again after the death of
+actor or host, on another host if it must. All hosts see the run's folder, where the roles find
+endpoint and token. The placement group goes when the orchestrator ends for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.restarts import RestartBudget
+from orchestrator.protocol.messages import InitialSyncJob
+from splice.client import SpliceClient
+from splice.hosts import CLIENT, check_several_hosts, keys_of
+from splice.run_file import RunFile
+
+log = logging.getLogger("splice.ray")
+FILE, NAMESPACE = "ray.json", "splice"
+RESTARTS = 5
+"""Restarts of a role's process within an hour, and of its actor in all."""
+ROOM_S = 60.0
+"""Time for the cluster to reserve CPUs and GPUs."""
+GRACE_S = 20.0
+"""Time for the nodes to end after the orchestrator."""
+POLL_S = 0.5
+CURVE = "SPLICE_CURVE_DIR"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One process, and what it needs of its host.
+
+    Attributes:
+        command: arguments of `splice`, without those that only the host knows.
+        host_key: the setting that gets the address of the host. Empty: none.
+        gpus_key: the setting that gets the numbers of the GPUs. Empty: none.
+        repeats: how often they stand in it.
+        keys: its folder of CURVE keys.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    keys: str
+    host_key: str = ""
+    gpus: int = 0
+    gpus_key: str = ""
+    repeats: int = 1
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves."""
+        return {"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}
+
+
+def roles_of(run: RunFile) -> list[Role]:
+    """Return the roles of a run, the orchestrator first.
+
+    Raises:
+        ConfigError: the settings cannot work on several hosts.
+    """
+    check_several_hosts(run)
+    gpus = len(run.trainer.gpus) if run.trainer.device == "cuda" else 0
+    if gpus and run.trainer.parallel.world_size > gpus:
+        raise ConfigError("a trainer on several hosts does not run on Ray yet; use --on slurm")
+    each = run.inference.tensor_parallel if run.inference.device == "cuda" else 0
+    file = str(run.run_dir / FILE)
+    roles = [
+        Role(name="orchestrator", command=("serve", file, "--resume"), keys=""),
+        Role(
+            name="trainer",
+            command=("trainer", file),
+            keys=str(keys_of(run, "trainer")),
+            host_key="trainer.host",
+            gpus=gpus,
+            gpus_key="trainer.gpus",
+        ),
+    ]
+    for i in range(run.inference.replicas):
+        name = f"inference-{i}"
+        command = ("inference", file, "--index", str(i), "--set", "inference.host=0.0.0.0")
+        keys = str(keys_of(run, name))
+        key = "inference.gpus"
+        repeats = run.inference.replicas
+        roles.append(
+            Role(name=name, command=command, keys=keys, gpus=each, gpus_key=key, repeats=repeats)
+        )
+    if run.has_router:
+        route = ("router", file, "--set", "router.host=0.0.0.0")
+        roles.append(Role(name="router", command=route, keys=str(keys_of(run, CLIENT))))
+    return roles
+
+
+class RoleActor:
+    """Runs a role's process on the host that Ray chose."""
+
+    def __init__(self, role: Role, run_dir: Path, group: str) -> None:
+        self._role, self._group = role, group
+        argv = [sys.executable, "-m", "splice", *role.command, *_of_host(role)]
+        env = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
+        self._node = NodeProcess(
+            name=role.name,
+            argv=argv,
+            env={**env, CURVE: role.keys} if role.keys else env,
+            log_file=run_dir / "logs" / f"{role.name}.log",
+            restarts=RestartBudget(RESTARTS),
+        )
+        self._launcher = Launcher().__enter__()
+        # The kernel ends the process with the thread that started it.
+        self._thread = threading.Thread(target=self._keep, name="splice-role", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str:
+        """Return why the process will not start again; empty while it runs."""
+        try:
+            self._launcher.check()
+        except NodeLost as error:
+            return str(error)
+        return ""
+
+    def _keep(self) -> None:
+        self._launcher.start(self._node)
+        while self._node.exit_code != 0 and not self.lost():
+            time.sleep(POLL_S)
+        if self._role.name == "orchestrator":  # the run has ended
+            time.sleep(GRACE_S)
+            _remove(self._group)
+        threading.Event().wait()
+
+
+def _of_host(role: Role) -> Iterator[str]:
+    """Yield the settings that only the role's host knows."""
+    ray = _ray()
+    if role.host_key:
+        yield from ("--set", f"{role.host_key}={ray.util.get_node_ip_address()}")
+    if role.gpus:
+        numbers = [int(number) for number in ray.get_gpu_ids()] * role.repeats
+        yield from ("--set", f"{role.gpus_key}={numbers}")
+
+
+def up(
+    run: RunFile,
+    *,
+    address: str,
+    publish: bool,
+    timeout_s: float,
+    on_wait: Callable[[str], None],
+) -> dict[str, Any]:
+    """Place all roles, wait until they are ready, publish @0; returns the URLs by what they are.
+
+    Args:
+        address: of the Ray cluster; "auto": this host's, or RAY_ADDRESS.
+
+    Raises:
+        ConfigError: no cluster, no room on it, the run is up, or a role refuses its settings.
+        NodeLost: a role was not ready in time.
+    """
+    ray, roles = _ray(), roles_of(run)
+    (run.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    run.run_dir.chmod(0o700)
+    (run.run_dir / FILE).write_text(run.model_dump_json(indent=1))
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"no Ray cluster at {address!r}: {error}") from error
+    try:
+        group = f"splice {run.run_dir}"
+        actors = _place(ray, roles, run_dir=run.run_dir, group=group)
+        try:
+            return _wait_ready(ray, run, actors, publish, time.monotonic() + timeout_s, on_wait)
+        except BaseException:
+            _remove(group)
+            raise
+    finally:
+        ray.shutdown()
+
+
+def _place(ray: ModuleType, roles: list[Role], *, run_dir: Path, group: str) -> dict[str, Any]:
+    bundles = [role.bundle for role in roles]
+    with contextlib.suppress(ValueError):
+        ray.util.get_placement_group(group)
+        raise ConfigError(f"the run in {run_dir} is up on Ray already; `splice stop` ends it")
+    for name in ("endpoint", "router"):
+        (run_dir / name).unlink(missing_ok=True)
+    placed = ray.util.placement_group(bundles, strategy="PACK", name=group, lifetime="detached")
+    if not placed.wait(ROOM_S):
+        free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+        ray.util.remove_placement_group(placed)
+        raise ConfigError(f"Ray has no room for {bundles} within {ROOM_S:.0f} s; free are {free}")
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    make = ray.remote(RoleActor)
+    return {
+        role.name: make.options(
+            name=f"{group} {role.name}",
+            lifetime="detached",
+            max_restarts=RESTARTS,
+            num_cpus=1,
+            num_gpus=role.gpus,
+            scheduling_strategy=strategy(placed, placement_group_bundle_index=index),
+        ).remote(role, run_dir, group)
+        for index, role in enumerate(roles)
+    }
+
+
+def _wait_ready(
+    ray: ModuleType,
+    run: RunFile,
+    actors: dict[str, Any],
+    publish: bool,
+    deadline_s: float,
+    on_wait: Callable[[str], None],
+) -> dict[str, Any]:
+    def wait(for_what: set[str]) -> None:
+        on_wait(f"waiting for {', '.join(sorted(for_what))}")
+        for text in ray.get([actor.lost.remote() for actor in actors.values()], timeout=ROOM_S):
+            if text:
+                raise ConfigError(text)
+        if time.monotonic() > deadline_s:
+            raise NodeLost(f"not ready: {', '.join(for_what)}; read {run.run_dir / 'logs'}")
+        time.sleep(POLL_S)
+
+    os.environ.setdefault(CURVE, str(keys_of(run, CLIENT)))
+    while not (run.run_dir / "endpoint").exists():
+        wait({"orchestrator"})
+    router = run.run_dir / "router"
+    with SpliceClient.of_run(run.run_dir) as client:
+        while missing := _missing(client, set(actors), router):
+            wait(missing)
+        if publish and client.status().version is None:
+            on_wait(f"publishing {run.name}@0")
+            client.run(InitialSyncJob())
+        replicas = [n.detail["base_url"] for n in client.status().nodes if n.role == "inference"]
+    urls = [router.read_text().strip()] if run.has_router else replicas
+    return {"base_urls": urls, "replica_urls": replicas}
+
+
+def _missing(client: SpliceClient, roles: set[str], router: Path) -> set[str]:
+    ready = {node.node_id for node in client.status().nodes if node.state == "ready"}
+    return roles - ready - {"orchestrator"} - ({"router"} if router.exists() else set())
+
+
+def _remove(group: str) -> None:
+    """Free the group's resources, and end the actors in it for good."""
+    ray = _ray()
+    with contextlib.suppress(ValueError):
+        ray.util.remove_placement_group(ray.util.get_placement_group(group))
+
+
+def _ray() -> ModuleType:
+    """Return Ray, which only this launcher needs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ConfigError(f'--on ray needs Ray: pip install "splice[ray]" ({error})') from None
+    return ray

@@ -1,0 +1,355 @@
+"""One OpenAI URL in front of several inference nodes.
+
+    request -> the ready replica with the fewest requests in flight -> its answer, streamed through
+                    | no connection, 503, or 404 for `name@N`
+                    v
+               the next one
+
+A replica refuses a version that it does not serve, before it computes anything. Asking the next
+one is therefore exact, even while versions move. The orchestrator's status says which replicas are
+ready, and a lost one gets no request. An answer that has begun is never asked for again.
+
+It runs where the orchestrator does, and needs aiohttp (`pip install "splice[router]"`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
+from aiohttp.cookiejar import DummyCookieJar
+from yarl import URL
+
+from orchestrator.errors import SpliceError
+from orchestrator.processes.interfaces import reachable_url
+from orchestrator.protocol.messages import NodeStatus
+from splice.client import AsyncSpliceClient
+from splice.run_file import load
+
+log = logging.getLogger("splice.router")
+URL_FILE = "router"
+"""File in the run's folder with the router's URL."""
+STATE_ROUTE = "/splice/router"
+REPLICA_HEADER = "x-splice-replica"
+POLL_S = 0.25
+STATUS_S = 5.0
+CONNECT_S = 2.0
+KEEP_ALIVE_S = 2.0
+"""Below the 5 s after which vLLM closes an idle connection."""
+WAIT_S = 10.0
+"""How long a request waits for a replica to be ready."""
+BODY_MARGIN = 2**20
+"""Over the replicas' own limit, so that a replica says what is too large."""
+_OF_ONE_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
+     "transfer-encoding", "upgrade", "host", "content-length", "expect", "x-splice-secret")
+)  # fmt: skip
+"""Headers that end here. The last one opens a replica's control routes, which are not for clients.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One inference node.
+
+    Attributes:
+        turn: number of the router's request that it got last.
+        session: its connections. Closing them fails the requests in flight.
+        stopped: it is not ready. Without a vLLM its socket still accepts connections.
+    """
+
+    node_id: str
+    url: str
+    session: ClientSession
+    state: str = ""
+    in_flight: int = 0
+    turn: int = 0
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def say(self, state: str) -> None:
+        """Take the orchestrator's word on its state."""
+        self.state = state
+        (self.stopped.clear if state == "ready" else self.stopped.set)()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a request."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+
+@dataclass(slots=True)
+class ReplicaRouter:
+    """The replicas, and where each request goes.
+
+    Attributes:
+        answers: whether the orchestrator answered the last time.
+    """
+
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    answers: bool = False
+    turns: int = 0
+
+    # ------------------------------------------------------------ which replicas there are
+
+    async def update(self, nodes: Iterable[NodeStatus]) -> None:
+        """Take the orchestrator's word. A node that it does not name stays as it was.
+
+        A restarted orchestrator names none at first, while the replicas serve on.
+        """
+        for node in nodes:
+            if node.role != "inference":
+                continue
+            url = str(node.detail.get("base_url", ""))
+            known = self.replicas.get(node.node_id)
+            if known is not None and (node.state == "lost" or url not in ("", known.url)):
+                del self.replicas[node.node_id]
+                known.say("lost")
+                await known.session.close()
+                known = None
+            if known is None and url and node.state != "lost":
+                known = self.replicas[node.node_id] = Replica(node.node_id, url, _session())
+            if known is not None:
+                known.say(node.state)
+
+    def ready(self) -> list[Replica]:
+        """Return the ready replicas, the idlest first; among equals, in turn."""
+        found = [replica for replica in self.replicas.values() if replica.state == "ready"]
+        return sorted(found, key=lambda replica: (replica.in_flight, replica.turn))
+
+    async def _next(self, asked: set[Replica]) -> Replica | None:
+        """Return a replica that was not asked yet; the first is waited for."""
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            found = next((replica for replica in self.ready() if replica not in asked), None)
+            if found is not None or asked or time.monotonic() > deadline_s:
+                return found
+            await asyncio.sleep(POLL_S)
+
+    # ------------------------------------------------------------ requests
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Answer with a replica's answer, or with 503 if none can be reached."""
+        body = await request.read()
+        is_pinned = "@" in _model(body)
+        asked: set[Replica] = set()
+        refusal: web.Response | None = None
+        while replica := await self._next(asked):
+            asked.add(replica)
+            self.turns += 1
+            replica.turn = self.turns
+            with replica.counted():
+                answer = await self._answer(replica, request, body)
+                if answer is None:
+                    continue
+                async with answer:
+                    if answer.status == 503 or (is_pinned and answer.status == 404):
+                        with contextlib.suppress(ClientError, OSError):
+                            refusal = await _whole(answer, replica)
+                        continue
+                    return await _streamed(request, answer, replica)
+        return refusal or _error(503, "no inference node of this run can be reached")
+
+    async def _answer(
+        self, replica: Replica, request: web.Request, body: bytes
+    ) -> ClientResponse | None:
+        """Return the replica's answer as it begins; None if another one is to be asked."""
+        asking = asyncio.ensure_future(
+            replica.session.request(
+                request.method,
+                URL(replica.url + request.raw_path, encoded=True),
+                headers=_kept(request.headers),
+                data=body or None,
+                allow_redirects=False,
+            )
+        )
+        stopping = asyncio.ensure_future(replica.stopped.wait())
+        try:
+            await asyncio.wait((asking, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and self.ready():  # it waits for a vLLM that has ended
+                log.warning("%s stopped before it answered", replica.node_id)
+                return None
+            return await asking
+        except (ClientError, OSError) as error:
+            log.warning("%s does not answer: %s", replica.node_id, error)
+            return None
+        finally:
+            asking.cancel()
+            stopping.cancel()
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 if a replica is ready."""
+        return web.Response(status=200 if self.ready() else 503)
+
+    async def state(self, _: web.Request) -> web.Response:
+        """Return each replica's URL, state and number of requests in flight."""
+        replicas = {
+            replica.node_id: {
+                "url": replica.url,
+                "state": replica.state,
+                "in_flight": replica.in_flight,
+            }
+            for replica in self.replicas.values()
+        }
+        answer = {"replicas": replicas, "orchestrator_answers": self.answers}
+        return web.json_response(answer)
+
+    # ------------------------------------------------------------ its life
+
+    async def follow(self, client: AsyncSpliceClient) -> None:
+        """Ask the orchestrator for ever."""
+        while True:
+            try:
+                status = await client.status(timeout_s=STATUS_S)
+            except (SpliceError, TimeoutError) as error:  # it restarts; the replicas serve on
+                if self.answers:
+                    log.warning("the orchestrator does not answer: %s", error)
+                self.answers = False
+            else:
+                self.answers = True
+                await self.update(status.nodes)
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        """End all requests."""
+        for replica in self.replicas.values():
+            await replica.session.close()
+
+
+def application(router: ReplicaRouter, *, max_body_bytes: int) -> web.Application:
+    """Return the router as an aiohttp application."""
+    app = web.Application(client_max_size=max_body_bytes + BODY_MARGIN)
+    app.router.add_get(STATE_ROUTE, router.state)
+    app.router.add_get("/health", router.health)
+    app.router.add_route("*", "/{path:.*}", router.forward)
+    return app
+
+
+def _session() -> ClientSession:
+    return ClientSession(
+        connector=TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
+        cookie_jar=DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )
+
+
+def _model(body: bytes) -> str:
+    """Return the model that a request names; "" if it names none, or no version of one."""
+    if b"@" not in body:  # a list of a million tokens takes long to parse
+        return ""
+    try:
+        values = json.loads(body)
+    except ValueError:
+        return ""
+    return str(values.get("model", "")) if isinstance(values, dict) else ""
+
+
+def _kept(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in headers.items() if name.lower() not in _OF_ONE_HOP]
+
+
+async def _whole(answer: ClientResponse, replica: Replica) -> web.Response:
+    headers = dict(_kept(answer.headers)) | {REPLICA_HEADER: replica.node_id}
+    return web.Response(status=answer.status, body=await answer.read(), headers=headers)
+
+
+async def _streamed(
+    request: web.Request, answer: ClientResponse, replica: Replica
+) -> web.StreamResponse:
+    """Pass the answer on as it comes. If it breaks off, so does the client's."""
+    response = web.StreamResponse(status=answer.status)
+    for name, value in _kept(answer.headers):
+        response.headers.add(name, value)
+    response.headers[REPLICA_HEADER] = replica.node_id
+    response.content_length = answer.content_length
+    await response.prepare(request)
+    try:
+        async for part in answer.content.iter_any():
+            await response.write(part)
+    except (ClientError, OSError) as error:
+        log.warning("an answer of %s broke off: %s", replica.node_id, error)
+        if request.transport is not None:
+            request.transport.abort()  # without the end that would make it look whole
+        return response
+    await response.write_eof()
+    return response
+
+
+def _error(status: int, text: str) -> web.Response:
+    error = {"message": text, "type": "ServiceUnavailableError", "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+async def serve(run_dir: Path, *, host: str, port: int, max_body_bytes: int) -> None:
+    """Serve until cancelled. The URL is in RUN_DIR/router from the moment it is bound.
+
+    Args:
+        port: 0: any, but after a restart the same one as before.
+    """
+    router = ReplicaRouter()
+    runner = web.AppRunner(
+        application(router, max_body_bytes=max_body_bytes),
+        access_log=None,
+        handler_cancellation=True,  # a client that leaves frees the replica
+    )
+    await runner.setup()
+    path = run_dir / URL_FILE
+    try:
+        bound = await _bind(runner, host, port or _last_port(path))
+        part = path.with_suffix(".part")
+        part.write_text(reachable_url(f"http://{host}:{bound}"))
+        part.replace(path)
+        log.info("the router listens on %s:%d", host, bound)
+        async with AsyncSpliceClient.of_run(run_dir) as client:
+            await router.follow(client)
+    finally:
+        await router.close()
+        await runner.cleanup()
+
+
+async def _bind(runner: web.AppRunner, host: str, port: int) -> int:
+    await web.TCPSite(runner, host, port).start()
+    return int(runner.addresses[0][1])
+
+
+def _last_port(path: Path) -> int:
+    try:
+        return URL(path.read_text().strip()).port or 0
+    except (OSError, ValueError):
+        return 0
+
+
+def main() -> None:
+    """Command line of the router's process."""
+    parser = argparse.ArgumentParser(prog="splice.replica_router", description=__doc__)
+    parser.add_argument("file", type=Path, help="run.toml, or the run.json of `splice up`")
+    run = load(parser.parse_args().file)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(
+            serve(
+                run.run_dir,
+                host=run.router.host,
+                port=run.router.port,
+                max_body_bytes=run.inference.max_body_bytes,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

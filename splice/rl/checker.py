@@ -1,0 +1,227 @@
+"""Proves from a loop's log alone what the loop promises.
+
+python -m splice.rl.checker RUN/loop/decisions.jsonl
+
+bound        no token was older than max_staleness when a step trained on it
+versions     an answer's versions never decrease, and none is older than its admission
+every prompt each step has the next prompts, in order, with every sample of each
+once         no sample is trained twice, none without an answer
+nothing      whatever was admitted was trained, unless it was dropped (on_error), asked again,
+discarded    or belongs to a step that an ended start of the loop had not trained
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splice.rl import decisions
+
+Place = tuple[int, int]
+"""Group and sample."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What the log shows."""
+
+    violations: list[str] = field(default_factory=list)
+    steps: int = 0
+    trained: int = 0
+    dropped: int = 0
+    asked_again: int = 0
+    pending: int = 0
+    tokens: int = 0
+    max_staleness: int = 0
+
+    def text(self) -> str:
+        """One line."""
+        return (
+            f"{self.steps} steps trained {self.trained} rollouts ({self.tokens} tokens, at most "
+            f"{self.max_staleness} versions old); {self.asked_again} asked again, {self.dropped} "
+            f"dropped, {self.pending} pending; {len(self.violations)} violations"
+        )
+
+
+@dataclass(slots=True)
+class _Sample:
+    step: int
+    attempt: int
+    version: int
+    prompt: int
+    spans: list[tuple[int, int]] | None = None
+    dropped: bool = False
+
+
+class Checker:
+    """Reads decisions in order. Memory is bounded by the steps that are open at once."""
+
+    def __init__(self) -> None:
+        self.found = Found()
+        self._made = decisions.Made()
+        self._config: dict[str, Any] = {}
+        self._samples: dict[Place, _Sample] = {}
+        self._group_prompt: dict[int, int] = {}
+        self._sent: dict[str, Any] | None = None
+        self._next_group = 0
+        self._served_at_start = -1
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Check one decision."""
+        getattr(self, f"_on_{line['event']}")(line)
+
+    def _wrong(self, text: str) -> None:
+        self.found.violations.append(text)
+
+    def _on_start(self, line: dict[str, Any]) -> None:
+        self._config, self._served_at_start = line["config"], line["version"]
+        self._made.add(line["version"])
+        sent = set() if self._sent is None else {r[0] for r in self._sent["rollouts"]}
+        lost = [place for place in self._samples if place[0] not in sent]
+        for place in lost:
+            self.found.asked_again += 1
+            del self._samples[place]
+
+    def _on_admit(self, line: dict[str, Any]) -> None:
+        place = (line["group"], line["sample"])
+        known = self._samples.get(place)
+        if known is not None and line["attempt"] != known.attempt + 1:
+            self._wrong(f"{place} was admitted twice as attempt {line['attempt']}")
+        if known is not None and (known.step, known.prompt) != (line["step"], line["prompt"]):
+            self._wrong(f"{place} lost its place: asked again for another step or prompt")
+        to_come = line["step"] - 1 - self.found.steps
+        age = self._made.age(line["version"]) + max(0, to_come)
+        if age > self._config["max_staleness"]:
+            self._wrong(
+                f"{place} was admitted {age} versions before step {line['step']} can use it"
+            )
+        self._samples[place] = _Sample(
+            step=line["step"],
+            attempt=line["attempt"],
+            version=line["version"],
+            prompt=line["prompt"],
+        )
+
+    def _on_finish(self, line: dict[str, Any]) -> None:
+        place = (line["group"], line["sample"])
+        sample = self._samples.get(place)
+        if sample is None or sample.attempt != line["attempt"]:
+            self._wrong(f"{place} finished, but its attempt {line['attempt']} was not admitted")
+            return
+        sample.spans = [(version, count) for version, count in line["spans"]]
+        versions = [sample.version, *(version for version, _ in sample.spans)]
+        if versions != sorted(versions):
+            self._wrong(f"{place}: versions {versions[1:]} after an admission at {versions[0]}")
+
+    def _on_lost(self, line: dict[str, Any]) -> None:
+        self.found.asked_again += 1
+
+    def _on_drop(self, line: dict[str, Any]) -> None:
+        sample = self._samples.get((line["group"], line["sample"]))
+        if self._config["on_error"] != "drop":
+            self._wrong(f"group {line['group']} lost a sample although on_error is not drop")
+        if sample is not None:
+            sample.dropped = True
+            self.found.dropped += 1
+
+    def _on_train(self, line: dict[str, Any]) -> None:
+        if self._sent is not None and self._sent["step"] == line["step"]:
+            if line["rollouts"] != self._sent["rollouts"]:
+                self._wrong(f"step {line['step']} was sent again with other rollouts")
+            return
+        if line["step"] != self.found.steps + 1:
+            self._wrong(f"step {line['step']} was sent after step {self.found.steps}")
+        if line["version"] != self._made.newest:
+            self._wrong(f"step {line['step']} trains on version {line['version']}, not the newest")
+        self._sent = line
+        self._check_batch(line)
+
+    def _check_batch(self, line: dict[str, Any]) -> None:
+        step, number = line["step"], self._config["groups_per_step"]
+        own = {place: s for place, s in self._samples.items() if s.step == step}
+        groups = sorted({group for group, _ in own})
+        if groups != list(range(self._next_group, self._next_group + number)):
+            self._wrong(f"step {step} has groups {groups}, not the next {number}")
+        for group in groups:
+            samples = sorted(sample for g, sample in own if g == group)
+            if samples != list(range(self._config["group_size"])):
+                self._wrong(f"group {group} was asked for samples {samples}")
+            if len({own[group, sample].prompt for sample in samples}) != 1:
+                self._wrong(f"group {group} has answers to several prompts")
+        trained = [(group, sample) for group, sample, _ in line["rollouts"]]
+        if len(set(trained)) != len(trained):
+            self._wrong(f"step {step} trains twice on a rollout")
+        wanted = {place for place, sample in own.items() if not sample.dropped}
+        if missing := sorted(wanted - set(trained)):
+            self._wrong(f"step {step} discarded {missing}")
+        for group, sample, attempt in line["rollouts"]:
+            self._check_rollout(step, own.get((group, sample)), (group, sample), attempt)
+
+    def _check_rollout(self, step: int, sample: _Sample | None, place: Place, attempt: int) -> None:
+        if sample is None or sample.spans is None or sample.attempt != attempt or sample.dropped:
+            self._wrong(f"step {step} trains on {place}, of which it has no answer")
+            return
+        for version, count in sample.spans:
+            age = self._made.age(version)
+            self.found.tokens += count
+            self.found.max_staleness = max(self.found.max_staleness, age)
+            if age > self._config["max_staleness"]:
+                self._wrong(
+                    f"step {step} trains on {count} tokens of {place}, {age} versions old; "
+                    f"max_staleness is {self._config['max_staleness']}"
+                )
+
+    def _on_failed(self, line: dict[str, Any]) -> None:
+        if line["steps_taken"]:
+            self._end_step(line["step"])
+        elif line["code"] != "node_lost" and self._sent is not None:
+            self._sent = None  # sampled again, which counts at the next start
+
+    def _on_trained(self, line: dict[str, Any]) -> None:
+        if self._sent is not None:
+            self._end_step(line["step"])
+        elif line["step"] != self.found.steps:
+            self._wrong(f"step {line['step']} was trained without a batch")
+        was_seen = line["version"] == self._served_at_start  # before the new start
+        if line["version"] <= self._made.newest and not was_seen:
+            self._wrong(f"step {line['step']} made version {line['version']} again")
+        self._made.add(line["version"])
+
+    def _end_step(self, step: int) -> None:
+        if self._sent is None or self._sent["step"] != step:
+            self._wrong(f"step {step} ended, but was not sent")
+            return
+        self.found.steps = step
+        self.found.trained += len(self._sent["rollouts"])
+        self._next_group += len({place[0] for place, s in self._samples.items() if s.step == step})
+        self._samples = {place: s for place, s in self._samples.items() if s.step != step}
+        self._sent = None
+
+    def end(self) -> Found:
+        """Return what was found, after the last decision."""
+        self.found.pending = len(self._samples)
+        return self.found
+
+
+def check(lines: Iterable[dict[str, Any]]) -> Found:
+    """Check a whole log."""
+    checker = Checker()
+    for line in lines:
+        checker.take(line)
+    return checker.end()
+
+
+def main(argv: list[str]) -> int:
+    """Print what the log shows. Returns 1 if it breaks a promise."""
+    found = check(decisions.read(Path(argv[0])))
+    for violation in found.violations:
+        sys.stdout.write(f"violation: {violation}\n")
+    sys.stdout.write(found.text() + "\n")
+    return 1 if found.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""Settings of a loop."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from orchestrator.protocol.config import Settings
+from orchestrator.protocol.messages import MIN_TEMPERATURE
+
+_OWN = frozenset({"model", "prompt", "messages", "n", "stream", "logprobs", "return_token_ids"})
+
+
+class SamplingConfig(Settings):
+    """How answers are sampled."""
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest answer, in tokens."""
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
+    """Temperature of the samples. The batch carries it to the trainer."""
+    seed: int | None = None
+    """Seeds every request with its own number, so that a strict run can be repeated. vLLM samples
+    seeded requests more slowly on a GPU; on a CPU, 0.32 ends when it cuts a seeded prompt in two
+    (`--max-num-batched-tokens` in `inference.extra_args`). None: no seeds."""
+    extra: dict[str, Any] = Field(default={})
+    """More fields of each request, such as `stop` or `allowed_token_ids`. docs/sampling.md says
+    which are exact."""
+
+    @field_validator("extra")
+    @classmethod
+    def _leaves_ours_alone(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        fields = _OWN | {"max_tokens", "temperature", "seed"}
+        if taken := sorted(fields & extra.keys()):
+            raise ValueError(f"sampling.extra: {taken} are set by the loop or by fields of its own")
+        return extra
+
+
+class LoopConfig(Settings):
+    """A loop: how much it samples, how stale a token may be, and what it does on failures."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Most versions between the one that made a token and the one that trains on it. 0: strictly
+    on-policy, the two sides take turns."""
+    group_size: int = Field(default=8, ge=1)
+    """Answers to each prompt."""
+    groups_per_step: int = Field(default=8, ge=1)
+    """Prompts in each step's batch."""
+    steps: int | None = Field(default=None, ge=1)
+    """Steps after which the loop ends, counted over all starts. None: it goes on."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are sampled."""
+    shuffle_seed: int | None = None
+    """Shuffles the prompts anew for each pass. None: in their order."""
+    mini_batch_sequences: int | None = Field(default=None, ge=1)
+    """Sequences of one optimizer step. None: the whole batch."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """What an exception of the reward does, or an answer that exceeds its deadline. stop: the loop
+    raises `SampleFailed`. drop: the sample leaves its group, and the log says so."""
+    max_in_flight: int = Field(default=256, ge=1)
+    """Most requests at once, over all replicas."""
+    reward_threads: int = Field(default=4, ge=1)
+    """Threads for rewards that are plain functions."""
+    rollout_timeout_s: float = Field(default=900.0, gt=0)
+    """Longest time for one answer, with all its attempts, in seconds."""
+    reward_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time for one reward, in seconds."""
+    train_timeout_s: float = Field(default=7200.0, gt=0)
+    """Longest training and publication of one step, in seconds."""
+    train_attempts: int = Field(default=3, ge=1)
+    """Attempts at a step whose trainer was lost before it took the step."""

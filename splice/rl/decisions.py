@@ -1,0 +1,195 @@
+"""The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
+
+    start    loop, version, config             a loop begins, or goes on
+    admit    step, group, prompt, sample, attempt, version
+    finish   group, sample, attempt, spans, replica      all tokens, [version, number] in order
+    lost     group, sample, attempt, why       it is asked again, with its place in the group
+    drop     group, sample, why                it leaves its group (on_error = "drop")
+    train    step, attempt, version, groups, rollouts    sent to the trainer, which holds `version`
+    failed   step, attempt, code, steps_taken, why
+    trained  step, version, seconds            `version` is served
+
+Whatever was admitted and not trained is lost at the next `start`. `at` is seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgpack
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import TensorSpec
+from splice.batches import Batch
+
+LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
+_STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed"))
+
+
+class DecisionLog:
+    """Appends decisions. A line that a crash cut off is removed first."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> DecisionLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
+        """Append a decision; `durable`: it is on disk when the call returns."""
+        self._file.write(json.dumps({"event": event, "at": round(time.time(), 6), **fields}) + "\n")
+        self._file.flush()
+        if durable:
+            os.fsync(self._file.fileno())
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        kept = end
+        while kept:
+            start = max(0, kept - 2**16)
+            file.seek(start)
+            newline = file.read(kept - start).rfind(b"\n")
+            if newline >= 0:
+                kept = start + newline + 1
+                break
+            kept = start
+        file.truncate(kept)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Every decision in the log. A torn last line is left out."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+@dataclass(slots=True)
+class Made:
+    """The versions between which tokens age: the first one served, and that of each step."""
+
+    versions: list[int] = field(default_factory=list)
+
+    def add(self, version: int) -> None:
+        """`version` is served from now on."""
+        if not self.versions or version > self.versions[-1]:
+            self.versions.append(version)
+
+    @property
+    def newest(self) -> int:
+        """The newest version."""
+        return self.versions[-1]
+
+    def age(self, version: int) -> int:
+        """How many versions were made after this one."""
+        return len(self.versions) - bisect.bisect_right(self.versions, version)
+
+
+@dataclass(slots=True)
+class Past:
+    """Where a log ends.
+
+    Attributes:
+        done: steps that were trained.
+        groups: groups of these steps.
+        open: the `train` decision without an outcome, or with one that may be repeated.
+        published: False: the last step was taken, but its version could not be published.
+    """
+
+    loop: str = ""
+    done: int = 0
+    groups: int = 0
+    made: Made = field(default_factory=Made)
+    open: dict[str, Any] | None = None
+    published: bool = True
+
+
+def past(path: Path) -> Past:
+    """Read what a loop has done so far."""
+    found = Past()
+    if not path.exists():
+        return found
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n") and line.startswith(_STEPS):
+                _take(found, json.loads(line))
+    return found
+
+
+def _take(found: Past, line: dict[str, Any]) -> None:
+    event = line["event"]
+    if event == "start":
+        found.loop = line["loop"]
+        found.made.add(line["version"])
+    elif event == "train":
+        found.open = line
+    elif event == "trained" or line["steps_taken"]:
+        if found.open is not None:
+            found.done, found.groups = line["step"], found.open["groups"][-1] + 1
+        found.open = None
+        found.published = event == "trained"
+        if found.published:
+            found.made.add(line["version"])
+    elif line["code"] == "node_lost":
+        assert found.open is not None
+        found.open["attempt"] += 1  # this id has its outcome
+    else:  # the same batch would fail again
+        found.open = None
+
+
+# ---------------------------------------------------------------- the batch of the open step
+
+
+def keep_batch(path: Path, batch: Batch) -> None:
+    """Make a step's batch durable, in place of the one before."""
+    part = path.with_suffix(".part")
+    specs = [spec.model_dump(mode="json") for spec in batch.specs]
+    with part.open("wb") as file:
+        file.write(msgpack.packb({"specs": specs, "buffers": list(map(bytes, batch.buffers))}))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def kept_batch(path: Path) -> Batch:
+    """Return the batch of the open step.
+
+    Raises:
+        ConfigError: its file is gone.
+    """
+    try:
+        found = msgpack.unpackb(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"the log beside {path} has a step without an outcome, but its batch cannot be read "
+            f"({error.strerror}); restore the file, or start a loop in a new folder"
+        ) from error
+    specs = tuple(TensorSpec.model_validate_json(json.dumps(spec)) for spec in found["specs"])
+    return Batch(specs=specs, buffers=tuple(found["buffers"]))

@@ -1,0 +1,597 @@
+"""An asynchronous RL loop: it trains on one batch while it samples the next.
+
+    async with Loop.of_run("runs/mine/run", prompts=rows, reward=reward, config=config) as loop:
+        async for step in loop:
+            print(step.number, step.version, step.metrics["reward_mean"])
+
+Step k trains on the groups of step k: the next `groups_per_step` prompts, in order. Their rollouts
+are admitted once step k - 1 - max_staleness is served, so none of their tokens can be older than
+`max_staleness` versions when step k trains on them. What was admitted is therefore always used.
+No prompt loses its place because its answers are slow.
+
+While the loop's body runs, no job of the loop runs, but sampling goes on. Each decision is a line
+in `decisions.jsonl` (`splice.rl.decisions`), from which `splice.rl.checker` proves all of this. A
+loop that is started again in the same folder goes on at the next batch. A batch is durable, with
+the id of its job, before it is sent, and the orchestrator runs no job id twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import math
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, TypeVar
+
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed, SpliceError
+from orchestrator.protocol.messages import (
+    LossSpec,
+    OptimParams,
+    PublishJob,
+    Status,
+    TrainMergedJob,
+)
+from splice.batches import Batch, Completion, grpo_batch
+from splice.client import SpliceClient
+from splice.rl import decisions
+from splice.rl.balance import Balance, Meter
+from splice.rl.config import LoopConfig
+from splice.rl.sampler import Answer, RolloutLost, Row, Sampler
+
+log = logging.getLogger("splice.rl")
+Reward = Callable[[Row, Completion], "float | Awaitable[float]"]
+MakeBatch = Callable[[Sequence[Sequence[tuple[Completion, float]]]], Batch]
+T = TypeVar("T")
+WAIT_TURN_S = 1.0
+"""A wait for a job on a thread ends this soon after the loop is cancelled."""
+STATUS_TIMEOUT_S = 30.0
+BALANCE_STEPS = 20
+"""Steps whose times `splice status` sees together."""
+LOOP_DIR = "loop"
+"""Folder of a loop within its run's."""
+
+
+class SampleFailed(SpliceError, RuntimeError):
+    """A reward raised, or an answer did not come in time; names prompt and sample.
+
+    Attributes:
+        row: the prompt's row.
+        group: number of its group.
+        sample: number of the sample in the group.
+    """
+
+    code = ErrorCode.BAD_INPUT
+    remedy = 'Correct the reward, or let the loop drop such samples (on_error = "drop").'
+
+    def __init__(self, message: str, *, row: Row, group: int, sample: int) -> None:
+        super().__init__(message)
+        self.row, self.group, self.sample = row, group, sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One answer with its reward.
+
+    Attributes:
+        group: number of its group, over the whole loop.
+        sample: its place in the group.
+        attempt: how often it was asked again.
+        spans: (version, number of tokens), in order.
+    """
+
+    row: Row
+    group: int
+    sample: int
+    attempt: int
+    completion: Completion
+    spans: tuple[tuple[int, int], ...]
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step that was trained and is served.
+
+    Attributes:
+        number: counts from 1 over all starts of the loop.
+        version: the version that the step made.
+        metrics: those of the trainer, and of the rollouts: reward_mean, reward_std, answer_tokens,
+            truncated (share of answers cut by max_tokens), staleness_mean, staleness_max (in
+            versions, over tokens).
+        seconds: see `splice.rl.balance`; and the job's own phases as job.*.
+        groups: the rollouts. Empty if an earlier start of the loop sampled them.
+        result: what the trainer and the publication said.
+    """
+
+    number: int
+    version: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    groups: tuple[tuple[Rollout, ...], ...]
+    result: dict[str, Any]
+
+
+class Loop:
+    """See the module.
+
+    Args:
+        client: of a run that serves a version. The loop neither enters nor leaves it.
+        folder: the loop's log and state. A folder with a log continues that loop.
+        prompts: rows with `prompt` (text or token ids) or `messages`, and whatever the reward
+            needs. They are taken in order, again and again.
+        reward: `reward(row, completion)`, a plain function on a thread or a coroutine.
+        optim: for all steps, or a function of the step's number.
+        make_batch: from groups of (completion, reward).
+    """
+
+    def __init__(
+        self,
+        client: SpliceClient,
+        folder: str | Path,
+        *,
+        prompts: Sequence[Row],
+        reward: Reward,
+        config: LoopConfig | None = None,
+        loss: LossSpec | None = None,
+        optim: OptimParams | Callable[[int], OptimParams] | None = None,
+        make_batch: MakeBatch = grpo_batch,
+    ) -> None:
+        if not len(prompts):
+            raise ConfigError("there are no prompts; a loop needs at least one row")
+        self.client, self.folder = client, Path(folder)
+        self.config = config or LoopConfig()
+        self._prompts, self._reward, self._make_batch = prompts, reward, make_batch
+        self._loss = loss or LossSpec()
+        self._optim = optim or OptimParams()
+        self._meter = Meter()
+        self._tasks: dict[int, list[list[asyncio.Task[Rollout | None]]]] = {}
+        """Step -> groups -> samples."""
+        self._recent: list[dict[str, float]] = []
+        self._exit = contextlib.AsyncExitStack()
+        self._owns_client = False
+
+    @classmethod
+    def of_run(cls, run_dir: str | Path, **kwargs: Any) -> Loop:
+        """A loop in the folder of a run on this host, with a client of its own."""
+        loop = cls(SpliceClient.of_run(run_dir), Path(run_dir) / LOOP_DIR, **kwargs)
+        loop._owns_client = True
+        return loop
+
+    # ------------------------------------------------------------ start and end
+
+    async def __aenter__(self) -> Loop:
+        async with self._exit as stack:
+            # Rewards and jobs have threads of their own, so that neither waits for the other's.
+            self._job_threads = ThreadPoolExecutor(4, thread_name_prefix="splice-job")
+            stack.callback(self._job_threads.shutdown, wait=False, cancel_futures=True)
+            self._reward_threads = ThreadPoolExecutor(
+                self.config.reward_threads, thread_name_prefix="splice-reward"
+            )
+            stack.callback(self._reward_threads.shutdown, wait=False, cancel_futures=True)
+            if self._owns_client:
+                await self._call(self.client.__enter__)
+                stack.push_async_callback(self._call, self.client.__exit__)
+            status = await self._status()
+            if status.version is None:
+                raise ConfigError(
+                    "the run serves no version; publish one first (InitialSyncJob, or `splice up`)"
+                )
+            self._past = decisions.past(self.folder / decisions.LOG)
+            self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
+            self._begin(status.version)
+            self._sampler = await stack.enter_async_context(
+                Sampler(self._status, name=status.name, max_in_flight=self.config.max_in_flight)
+            )
+            self._in_flight = asyncio.Semaphore(self.config.max_in_flight)
+            stack.push_async_callback(self._cancel_rollouts)
+            self._exit = stack.pop_all()
+        return self
+
+    def _begin(self, version: int) -> None:
+        found = self._past
+        if found.made.versions and version < found.made.newest:
+            raise ConfigError(
+                f"the loop in {self.folder} has made version {found.made.newest}, but the run "
+                f"serves {version}; give the loop of another run a folder of its own"
+            )
+        found.loop = found.loop or uuid.uuid4().hex[:12]
+        self._log.write(
+            "start",
+            durable=True,
+            loop=found.loop,
+            version=version,
+            config=self.config.model_dump(mode="json"),
+        )
+        found.made.add(version)
+        self._next_group, self._admitted = found.groups, found.done
+        if found.done or found.open:
+            log.info("the loop goes on after step %d", found.done)
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._exit.__aexit__(*error)
+
+    async def _cancel_rollouts(self) -> None:
+        tasks = [task for groups in self._tasks.values() for group in groups for task in group]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._tasks.clear()
+
+    # ------------------------------------------------------------ the steps
+
+    async def __aiter__(self) -> AsyncIterator[Step]:
+        if not self._past.published:
+            await self._publish_again()
+        if self._past.open is not None:
+            self._next_group = self._past.open["groups"][-1] + 1
+            self._admitted = self._past.open["step"]
+            yield await self._train_kept(self._past.open)
+        while self.config.steps is None or self._past.done < self.config.steps:
+            self._admit_for(self._past.done + 1)
+            step = await self._next_step(self._past.done + 1)
+            with self._meter.during("body"):
+                yield step
+
+    async def _next_step(self, number: int) -> Step:
+        groups = await self._groups_of(number)
+        self._tasks.pop(number)
+        batch = self._make_batch([[(r.completion, r.reward) for r in group] for group in groups])
+        decisions.keep_batch(self.folder / decisions.BATCH, batch)
+        line = {
+            "step": number,
+            "version": self._past.made.newest,
+            "groups": sorted({r.group for group in groups for r in group}),
+            "rollouts": [[r.group, r.sample, r.attempt] for group in groups for r in group],
+            "metrics": self._sampling_metrics(groups),
+        }
+        return await self._train(line, batch, groups)
+
+    async def _train_kept(self, line: dict[str, Any]) -> Step:
+        """Train on the batch that an earlier start of the loop sampled, or hear of its outcome."""
+        batch = decisions.kept_batch(self.folder / decisions.BATCH)
+        self._admit_for(line["step"])
+        kept = ("step", "version", "groups", "rollouts", "metrics")
+        return await self._train(
+            {name: line[name] for name in kept}, batch, (), attempt=line["attempt"]
+        )
+
+    async def _train(
+        self,
+        line: dict[str, Any],
+        batch: Batch,
+        groups: tuple[tuple[Rollout, ...], ...],
+        *,
+        attempt: int = 0,
+    ) -> Step:
+        """Train and publish. A trainer that was lost before the step gets the same batch again."""
+        while True:
+            self._log.write("train", durable=True, **line, attempt=attempt)
+            try:
+                with self._meter.during("training"):
+                    result = await self._run(line["step"], attempt, batch)
+                break
+            except JobFailed as error:
+                self._log.write(
+                    "failed",
+                    durable=True,
+                    step=line["step"],
+                    attempt=attempt,
+                    code=error.code.value,
+                    steps_taken=error.steps_taken,
+                    why=str(error)[:1000],
+                )
+                attempt += 1
+                is_lost = error.code == ErrorCode.NODE_LOST and not error.steps_taken
+                if not is_lost or attempt >= self.config.train_attempts:
+                    raise
+                log.warning("step %d is sent again: %s", line["step"], error)
+        return self._trained(line, groups, result)
+
+    def _trained(
+        self,
+        line: dict[str, Any],
+        groups: tuple[tuple[Rollout, ...], ...],
+        result: dict[str, Any],
+    ) -> Step:
+        number, version = line["step"], int(result["version"])
+        self._past.done, self._past.open = number, None
+        self._past.made.add(version)
+        seconds = self._meter.take()
+        seconds |= {f"job.{name}": float(value) for name, value in result["seconds"].items()}
+        self._log.write("trained", durable=True, step=number, version=version, seconds=seconds)
+        self._say(number, version, seconds)
+        metrics = {**result.get("metrics", {}), **line["metrics"]}
+        return Step(
+            number=number,
+            version=version,
+            metrics=metrics,
+            seconds=seconds,
+            groups=groups,
+            result=result,
+        )
+
+    async def _run(self, number: int, attempt: int, batch: Batch) -> dict[str, Any]:
+        job = TrainMergedJob(
+            loss=self._loss,
+            optim=self._optim(number) if callable(self._optim) else self._optim,
+            tensors=batch.specs,
+            mini_batch_sequences=self.config.mini_batch_sequences,
+            epochs=self.config.epochs,
+        )
+        job_id = f"loop-{self._past.loop}-{number}-{attempt}"
+        return await self._job(job, job_id, batch.buffers)
+
+    async def _publish_again(self) -> None:
+        """The last step was taken, but no replica serves it: publish it under the next name."""
+        job_id = f"loop-{self._past.loop}-{self._past.done}-publish-{uuid.uuid4().hex[:8]}"
+        result = await self._job(PublishJob(), job_id, ())
+        self._past.made.add(int(result["version"]))
+        self._past.published = True
+        self._log.write(
+            "trained", durable=True, step=self._past.done, version=result["version"], seconds={}
+        )
+
+    async def _job(
+        self, job: TrainMergedJob | PublishJob, job_id: str, buffers: Sequence[bytes]
+    ) -> dict[str, Any]:
+        """Run a job; a cancelled loop leaves it to the orchestrator."""
+        deadline_s = time.monotonic() + self.config.train_timeout_s
+        await self._call(self.client.submit, job, job_id=job_id, buffers=buffers)
+        while True:
+            try:
+                return await self._call(self.client.wait, job_id, timeout_s=WAIT_TURN_S)
+            except TimeoutError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(
+                        f"job {job_id} has no outcome after {self.config.train_timeout_s:.0f} s "
+                        "(train_timeout_s); read the trainer's log, then start the loop again"
+                    ) from None
+
+    # ------------------------------------------------------------ admission
+
+    def _admit_for(self, number: int) -> None:
+        """Ask for all rollouts that may use tokens of the version that step `number` trains on."""
+        config = self.config
+        last = number + config.max_staleness
+        if config.steps is not None:
+            last = min(last, config.steps)
+        while self._admitted < last:
+            self._admitted += 1
+            groups = range(self._next_group, self._next_group + config.groups_per_step)
+            self._next_group = groups.stop
+            self._tasks[self._admitted] = [
+                [
+                    asyncio.create_task(self._rollout(self._admitted, group, sample))
+                    for sample in range(config.group_size)
+                ]
+                for group in groups
+            ]
+
+    def _prompt(self, group: int) -> int:
+        """Index of the group's prompt."""
+        turn, place = divmod(group, len(self._prompts))
+        if self.config.shuffle_seed is None:
+            return place
+        order = list(range(len(self._prompts)))
+        random.Random(f"{self.config.shuffle_seed}/{turn}").shuffle(order)
+        return order[place]
+
+    def _seed(self, group: int, sample: int) -> int | None:
+        seed = self.config.sampling.seed
+        if seed is None:
+            return None
+        return random.Random(f"{seed}/{group}/{sample}").getrandbits(31)
+
+    async def _groups_of(self, number: int) -> tuple[tuple[Rollout, ...], ...]:
+        """Wait for the step's rollouts. A failure in any step's rollouts ends the wait.
+
+        Raises:
+            SampleFailed: a reward raised or a deadline passed, and on_error is "stop".
+            ConfigError: a request was refused, or no rollout of the batch is left.
+        """
+        while True:
+            everything = [t for groups in self._tasks.values() for g in groups for t in g]
+            for task in everything:
+                if task.done() and (error := task.exception()) is not None:
+                    raise error
+            own = [task for group in self._tasks[number] for task in group]
+            waiting = {task for task in own if not task.done()}
+            if not waiting:
+                break
+            running = {task for task in everything if not task.done()}
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        groups = tuple(
+            tuple(r for task in group if (r := task.result()) is not None)
+            for group in self._tasks[number]
+        )
+        if not any(groups):
+            raise ConfigError(f"every rollout of step {number} was dropped; the log says why")
+        return groups
+
+    # ------------------------------------------------------------ one rollout
+
+    async def _rollout(self, step: int, group: int, sample: int) -> Rollout | None:
+        """Sample and score, again after a loss. None: the sample was dropped."""
+        index = self._prompt(group)
+        row = self._prompts[index]
+        try:
+            answer, attempt = await self._answer(row, step, group, sample, prompt=index)
+            with self._meter.during("scoring"):
+                reward = await self._score(row, answer.completion, group, sample)
+        except SampleFailed as error:
+            if self.config.on_error == "stop":
+                raise
+            log.warning("dropped: %s", error)
+            self._log.write("drop", group=group, sample=sample, why=str(error)[:1000])
+            return None
+        return Rollout(
+            row=row,
+            group=group,
+            sample=sample,
+            attempt=attempt,
+            completion=answer.completion,
+            spans=answer.spans,
+            reward=reward,
+        )
+
+    async def _answer(
+        self, row: Row, step: int, group: int, sample: int, *, prompt: int
+    ) -> tuple[Answer, int]:
+        attempt = 0
+        place: dict[str, Any] = {"group": group, "sample": sample}
+        async with self._in_flight:
+            try:
+                async with asyncio.timeout(self.config.rollout_timeout_s):
+                    while True:
+                        self._log.write(
+                            "admit",
+                            step=step,
+                            prompt=prompt,
+                            **place,
+                            attempt=attempt,
+                            version=self._past.made.newest,
+                        )
+                        try:
+                            with self._meter.during("sampling"):
+                                answer = await self._sampler.sample(
+                                    row, self.config.sampling, seed=self._seed(group, sample)
+                                )
+                            self._refuse_stale(answer, step)
+                            break
+                        except RolloutLost as error:
+                            self._log.write("lost", **place, attempt=attempt, why=str(error)[:1000])
+                            attempt += 1
+            except TimeoutError:
+                raise self._failure(
+                    f"no answer within {self.config.rollout_timeout_s:.0f} s "
+                    f"(rollout_timeout_s), {attempt} attempts lost",
+                    row, group, sample,
+                ) from None  # fmt: skip
+        self._log.write(
+            "finish", **place, attempt=attempt, spans=answer.spans, replica=answer.replica
+        )
+        return answer, attempt
+
+    def _refuse_stale(self, answer: Answer, step: int) -> None:
+        """A replica that was cut off may serve an old version for minutes."""
+        to_come = step - 1 - self._past.done
+        for version, _ in answer.spans:
+            age = self._past.made.age(version) + max(0, to_come)
+            if age > self.config.max_staleness:
+                self._sampler.distrust(answer.replica)
+                raise RolloutLost(
+                    f"{answer.replica} answered with version {version}, {age} versions before the "
+                    f"one that trains on it; max_staleness is {self.config.max_staleness}"
+                )
+
+    async def _score(self, row: Row, completion: Completion, group: int, sample: int) -> float:
+        timeout = asyncio.timeout(self.config.reward_timeout_s)
+        try:
+            async with timeout:
+                if inspect.iscoroutinefunction(self._reward):
+                    given: Any = await self._reward(row, completion)
+                else:
+                    running = asyncio.get_running_loop()
+                    given = await running.run_in_executor(
+                        self._reward_threads, self._reward, row, completion
+                    )
+                    if inspect.isawaitable(given):
+                        given = await given
+            reward = float(given)
+        except Exception as error:  # a user's reward may raise anything
+            text = (
+                f"the reward took more than {self.config.reward_timeout_s:.0f} s (reward_timeout_s)"
+                if timeout.expired()
+                else f"the reward raised {type(error).__name__}: {error}"
+            )
+            raise self._failure(text, row, group, sample) from error
+        if not math.isfinite(reward):
+            raise self._failure(f"the reward is {reward}", row, group, sample)
+        return reward
+
+    def _failure(self, text: str, row: Row, group: int, sample: int) -> SampleFailed:
+        prompt = json.dumps(row.get("prompt", row.get("messages")), default=str)[:300]
+        return SampleFailed(
+            f"{text}; prompt {self._prompt(group)} (group {group}), sample {sample}: {prompt}",
+            row=row,
+            group=group,
+            sample=sample,
+        )
+
+    # ------------------------------------------------------------ beside the loop
+
+    async def sample(
+        self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any
+    ) -> list[list[Completion]]:
+        """Answers of the served version to rows of your own, `n` each, for an evaluation.
+
+        They are not trained on. Lost ones are asked again, until `rollout_timeout_s`.
+
+        Args:
+            more: further fields of the requests, such as `max_tokens`.
+        """
+
+        async def one(row: Row) -> Completion:
+            async with self._in_flight, asyncio.timeout(self.config.rollout_timeout_s):
+                while True:
+                    try:
+                        answer = await self._sampler.sample(
+                            row, self.config.sampling, temperature=temperature, **more
+                        )
+                        return answer.completion
+                    except RolloutLost as error:
+                        log.warning("asked again: %s", error)
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
+        return [[task.result() for task in group] for group in asked]
+
+    def _sampling_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+        rollouts = [rollout for group in groups for rollout in group]
+        rewards = [rollout.reward for rollout in rollouts]
+        ages = [
+            (self._past.made.age(version), count)
+            for rollout in rollouts
+            for version, count in rollout.spans
+        ]
+        tokens = sum(count for _, count in ages)
+        cut = [rollout.completion.finish_reason == "length" for rollout in rollouts]
+        return {
+            "reward_mean": fmean(rewards),
+            "reward_std": pstdev(rewards),
+            "answer_tokens": tokens / len(rollouts),
+            "truncated": fmean(cut),
+            "staleness_mean": sum(age * count for age, count in ages) / max(1, tokens),
+            "staleness_max": float(max((age for age, _ in ages), default=0)),
+        }
+
+    def _say(self, number: int, version: int, seconds: dict[str, float]) -> None:
+        """Write what `splice status` shows."""
+        self._recent = [*self._recent[1 - BALANCE_STEPS :], seconds]
+        balance = Balance.of(self._recent, max_staleness=self.config.max_staleness)
+        text = f"step {number} made version {version}; {balance.text()}"
+        log.info("%s", text)
+        shares = {n: getattr(balance, n) for n in ("trainer_waits", "sampler_waits", "rewards")}
+        found = {"step": number, "version": version, "at": time.time(), "text": text, **shares}
+        part = self.folder / f"{decisions.STATUS}.part"
+        part.write_text(json.dumps(found))
+        part.replace(self.folder / decisions.STATUS)
+
+    async def _status(self) -> Status:
+        return await self._call(self.client.status, timeout_s=STATUS_TIMEOUT_S)
+
+    async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call the client, which blocks, on a thread."""
+        running = asyncio.get_running_loop()
+        return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))

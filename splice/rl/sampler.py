@@ -1,0 +1,310 @@
+"""Rollouts from the served alias, with the version of every token.
+
+vLLM answers as a stream, because its events name the version of their tokens exactly
+(docs/operation.md). A plain answer that spans versions does not say where one ends. A token without
+a version is an error; it is never guessed.
+
+    async with Sampler(client.status, name="tiny", max_in_flight=64) as sampler:
+        answer = await sampler.sample(row, sampling, seed=3, timeout_s=60.0)
+        answer.spans    # ((4, 17), (5, 3)): 17 tokens by version 4, then 3 by version 5
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from orchestrator.errors import ConfigError, ErrorCode, NodeLost, SpliceError
+from orchestrator.protocol.messages import Status
+from splice.batches import ASK, ASK_CHAT, Completion
+from splice.rl.config import SamplingConfig
+
+log = logging.getLogger("splice.rl")
+Row = Mapping[str, Any]
+POLL_S = 1.0
+"""Seconds between two looks at the replicas."""
+CONNECT_S = 10.0
+AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
+"""A replica that fails is left alone for twice the first time, then ever longer up to the second.
+"""
+_PASSING = frozenset({404, 408, 409, 429, 500, 502, 503, 504})
+"""Statuses of a replica that restarts, is being swapped, or was left out."""
+
+
+class RolloutLost(SpliceError, RuntimeError):
+    """An answer did not arrive whole, through no fault of its request; ask again."""
+
+    code = ErrorCode.NODE_LOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One sampled answer.
+
+    Attributes:
+        spans: (version, number of tokens), in order; they cover all of the answer's tokens.
+        replica: the node that sampled it.
+    """
+
+    completion: Completion
+    spans: tuple[tuple[int, int], ...]
+    replica: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Replica:
+    node_id: str
+    url: str
+    flights: set[asyncio.Task[Answer]] = field(default_factory=set)
+    is_gone: bool = False
+    failures: int = 0
+    """In a row."""
+    avoid_until_s: float = 0.0
+
+    def failed(self) -> None:
+        """Ask others for a while, longer each time."""
+        self.failures += 1
+        self.avoid_until_s = time.monotonic() + min(AVOID_S * 2.0**self.failures, AVOID_AT_MOST_S)
+
+
+class Sampler:
+    """Sends requests to the replicas that are ready, the least busy one first.
+
+    Args:
+        status: asks the orchestrator which replicas there are.
+        name: the served alias.
+        max_in_flight: most requests at once.
+    """
+
+    def __init__(
+        self, status: Callable[[], Awaitable[Status]], *, name: str, max_in_flight: int
+    ) -> None:
+        self._status, self._name = status, name
+        self._replicas: dict[str, _Replica] = {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_in_flight)
+        self._http = httpx.AsyncClient(limits=limits, trust_env=False)
+        self._watching: asyncio.Task[None]
+
+    async def __aenter__(self) -> Sampler:
+        await self._look()
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watching.cancel()
+        await asyncio.wait({self._watching})
+        await self._http.aclose()
+
+    # ------------------------------------------------------------ the replicas
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._look()
+            except (TimeoutError, NodeLost) as error:  # replicas serve without an orchestrator
+                log.warning("cannot ask for the replicas: %s", error)
+
+    async def _look(self) -> None:
+        """Note new replicas, and end the requests of those that are gone."""
+        ready = {
+            node.node_id: str(node.detail["base_url"])
+            for node in (await self._status()).nodes
+            if node.role == "inference" and node.state == "ready" and "base_url" in node.detail
+        }
+        for replica in list(self._replicas.values()):
+            if ready.get(replica.node_id) != replica.url:
+                del self._replicas[replica.node_id]
+                replica.is_gone = True
+                for flight in replica.flights:
+                    flight.cancel()
+        for node_id, url in ready.items():
+            if node_id not in self._replicas:
+                self._replicas[node_id] = _Replica(node_id=node_id, url=url)
+
+    async def _choose(self) -> _Replica:
+        """Wait for a replica that has not failed lately; returns the least busy one."""
+        while True:
+            now_s = time.monotonic()
+            free = [r for r in self._replicas.values() if r.avoid_until_s <= now_s]
+            if free:
+                return min(free, key=lambda r: len(r.flights))
+            until_s = min(
+                (r.avoid_until_s for r in self._replicas.values()), default=now_s + POLL_S
+            )
+            await asyncio.sleep(until_s - now_s)
+
+    def distrust(self, node_id: str) -> None:
+        """Ask other replicas than this one for a while."""
+        if node_id in self._replicas:
+            self._replicas[node_id].failed()
+
+    # ------------------------------------------------------------ one answer
+
+    async def sample(
+        self, row: Row, sampling: SamplingConfig, *, seed: int | None = None, **more: Any
+    ) -> Answer:
+        """Return one answer to the row's `prompt` (text or token ids) or `messages`.
+
+        Args:
+            seed: of this request.
+            more: further fields of the request.
+
+        Raises:
+            RolloutLost: the replica failed, or the publication ended the request.
+            ConfigError: vLLM refuses the request, or its answer lacks what a batch needs.
+        """
+        replica = await self._choose()
+        flight = asyncio.create_task(self._stream(replica, _request(row, sampling, seed, more)))
+        replica.flights.add(flight)
+        try:
+            return await flight
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if replica.is_gone and task is not None and not task.cancelling():
+                raise RolloutLost(f"{replica.node_id} is gone") from None
+            raise
+        except httpx.TransportError as error:
+            replica.failed()
+            raise RolloutLost(f"{replica.node_id}: {error or type(error).__name__}") from error
+        finally:
+            replica.flights.discard(flight)
+
+    async def _stream(self, replica: _Replica, request: tuple[str, dict[str, Any]]) -> Answer:
+        path, body = request
+        body = {"model": self._name, **body}
+        # vLLM sends nothing while a request waits in its queue; the caller's deadline bounds it.
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        url = f"{replica.url}{path}"
+        async with self._http.stream("POST", url, json=body, timeout=timeout) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")[:2000]
+                if response.status_code in _PASSING:
+                    replica.failed()
+                    raise RolloutLost(f"{replica.node_id} answers {response.status_code}: {text}")
+                raise ConfigError(
+                    f"{replica.node_id} refuses the request ({response.status_code}): {text}"
+                )
+            made = _Made(name=self._name, replica=replica.node_id)
+            async for line in _lines(response):
+                if line.startswith(b"data: {"):
+                    made.add(json.loads(line[6:]))
+                elif line == b"data: [DONE]":
+                    replica.failures = 0
+                    return made.answer(temperature=body["temperature"])
+        raise RolloutLost(f"{replica.node_id} ended the stream early")
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream. httpx's own also end at characters such as U+2028 in a token."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r")
+
+
+def _request(
+    row: Row, sampling: SamplingConfig, seed: int | None, more: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Path and body, without the model."""
+    body: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stream": True,
+        **sampling.extra,
+        **more,
+    }
+    if seed is not None:
+        body["seed"] = seed
+    if "messages" in row:
+        return "/v1/chat/completions", {"messages": row["messages"], **body, **ASK_CHAT}
+    if "prompt" in row:
+        return "/v1/completions", {"prompt": row["prompt"], **body, **ASK}
+    raise ConfigError(f"a prompt's row needs `prompt` or `messages`; it has {sorted(row)}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Made:
+    """What came of one answer so far."""
+
+    name: str
+    replica: str
+    prompt_ids: list[int] = field(default_factory=list)
+    answer_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take one event of the stream."""
+        if "error" in event:
+            raise RolloutLost(f"{self.replica}: {event['error'].get('message', event['error'])}")
+        choices = event.get("choices") or [{}]
+        choice = choices[0]
+        prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
+        if prompt_ids:
+            self.prompt_ids = list(prompt_ids)
+        delta = choice.get("delta")
+        self.text += (choice.get("text") if delta is None else delta.get("content")) or ""
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        ids = choice.get("token_ids") or []
+        if not ids:
+            return
+        given = choice.get("logprobs") or {}
+        logprobs = given.get("token_logprobs")
+        if logprobs is None:
+            logprobs = [token["logprob"] for token in given.get("content") or []]
+        if len(logprobs) != len(ids):
+            raise ConfigError(
+                f"an event has {len(ids)} token ids and {len(logprobs)} log-probs; "
+                "a request with `echo` or a tool parser does this"
+            )
+        self.answer_ids += ids
+        self.logprobs += map(float, logprobs)
+        self._span(version_of(event, name=self.name), len(ids))
+
+    def _span(self, version: int, count: int) -> None:
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + count)
+        else:
+            self.spans.append((version, count))
+
+    def answer(self, *, temperature: float) -> Answer:
+        """The whole answer."""
+        if self.finish_reason == "abort":
+            raise RolloutLost(f"{self.replica} aborted the request (pause mode abort)")
+        if not self.prompt_ids or self.finish_reason is None:
+            raise RolloutLost(f"{self.replica} ended the stream without an answer")
+        completion = Completion(
+            prompt_ids=tuple(self.prompt_ids),
+            answer_ids=tuple(self.answer_ids),
+            logprobs=tuple(self.logprobs),
+            temperature=temperature,
+            text=self.text,
+            finish_reason=self.finish_reason,
+        )
+        return Answer(completion=completion, spans=tuple(self.spans), replica=self.replica)
+
+
+def version_of(event: Mapping[str, Any], *, name: str) -> int:
+    """Return the version that an event's `model` names.
+
+    Raises:
+        ConfigError: it names none, so nobody knows which weights made the tokens.
+    """
+    said, _, version = str(event.get("model", "")).rpartition("@")
+    if said != name or not version.isdigit():
+        raise ConfigError(
+            f"the server says model {event.get('model')!r} for its tokens instead of {name}@N; "
+            "ask splice's server itself, not a proxy that renames models"
+        )
+    return int(version)

@@ -1,0 +1,124 @@
+"""A run on a real Ray cluster of two nodes, both on this machine; its roles are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from splice import SpliceClient, TrainMergedJob, batch_specs
+from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.commands import processes_of, splice
+from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
+
+pytestmark = pytest.mark.timeout(1800)
+BACK_S = 240
+ROLES = ("serve", "trainer", "inference_node")
+"""A word of each role's command line."""
+
+
+@pytest.fixture
+def cluster(monkeypatch) -> Iterator[str]:
+    """The address of a cluster of two nodes, each with room for two roles."""
+    utils = pytest.importorskip("ray.cluster_utils")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    small = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    found = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **small})
+    found.add_node(num_cpus=1, **small)
+    yield str(found.address)
+    found.shutdown()
+
+
+def test_roles_are_placed_killed_and_started_again(models, tmp_path, cluster, monkeypatch):
+    folder, run_dir, keys = tmp_path / "mine", tmp_path / "mine" / "run", tmp_path / "keys"
+    splice("keys", keys)
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    sets = ["--set", f"orchestrator.endpoint=tcp://0.0.0.0:{free_port()}"]
+    sets += ["--set", f"orchestrator.curve_dir={keys}/orchestrator"]
+    on = ["--on", "ray", "--ray-address", cluster]
+    monkeypatch.setenv("SPLICE_CURVE_DIR", str(keys / "client"))
+    facts = json.loads(splice("up", folder, *sets, *on, "--json"))
+    try:
+        assert "is up on Ray already" in splice("up", folder, *sets, *on, "--resume", code=2)
+        (url,) = facts["openai_urls"]
+        assert "127.0.0.1" not in url and served(url) == {"tiny", "tiny@0"}
+        raylets = {raylet_of(role_of(run_dir, role)) for role in ROLES}
+        assert len(raylets) == 2, "both of Ray's nodes have roles"
+
+        kill_and_wait(run_dir, "serve")
+        kill_and_wait(run_dir, "trainer")
+        train(run_dir, version=1)
+        actor = role_of(run_dir, "inference_node").parent()
+        assert actor is not None and "RoleActor" in " ".join(actor.cmdline()), actor
+        kill_and_wait(run_dir, "inference_node", victim=actor)
+        deadline_s = time.monotonic() + BACK_S
+        while states(folder).get("inference-0") != "ready":
+            assert time.monotonic() < deadline_s
+            time.sleep(1)
+        train(run_dir, version=2)
+    finally:
+        splice("stop", folder)
+        deadline_s = time.monotonic() + 90
+        while left := [p for p in processes_of(run_dir) if p.pid != os.getpid()]:
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.5)
+
+
+def states(folder: Path) -> dict[str, str]:
+    found = json.loads(splice("status", folder, "--json"))
+    return {node["node_id"]: node["state"] for node in found["nodes"]}
+
+
+def role_of(run_dir: Path, name: str) -> psutil.Process:
+    """The process of a role that an actor started."""
+    found = [p for p in processes_of(run_dir) if name in p.cmdline() and "-m" in p.cmdline()]
+    return min(found, key=lambda process: process.create_time())
+
+
+def raylet_of(process: psutil.Process) -> int:
+    """The pid of the Ray node on which the process runs."""
+    return next(p.pid for p in process.parents() if p.name() == "raylet")
+
+
+def kill_and_wait(run_dir: Path, name: str, victim: psutil.Process | None = None) -> None:
+    """Kill a role, or its actor, and wait until another process has its part."""
+    old = role_of(run_dir, name)
+    (victim or old).send_signal(signal.SIGKILL)
+    deadline_s = time.monotonic() + BACK_S
+    while True:
+        try:
+            if role_of(run_dir, name).pid != old.pid:
+                return
+        except ValueError:  # none at the moment
+            pass
+        assert time.monotonic() < deadline_s, f"{name} was not started again"
+        time.sleep(0.2)
+
+
+def train(run_dir: Path, *, version: int) -> None:
+    with SpliceClient.of_run(run_dir) as client:
+        specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
+        job = TrainMergedJob(tensors=specs)
+        result = client.run(job, buffers=as_batch([3, 4]), timeout_s=BACK_S)
+    assert result["alias"] == f"tiny@{version}"
+
+
+def served(url: str) -> set[str]:
+    answer = httpx.get(f"{url}/models", timeout=30, trust_env=False)
+    return {model["id"] for model in answer.json()["data"]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,59 @@
+"""What Ray is asked to reserve, and what is refused before Ray is asked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from splice.ray_launcher import roles_of
+from splice.run_file import load
+from tests.orchestrator.hosts_file import FILE
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "run.toml").write_text(FILE.replace("world_size = 4", "world_size = 2"))
+    return tmp_path / "run.toml"
+
+
+def test_each_role_has_its_gpus_and_keys(path):
+    roles = {role.name: role for role in roles_of(load(path))}
+    replicas = ["inference-0", "inference-1", "inference-2"]
+    assert list(roles) == ["orchestrator", "trainer", *replicas, "router"]
+    assert {n for n, role in roles.items() if role.bundle == {"CPU": 1, "GPU": 2}} == {
+        "trainer",
+        *replicas,
+    }
+    keys = path.parent / "keys"
+    assert roles["inference-1"].keys == str(keys / "inference-1")
+    assert roles["router"].keys == str(keys / "client") and roles["orchestrator"].keys == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("orchestrator.endpoint=tcp://127.0.0.1:40001", "on loopback"),
+        ("trainer.parallel.world_size=4", "several hosts"),
+    ],
+)
+def test_what_cannot_work_is_refused(path, override, said):
+    with pytest.raises(ConfigError, match=said):
+        roles_of(load(path, [override]))
+
+
+def test_without_ray_the_extra_is_named(path):
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        f"sys.argv = ['splice', 'up', {str(path)!r}, '--on', 'ray']\n"
+        "import splice.__main__"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and 'pip install "splice[ray]"' in done.stderr, done.stderr
+
+
+def test_nothing_but_the_launcher_needs_ray():
+    code = "import sys, splice.cli; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

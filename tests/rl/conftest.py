@@ -1,0 +1,51 @@
+"""A tiny model on a real orchestrator, trainer and vLLM on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.publication.config import PublicationConfig
+from splice.cluster import Cluster, ClusterConfig
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON, _from_the_root, models
+
+__all__ = ["_from_the_root", "models"]
+NAME = "tiny"
+
+
+@contextmanager
+def tiny_cluster(
+    model: Path, run_dir: Path, *, replicas: int = 1, pause_mode: str = "keep", **inference: object
+) -> Iterator[Cluster]:
+    """A cluster that serves tiny@0."""
+    node = InferenceConfig(
+        model=model,
+        name=NAME,
+        max_model_len=512,
+        cpu_kv_cache_gb=0.1,
+        **inference,  # type: ignore[arg-type]
+    )
+    config = ClusterConfig(
+        run_dir=run_dir,
+        name=NAME,
+        trainer_python=TRAINER_PYTHON,
+        inference_python=INFERENCE_PYTHON,
+        trainer=TrainerConfig(model=model, admission="skip", lora=LoraConfig(rank=4, alpha=8)),
+        inference=(node,) * replicas,
+        publication=PublicationConfig(pause_mode=pause_mode),  # type: ignore[arg-type]
+    )
+    with Cluster(config) as cluster:
+        cluster.client.run(InitialSyncJob(), timeout_s=120)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    run_dir = tmp_path_factory.mktemp("rl") / "run"
+    with tiny_cluster(models["qwen3"], run_dir) as running:
+        yield running

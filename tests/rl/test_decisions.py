@@ -1,0 +1,290 @@
+"""The loop against stand-ins: many interleavings, crashes and lost replicas, each in a second."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+
+import pytest
+
+from orchestrator.errors import ErrorCode, JobFailed
+from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
+from splice.rl.checker import check, main
+from tests.rl.stand_in import Crash, Server, StandIn
+
+ROWS = [{"prompt": [k, 1, 2], "name": k} for k in range(5)]
+
+
+def reward(row, completion) -> float:
+    return statistics.fmean(completion.answer_ids)
+
+
+def config(**more) -> LoopConfig:
+    sampling = SamplingConfig(max_tokens=4, seed=3)
+    return LoopConfig(**{"group_size": 3, "groups_per_step": 2, "sampling": sampling, **more})
+
+
+async def run_loop(run, folder, *, servers=1, reward=reward, on_step=None, **more):
+    """All steps, with servers that live as long as the loop."""
+    run.servers.clear()
+    replicas = [await Server(run).start() for _ in range(servers)]
+    try:
+        settings = config(**more)
+        async with Loop(run, folder, prompts=ROWS, reward=reward, config=settings) as loop:
+            steps = []
+            async for step in loop:
+                steps.append(step)
+                if on_step is not None:
+                    await on_step(step, replicas)
+            return steps
+    finally:
+        for replica in replicas:
+            replica.kill()
+
+
+def found_in(folder):
+    return check(decisions.read(folder / decisions.LOG))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_bound_holds_under_random_delays(tmp_path, staleness, seed):
+    """Tokens, rewards and jobs of random lengths; updates come in the middle of answers."""
+    run = StandIn(seed=seed, train_s=0.05, token_s=0.03)
+    draw = random.Random(seed)
+
+    async def slow(row, completion) -> float:
+        await asyncio.sleep(draw.choice((0.0, 0.0, 0.08)))
+        return reward(row, completion)
+
+    settings = {"steps": 12, "max_staleness": staleness, "max_in_flight": 9}
+    steps = asyncio.run(run_loop(run, tmp_path, servers=2, reward=slow, **settings))
+    found = found_in(tmp_path)
+    assert found.violations == [] and found.steps == len(steps) == 12
+    assert (found.trained, found.tokens, found.pending, found.asked_again) == (72, 288, 0, 0)
+    assert found.max_staleness == min(staleness, max(s.metrics["staleness_max"] for s in steps))
+    names = [group[0].row["name"] for step in steps for group in step.groups]
+    assert names == [n % 5 for n in range(24)], "each prompt as often as it was asked, in order"
+    if staleness:
+        spans = [len(r.spans) for step in steps for group in step.groups for r in group]
+        assert found.max_staleness > 0 and max(spans) > 1, "answers span updates"
+    assert main([str(tmp_path / decisions.LOG)]) == 0
+
+
+def test_shuffled_prompts_come_once_each_pass(tmp_path):
+    steps = asyncio.run(run_loop(StandIn(), tmp_path, steps=5, shuffle_seed=4))
+    names = [group[0].row["name"] for step in steps for group in step.groups]
+    assert sorted(names[:5]) == sorted(names[5:]) == [0, 1, 2, 3, 4]
+    assert names[:5] != [0, 1, 2, 3, 4] and names[:5] != names[5:]
+
+
+@pytest.mark.parametrize("moment", ["before submit", "after submit", "after outcome"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_crash_repeats_and_skips_nothing(tmp_path, moment, staleness):
+    """With staleness 0 the weights at the end are the uninterrupted run's."""
+    straight, broken = StandIn(), StandIn()
+    asyncio.run(run_loop(straight, tmp_path / "a", steps=6, max_staleness=0))
+
+    async def crash_later(step, replicas) -> None:
+        if step.number == 3:
+            broken.crash_at = moment
+
+    settings = {"steps": 6, "max_staleness": staleness}
+    with pytest.raises(Crash):
+        asyncio.run(run_loop(broken, tmp_path / "b", on_step=crash_later, **settings))
+    broken.crash_at = ""
+    steps = asyncio.run(run_loop(broken, tmp_path / "b", **settings))
+    assert [step.number for step in steps] == [4, 5, 6] and steps[0].groups == ()
+    assert steps[0].metrics["reward_mean"] > 0, "metrics of a step outlive a crash"
+    assert len(broken.trained) == len(set(broken.trained)) == broken.version == 6
+    found = found_in(tmp_path / "b")
+    assert found.violations == [] and (found.steps, found.trained) == (6, 36)
+    if staleness == 0:
+        assert broken.weights == straight.weights
+
+
+def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
+    asyncio.run(run_loop(StandIn(), tmp_path, steps=2))
+    path = tmp_path / decisions.LOG
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"event": "trai')
+    with decisions.DecisionLog(path):
+        pass
+    assert path.read_bytes() == whole
+
+
+def test_a_lost_trainer_gets_the_same_batch_again(tmp_path):
+    run = StandIn()
+    lost = JobFailed(
+        code=ErrorCode.NODE_LOST, node="trainer", phase="training", message="gone", remedy="wait"
+    )
+    run.fail_next = [lost, lost]
+    steps = asyncio.run(run_loop(run, tmp_path, steps=2))
+    assert [step.number for step in steps] == [1, 2] and run.trained[0].endswith("-1-2")
+    assert found_in(tmp_path).violations == []
+    run.fail_next = [lost] * 3
+    with pytest.raises(JobFailed):
+        asyncio.run(run_loop(run, tmp_path, steps=3))
+    steps = asyncio.run(run_loop(run, tmp_path, steps=3))
+    assert [step.number for step in steps] == [3] and run.version == 3
+    assert found_in(tmp_path).violations == []
+
+
+def test_a_step_that_could_not_be_published_is_not_trained_again(tmp_path):
+    run = StandIn()
+    run.fail_next = [
+        JobFailed(
+            code=ErrorCode.APPLY_FAILED,
+            node="inference-0",
+            phase="publishing",
+            message="no",
+            remedy="again",
+            steps_taken=1,
+        )
+    ]
+    with pytest.raises(JobFailed):
+        asyncio.run(run_loop(run, tmp_path, steps=2))
+    steps = asyncio.run(run_loop(run, tmp_path, steps=2))
+    assert [step.number for step in steps] == [2]
+    assert "publish" in run.trained[0], "its state is published under the next name first"
+    assert found_in(tmp_path).violations == []
+
+
+@pytest.mark.parametrize("how", ["killed", "gone", "refuses"])
+def test_a_lost_replicas_rollouts_are_asked_elsewhere(tmp_path, how):
+    run = StandIn(token_s=0.05)
+
+    async def lose(step, replicas) -> None:
+        if step.number == 2:
+            if how == "killed":
+                replicas[0].kill()
+            elif how == "refuses":
+                replicas[0].answers = 503
+            else:  # it hangs, and the orchestrator notices
+                replicas[0].is_silent = True
+                await asyncio.sleep(0.2)
+                replicas[0].state = "lost"
+
+    settings = {"steps": 6, "max_staleness": 1, "rollout_timeout_s": 30}
+    steps = asyncio.run(run_loop(run, tmp_path, servers=2, on_step=lose, **settings))
+    found = found_in(tmp_path)
+    assert found.violations == [] and found.asked_again > 0
+    assert [step.number for step in steps] == [1, 2, 3, 4, 5, 6]
+    again = [r for step in steps for group in step.groups for r in group if r.attempt]
+    assert again and all(len(group) == 3 for step in steps for group in step.groups)
+    assert all([r.sample for r in group] == [0, 1, 2] for step in steps for group in step.groups), (
+        "each keeps its place"
+    )
+
+
+def test_a_replica_with_an_old_version_is_not_believed(tmp_path):
+    run = StandIn()
+
+    async def stick(step, replicas) -> None:
+        if step.number == 1:
+            replicas[0].shows = 0
+
+    settings = {"steps": 4, "max_staleness": 1, "rollout_timeout_s": 30}
+    asyncio.run(run_loop(run, tmp_path, servers=2, on_step=stick, **settings))
+    found = found_in(tmp_path)
+    assert found.violations == [] and found.asked_again > 0 and found.max_staleness <= 1
+    lost = [line for line in decisions.read(tmp_path / decisions.LOG) if line["event"] == "lost"]
+    assert "answered with version 0" in lost[0]["why"]
+
+
+def test_a_server_that_names_no_version_is_refused(tmp_path):
+    async def rename(step, replicas) -> None:
+        replicas[0].name = "somebody-else"
+
+    with pytest.raises(ValueError, match="instead of tiny@N"):
+        asyncio.run(run_loop(StandIn(), tmp_path, on_step=rename, steps=3))
+
+
+# ---------------------------------------------------------------- the checker finds what is wrong
+
+
+def lines_of(tmp_path) -> list[dict]:
+    run = StandIn(train_s=0.02, token_s=0.01)
+    asyncio.run(run_loop(run, tmp_path, steps=4, max_staleness=1))
+    return list(decisions.read(tmp_path / decisions.LOG))
+
+
+def of_kind(lines, event):
+    return [line for line in lines if line["event"] == event]
+
+
+def older_token(lines):
+    """The last step's first answer is said to be by version 0."""
+    group, sample, _ = of_kind(lines, "train")[-1]["rollouts"][0]
+    for line in lines:
+        if (line.get("group"), line.get("sample")) == (group, sample):
+            if line["event"] == "admit":
+                line["version"] = 0
+            if line["event"] == "finish":
+                line["spans"] = [[0, 4]]
+
+
+def discarded(lines):
+    of_kind(lines, "train")[1]["rollouts"].pop()
+
+
+def trained_twice(lines):
+    rollouts = of_kind(lines, "train")[1]["rollouts"]
+    rollouts[0] = rollouts[1]
+
+
+def other_prompt(lines):
+    of_kind(lines, "admit")[4]["prompt"] = 4
+
+
+def skipped_step(lines):
+    for event in ("train", "trained"):
+        lines.remove(of_kind(lines, event)[1])
+
+
+def step_twice(lines):
+    train, trained = of_kind(lines, "train")[1], of_kind(lines, "trained")[1]
+    place = lines.index(trained) + 1
+    lines[place:place] = [json.loads(json.dumps(line)) for line in (train, trained)]
+
+
+def never_finished(lines):
+    lines.remove(of_kind(lines, "finish")[0])
+
+
+def too_early(lines):
+    of_kind(lines, "admit")[-1]["version"] = 0
+
+
+def downwards(lines):
+    of_kind(lines, "finish")[-1]["spans"] = [[3, 2], [2, 2]]
+
+
+def dropped_silently(lines):
+    line = of_kind(lines, "finish")[0]
+    drop = {"event": "drop", "group": line["group"], "sample": line["sample"], "why": ""}
+    lines.insert(lines.index(line) + 1, drop)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        older_token,
+        discarded,
+        trained_twice,
+        other_prompt,
+        skipped_step,
+        step_twice,
+        never_finished,
+        too_early,
+        downwards,
+        dropped_silently,
+    ],
+)
+def test_the_checker_finds(tmp_path, break_it):
+    lines = lines_of(tmp_path)
+    assert check(lines).violations == []
+    break_it(lines)
+    assert check(lines).violations

@@ -29,7 +29,8 @@ def read_model_config(model: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(
             f"no model at {model}: it has no config.json; "
-            "give the path of a Hugging Face checkpoint folder"
+            "give the path of a Hugging Face checkpoint folder (`splice init --model` downloads "
+            "one from the Hub)"
         )
     try:
         config = json.loads(path.read_text())

@@ -50,9 +50,22 @@ def config_error(error: ValidationError, *, model: type[BaseModel], source: str)
 
 def mistakes(error: ValidationError, *, model: type[BaseModel]) -> list[str]:
     """Return one line for each mistake, as in the module's docstring."""
-    details = error.errors(include_url=False)
+    details = _without_repeats(error.errors(include_url=False))
     lines = list(dict.fromkeys(_say(detail, model) for detail in details))
     return lines[:MOST] + ([f"and {len(lines) - MOST} more"] if len(lines) > MOST else [])
+
+
+def _without_repeats(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out what a table merely takes from the top of the file, and the top has wrong."""
+    top = {detail["loc"][0]: detail for detail in details if len(detail["loc"]) == 1}
+
+    def is_repeat(detail: ErrorDetails) -> bool:
+        first = top.get(detail["loc"][-1]) if len(detail["loc"]) == 2 else None
+        if first is None or first["type"] != detail["type"]:
+            return False
+        return detail["type"] == "missing" or first["input"] == detail["input"]
+
+    return [detail for detail in details if not is_repeat(detail)]
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

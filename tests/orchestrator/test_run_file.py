@@ -155,6 +155,16 @@ def test_sizes_fit_the_gpus(gigabytes, num_gpus, chosen):
     )  # fmt: skip  # one row
 
 
+def test_a_mistake_that_all_roles_share_is_said_once(tmp_path):
+    path = written(tmp_path, SMALL.replace('model = "model"', 'dtype = "bf16"'))
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value) == (
+        f"{path}: model: missing; this key must be set; {path}: dtype: got 'bf16'; allowed: "
+        "float32, bfloat16; did you mean 'bfloat16'?"
+    )
+
+
 def test_what_fits_no_gpus_is_refused():
     config = {"num_attention_heads": 32, "num_key_value_heads": 8}
     with pytest.raises(ConfigError, match="needs two GPUs"):

@@ -60,6 +60,7 @@ WHOLE = (
     # Asks the package index.
     "tests/test_installation.py::test_every_pin*",
     "tests/e2e/*",
+    "tests/rl/test_real_failures.py::*",
 )
 COVERING = (
     "*test_parity.py*dense_tied-tp2-lora-rl*",

@@ -19,7 +19,6 @@ import reasoning_gym
 from splice import LossSpec, OptimParams
 from splice.rl import Loop, LoopConfig, SamplingConfig
 
-SYSTEM = "You are a helpful AI assistant."
 HELD_OUT, TRAINING = 200, 2000
 
 
@@ -29,7 +28,8 @@ def problems():
     found = {}
     for problem in reasoning_gym.create_dataset("chain_sum", size=6000, seed=1, **settings):
         question = problem["question"]
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        # An empty system message keeps the template from adding its own, which is longer.
+        messages = [{"role": "system", "content": ""}, {"role": "user", "content": question}]
         row = {"messages": messages, "question": question, "answer": problem["answer"]}
         found.setdefault(problem["metadata"]["expression"], row)
     rows = list(found.values())
@@ -80,7 +80,7 @@ async def main(arguments):
         group_size=arguments.group_size,
         groups_per_step=arguments.groups,
         steps=arguments.steps,
-        sampling=SamplingConfig(max_tokens=16),
+        sampling=SamplingConfig(max_tokens=12),
         shuffle_seed=arguments.seed,
     )
     loop = Loop.of_run(

@@ -31,6 +31,8 @@ from orchestrator.protocol.messages import TensorSpec
 from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
+LOOP_DIR = "loop"
+"""Folder of a loop within its run's."""
 _STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed"))
 
 
@@ -157,6 +159,15 @@ def _take(found: Past, line: dict[str, Any]) -> None:
         found.open["attempt"] += 1  # this id has its outcome
     else:  # the same batch would fail again
         found.open = None
+
+
+def status(run_dir: Path) -> dict[str, Any] | None:
+    """Return what the run's loop said after its last step, or None."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / LOOP_DIR / STATUS).read_text())
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 # ---------------------------------------------------------------- the batch of the open step

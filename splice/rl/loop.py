@@ -45,7 +45,7 @@ from splice.batches import Batch, Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
 from splice.rl.balance import Balance, Meter
-from splice.rl.config import LoopConfig
+from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.sampler import Answer, RolloutLost, Row, Sampler
 
 log = logging.getLogger("splice.rl")
@@ -57,8 +57,6 @@ WAIT_TURN_S = 1.0
 STATUS_TIMEOUT_S = 30.0
 BALANCE_STEPS = 20
 """Steps whose times `splice status` sees together."""
-LOOP_DIR = "loop"
-"""Folder of a loop within its run's."""
 
 
 class SampleFailed(SpliceError, RuntimeError):
@@ -163,7 +161,7 @@ class Loop:
     @classmethod
     def of_run(cls, run_dir: str | Path, **kwargs: Any) -> Loop:
         """A loop in the folder of a run on this host, with a client of its own."""
-        loop = cls(SpliceClient.of_run(run_dir), Path(run_dir) / LOOP_DIR, **kwargs)
+        loop = cls(SpliceClient.of_run(run_dir), Path(run_dir) / decisions.LOOP_DIR, **kwargs)
         loop._owns_client = True
         return loop
 
@@ -387,12 +385,6 @@ class Loop:
         random.Random(f"{self.config.shuffle_seed}/{turn}").shuffle(order)
         return order[place]
 
-    def _seed(self, group: int, sample: int) -> int | None:
-        seed = self.config.sampling.seed
-        if seed is None:
-            return None
-        return random.Random(f"{seed}/{group}/{sample}").getrandbits(31)
-
     async def _groups_of(self, number: int) -> tuple[tuple[Rollout, ...], ...]:
         """Wait for the step's rollouts. A failure in any step's rollouts ends the wait.
 
@@ -448,7 +440,7 @@ class Loop:
     async def _answer(
         self, row: Row, step: int, group: int, sample: int, *, prompt: int
     ) -> tuple[Answer, int]:
-        attempt = 0
+        attempt, sampling = 0, self.config.sampling
         place: dict[str, Any] = {"group": group, "sample": sample}
         async with self._in_flight:
             try:
@@ -465,7 +457,7 @@ class Loop:
                         try:
                             with self._meter.during("sampling"):
                                 answer = await self._sampler.sample(
-                                    row, self.config.sampling, seed=self._seed(group, sample)
+                                    row, sampling, seed=request_seed(sampling, group, sample)
                                 )
                             self._refuse_stale(answer, step)
                             break
@@ -595,3 +587,10 @@ class Loop:
         """Call the client, which blocks, on a thread."""
         running = asyncio.get_running_loop()
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
+
+
+def request_seed(sampling: SamplingConfig, group: int, sample: int) -> int | None:
+    """Return the seed of one sample's request, or None."""
+    if sampling.seed is None:
+        return None
+    return random.Random(f"{sampling.seed}/{group}/{sample}").getrandbits(31)

@@ -19,6 +19,7 @@ import reasoning_gym
 from splice import LossSpec, OptimParams
 from splice.rl import Loop, LoopConfig, SamplingConfig
 
+SYSTEM = "You are a helpful AI assistant."
 HELD_OUT, TRAINING = 200, 2000
 
 
@@ -28,8 +29,7 @@ def problems():
     found = {}
     for problem in reasoning_gym.create_dataset("chain_sum", size=6000, seed=1, **settings):
         question = problem["question"]
-        # An empty system message keeps the template from adding its own, which is longer.
-        messages = [{"role": "system", "content": ""}, {"role": "user", "content": question}]
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         row = {"messages": messages, "question": question, "answer": problem["answer"]}
         found.setdefault(problem["metadata"]["expression"], row)
     rows = list(found.values())
@@ -80,7 +80,7 @@ async def main(arguments):
         group_size=arguments.group_size,
         groups_per_step=arguments.groups,
         steps=arguments.steps,
-        sampling=SamplingConfig(max_tokens=12),
+        sampling=SamplingConfig(max_tokens=16),
         shuffle_seed=arguments.seed,
     )
     loop = Loop.of_run(
@@ -113,7 +113,7 @@ def arguments_of(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--groups", type=int, default=8, help="problems in each step")
+    parser.add_argument("--groups", type=int, default=4, help="problems in each step")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--lr", type=float, default=5e-4)

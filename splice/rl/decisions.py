@@ -15,6 +15,7 @@ Whatever was admitted and not trained is lost at the next `start`. `at` is secon
 from __future__ import annotations
 
 import bisect
+import fcntl
 import json
 import os
 import time
@@ -37,12 +38,23 @@ _STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "faile
 
 
 class DecisionLog:
-    """Appends decisions. A line that a crash cut off is removed first."""
+    """Appends decisions. A line that a crash cut off is removed first.
+
+    Raises:
+        ConfigError: another loop writes into this file.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConfigError(
+                f"another loop runs in {path.parent}; end it, or give this one a folder of its own"
+            ) from None
+        _cut_torn_line(path)
 
     def __enter__(self) -> DecisionLog:
         return self
@@ -64,8 +76,6 @@ class DecisionLog:
 
 
 def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         kept = end

@@ -184,8 +184,8 @@ class Loop:
                 raise ConfigError(
                     "the run serves no version; publish one first (InitialSyncJob, or `splice up`)"
                 )
-            self._past = decisions.past(self.folder / decisions.LOG)
             self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
+            self._past = decisions.past(self.folder / decisions.LOG)
             self._begin(status.version)
             self._sampler = await stack.enter_async_context(
                 Sampler(self._status, name=status.name, max_in_flight=self.config.max_in_flight)

@@ -44,7 +44,7 @@ def tiny_cluster(
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     run_dir = tmp_path_factory.mktemp("rl") / "run"
     with tiny_cluster(models["qwen3"], run_dir) as running:

@@ -115,6 +115,12 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
     assert path.read_bytes() == whole
 
 
+def test_two_loops_in_one_folder_are_refused(tmp_path):
+    with decisions.DecisionLog(tmp_path / decisions.LOG):
+        with pytest.raises(ValueError, match="another loop runs in"):
+            asyncio.run(run_loop(StandIn(), tmp_path, steps=1))
+
+
 def test_a_lost_trainer_gets_the_same_batch_again(tmp_path):
     run = StandIn()
     lost = JobFailed(

@@ -532,6 +532,10 @@ class Loop:
 
         Args:
             more: further fields of the requests, such as `max_tokens`.
+
+        Raises:
+            TimeoutError: an answer did not come within `rollout_timeout_s`.
+            ConfigError: vLLM refuses a request.
         """
 
         async def one(row: Row) -> Completion:
@@ -545,8 +549,11 @@ class Loop:
                     except RolloutLost as error:
                         log.warning("asked again: %s", error)
 
-        async with asyncio.TaskGroup() as tasks:
-            asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
+        except BaseExceptionGroup as group:  # one reason is enough for a caller
+            raise group.exceptions[0] from group
         return [[task.result() for task in group] for group in asked]
 
     def _sampling_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:

@@ -82,7 +82,7 @@ test: dev
 	@status=0; export RES_OPTIONS="$${RES_OPTIONS:-timeout:1 attempts:2}"; \
 	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_docs.py tests/test_installation.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
 	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS) || status=1; \
-	$(TRAINER)/bin/python -m pytest tests/e2e $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/e2e tests/rl $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
 	exit $$status
 

@@ -1,155 +1,154 @@
-"""Whole RL steps on a cluster, one after the other: rollouts from the served alias, `TrainMerged`,
-publication. Seconds and idle shares.
+"""The asynchronous loop (`splice.rl`, max_staleness = 1) beside the strict one (0): whole RL steps
+on one cluster, rollouts from the served alias, training and publication.
 
-    step_s          from the first prompt to the new alias. Peer: rollouts and optimizer step of the
-                    same steps alone, which is what two sides that take turns need at least; the
-                    rest is what splice adds (saving, publishing, messages)
-    trainer_idle    share of the step in which the trainer neither trains, saves nor sends. Peer:
-                    the rollouts' share, which no alternating loop can avoid
-    inference_idle  share in which vLLM neither samples nor receives. Peer: the optimizer step's
-                    share, likewise
-    rollout_s, train_s, save_s, pause_s, rest_s   the step's phases; they add up to it
+    tokens_per_s    prompt and answer tokens of trained steps over wall-clock
+    step_s          from one new version to the next
+    trainer_idle    share of the step in which the trainer neither trains, saves nor sends
+    inference_idle  share in which no request is with vLLM, or vLLM is paused
+    staleness_max   most versions between a token and the step that trains on it
+    discarded       rollouts that were asked for and not trained on, found by `splice.rl.checker`
 
-The loop is strictly on-policy: rollouts of a step wait for the version before it, so the two sides
-never work at once.
+The peer of each is the strict loop, in the same run. Shapes from SPLICE_BENCH_SHAPES (8b on cuda,
+tiny else). The two sides' work should balance: choose SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU)
+and SPLICE_BENCH_PROMPTS (8), each with 8 answers. Answers have a fixed length, so no step waits for
+a long one. Steps from SPLICE_BENCH_SAMPLES (7).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Callable
-from operator import itemgetter
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
-
-import httpx
+from typing import Any
 
 from benchmarks import clusters
 from benchmarks.harness import Case
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, TrainMergedJob
+from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
+from splice.batches import Completion
+from splice.client import SpliceClient
 from splice.cluster import Cluster
+from splice.rl import Loop, LoopConfig, SamplingConfig, Step, checker, decisions
 from splice.smoke import rollouts
 
-Step = dict[str, float]
-NUM_PROMPTS, GROUP_SIZE, LR = 8, 8, 1e-4
-MAX_TOKENS = {"cpu": 32, "cuda": 512}
-PHASES = ("rollout", "train", "save", "pause")
+GROUP_SIZE, LR = 8, 1e-4
+WARM_STEPS = 2
+"""Not counted: kernels are loaded, and the asynchronous loop begins to overlap."""
+ANSWER_TOKENS = {"cpu": 32, "cuda": 512}
+MODES = {"strict": 0, "async": 1}
+"""Name -> max_staleness."""
+PHASES = ("train", "save", "send", "pause")
+"""Of a job."""
+Measured = dict[str, tuple[float, ...]]
 
 
 def run(*, device: str, small: bool) -> list[Case]:
-    """Shapes from SPLICE_BENCH_SHAPES (8b on cuda, tiny else)."""
+    """One trainer and one inference GPU, or the CPU."""
     usual = "tiny" if small or device == "cpu" else "8b"
     shapes = usual if small else os.environ.get("SPLICE_BENCH_SHAPES", usual)
+    steps = 3 if small else int(os.environ.get("SPLICE_BENCH_SAMPLES", "7"))
     cases: list[Case] = []
     for shape in shapes.split(","):
-        with TemporaryDirectory(prefix="splice-bench-") as folder:
-            steps, settings = _steps(shape, Path(folder), device=device, count=3 if small else 7)
-        cases += _cases(shape, steps, settings)
+        with TemporaryDirectory(prefix="splice-bench-") as name:
+            folder = Path(name)
+            with Cluster(clusters.cluster_config(shape, folder, device=device)) as cluster:
+                cluster.client.run(InitialSyncJob())
+                found = {
+                    mode: asyncio.run(
+                        _measure(cluster.client, folder / mode, _config(device, stale), steps)
+                    )
+                    for mode, stale in MODES.items()
+                }
+        cases += _cases(shape, found, _config(device, MODES["async"]))
     return cases
 
 
-def _steps(
-    shape: str, folder: Path, *, device: str, count: int
-) -> tuple[list[Step], dict[str, object]]:
-    """`count` steps after one that is not counted."""
-    max_tokens = MAX_TOKENS[device]
-    steps, tokens = [], 0
-    with Cluster(clusters.cluster_config(shape, folder, device=device)) as cluster:
-        cluster.client.run(InitialSyncJob())
-        url = cluster.base_urls[0]
-        rewards = asyncio.run(_rewards(url))
-        for number in range(1, count + 2):
-            began = time.monotonic()
-            groups = asyncio.run(_sample(url, rewards, seed=number, max_tokens=max_tokens))
-            batch = rollouts.build_batch(groups)
-            sampled = time.monotonic()
-            loss = LossSpec(name="grpo", allowed_token_ids=tuple(sorted(rewards)))
-            job = TrainMergedJob(loss=loss, optim=OptimParams(lr=LR), tensors=batch.specs)
-            seconds = cluster.client.run(job, buffers=batch.buffers)["seconds"]
-            ended = time.monotonic()
-            step = {
-                "step": ended - began,
-                "rollout": sampled - began,
-                **{k: float(v) for k, v in seconds.items() if k != "rollout"},
-            }
-            steps.append(step)
-            tokens = batch.num_tokens
-    settings = {
-        "prompts": NUM_PROMPTS,
-        "group_size": GROUP_SIZE,
-        "max_tokens": max_tokens,
-        "tokens_in_last_batch": tokens,
-        "steps": [{k: round(v, 5) for k, v in s.items()} for s in steps[1:]],
+def _config(device: str, max_staleness: int) -> LoopConfig:
+    length = int(os.environ.get("SPLICE_BENCH_ANSWER_TOKENS", ANSWER_TOKENS[device]))
+    return LoopConfig(
+        max_staleness=max_staleness,
+        group_size=GROUP_SIZE,
+        groups_per_step=int(os.environ.get("SPLICE_BENCH_PROMPTS", "8")),
+        sampling=SamplingConfig(
+            max_tokens=length, extra={"ignore_eos": True, "min_tokens": length}
+        ),
+    )
+
+
+async def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> Measured:
+    """Each metric, a value for each step."""
+    taken: list[Step] = []
+    prompts = [{"prompt": text} for text in rollouts.choose_prompts(count=64, seed=1)]
+    loop = Loop(
+        client,
+        folder,
+        prompts=prompts,
+        reward=_reward,
+        config=config,
+        loss=LossSpec(name="grpo"),
+        optim=OptimParams(lr=LR),
+    )
+    async with loop:
+        async for step in loop:
+            taken.append(step)
+            if len(taken) == WARM_STEPS + count:
+                break
+    log = checker.check(decisions.read(folder / decisions.LOG))
+    if log.violations:
+        raise RuntimeError(f"the loop's log breaks its promises: {log.violations[:3]}")
+    steps = taken[WARM_STEPS:]
+    return {
+        "tokens_per_s": tuple(_tokens(s) / s.seconds["step"] for s in steps),
+        "step_s": tuple(s.seconds["step"] for s in steps),
+        "trainer_idle": tuple(_idle(s.seconds, "train", "save", "send") for s in steps),
+        "inference_idle": tuple(
+            (s.seconds["sampler_waits"] + s.seconds["job.pause"]) / s.seconds["step"] for s in steps
+        ),
+        "staleness_max": tuple(s.metrics["staleness_max"] for s in steps),
+        "discarded": (float(log.dropped + log.asked_again),),
+        **{f"{name}_s": tuple(s.seconds[f"job.{name}"] for s in steps) for name in PHASES},
     }
-    return steps[1:], settings
 
 
-def _cases(shape: str, steps: list[Step], settings: dict[str, object]) -> list[Case]:
-    def case(
-        metric: str,
-        unit: str,
-        value: Callable[[Step], float],
-        peer: str | None = None,
-        than: Callable[[Step], float] | None = None,
-    ) -> Case:
-        return Case(
+def _reward(_: Mapping[str, Any], completion: Completion) -> float:
+    """The share of even token ids: random weights solve nothing else."""
+    return fmean(i % 2 == 0 for i in completion.answer_ids)
+
+
+def _tokens(step: Step) -> int:
+    return sum(
+        len(r.completion.prompt_ids) + len(r.completion.answer_ids)
+        for group in step.groups
+        for r in group
+    )
+
+
+def _idle(seconds: Mapping[str, float], *busy: str) -> float:
+    return max(0.0, 1.0 - sum(seconds[f"job.{name}"] for name in busy) / seconds["step"])
+
+
+UNITS: dict[str, str] = {
+    "tokens_per_s": "tokens/s",
+    "trainer_idle": "share",
+    "inference_idle": "share",
+    "staleness_max": "versions",
+    "discarded": "rollouts",
+}
+
+
+def _cases(shape: str, found: Mapping[str, Measured], config: LoopConfig) -> list[Case]:
+    settings = config.model_dump(mode="json")
+    return [
+        Case(
             name=f"{shape}/lora-all/1to1",
             metric=metric,
-            unit=unit,
-            samples=tuple(map(value, steps)),
-            peer=peer,
-            peer_samples=tuple(map(than, steps)) if than else (),
-            settings=settings if metric == "step_s" else {},
+            unit=UNITS.get(metric, "s"),
+            samples=samples,
+            peer="the strict loop (max_staleness = 0)",
+            peer_samples=found["strict"][metric],
+            settings=settings if metric == "tokens_per_s" else {},
         )
-
-    def idle(step: Step, *busy: str) -> float:
-        return max(0.0, 1.0 - sum(step[name] for name in busy) / step["step"])
-
-    return [
-        case(
-            "step_s",
-            "s",
-            lambda s: s["step"],
-            "rollout and train alone",
-            lambda s: s["rollout"] + s["train"],
-        ),
-        case(
-            "trainer_idle",
-            "share",
-            lambda s: idle(s, "train", "save", "send"),
-            "rollout's share",
-            lambda s: s["rollout"] / s["step"],
-        ),
-        case(
-            "inference_idle",
-            "share",
-            lambda s: idle(s, "rollout", "pause"),
-            "train's share",
-            lambda s: s["train"] / s["step"],
-        ),
-        *(case(f"{name}_s", "s", itemgetter(name)) for name in PHASES),
-        case("rest_s", "s", lambda s: s["step"] - sum(s[name] for name in PHASES)),
+        for metric, samples in found["async"].items()
     ]
-
-
-async def _rewards(base_url: str) -> dict[int, float]:
-    async with httpx.AsyncClient(base_url=base_url, timeout=60.0) as http:
-        return await rollouts.answer_token_ids(http, model=clusters.NAME)
-
-
-async def _sample(
-    base_url: str, rewards: dict[int, float], *, seed: int, max_tokens: int
-) -> list[list[rollouts.Rollout]]:
-    prompts = rollouts.choose_prompts(count=NUM_PROMPTS, seed=seed)
-    async with httpx.AsyncClient(base_url=base_url, timeout=600.0) as http:
-        return await rollouts.sample(
-            http,
-            model=clusters.NAME,
-            prompts=prompts,
-            rewards=rewards,
-            group_size=GROUP_SIZE,
-            max_tokens=max_tokens,
-            seed=seed,
-        )

@@ -29,10 +29,11 @@ from splice.client import SpliceClient
 from splice.hosts import CLIENT, check_several_hosts, keys_of
 from splice.run_file import RunFile
 
-log = logging.getLogger("splice.ray")
 FILE, NAMESPACE = "ray.json", "splice"
 RESTARTS = 5
 """Restarts of a role's process within an hour, and of its actor in all."""
+ENDPOINT_S = 300.0
+"""Time for the orchestrator to bind, before the other roles start."""
 ROOM_S = 60.0
 """Time for the cluster to reserve CPUs and GPUs."""
 GRACE_S = 20.0
@@ -109,7 +110,7 @@ class RoleActor:
     """Runs a role's process on the host that Ray chose."""
 
     def __init__(self, role: Role, run_dir: Path, group: str) -> None:
-        self._role, self._group = role, group
+        self._role, self._run_dir, self._group = role, run_dir, group
         argv = [sys.executable, "-m", "splice", *role.command, *_of_host(role)]
         env = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
         self._node = NodeProcess(
@@ -133,6 +134,11 @@ class RoleActor:
         return ""
 
     def _keep(self) -> None:
+        deadline_s = time.monotonic() + ENDPOINT_S
+        while self._role.keys and not (self._run_dir / "endpoint").exists():
+            if time.monotonic() > deadline_s:  # the process will say so
+                break
+            time.sleep(POLL_S)
         self._launcher.start(self._node)
         while self._node.exit_code != 0 and not self.lost():
             time.sleep(POLL_S)
@@ -174,7 +180,10 @@ def up(
     run.run_dir.chmod(0o700)
     (run.run_dir / FILE).write_text(run.model_dump_json(indent=1))
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+        # It warns that the actors go with their group, which is meant.
+        ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+        )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no Ray cluster at {address!r}: {error}") from error
     try:
@@ -191,8 +200,11 @@ def up(
 
 def _place(ray: ModuleType, roles: list[Role], *, run_dir: Path, group: str) -> dict[str, Any]:
     bundles = [role.bundle for role in roles]
-    with contextlib.suppress(ValueError):
+    try:
         ray.util.get_placement_group(group)
+    except ValueError:  # there is none
+        pass
+    else:
         raise ConfigError(f"the run in {run_dir} is up on Ray already; `splice stop` ends it")
     for name in ("endpoint", "router"):
         (run_dir / name).unlink(missing_ok=True)
@@ -226,9 +238,14 @@ def _wait_ready(
 ) -> dict[str, Any]:
     def wait(for_what: set[str]) -> None:
         on_wait(f"waiting for {', '.join(sorted(for_what))}")
-        for text in ray.get([actor.lost.remote() for actor in actors.values()], timeout=ROOM_S):
-            if text:
-                raise ConfigError(text)
+        try:
+            lost = ray.get([actor.lost.remote() for actor in actors.values()], timeout=ROOM_S)
+        except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+            lost = []  # an actor starts again
+        except ray.exceptions.RayActorError as error:
+            raise NodeLost(f"an actor has died for good: {error}") from error
+        if text := "\n".join(filter(None, lost)):
+            raise ConfigError(text)
         if time.monotonic() > deadline_s:
             raise NodeLost(f"not ready: {', '.join(for_what)}; read {run.run_dir / 'logs'}")
         time.sleep(POLL_S)

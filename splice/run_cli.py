@@ -229,6 +229,8 @@ def _print_status(found: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     phase = found.get("phase", "no background process here")
     console.print(f"{found['run_dir']}: {phase} {found.get('text', '')}".rstrip(), markup=False)
+    if "loop" in found:
+        console.print(f"loop: {found['loop']['text']}", markup=False)
     if "endpoint" not in found:
         return
     console.print(

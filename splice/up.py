@@ -41,6 +41,7 @@ from splice.preflight import (
     check_port_free,
     read_model_config,
 )
+from splice.rl import decisions
 from splice.run_file import TOKEN, RunFile, load
 
 log = logging.getLogger("splice.up")
@@ -204,7 +205,7 @@ def is_running(pid: int) -> bool:
 
 
 def status(run_dir: Path) -> dict[str, Any]:
-    """Return what there is to know about the run: whether it is up, versions, nodes, URLs.
+    """Return what there is to know about the run: whether it is up, versions, nodes, URLs, loop.
 
     Raises:
         NodeLost: the orchestrator does not answer although it should run.
@@ -215,6 +216,8 @@ def status(run_dir: Path) -> dict[str, Any]:
         answer |= {"phase": state["phase"], "pid": state["pid"], "text": state["text"]}
     if not answer["up"] and state.get("phase") in ("starting", "up"):
         answer |= {"phase": "ended", "text": "its background process was killed"}
+    if (loop := decisions.status(run_dir)) is not None:
+        answer["loop"] = loop
     if not _has_orchestrator(run_dir, state):
         return answer
     with SpliceClient.of_run(run_dir) as client:

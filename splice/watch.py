@@ -81,6 +81,8 @@ def render(found: dict[str, Any]) -> RenderableType:
     """Return the frame as text and tables for a terminal."""
     phase = f"{found.get('phase', 'no background process here')} {found.get('text', '')}".rstrip()
     lines = [f"{found['run_dir']}: {phase}"]
+    if "loop" in found:
+        lines.append(f"loop: {found['loop']['text']}")
     if "endpoint" not in found:
         return Text("\n".join(lines))
     lines.append(

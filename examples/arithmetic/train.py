@@ -80,7 +80,7 @@ async def main(arguments):
         group_size=arguments.group_size,
         groups_per_step=arguments.groups,
         steps=arguments.steps,
-        sampling=SamplingConfig(max_tokens=16),
+        sampling=SamplingConfig(max_tokens=16, temperature=arguments.temperature),
         shuffle_seed=arguments.seed,
     )
     loop = Loop.of_run(
@@ -113,10 +113,11 @@ def arguments_of(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--groups", type=int, default=8, help="problems in each step")
+    parser.add_argument("--groups", type=int, default=4, help="problems in each step")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--temperature", type=float, default=0.6, help="of the samples")
     parser.add_argument("--seed", type=int, default=1, help="of the problems' order")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help="problems to evaluate on")
     parser.add_argument("--evaluate-every", type=int, default=10, help="steps")

@@ -85,16 +85,18 @@ class Balance:
             return "rewards hold up both sides: make them faster, async, or raise reward_threads"
         if self.body > BALANCED:
             return "the loop's body holds up the trainer: evaluate and save less often"
-        trainer, sampler = self.trainer_waits > BALANCED, self.sampler_waits > BALANCED
-        if trainer and sampler and self.max_staleness == 0:
+        trainer, sampler = self.trainer_waits, self.sampler_waits
+        if self.max_staleness == 0 and min(trainer, sampler) > BALANCED:
             return "strictly on-policy, the sides take turns: max_staleness = 1 lets them overlap"
-        if trainer and sampler:
-            return "both sides wait: a few long answers end each batch; raise max_staleness or "\
-                   "groups_per_step"  # fmt: skip
-        if trainer:
+        if trainer > max(BALANCED, 2 * sampler):
             return "the trainer waits: give inference more GPUs or replicas, or shorten answers"
-        if sampler:
+        if sampler > max(BALANCED, 2 * trainer):
             return "the sampler waits: give the trainer more GPUs, or sample more (group_size)"
+        if max(trainer, sampler) > BALANCED:
+            return (
+                "both sides wait: a few long answers end each batch; raise max_staleness or "
+                "groups_per_step"
+            )
         return "balanced"
 
     def text(self) -> str:

@@ -15,6 +15,7 @@ Whatever was admitted and not trained is lost at the next `start`. `at` is secon
 from __future__ import annotations
 
 import bisect
+import fcntl
 import json
 import os
 import time
@@ -31,16 +32,29 @@ from orchestrator.protocol.messages import TensorSpec
 from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
+LOOP_DIR = "loop"
+"""Folder of a loop within its run's."""
 _STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed"))
 
 
 class DecisionLog:
-    """Appends decisions. A line that a crash cut off is removed first."""
+    """Appends decisions. A line that a crash cut off is removed first.
+
+    Raises:
+        ConfigError: another loop writes into this file.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConfigError(
+                f"another loop runs in {path.parent}; end it, or give this one a folder of its own"
+            ) from None
+        _cut_torn_line(path)
 
     def __enter__(self) -> DecisionLog:
         return self
@@ -62,8 +76,6 @@ class DecisionLog:
 
 
 def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         kept = end
@@ -157,6 +169,15 @@ def _take(found: Past, line: dict[str, Any]) -> None:
         found.open["attempt"] += 1  # this id has its outcome
     else:  # the same batch would fail again
         found.open = None
+
+
+def status(run_dir: Path) -> dict[str, Any] | None:
+    """Return what the run's loop said after its last step, or None."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / LOOP_DIR / STATUS).read_text())
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 # ---------------------------------------------------------------- the batch of the open step

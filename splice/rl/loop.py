@@ -45,7 +45,7 @@ from splice.batches import Batch, Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
 from splice.rl.balance import Balance, Meter
-from splice.rl.config import LoopConfig
+from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.sampler import Answer, RolloutLost, Row, Sampler
 
 log = logging.getLogger("splice.rl")
@@ -57,8 +57,6 @@ WAIT_TURN_S = 1.0
 STATUS_TIMEOUT_S = 30.0
 BALANCE_STEPS = 20
 """Steps whose times `splice status` sees together."""
-LOOP_DIR = "loop"
-"""Folder of a loop within its run's."""
 
 
 class SampleFailed(SpliceError, RuntimeError):
@@ -163,7 +161,7 @@ class Loop:
     @classmethod
     def of_run(cls, run_dir: str | Path, **kwargs: Any) -> Loop:
         """A loop in the folder of a run on this host, with a client of its own."""
-        loop = cls(SpliceClient.of_run(run_dir), Path(run_dir) / LOOP_DIR, **kwargs)
+        loop = cls(SpliceClient.of_run(run_dir), Path(run_dir) / decisions.LOOP_DIR, **kwargs)
         loop._owns_client = True
         return loop
 
@@ -186,8 +184,8 @@ class Loop:
                 raise ConfigError(
                     "the run serves no version; publish one first (InitialSyncJob, or `splice up`)"
                 )
-            self._past = decisions.past(self.folder / decisions.LOG)
             self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
+            self._past = decisions.past(self.folder / decisions.LOG)
             self._begin(status.version)
             self._sampler = await stack.enter_async_context(
                 Sampler(self._status, name=status.name, max_in_flight=self.config.max_in_flight)
@@ -387,12 +385,6 @@ class Loop:
         random.Random(f"{self.config.shuffle_seed}/{turn}").shuffle(order)
         return order[place]
 
-    def _seed(self, group: int, sample: int) -> int | None:
-        seed = self.config.sampling.seed
-        if seed is None:
-            return None
-        return random.Random(f"{seed}/{group}/{sample}").getrandbits(31)
-
     async def _groups_of(self, number: int) -> tuple[tuple[Rollout, ...], ...]:
         """Wait for the step's rollouts. A failure in any step's rollouts ends the wait.
 
@@ -448,7 +440,7 @@ class Loop:
     async def _answer(
         self, row: Row, step: int, group: int, sample: int, *, prompt: int
     ) -> tuple[Answer, int]:
-        attempt = 0
+        attempt, sampling = 0, self.config.sampling
         place: dict[str, Any] = {"group": group, "sample": sample}
         async with self._in_flight:
             try:
@@ -465,7 +457,7 @@ class Loop:
                         try:
                             with self._meter.during("sampling"):
                                 answer = await self._sampler.sample(
-                                    row, self.config.sampling, seed=self._seed(group, sample)
+                                    row, sampling, seed=request_seed(sampling, group, sample)
                                 )
                             self._refuse_stale(answer, step)
                             break
@@ -540,6 +532,10 @@ class Loop:
 
         Args:
             more: further fields of the requests, such as `max_tokens`.
+
+        Raises:
+            TimeoutError: an answer did not come within `rollout_timeout_s`.
+            ConfigError: vLLM refuses a request.
         """
 
         async def one(row: Row) -> Completion:
@@ -553,8 +549,11 @@ class Loop:
                     except RolloutLost as error:
                         log.warning("asked again: %s", error)
 
-        async with asyncio.TaskGroup() as tasks:
-            asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
+        except BaseExceptionGroup as group:  # one reason is enough for a caller
+            raise group.exceptions[0] from group
         return [[task.result() for task in group] for group in asked]
 
     def _sampling_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
@@ -595,3 +594,10 @@ class Loop:
         """Call the client, which blocks, on a thread."""
         running = asyncio.get_running_loop()
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
+
+
+def request_seed(sampling: SamplingConfig, group: int, sample: int) -> int | None:
+    """Return the seed of one sample's request, or None."""
+    if sampling.seed is None:
+        return None
+    return random.Random(f"{sampling.seed}/{group}/{sample}").getrandbits(31)

@@ -20,7 +20,7 @@ from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
 
 pytestmark = pytest.mark.timeout(1800)
-BACK_S = 240
+BACK_S = 600
 ROLES = ("serve", "trainer", "inference_node")
 """A word of each role's command line."""
 

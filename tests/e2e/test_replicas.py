@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from orchestrator.processes.child import descendants
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
@@ -26,6 +24,7 @@ from orchestrator.protocol.messages import (
 from splice.cluster import Cluster, ClusterConfig
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.servers import server_of
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -65,13 +64,6 @@ def asked_all_the_time(url: str) -> Iterator[list[str]]:
     yield problems
     stop.set()
     thread.join(60.0)
-
-
-def server_of(cluster: Cluster, node: str) -> psutil.Process:
-    """The node's vLLM."""
-    pid = cluster.launcher.nodes[node].pid
-    assert pid is not None
-    return next(p for p in descendants(pid) if "inference_node.serve" in p.cmdline())
 
 
 def train(cluster: Cluster) -> dict[str, Any]:

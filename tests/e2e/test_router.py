@@ -18,7 +18,7 @@ from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
 
 pytestmark = pytest.mark.timeout(1800)
-BACK_S = 240
+BACK_S = 600
 
 
 def test_a_pinned_version_is_found_and_a_lost_replica_gets_nothing(models, tmp_path):

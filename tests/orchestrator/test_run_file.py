@@ -40,6 +40,19 @@ def written(folder: Path, text: str = SMALL) -> Path:
 # ---------------------------------------------------------------- reading
 
 
+@pytest.mark.parametrize(
+    ("overrides", "has_router"),
+    [
+        ([], False),
+        (["inference.replicas=2"], True),
+        (["inference.replicas=2", "router.enabled=false"], False),
+        (["router.enabled=true"], True),
+    ],
+)
+def test_several_replicas_have_a_router_unless_one_says_otherwise(tmp_path, overrides, has_router):
+    assert load(written(tmp_path), overrides).has_router == has_router
+
+
 def test_roles_take_what_they_share_from_the_top(tmp_path):
     overrides = ["trainer.seed=7", "publication.mode=shadow", "device=cuda"]
     overrides += ["inference.gpus=[2, 3, 4, 5]", "inference.replicas=2"]

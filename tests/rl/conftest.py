@@ -16,11 +16,13 @@ from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON, _from_the_root,
 
 __all__ = ["_from_the_root", "models"]
 NAME = "tiny"
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The tiny checkpoint has no chat template of its own."""
 
 
 @contextmanager
 def tiny_cluster(
-    model: Path, run_dir: Path, *, replicas: int = 1, pause_mode: str = "keep", **inference: object
+    model: Path, run_dir: Path, *, replicas: int = 1, pause_mode: str = "keep"
 ) -> Iterator[Cluster]:
     """A cluster that serves tiny@0."""
     node = InferenceConfig(
@@ -28,7 +30,7 @@ def tiny_cluster(
         name=NAME,
         max_model_len=512,
         cpu_kv_cache_gb=0.1,
-        **inference,  # type: ignore[arg-type]
+        extra_args=("--chat-template", CHAT),
     )
     config = ClusterConfig(
         run_dir=run_dir,
@@ -44,7 +46,7 @@ def tiny_cluster(
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     run_dir = tmp_path_factory.mktemp("rl") / "run"
     with tiny_cluster(models["qwen3"], run_dir) as running:

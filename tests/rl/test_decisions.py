@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.errors import ErrorCode, JobFailed
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
+from splice.rl.balance import Balance
 from splice.rl.checker import check, main
 from tests.rl.stand_in import Crash, Server, StandIn
 
@@ -113,6 +114,12 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
     with decisions.DecisionLog(path):
         pass
     assert path.read_bytes() == whole
+
+
+def test_two_loops_in_one_folder_are_refused(tmp_path):
+    with decisions.DecisionLog(tmp_path / decisions.LOG):
+        with pytest.raises(ValueError, match="another loop runs in"):
+            asyncio.run(run_loop(StandIn(), tmp_path, steps=1))
 
 
 def test_a_lost_trainer_gets_the_same_batch_again(tmp_path):
@@ -288,3 +295,40 @@ def test_the_checker_finds(tmp_path, break_it):
     assert check(lines).violations == []
     break_it(lines)
     assert check(lines).violations
+
+
+# ---------------------------------------------------------------- who waits
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "rewards", "staleness", "said"),
+    [
+        (0.5, 0.4, 0.0, 0, "max_staleness = 1"),
+        (0.4, 0.0, 0.0, 1, "the trainer waits"),
+        (0.01, 0.3, 0.0, 1, "the sampler waits"),
+        (0.2, 0.2, 0.0, 1, "both sides wait"),
+        (0.3, 0.3, 0.2, 1, "rewards hold up"),
+        (0.02, 0.03, 0.0, 1, "balanced"),
+    ],
+)
+def test_the_advice(trainer, sampler, rewards, staleness, said):
+    steps = [{"step": 2.0, "trainer_waits": 2 * trainer, "sampler_waits": 2 * sampler}]
+    steps[0]["rewards"] = 2 * rewards
+    assert said in Balance.of(steps, max_staleness=staleness).text()
+
+
+def test_the_meter_tells_who_waited(tmp_path):
+    """Training takes long, then sampling does."""
+    slow_trainer, slow_sampler = StandIn(train_s=0.3), StandIn(token_s=0.1)
+    for run, waits, works in (
+        (slow_trainer, "sampler_waits", "trainer_waits"),
+        (slow_sampler, "trainer_waits", "sampler_waits"),
+    ):
+        steps = asyncio.run(run_loop(run, tmp_path / waits, steps=6, max_staleness=1))
+        total = {
+            name: sum(step.seconds[name] for step in steps[1:-1]) for name in (waits, works, "step")
+        }
+        assert total[waits] > 2 * total[works]
+        assert total[waits] <= total["step"]
+    found = json.loads((tmp_path / waits / decisions.STATUS).read_text())
+    assert found["step"] == 6 and "trainer waits" in found["text"]

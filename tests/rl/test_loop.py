@@ -66,6 +66,17 @@ def test_it_overlaps_and_keeps_the_bound_under_random_delays(cluster, tmp_path):
     assert (found.max_staleness, found.asked_again, found.pending) == (1, 0, 0)
 
 
+def test_rows_may_be_messages(cluster, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "Answer with yes or no:"}], "name": 0}]
+    steps = asyncio.run(all_steps(loop_of(cluster, tmp_path, prompts=rows)))
+    rollouts = [r for step in steps for group in step.groups for r in group]
+    assert {len(r.completion.answer_ids) for r in rollouts} == {12}
+    assert len({r.completion.prompt_ids for r in rollouts}) == 1
+    assert all(step.metrics["logprob_gap_mean"] < 0.05 for step in steps), "the very tokens"
+    assert any(r.completion.text for r in rollouts)
+    assert found_in(tmp_path).violations == []
+
+
 def test_a_slow_body_admits_no_more_than_can_be_used(cluster, tmp_path):
     async def run() -> list[int]:
         pending = []

@@ -1,0 +1,39 @@
+"""examples/arithmetic, two steps with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+
+import pytest
+
+from splice.rl import decisions
+from splice.rl.checker import check
+from tests.e2e.conftest import ROOT
+
+pytestmark = pytest.mark.timeout(900)
+FOLDER = ROOT / "examples/arithmetic"
+
+
+def test_two_steps_and_two_more(cluster, tmp_path, monkeypatch):
+    pytest.importorskip("reasoning_gym")  # of the extra `examples`
+    monkeypatch.setattr(decisions, "LOOP_DIR", f"loop-{tmp_path.name}")
+    train = runpy.run_path(str(FOLDER / "train.py"))
+    run_dir, curve = cluster.config.run_dir, tmp_path / "curve.json"
+    options = ["--groups", "2", "--group-size", "2", "--held-out", "4", "--out", str(curve)]
+    for steps in ("2", "4"):
+        argv = [str(run_dir), *options, "--evaluate-every", "2", "--steps", steps]
+        asyncio.run(train["main"](train["arguments_of"](argv)))
+    found = json.loads(curve.read_text())
+    assert [line["step"] for line in found["steps"]] == [1, 2, 3, 4], "it went on"
+    assert [line["step"] for line in found["evaluations"]] == [0, 2, 4]
+    assert check(decisions.read(run_dir / decisions.LOOP_DIR / decisions.LOG)).violations == []
+
+
+def test_training_and_held_out_problems_differ():
+    pytest.importorskip("reasoning_gym")
+    training, held_out = runpy.run_path(str(FOLDER / "train.py"))["problems"]()
+    assert len(held_out) == 200 and len(training) > 1000
+    questions = {row["question"].split(": ")[-1] for row in training}
+    assert not questions & {row["question"].split(": ")[-1] for row in held_out}

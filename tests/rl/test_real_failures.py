@@ -1,0 +1,109 @@
+"""Real processes killed under a loop: a replica, and everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from splice import OptimParams, SpliceClient
+from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
+from splice.rl.checker import check
+from tests.e2e.commands import processes_of, splice
+from tests.e2e.conftest import INFERENCE_PYTHON, ROOT
+from tests.e2e.servers import server_of
+from tests.rl.conftest import tiny_cluster
+from tests.rl.strict_run import ROWS, even
+from tests.rl.weights import digest
+
+pytestmark = pytest.mark.timeout(2400)
+STEPS = 6
+
+
+def test_a_killed_servers_rollouts_are_asked_again(models, tmp_path):
+    async def run(cluster) -> list:
+        config = LoopConfig(
+            group_size=4,
+            groups_per_step=4,
+            steps=6,
+            sampling=SamplingConfig(max_tokens=150, extra={"ignore_eos": True}),
+        )
+        steps = []
+        options = {"prompts": ROWS, "reward": even, "config": config}
+        async with Loop(
+            cluster.client, tmp_path / "loop", optim=OptimParams(lr=1e-3), **options
+        ) as loop:
+            async for step in loop:
+                steps.append(step)
+                if step.number == 2:
+                    server_of(cluster, "inference-1").kill()
+        return steps
+
+    with tiny_cluster(models["qwen3"], tmp_path / "run", replicas=2) as cluster:
+        steps = asyncio.run(run(cluster))
+    found = check(decisions.read(tmp_path / "loop" / decisions.LOG))
+    assert found.violations == [] and found.asked_again > 0
+    assert [step.number for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(len(group) == 4 for step in steps for group in step.groups)
+
+
+def start_loop(run_dir) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.rl.strict_run", str(run_dir), str(STEPS)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def kill_everything(folder, loop: subprocess.Popen) -> None:
+    loop.kill()
+    loop.wait(10)
+    deadline_s = time.monotonic() + 60
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline_s, left
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.2)
+
+
+def finished(folder, *, kill_after: int | None) -> str:
+    """Digest of the weights after all steps."""
+    run_dir = folder / "run"
+    splice("up", folder)
+    try:
+        loop = start_loop(run_dir)
+        assert loop.stdout is not None
+        if kill_after is not None:
+            while f"step {kill_after}" not in loop.stdout.readline():
+                assert loop.poll() is None
+            time.sleep(0.15)  # in the next step's rollouts or training
+            kill_everything(folder, loop)
+            splice("up", folder, "--resume")
+            loop = start_loop(run_dir)
+        assert loop.wait(600) == 0
+        with SpliceClient.of_run(run_dir) as client:
+            assert client.status().version == STEPS
+            client.export_hf("after")
+    finally:
+        splice("stop", folder)
+    found = check(decisions.read(run_dir / decisions.LOOP_DIR / decisions.LOG))
+    assert found.violations == [] and (found.steps, found.trained) == (STEPS, STEPS * 8)
+    return digest(run_dir / "after")
+
+
+def test_everything_is_killed_and_the_loop_goes_on(models, tmp_path):
+    digests = set()
+    for name, kill_after in (("whole", None), ("killed", 3)):
+        options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+        splice("init", tmp_path / name, *options, "--inference-python", INFERENCE_PYTHON)
+        digests.add(finished(tmp_path / name, kill_after=kill_after))
+    assert len(digests) == 1, "the weights are those of the run that nobody killed"

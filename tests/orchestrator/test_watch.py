@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from orchestrator.protocol.messages import InitialSyncJob
+from splice.rl import decisions
 from tests.orchestrator.run import BUFFERS, JOB
 from tests.orchestrator.serving import REPO
 
@@ -45,3 +46,16 @@ def test_a_frame_has_nodes_versions_and_the_last_publication(run, caplog):
     text = watch(run)
     assert f"serves {result['alias']}" in text and "no job runs" in text
     assert f"@{result['version']}" in text and "inference-0" in text
+
+
+def test_the_loop_says_who_waits(run):
+    run.replica(run.trainer())
+    assert "loop:" not in watch(run)
+    status = run.dir / decisions.LOOP_DIR / decisions.STATUS
+    status.parent.mkdir()
+    status.write_text(json.dumps({"step": 3, "text": "trainer waits 40%"}))
+    assert "loop: trainer waits 40%" in watch(run)
+    assert json.loads(watch(run, "--json"))["loop"]["step"] == 3
+    argv = [sys.executable, "-m", "splice", "status", str(run.dir)]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60, check=True)
+    assert "loop: trainer waits 40%" in done.stdout

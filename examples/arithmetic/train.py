@@ -59,8 +59,8 @@ class Curve:
 
     def __init__(self, path):
         self.path = path
-        empty = {"steps": [], "evaluations": [], "seconds": 0.0}
-        self.found = json.loads(path.read_text()) if path.exists() else empty
+        empty = {"starts": [], "steps": [], "evaluations": [], "seconds": 0.0}
+        self.found = empty | (json.loads(path.read_text()) if path.exists() else {})
         self._began_s = time.monotonic() - self.found["seconds"]
 
     def add(self, kind, **line):
@@ -94,6 +94,7 @@ async def main(arguments):
     curve = Curve(arguments.out or arguments.run_dir / "curve.json")
     held_out = held_out[: arguments.held_out]
     async with loop:
+        curve.add("starts", settings={k: str(v) for k, v in vars(arguments).items()})
         if not curve.found["evaluations"]:
             curve.add("evaluations", step=0, **await evaluate(loop, held_out))
             print(f"untrained: {curve.found['evaluations'][0]['accuracy']:.3f}", flush=True)
@@ -113,11 +114,11 @@ def arguments_of(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--groups", type=int, default=4, help="problems in each step")
+    parser.add_argument("--groups", type=int, default=6, help="problems in each step")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--temperature", type=float, default=0.6, help="of the samples")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples")
     parser.add_argument("--seed", type=int, default=1, help="of the problems' order")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help="problems to evaluate on")
     parser.add_argument("--evaluate-every", type=int, default=10, help="steps")

@@ -152,8 +152,8 @@ class Loop:
         self._loss = loss or LossSpec()
         self._optim = optim or OptimParams()
         self._meter = Meter()
-        self._tasks: dict[int, list[list[asyncio.Task[Rollout | None]]]] = {}
-        """Step -> groups -> samples."""
+        self._tasks: dict[int, dict[int, list[asyncio.Task[Rollout | None]]]] = {}
+        """Step -> group -> samples."""
         self._recent: list[dict[str, float]] = []
         self._exit = contextlib.AsyncExitStack()
         self._owns_client = False
@@ -219,7 +219,7 @@ class Loop:
         await self._exit.__aexit__(*error)
 
     async def _cancel_rollouts(self) -> None:
-        tasks = [task for groups in self._tasks.values() for group in groups for task in group]
+        tasks = self._all_tasks()
         for task in tasks:
             task.cancel()
         if tasks:
@@ -234,7 +234,9 @@ class Loop:
         if self._past.open is not None:
             self._next_group = self._past.open["groups"][-1] + 1
             self._admitted = self._past.open["step"]
-            yield await self._train_kept(self._past.open)
+            step = await self._train_kept(self._past.open)
+            with self._meter.during("body"):
+                yield step
         while self.config.steps is None or self._past.done < self.config.steps:
             self._admit_for(self._past.done + 1)
             step = await self._next_step(self._past.done + 1)
@@ -243,13 +245,13 @@ class Loop:
 
     async def _next_step(self, number: int) -> Step:
         groups = await self._groups_of(number)
-        self._tasks.pop(number)
+        numbers = list(self._tasks.pop(number))
         batch = self._make_batch([[(r.completion, r.reward) for r in group] for group in groups])
         decisions.keep_batch(self.folder / decisions.BATCH, batch)
         line = {
             "step": number,
             "version": self._past.made.newest,
-            "groups": sorted({r.group for group in groups for r in group}),
+            "groups": numbers,
             "rollouts": [[r.group, r.sample, r.attempt] for group in groups for r in group],
             "metrics": self._sampling_metrics(groups),
         }
@@ -368,13 +370,16 @@ class Loop:
             self._admitted += 1
             groups = range(self._next_group, self._next_group + config.groups_per_step)
             self._next_group = groups.stop
-            self._tasks[self._admitted] = [
-                [
+            self._tasks[self._admitted] = {
+                group: [
                     asyncio.create_task(self._rollout(self._admitted, group, sample))
                     for sample in range(config.group_size)
                 ]
                 for group in groups
-            ]
+            }
+
+    def _all_tasks(self) -> list[asyncio.Task[Rollout | None]]:
+        return [t for step in self._tasks.values() for group in step.values() for t in group]
 
     def _prompt(self, group: int) -> int:
         """Index of the group's prompt."""
@@ -393,11 +398,11 @@ class Loop:
             ConfigError: a request was refused, or no rollout of the batch is left.
         """
         while True:
-            everything = [t for groups in self._tasks.values() for g in groups for t in g]
+            everything = self._all_tasks()
             for task in everything:
                 if task.done() and (error := task.exception()) is not None:
                     raise error
-            own = [task for group in self._tasks[number] for task in group]
+            own = [task for group in self._tasks[number].values() for task in group]
             waiting = {task for task in own if not task.done()}
             if not waiting:
                 break
@@ -405,7 +410,7 @@ class Loop:
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         groups = tuple(
             tuple(r for task in group if (r := task.result()) is not None)
-            for group in self._tasks[number]
+            for group in self._tasks[number].values()
         )
         if not any(groups):
             raise ConfigError(f"every rollout of step {number} was dropped; the log says why")

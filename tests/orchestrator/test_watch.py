@@ -14,6 +14,7 @@ import pytest
 from orchestrator.protocol import memory
 from orchestrator.protocol.messages import Hello, InitialSyncJob
 from orchestrator.protocol.node_link import NodeLink
+from splice.rl import decisions
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN
 from tests.orchestrator.serving import REPO
@@ -115,3 +116,16 @@ def test_heartbeats_bring_the_memory(run):
 def test_the_memory_of_processes():
     (use,) = memory.of_processes()
     assert use.device == "host" and 2**20 < use.used_bytes < use.total_bytes
+
+
+def test_the_loop_says_who_waits(run):
+    run.replica(run.trainer())
+    assert "loop:" not in watch(run)
+    status = run.dir / decisions.LOOP_DIR / decisions.STATUS
+    status.parent.mkdir()
+    status.write_text(json.dumps({"step": 3, "text": "trainer waits 40%"}))
+    assert "loop: trainer waits 40%" in watch(run)
+    assert json.loads(watch(run, "--json"))["loop"]["step"] == 3
+    argv = [sys.executable, "-m", "splice", "status", str(run.dir)]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60, check=True)
+    assert "loop: trainer waits 40%" in done.stdout

@@ -122,6 +122,25 @@ def test_two_loops_in_one_folder_are_refused(tmp_path):
             asyncio.run(run_loop(StandIn(), tmp_path, steps=1))
 
 
+def test_a_group_may_be_dropped_whole(tmp_path):
+    """The prompt that nobody can answer is not taken again after a restart."""
+
+    def bad(row, completion) -> float:
+        if row["name"] == 1:
+            raise ValueError("no")
+        return reward(row, completion)
+
+    run = StandIn()
+    for steps in (1, 3):
+        asyncio.run(run_loop(run, tmp_path, reward=bad, steps=steps, on_error="drop"))
+        for line in decisions.read(tmp_path / decisions.LOG):
+            if line["event"] == "trained":
+                last = line
+        assert last["step"] == steps
+    found = found_in(tmp_path)
+    assert found.violations == [] and (found.trained, found.dropped) == (15, 3)
+
+
 def test_a_lost_trainer_gets_the_same_batch_again(tmp_path):
     run = StandIn()
     lost = JobFailed(

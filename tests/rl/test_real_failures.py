@@ -24,6 +24,7 @@ from tests.rl.weights import digest
 
 pytestmark = pytest.mark.timeout(2400)
 STEPS = 6
+SKIP = ("--set", "trainer.admission=skip")
 
 
 def test_a_killed_servers_rollouts_are_asked_again(models, tmp_path):
@@ -78,7 +79,7 @@ def kill_everything(folder, loop: subprocess.Popen) -> None:
 def finished(folder, *, kill_after: int | None) -> str:
     """Digest of the weights after all steps."""
     run_dir = folder / "run"
-    splice("up", folder)
+    splice("up", folder, *SKIP)
     try:
         loop = start_loop(run_dir)
         assert loop.stdout is not None
@@ -87,7 +88,7 @@ def finished(folder, *, kill_after: int | None) -> str:
                 assert loop.poll() is None
             time.sleep(0.15)  # in the next step's rollouts or training
             kill_everything(folder, loop)
-            splice("up", folder, "--resume")
+            splice("up", folder, "--resume", *SKIP)
             loop = start_loop(run_dir)
         assert loop.wait(600) == 0
         with SpliceClient.of_run(run_dir) as client:

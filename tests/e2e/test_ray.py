@@ -81,7 +81,8 @@ def states(folder: Path) -> dict[str, str]:
 
 def role_of(run_dir: Path, name: str) -> psutil.Process:
     """The process of a role that an actor started."""
-    found = [p for p in processes_of(run_dir) if name in p.cmdline() and "-m" in p.cmdline()]
+    # As it was when listed: it may have ended since.
+    found = [p for p in processes_of(run_dir) if {name, "-m"} <= {*p.info["cmdline"]}]
     return min(found, key=lambda process: process.create_time())
 
 

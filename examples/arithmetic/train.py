@@ -10,7 +10,6 @@ to go on where it ended.
 import argparse
 import asyncio
 import json
-import re
 import time
 from pathlib import Path
 
@@ -19,28 +18,23 @@ import reasoning_gym
 from splice import LossSpec, OptimParams
 from splice.rl import Loop, LoopConfig, SamplingConfig
 
-SYSTEM = "You are a helpful AI assistant."
 HELD_OUT, TRAINING = 200, 2000
 
 
 def problems():
     """Rows for training and held-out rows. No expression is in both, and none twice."""
-    settings = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
     found = {}
     for problem in reasoning_gym.create_dataset("chain_sum", size=6000, seed=1, **settings):
-        question = problem["question"]
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        row = {"messages": messages, "question": question, "answer": problem["answer"]}
+        row = {"prompt": problem["question"], "answer": problem["answer"]}
         found.setdefault(problem["metadata"]["expression"], row)
     rows = list(found.values())
     return rows[HELD_OUT : HELD_OUT + TRAINING], rows[:HELD_OUT]
 
 
 def reward(row, completion):
-    """1 if the answer ends and its last number is right."""
-    numbers = re.findall(r"-?\d+", completion.text.replace(",", ""))
-    is_right = bool(numbers) and numbers[-1] == row["answer"]
-    return float(is_right and completion.finish_reason == "stop")
+    """1 if the answer up to a full stop or the line's end is the right number and nothing else."""
+    return float(completion.finish_reason == "stop" and completion.text.strip() == row["answer"])
 
 
 async def evaluate(loop, rows):
@@ -48,7 +42,7 @@ async def evaluate(loop, rows):
     answers = await loop.sample(rows, temperature=0.0)
     scores = [reward(row, answer) for row, (answer,) in zip(rows, answers, strict=True)]
     samples = [
-        {"question": row["question"], "answer": row["answer"], "said": answer.text, "reward": score}
+        {"question": row["prompt"], "answer": row["answer"], "said": answer.text, "reward": score}
         for row, (answer,), score in zip(rows, answers, scores, strict=True)
     ]
     return {"accuracy": sum(scores) / len(scores), "samples": samples[:12]}
@@ -80,7 +74,9 @@ async def main(arguments):
         group_size=arguments.group_size,
         groups_per_step=arguments.groups,
         steps=arguments.steps,
-        sampling=SamplingConfig(max_tokens=16, temperature=arguments.temperature),
+        sampling=SamplingConfig(
+            max_tokens=6, temperature=arguments.temperature, extra={"stop": [".", "\n"]}
+        ),
         shuffle_seed=arguments.seed,
     )
     loop = Loop.of_run(
@@ -114,7 +110,7 @@ def arguments_of(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--groups", type=int, default=6, help="problems in each step")
+    parser.add_argument("--groups", type=int, default=8, help="problems in each step")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--lr", type=float, default=5e-4)

@@ -35,5 +35,5 @@ def test_training_and_held_out_problems_differ():
     pytest.importorskip("reasoning_gym")
     training, held_out = runpy.run_path(str(FOLDER / "train.py"))["problems"]()
     assert len(held_out) == 200 and len(training) > 1000
-    questions = {row["question"].split(": ")[-1] for row in training}
-    assert not questions & {row["question"].split(": ")[-1] for row in held_out}
+    questions = {row["prompt"].split(": ")[-1] for row in training}
+    assert not questions & {row["prompt"].split(": ")[-1] for row in held_out}

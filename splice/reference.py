@@ -47,6 +47,8 @@ def _tables(model: dict[str, Any], defs: dict[str, Any], *, name: str) -> Iterat
             cpu, cuda = (json.dumps(BY_DEVICE[d][name][key]) for d in ("cpu", "cuda"))
             default = f"`{cpu}`; on GPUs `{cuda}`"
         meaning = " ".join(str(field.get("description", "")).split()).replace("|", "\\|")
+        if (name, key) == ("trainer", "model"):  # the file's are folders; JSON files take Hub ids
+            meaning = "Folder with a Hugging Face checkpoint; `splice init --model` downloads one."
         yield f"| `{key}` | {_values(field)} | {default} | {meaning} |"
     yield ""
     for path, _, inner_model in within:

@@ -139,6 +139,7 @@ class Cluster:
         logs = config.run_dir / "logs"
         argv = [str(config.trainer_python), "-m", "splice", "serve", "--resume"]
         argv += self._serve_arguments()
+        killed_one = _identity(config.run_dir / "endpoint")
         self.launcher.start(
             NodeProcess(
                 name="orchestrator",
@@ -148,7 +149,7 @@ class Cluster:
                 restarts=RestartBudget(config.orchestrator_restarts),
             )
         )
-        endpoint = self._wait_endpoint()
+        endpoint = self._wait_endpoint(killed_one)
         for index, inference in enumerate(config.inference):
             self._start_inference(f"inference-{index}", inference, endpoint=endpoint, env=env)
         self._start_trainer(endpoint, env)
@@ -205,9 +206,10 @@ class Cluster:
         )
         self.launcher.start(node)
 
-    def _wait_endpoint(self) -> str:
+    def _wait_endpoint(self, killed_one: tuple[int, int] | None) -> str:
+        """Return the new endpoint. A killed orchestrator left its own file behind."""
         path, deadline_s = self.config.run_dir / "endpoint", time.monotonic() + 60
-        while not path.exists():
+        while _identity(path) in (None, killed_one):
             self.launcher.check()
             if time.monotonic() > deadline_s:
                 raise NodeLost(
@@ -251,6 +253,14 @@ class Cluster:
         processes = [n.process for n in self.launcher.nodes.values() if n.process is not None]
         while time.monotonic() < deadline_s and any(p.poll() is None for p in processes):
             time.sleep(0.1)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def trainer_variables(trainer: TrainerConfig, *, gpus: Sequence[int]) -> dict[str, str]:

@@ -54,9 +54,9 @@ def test_a_killed_servers_rollouts_are_asked_again(models, tmp_path):
     assert all(len(group) == 4 for step in steps for group in step.groups)
 
 
-def start_loop(run_dir) -> subprocess.Popen:
+def start_loop(run_dir, folder) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.rl.strict_run", str(run_dir), str(STEPS)],
+        [sys.executable, "-m", "tests.rl.strict_run", str(run_dir), str(folder), str(STEPS)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -76,35 +76,33 @@ def kill_everything(folder, loop: subprocess.Popen) -> None:
         time.sleep(0.2)
 
 
-def finished(folder, *, kill_after: int | None) -> str:
-    """Digest of the weights after all steps."""
-    run_dir = folder / "run"
+def test_everything_is_killed_and_the_loop_goes_on(models, tmp_path):
+    """The weights are those of a loop from the same state that nobody killed."""
+    folder, run_dir = tmp_path / "mine", tmp_path / "mine" / "run"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
     splice("up", folder, *SKIP)
     try:
-        loop = start_loop(run_dir)
+        with SpliceClient.of_run(run_dir) as client:
+            client.save_checkpoint("start")
+        loop = start_loop(run_dir, tmp_path / "killed")
         assert loop.stdout is not None
-        if kill_after is not None:
-            while f"step {kill_after}" not in loop.stdout.readline():
-                assert loop.poll() is None
-            time.sleep(0.15)  # in the next step's rollouts or training
-            kill_everything(folder, loop)
-            splice("up", folder, "--resume", *SKIP)
-            loop = start_loop(run_dir)
-        assert loop.wait(600) == 0
+        while "step 3" not in (line := loop.stdout.readline()):
+            assert line or loop.poll() is None
+        time.sleep(0.15)  # in the next step's rollouts or training
+        kill_everything(folder, loop)
+        splice("up", folder, "--resume", *SKIP)
+        assert start_loop(run_dir, tmp_path / "killed").wait(300) == 0
         with SpliceClient.of_run(run_dir) as client:
             assert client.status().version == STEPS
-            client.export_hf("after")
+            client.export_hf("killed")
+            client.load_checkpoint("start")
+            client.publish()
+            assert start_loop(run_dir, tmp_path / "whole").wait(300) == 0
+            client.export_hf("whole")
     finally:
         splice("stop", folder)
-    found = check(decisions.read(run_dir / decisions.LOOP_DIR / decisions.LOG))
-    assert found.violations == [] and (found.steps, found.trained) == (STEPS, STEPS * 8)
-    return digest(run_dir / "after")
-
-
-def test_everything_is_killed_and_the_loop_goes_on(models, tmp_path):
-    digests = set()
-    for name, kill_after in (("whole", None), ("killed", 3)):
-        options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
-        splice("init", tmp_path / name, *options, "--inference-python", INFERENCE_PYTHON)
-        digests.add(finished(tmp_path / name, kill_after=kill_after))
-    assert len(digests) == 1, "the weights are those of the run that nobody killed"
+    assert digest(run_dir / "killed") == digest(run_dir / "whole")
+    for name in ("killed", "whole"):
+        found = check(decisions.read(tmp_path / name / decisions.LOG))
+        assert found.violations == [] and (found.steps, found.trained) == (STEPS, STEPS * 8)

@@ -58,15 +58,15 @@ $(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.examples $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
 	@touch $@
 
-# Benchmarks draw their results, the docs become a site, tests have a Ray cluster: all in the trainer's environment.
+# Benchmarks draw their results, the docs become a site, tests have a Ray cluster and run the examples: all in the trainer's environment.
 # Ray needs its bytecode: a raylet gives its agents 15 s to start (ray issue 65983).
-$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
+$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.examples: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
 	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(if $(findstring ray,$@),,--no-compile) -r requirements/$*.lock
 	@touch $@
 

@@ -17,7 +17,6 @@ FOLDER = ROOT / "examples/arithmetic"
 
 
 def test_two_steps_and_two_more(cluster, tmp_path, monkeypatch):
-    pytest.importorskip("reasoning_gym")  # of the extra `examples`
     monkeypatch.setattr(decisions, "LOOP_DIR", f"loop-{tmp_path.name}")
     train = runpy.run_path(str(FOLDER / "train.py"))
     run_dir, curve = cluster.config.run_dir, tmp_path / "curve.json"

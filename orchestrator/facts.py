@@ -6,6 +6,7 @@ and how far each open job has come.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.journal import Journal
@@ -53,3 +54,8 @@ class Facts:
 
 def _key(job_id: str) -> str:
     return f"job:{job_id}"
+
+
+def steps_taken(result: Mapping[str, Any]) -> int:
+    """Return the number of optimizer steps that a training request took, without skipped ones."""
+    return sum("skipped" not in metrics for metrics in result.get("steps") or [{}])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.errors import ErrorCode, JobFailed, NodeLost, ProtocolError, code_and_remedy
+from orchestrator.facts import steps_taken
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
     CancelJob,
@@ -253,10 +254,13 @@ class Jobs:
     def failure(self, job_id: str, error: Exception) -> Failed:
         """Return the job's `Failed` for an exception."""
         code, remedy = code_and_remedy(error)
-        node, phase, message, steps_taken = "orchestrator", "job", str(error), 0
+        node, phase, message, taken = "orchestrator", "job", str(error), 0
         if isinstance(error, JobFailed):
             node, phase, message = error.node, error.phase[:200], error.message
-            steps_taken = error.steps_taken
+            taken = error.steps_taken
+        made = self._facts.of_job(job_id).get("made")
+        if made:  # trained and durable, though its publication failed
+            taken = max(taken, steps_taken(made))
         return Failed(
             request_id=job_id,
             code=code,
@@ -264,7 +268,7 @@ class Jobs:
             phase=phase,
             message=message[:4000],
             remedy=f"{remedy[:2000]} ({self._serving()})",
-            steps_taken=steps_taken,
+            steps_taken=taken,
         )
 
     def _forget_buffers(self, newest: str) -> None:

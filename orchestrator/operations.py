@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.facts import steps_taken
 from orchestrator.jobs import Job, Outcome
 from orchestrator.protocol.messages import (
     ExportHf,
@@ -106,11 +107,6 @@ class Operations:
         elif isinstance(spec, LoadCheckpoint):
             memory.loaded(spec.checkpoint_dir)
             self._facts.put_aside(None)
-
-
-def steps_taken(result: Mapping[str, Any]) -> int:
-    """Return the number of optimizer steps that a training request took, without skipped ones."""
-    return sum("skipped" not in metrics for metrics in result.get("steps") or [{}])
 
 
 def request_id(phase: str, job: Job) -> str:

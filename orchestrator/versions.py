@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.facts import steps_taken
 from orchestrator.jobs import Job, Outcome
-from orchestrator.operations import request_id, steps_taken
+from orchestrator.operations import request_id
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     PublishJob,

@@ -28,6 +28,7 @@ from orchestrator.protocol.frames import (
     MAX_FRAME_BYTES,
     Envelope,
     Frames,
+    OtherProtocolVersion,
     decode,
     encode,
     from_wire,
@@ -422,6 +423,10 @@ class NodeLink:
         try:
             envelope = decode(from_wire(frames))
         except ProtocolError as error:
+            if isinstance(error, OtherProtocolVersion) and not self._welcomed.is_set():
+                self._rejected = Rejected(reason=str(error))
+                self._welcomed.set()
+                return
             log.warning("dropped a message of the orchestrator: %s", error)
             return
         message = envelope.message

@@ -177,7 +177,7 @@ class Checker:
     def _on_failed(self, line: dict[str, Any]) -> None:
         if line["steps_taken"]:
             self._end_step(line["step"])
-        elif line["code"] != "node_lost" and self._sent is not None:
+        elif line["code"] not in decisions.PASSING and self._sent is not None:
             self._sent = None  # sampled again, which counts at the next start
 
     def _on_trained(self, line: dict[str, Any]) -> None:

@@ -34,6 +34,8 @@ from splice.batches import Batch
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
 LOOP_DIR = "loop"
 """Folder of a loop within its run's."""
+PASSING = ("node_lost", "stopped", "cancelled")
+"""Codes of a job that failed through no fault of its batch, before its step."""
 _STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed"))
 
 
@@ -128,6 +130,7 @@ class Past:
         groups: groups of these steps.
         open: the `train` decision without an outcome, or with one that may be repeated.
         published: False: the last step was taken, but its version could not be published.
+        attempt: of the next step's job; those before it have their outcome.
     """
 
     loop: str = ""
@@ -136,6 +139,7 @@ class Past:
     made: Made = field(default_factory=Made)
     open: dict[str, Any] | None = None
     published: bool = True
+    attempt: int = 0
 
 
 def past(path: Path) -> Past:
@@ -160,15 +164,14 @@ def _take(found: Past, line: dict[str, Any]) -> None:
     elif event == "trained" or line["steps_taken"]:
         if found.open is not None:
             found.done, found.groups = line["step"], found.open["groups"][-1] + 1
-        found.open = None
+        found.open, found.attempt = None, 0
         found.published = event == "trained"
         if found.published:
             found.made.add(line["version"])
-    elif line["code"] == "node_lost":
-        assert found.open is not None
+    elif line["code"] in PASSING and found.open is not None:
         found.open["attempt"] += 1  # this id has its outcome
     else:  # the same batch would fail again
-        found.open = None
+        found.open, found.attempt = None, line["attempt"] + 1
 
 
 def status(run_dir: Path) -> dict[str, Any] | None:

@@ -191,6 +191,7 @@ class Loop:
                 Sampler(self._status, name=status.name, max_in_flight=self.config.max_in_flight)
             )
             self._in_flight = asyncio.Semaphore(self.config.max_in_flight)
+            self._reward_turns = asyncio.Semaphore(self.config.reward_threads)
             stack.push_async_callback(self._cancel_rollouts)
             self._exit = stack.pop_all()
         return self
@@ -244,6 +245,11 @@ class Loop:
                 yield step
 
     async def _next_step(self, number: int) -> Step:
+        if number not in self._tasks:
+            raise ConfigError(
+                f"step {number} has failed in this loop; leave its `async with` and enter a new "
+                "Loop, which goes on at the same step"
+            )
         groups = await self._groups_of(number)
         numbers = list(self._tasks.pop(number))
         batch = self._make_batch([[(r.completion, r.reward) for r in group] for group in groups])
@@ -255,7 +261,7 @@ class Loop:
             "rollouts": [[r.group, r.sample, r.attempt] for group in groups for r in group],
             "metrics": self._sampling_metrics(groups),
         }
-        return await self._train(line, batch, groups)
+        return await self._train(line, batch, groups, attempt=self._past.attempt)
 
     async def _train_kept(self, line: dict[str, Any]) -> Step:
         """Train on the batch that an earlier start of the loop sampled, or hear of its outcome."""
@@ -272,9 +278,14 @@ class Loop:
         batch: Batch,
         groups: tuple[tuple[Rollout, ...], ...],
         *,
-        attempt: int = 0,
+        attempt: int,
     ) -> Step:
-        """Train and publish. A trainer that was lost before the step gets the same batch again."""
+        """Train and publish. A trainer that was lost before the step gets the same batch again.
+
+        Args:
+            attempt: counts over all starts of the loop, because a job's id has one outcome.
+        """
+        last = attempt + self.config.train_attempts - 1
         while True:
             self._log.write("train", durable=True, **line, attempt=attempt)
             try:
@@ -291,10 +302,10 @@ class Loop:
                     steps_taken=error.steps_taken,
                     why=str(error)[:1000],
                 )
-                attempt += 1
                 is_lost = error.code == ErrorCode.NODE_LOST and not error.steps_taken
-                if not is_lost or attempt >= self.config.train_attempts:
+                if not is_lost or attempt >= last:
                     raise
+                attempt += 1
                 log.warning("step %d is sent again: %s", line["step"], error)
         return self._trained(line, groups, result)
 
@@ -305,7 +316,7 @@ class Loop:
         result: dict[str, Any],
     ) -> Step:
         number, version = line["step"], int(result["version"])
-        self._past.done, self._past.open = number, None
+        self._past.done, self._past.open, self._past.attempt = number, None, 0
         self._past.made.add(version)
         seconds = self._meter.take()
         seconds |= {f"job.{name}": float(value) for name, value in result["seconds"].items()}
@@ -451,20 +462,21 @@ class Loop:
             try:
                 async with asyncio.timeout(self.config.rollout_timeout_s):
                     while True:
+                        admitted = self._past.made.newest
                         self._log.write(
                             "admit",
                             step=step,
                             prompt=prompt,
                             **place,
                             attempt=attempt,
-                            version=self._past.made.newest,
+                            version=admitted,
                         )
                         try:
                             with self._meter.during("sampling"):
                                 answer = await self._sampler.sample(
                                     row, sampling, seed=request_seed(sampling, group, sample)
                                 )
-                            self._refuse_stale(answer, step)
+                            self._refuse_stale(answer, admitted)
                             break
                         except RolloutLost as error:
                             self._log.write("lost", **place, attempt=attempt, why=str(error)[:1000])
@@ -480,27 +492,28 @@ class Loop:
         )
         return answer, attempt
 
-    def _refuse_stale(self, answer: Answer, step: int) -> None:
-        """A replica that was cut off may serve an old version for minutes."""
-        to_come = step - 1 - self._past.done
-        for version, _ in answer.spans:
-            age = self._past.made.age(version) + max(0, to_come)
-            if age > self.config.max_staleness:
-                self._sampler.distrust(answer.replica)
-                raise RolloutLost(
-                    f"{answer.replica} answered with version {version}, {age} versions before the "
-                    f"one that trains on it; max_staleness is {self.config.max_staleness}"
-                )
+    def _refuse_stale(self, answer: Answer, admitted: int) -> None:
+        """A replica that was cut off may serve an old version for minutes. An answer that begins
+        with the version of its admission, or a later one, keeps the bound."""
+        oldest = min((version for version, _ in answer.spans), default=admitted)
+        if oldest < admitted:
+            self._sampler.distrust(answer.replica)
+            raise RolloutLost(
+                f"{answer.replica} answered with version {oldest}, older than version {admitted}, "
+                "with which the answer was admitted"
+            )
 
     async def _score(self, row: Row, completion: Completion, group: int, sample: int) -> float:
-        timeout = asyncio.timeout(self.config.reward_timeout_s)
+        timeout = asyncio.timeout(None)
         try:
-            async with timeout:
-                if inspect.iscoroutinefunction(self._reward):
+            if inspect.iscoroutinefunction(self._reward):
+                async with timeout:
+                    timeout.reschedule(self._reward_deadline())
                     given: Any = await self._reward(row, completion)
-                else:
-                    running = asyncio.get_running_loop()
-                    given = await running.run_in_executor(
+            else:
+                async with self._reward_turns, timeout:  # the wait for a thread does not count
+                    timeout.reschedule(self._reward_deadline())
+                    given = await asyncio.get_running_loop().run_in_executor(
                         self._reward_threads, self._reward, row, completion
                     )
                     if inspect.isawaitable(given):
@@ -516,6 +529,9 @@ class Loop:
         if not math.isfinite(reward):
             raise self._failure(f"the reward is {reward}", row, group, sample)
         return reward
+
+    def _reward_deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self.config.reward_timeout_s
 
     def _failure(self, text: str, row: Row, group: int, sample: int) -> SampleFailed:
         prompt = json.dumps(row.get("prompt", row.get("messages")), default=str)[:300]

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from orchestrator.errors import ConfigError, ErrorCode, NodeLost, SpliceError
+from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.protocol.messages import Status
 from splice.batches import ASK, ASK_CHAT, Completion
 from splice.rl.config import SamplingConfig
@@ -34,6 +34,11 @@ CONNECT_S = 10.0
 AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
 """A replica that fails is left alone for twice the first time, then ever longer up to the second.
 """
+MOST_FAILURES = 16
+KEEP_ALIVE_S = 2.0
+"""Idle connections are closed before vLLM closes them, after 5 s."""
+_FAULTS = frozenset({400, 413, 422})
+"""Codes of an error within a stream that another attempt would meet again."""
 _PASSING = frozenset({404, 408, 409, 429, 500, 502, 503, 504})
 """Statuses of a replica that restarts, is being swapped, or was left out."""
 
@@ -65,13 +70,15 @@ class _Replica:
     flights: set[asyncio.Task[Answer]] = field(default_factory=set)
     is_gone: bool = False
     failures: int = 0
-    """In a row."""
+    """Outages in a row; the requests that one outage ends count once."""
     avoid_until_s: float = 0.0
 
     def failed(self) -> None:
         """Ask others for a while, longer each time."""
-        self.failures += 1
-        self.avoid_until_s = time.monotonic() + min(AVOID_S * 2.0**self.failures, AVOID_AT_MOST_S)
+        now_s = time.monotonic()
+        if now_s >= self.avoid_until_s:
+            self.failures = min(self.failures + 1, MOST_FAILURES)
+            self.avoid_until_s = now_s + min(AVOID_S * 2.0**self.failures, AVOID_AT_MOST_S)
 
 
 class Sampler:
@@ -88,7 +95,11 @@ class Sampler:
     ) -> None:
         self._status, self._name = status, name
         self._replicas: dict[str, _Replica] = {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_in_flight)
+        limits = httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=max_in_flight,
+            keepalive_expiry=KEEP_ALIVE_S,
+        )
         self._http = httpx.AsyncClient(limits=limits, trust_env=False)
         self._watching: asyncio.Task[None]
 
@@ -109,18 +120,23 @@ class Sampler:
             await asyncio.sleep(POLL_S)
             try:
                 await self._look()
-            except (TimeoutError, NodeLost) as error:  # replicas serve without an orchestrator
+            except (TimeoutError, SpliceError) as error:  # replicas serve without an orchestrator
                 log.warning("cannot ask for the replicas: %s", error)
 
     async def _look(self) -> None:
-        """Note new replicas, and end the requests of those that are gone."""
+        """Note new replicas, and end the requests of those that are gone.
+
+        A restarted orchestrator names no node at first, while the replicas serve on.
+        """
+        nodes = [node for node in (await self._status()).nodes if node.role == "inference"]
         ready = {
             node.node_id: str(node.detail["base_url"])
-            for node in (await self._status()).nodes
-            if node.role == "inference" and node.state == "ready" and "base_url" in node.detail
+            for node in nodes
+            if node.state == "ready" and "base_url" in node.detail
         }
+        named = {node.node_id for node in nodes}
         for replica in list(self._replicas.values()):
-            if ready.get(replica.node_id) != replica.url:
+            if replica.node_id in named and ready.get(replica.node_id) != replica.url:
                 del self._replicas[replica.node_id]
                 replica.is_gone = True
                 for flight in replica.flights:
@@ -174,6 +190,9 @@ class Sampler:
         except httpx.TransportError as error:
             replica.failed()
             raise RolloutLost(f"{replica.node_id}: {error or type(error).__name__}") from error
+        except RolloutLost:
+            replica.failed()
+            raise
         finally:
             replica.flights.discard(flight)
 
@@ -187,7 +206,6 @@ class Sampler:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")[:2000]
                 if response.status_code in _PASSING:
-                    replica.failed()
                     raise RolloutLost(f"{replica.node_id} answers {response.status_code}: {text}")
                 raise ConfigError(
                     f"{replica.node_id} refuses the request ({response.status_code}): {text}"
@@ -247,7 +265,10 @@ class _Made:
     def add(self, event: Mapping[str, Any]) -> None:
         """Take one event of the stream."""
         if "error" in event:
-            raise RolloutLost(f"{self.replica}: {event['error'].get('message', event['error'])}")
+            text = f"{self.replica}: {event['error'].get('message', event['error'])}"
+            if event["error"].get("code") in _FAULTS:
+                raise ConfigError(text)
+            raise RolloutLost(text)
         choices = event.get("choices") or [{}]
         choice = choices[0]
         prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
@@ -291,6 +312,7 @@ class _Made:
             temperature=temperature,
             text=self.text,
             finish_reason=self.finish_reason,
+            versions=tuple(version for version, _ in self.spans),
         )
         return Answer(completion=completion, spans=tuple(self.spans), replica=self.replica)
 

@@ -218,6 +218,25 @@ def test_another_served_name_is_refused_at_the_first_word(run):
     assert run.states() == {}
 
 
+OTHER_SPLICE = """
+import sys
+from orchestrator.protocol import frames
+frames._VERSION_FRAME = b"splice/999"
+from orchestrator.protocol.messages import Hello
+from orchestrator.protocol.node_link import NodeLink
+hello = Hello(role="client", node_id="other", incarnation="i", run_token=sys.argv[2])
+NodeLink(endpoint=sys.argv[1], hello=hello).start(timeout_s=30)
+"""
+
+
+def test_another_version_of_splice_is_refused_at_once(run):
+    argv = [sys.executable, "-c", OTHER_SPLICE, run.endpoint, TOKEN]
+    began_s = time.monotonic()
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    assert "ConfigError" in done.stderr and "this side 'splice/999'" in done.stderr
+    assert time.monotonic() - began_s < 20, "it does not wait out its 30 s"
+
+
 def start_trainer(config: dict[str, object], folder: Path) -> subprocess.CompletedProcess[str]:
     """`splice trainer` against an orchestrator that is not there."""
     file = folder / "trainer.json"

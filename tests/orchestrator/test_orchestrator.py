@@ -81,6 +81,7 @@ def test_a_refused_plan_leaves_n_serving_and_is_not_retried(run):
     with pytest.raises(JobFailed, match="m@0 goes on being served") as failure:
         run.client.run(JOB, buffers=BUFFERS)
     assert failure.value.code == "plan_refused"
+    assert failure.value.steps_taken == 1, "the trainer has made the step, and it is durable"
     assert replica.served == [(0, [10, 20, 30])] and "ReceiveWeights" not in replica.log[-1:]
     assert run.client.status().publication == "idle"
     run.client.run(JOB, buffers=BUFFERS)

@@ -178,6 +178,21 @@ def test_a_step_that_could_not_be_published_is_not_trained_again(tmp_path):
     assert found_in(tmp_path).violations == []
 
 
+@pytest.mark.parametrize("code", [ErrorCode.STOPPED, ErrorCode.BAD_INPUT])
+def test_a_step_that_failed_is_made_at_the_next_start(tmp_path, code):
+    """A stopped one with the same batch; where the batch may be at fault, with a new one."""
+    run = StandIn()
+    failure = JobFailed(code=code, node="trainer", phase="training", message="no", remedy="again")
+    for start in range(2):
+        run.fail_next = [failure]
+        with pytest.raises(JobFailed):
+            asyncio.run(run_loop(run, tmp_path, steps=2))
+        assert run.trained == [] and len(run.outcomes) == start + 1
+    steps = asyncio.run(run_loop(run, tmp_path, steps=2))
+    assert [step.number for step in steps] == [1, 2] and run.trained[0].endswith("-1-2")
+    assert found_in(tmp_path).violations == []
+
+
 @pytest.mark.parametrize("how", ["killed", "gone", "refuses"])
 def test_a_lost_replicas_rollouts_are_asked_elsewhere(tmp_path, how):
     run = StandIn(token_s=0.05)

@@ -287,7 +287,7 @@ def zero_sign_correction(tensor: torch.Tensor, region: Region) -> int:
         int(region_digest(v, first_index=region.first_index, index_strides=region.index_strides))
         for v in (view, view + 0.0)
     )
-    return signed - unsigned
+    return _wrap(signed - unsigned)
 
 
 # ------------------------------------------ putting the workers' parts together

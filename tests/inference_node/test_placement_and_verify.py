@@ -295,6 +295,11 @@ def test_negative_zeros_survive_the_read_back_of_packed_layers(models: dict[str,
         m.wrong(tensors, {r: verify.zero_sign_correction(tensors[name], r) for r in regions}) == []
     )
     vllm_models.update(m.model, m.config, m.tensors)
+    for place in range(64):  # each digest is added to an int64, which must take it
+        tensors[name].view(-1)[place] = -0.0
+        for region in regions:
+            correction = verify.zero_sign_correction(tensors[name], region)
+            assert torch.zeros(1, dtype=torch.int64).add(correction).item() == correction
 
 
 def test_the_plan_knows_what_is_missing_and_what_is_too_much(models: dict[str, Loaded]) -> None:

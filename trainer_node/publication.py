@@ -141,7 +141,6 @@ class Publication:
         """
         message, transfer = request.message, self._transfer
         deadline = time.monotonic() + message.deadline_s
-        self._trainer.steps_since_sent = 0
         chunks = transfer.choose(changed_only=message.changed_only)
         if chunks is None:
             what = "a part of the manifest" if message.changed_only else "the manifest"
@@ -154,9 +153,11 @@ class Publication:
         if request.link is None:
             with self._lockstep.agree():
                 export.contribute()
+            self._trainer.steps_since_sent = 0
             return Outcome()
         deadline = min(deadline, time.monotonic() + export.longest_s)
         report = transfer.send(chunks, deadline=deadline, agreement=self._lockstep.agree())
+        self._trainer.steps_since_sent = 0
         report.seconds.update(export.seconds(report.seconds.pop("fill")))
         return self._sent(message, report)
 

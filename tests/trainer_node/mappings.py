@@ -128,6 +128,13 @@ class Talks(bridge.AutoMapping):
         return super().megatron_to_hf(weights, module)
 
 
+class Late(bridge.ReplicatedMapping):
+    """Moves columns that the tries with a few columns do not have."""
+
+    def megatron_to_hf(self, weights: Any, module: Any) -> dict[str, torch.Tensor]:
+        return {"l.7.x": torch.cat([weights[:, 30:], weights[:, :30]], 1)}
+
+
 class Shuffled(bridge.AutoMapping):
     """No order that views could have."""
 
@@ -245,6 +252,7 @@ def cases(seed: int, parts: int) -> Iterator[Case]:
     ):
         yield Case(kind(name, "l.7.x"), column, square, why)
     yield Case(Shuffled(name, "l.7.x"), column, (160, 80), "order")
+    yield Case(Late(name, "l.7.x"), RMSNorm(config), (40, 64))
 
 
 def task_of(case: Case, param: torch.Tensor) -> Any:

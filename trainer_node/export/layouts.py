@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from trainer_node.export.gather_plan import matrix
 from trainer_node.export.strides import Layout, NotStridedError, check, derive, widened
 
 CODE = 0x15555555
@@ -26,6 +27,8 @@ LARGE = 1 << 22
 """Elements of a fused parameter, from which on a few columns are tried first."""
 FEW = (16, 24)
 """Columns of the two tries, whose answers must agree."""
+APART = 251
+"""By how much the shards of two ranks differ where all columns are compared."""
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
           ValueError)  # fmt: skip # a list of names
 """What a mapping or a hook may raise on indices."""
@@ -73,17 +76,27 @@ def _roles(mapping: Any) -> dict[str, str]:
 def _signature(task: Any) -> Any:
     mapping, module = task.mapping, task.megatron_module
     settings = {k: v for k, v in vars(mapping).items() if not k.startswith("_")}
-    simple = (bool, int, float, tuple, type(None))
     return (
         type(mapping),
         _NUMBER.sub("#", task.global_param_name),
         tuple((role, _NUMBER.sub("#", name)) for name, role in _roles(mapping).items()),
-        tuple((k, v) for k, v in sorted(settings.items()) if isinstance(v, simple)),
+        tuple((k, _plain(v)) for k, v in sorted(settings.items())),
         tuple(task.param_weight.shape),
         (mapping.tp_size, mapping.is_expert),
         (type(module), *(getattr(module, k, None) for k in ("parallel_mode", "partition_dim"))),
         id(getattr(module, "config", None)),
     )
+
+
+def _plain(value: Any) -> Any:
+    """A mapping's setting as part of a key; of an object its class."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(k), _plain(v)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, str):
+        return _NUMBER.sub("#", value)
+    return value if isinstance(value, (bool, int, float, type(None))) else type(value)
 
 
 def _stacked(task: Any, answers: dict[str, Answer]) -> dict[str, Answer]:
@@ -111,9 +124,41 @@ def _probe(task: Any, state: Mapping[str, torch.Tensor]) -> dict[str, Answer]:
     if math.prod(shape) * parts >= LARGE and len(shape) == 2 and not is_grouped(task):
         few, more = ({n: _widened(a, c, shape[1]) for n, a in _probe_shape(
             task, (shape[0], c), state).items()} for c in FEW)  # fmt: skip
-        if few == more and all(isinstance(a, Layout) for a in few.values()):
+        if few == more and _holds(task, shape, few):
             return few
     return _probe_shape(task, shape, state)
+
+
+def _holds(task: Any, shape: tuple[int, ...], answers: Mapping[str, Answer]) -> bool:
+    """Whether the layouts are what the mapping does to random numbers of the whole shape.
+
+    A few columns do not show what a mapping does at a later one.
+    """
+    data = torch.randint(-(1 << 14), 1 << 14, shape, dtype=torch.int16)
+    try:
+        with alone(numel=APART):
+            made = dict(_detached(task.mapping).megatron_to_hf(data, task.megatron_module))
+    except ERRORS:
+        return False
+    return made.keys() == answers.keys() and all(
+        isinstance(a, Layout) and _is_made_of(made[name], a, data) for name, a in answers.items()
+    )
+
+
+def _is_made_of(tensor: torch.Tensor, layout: Layout, data: torch.Tensor) -> bool:
+    """Whether the tensor's elements are where the layout says, in rank r's shard `data + APART r`,
+    and none is left out."""
+    if tuple(tensor.shape) != layout.shape:
+        return False
+    hf = tensor.reshape(matrix(layout.shape))
+    boxes = [piece.box for piece in layout.pieces]
+    return sum(box.numel for box in boxes) == hf.numel() and all(
+        torch.equal(
+            hf[b.first_row : b.first_row + b.rows, b.first_column : b.first_column + b.columns],
+            piece.view(data).reshape(b.rows, b.columns) + APART * piece.part,
+        )
+        for b, piece in zip(boxes, layout.pieces, strict=True)
+    )
 
 
 def _widened(answer: Answer, columns: int, to: int) -> Answer:

@@ -75,7 +75,8 @@ def of_experts(
     shapes = {n: formats[n].shape[1:] for n in MOE_PARAMS if n in formats}
     dtypes = {n: formats[n].dtype for n in shapes}
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    key = (type(method), id(type(experts)), *shapes.items(), *dtypes.items())
+    backend = str(getattr(method, "unquantized_backend", None))
+    key = (type(method), backend, id(type(experts)), *shapes.items(), *dtypes.items())
     if key not in _KNOWN:
 
         def pack(tensors_SF: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

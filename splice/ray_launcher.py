@@ -209,9 +209,24 @@ def _place(ray: ModuleType, roles: list[Role], *, run_dir: Path, group: str) -> 
     for name in ("endpoint", "router"):
         (run_dir / name).unlink(missing_ok=True)
     placed = ray.util.placement_group(bundles, strategy="PACK", name=group, lifetime="detached")
+    try:
+        return _actors(ray, roles, placed, bundles, run_dir=run_dir, group=group)
+    except BaseException:  # also an interrupt: a detached group would stay for good
+        ray.util.remove_placement_group(placed)
+        raise
+
+
+def _actors(
+    ray: ModuleType,
+    roles: list[Role],
+    placed: Any,
+    bundles: list[dict[str, float]],
+    *,
+    run_dir: Path,
+    group: str,
+) -> dict[str, Any]:
     if not placed.wait(ROOM_S):
         free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
-        ray.util.remove_placement_group(placed)
         raise ConfigError(f"Ray has no room for {bundles} within {ROOM_S:.0f} s; free are {free}")
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     make = ray.remote(RoleActor)

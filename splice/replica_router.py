@@ -177,9 +177,11 @@ class ReplicaRouter:
         stopping = asyncio.ensure_future(replica.stopped.wait())
         try:
             await asyncio.wait((asking, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done() and self.ready():  # it waits for a vLLM that has ended
-                log.warning("%s stopped before it answered", replica.node_id)
-                return None
+            while not asking.done():  # perhaps for a vLLM that has ended
+                if replica.state != "ready" and self.ready():
+                    log.warning("%s stopped before it answered", replica.node_id)
+                    return None
+                await asyncio.wait((asking,), timeout=POLL_S)
             return await asking
         except (ClientError, OSError) as error:
             log.warning("%s does not answer: %s", replica.node_id, error)
@@ -308,7 +310,7 @@ async def serve(run_dir: Path, *, host: str, port: int, max_body_bytes: int) -> 
     await runner.setup()
     path = run_dir / URL_FILE
     try:
-        bound = await _bind(runner, host, port or _last_port(path))
+        bound = await _bind(runner, host, port or _last_port(path), may_be_another=port == 0)
         part = path.with_suffix(".part")
         part.write_text(reachable_url(f"http://{host}:{bound}"))
         part.replace(path)
@@ -320,8 +322,13 @@ async def serve(run_dir: Path, *, host: str, port: int, max_body_bytes: int) -> 
         await runner.cleanup()
 
 
-async def _bind(runner: web.AppRunner, host: str, port: int) -> int:
-    await web.TCPSite(runner, host, port).start()
+async def _bind(runner: web.AppRunner, host: str, port: int, *, may_be_another: bool) -> int:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError:
+        if not may_be_another:
+            raise
+        await web.TCPSite(runner, host, 0).start()  # another program has the port from before
     return int(runner.addresses[0][1])
 
 

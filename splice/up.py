@@ -113,7 +113,8 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
         )
     refuse_used(run, resume=resume)
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (run.run_dir / STATE).unlink(missing_ok=True)
+    for name in (STATE, ROUTER):
+        (run.run_dir / name).unlink(missing_ok=True)
     config = run.run_dir / CONFIG
     config.write_text(run.model_dump_json(indent=1))
     logs = run.run_dir / "logs"
@@ -239,9 +240,11 @@ def _router_status(run_dir: Path) -> dict[str, Any] | None:
         return None
     try:
         found = httpx.get(url + ROUTER_STATE, timeout=ROUTER_S, trust_env=False).json()
-    except (httpx.HTTPError, ValueError) as error:
+        states = {replica["state"] for replica in found["replicas"].values()}
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # Another program may have its port.
         return {"url": url, "state": "lost", "text": str(error), "replicas": {}}
-    is_ready = any(replica["state"] == "ready" for replica in found["replicas"].values())
+    is_ready = "ready" in states
     return {"url": url, "state": "ready" if is_ready else "no replica is ready", **found}
 
 
@@ -386,13 +389,19 @@ def _wait(state: _State, text: str, told_to_end: threading.Event) -> None:
 
 
 def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -> None:
-    """Return when the run is to end.
+    """Return when the run is to end. Without a router it goes on: replicas have URLs of their own.
 
     Raises:
         NodeLost: a role died and will not start again.
     """
+    has_router = True
     while not told_to_end.wait(POLL_S) and not cluster.has_ended:
-        launcher.check()
+        try:
+            if has_router:
+                launcher.check()
+        except NodeLost as error:
+            has_router = False
+            log.error("the run goes on without its router: %s", error)
         try:
             cluster.launcher.check()
         except NodeLost:  # or it ended in order, and the orchestrator is about to

@@ -304,7 +304,7 @@ def check_steps(trainer: Trainer) -> None:
             for p, data in zip(trainer.model.params, start, strict=True):
                 p.param.data.copy_(data)
             trainer.optimizer.state.clear()
-            trainer.num_skipped_steps = 0
+            trainer.num_skipped_steps = trainer.steps_since_sent = 0
             metrics, totals = (
                 composed_steps(trainer, batch, message)
                 if composed
@@ -334,8 +334,14 @@ def composed_steps(trainer: Trainer, batch: Batch, message: TrainLora) -> tuple[
             found = trainer.optim_step(message.optim)
         except NonFiniteGradient:
             found = {"skipped": 1.0, "skipped_steps": float(trainer.num_skipped_steps)}
-        metrics.append({k: v for k, v in found.items() if not k.startswith("seconds")})
+        metrics.append(timeless(found))
     return metrics, {}
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    """Those that two runs of the same steps have in common."""
+    of_this_run = ("seconds", "tokens_per_s", "peak_memory")
+    return {k: v for k, v in metrics.items() if not k.startswith(of_this_run)}
 
 
 def steps_of_a_job(trainer: Trainer, batch: Batch, message: TrainLora) -> tuple[list[dict], dict]:
@@ -345,9 +351,7 @@ def steps_of_a_job(trainer: Trainer, batch: Batch, message: TrainLora) -> tuple[
         trainer, batch, message, on_step=lambda step, count: said.append((step, count))
     )
     assert said == [(step, 4) for step in done]
-    return [
-        {k: v for k, v in s.metrics.items() if not k.startswith("seconds")} for s in done
-    ], steps.total_metrics(done)
+    return [timeless(s.metrics) for s in done], steps.total_metrics(done)
 
 
 def check_refused_steps(trainer: Trainer, good: Batch, skips: Batch) -> None:

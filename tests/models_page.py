@@ -7,12 +7,21 @@ python -m tests.models_page > docs/models.md
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
+from pathlib import Path
 
 from tests.serving import BFLOAT16, UNLISTED, UNSERVED
 from tests.trainer_node.families import FAMILIES
 from tests.trainer_node.family_cases import ONE_RANK, SEVERAL, TOPOLOGIES
 
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
+MEASURED = {
+    "llama": ("Llama-3.1-8B", "train-llama-8b-1xh200.json"),
+    "qwen3": ("Qwen3-8B", "train-8b-1xh200.json"),
+    "qwen3_moe": ("Qwen3-30B-A3B", "train-30b-a3b-again-1xh200.json"),
+}
+"""Family -> the shape that was measured, and the file with its tokens per second."""
 HEAD = """\
 # Models
 
@@ -37,7 +46,8 @@ compares names, bytes, log-probs and gradients with transformers, in full-parame
 `tests/trainer_node/test_adapters_families.py` compares adapters with PEFT.
 `tests/inference_node/test_families.py` publishes three versions to a real vLLM. Every live tensor
 is verified there, and served log-probs are transformers'. `tests/e2e/test_families.py` joins both
-sides. `make test` runs a few of the rows, `make test-all` every one.
+sides. `make test` runs a few of the rows, `make test-all` every one. Training speed is that of LoRA
+on one H200, with [its commands](performance.md#training-one-h200).
 
 """
 MORE = """
@@ -92,14 +102,24 @@ def topologies() -> dict[str, list[str]]:
     return found
 
 
+def speed(family: str) -> str:
+    """The median step's tokens per second, where a result file has it."""
+    if family not in MEASURED:
+        return "-"
+    shape, name = MEASURED[family]
+    cases = json.loads((RESULTS / name).read_text())["cases"]
+    value = next(case["value"] for case in cases if case["metric"] == "tokens_per_s")
+    return f"{shape}: {value:,.0f} tokens/s"
+
+
 def markdown() -> str:
     """The page."""
     over, adapted = topologies(), defaultdict(list)
     for family, targets in ONE_RANK:
         adapted[family].append(targets)
     lines = [
-        "| family | class | LoRA | over ranks | vLLM on a CPU |",
-        "| --- | --- | --- | --- | --- |",
+        "| family | class | LoRA | over ranks | vLLM on a CPU | training speed |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, family in FAMILIES.items():
         lora = "-"
@@ -111,7 +131,8 @@ def markdown() -> str:
             served += "; vLLM's module wants torchvision"
         if name in UNSERVED:
             served = f"refuses requests: `{UNSERVED[name]}`"
-        row = (name, f"`{family.name}ForCausalLM`", lora, ", ".join(over[name]) or "-", served)
+        ranks = ", ".join(over[name]) or "-"
+        row = (name, f"`{family.name}ForCausalLM`", lora, ranks, served, speed(name))
         lines.append(f"| {' | '.join(row)} |")
     return HEAD + "\n".join(lines) + "\n" + MORE
 

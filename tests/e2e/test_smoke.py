@@ -197,7 +197,7 @@ def _alive(process):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--model", "/nowhere"], "no model at /nowhere"),
+        (["--model", "/nowhere"], "model /nowhere does not exist"),
         (["--trainer-tp", "3"], "attention heads"),
         (["--steps", "0"], "--steps"),
         (["--lora-targets", "lm_head"], "targets"),

@@ -207,8 +207,8 @@ MUTANTS = [
     Mutant(
         name="the gradient without the temperature's factor",
         file="trainer_node/training/losses.py",
-        old="else g[:, None] / head.temperatures_N1",
-        new="else g[:, None]",
+        old="else grad_N1 / self.temperatures_N1",
+        new="else grad_N1",
         killer=reference("dense_tied-lora-rl"),
     ),
     Mutant(

@@ -270,17 +270,17 @@ class _Smoke:
             trained=self._trained,
             sequences=self._sequences,
             work_dir=self._config.run_dir,
-            visible=proving.visible(self._config.tau, sharp=sharp),
+            tau=self._config.tau if sharp else None,
         )
         proof = proving.judge(
-            tau=self._config.tau,
+            tau=answer["tau"],
             served=self._served,
             reference=answer["logprobs"],
             rounded=None if sharp else answer["rounded_logprobs"],
         )
         proving.judge_sensitivity(proof, answer["perturbed"], sharp=sharp)
         moved = self._moved_by_lora_job(answer["logprobs"])
-        if sharp and moved is not None and not moved > 10 * self._config.tau:
+        if sharp and moved is not None and not moved > 10 * proof.tau:
             proof.failures.append(
                 f"the adapter that TrainLora wrote equals the previous one: {moved:.1e} nats apart"
             )

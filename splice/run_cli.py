@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
-from splice import kubernetes, machine, ray_launcher, slurm, up
+from splice import kubernetes, machine, ray_launcher, report, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.rl import browse, decisions
@@ -378,6 +378,19 @@ def samples(
             console.print(browse.whole(found) if whole else browse.table(found))
     except (SpliceError, OSError) as error:
         _die(error)
+
+
+@app.command("report")
+def make_report(
+    run: Run = _HERE,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page about the run's loop: plots, a timeline of both sides, samples."""
+    try:
+        out.write_text(report.page(_loop_dir(run)), encoding="utf-8")
+    except (SpliceError, OSError) as error:
+        _die(error)
+    typer.echo(str(out))
 
 
 @app.command()

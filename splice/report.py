@@ -172,7 +172,7 @@ class _Plots:
         axis.xaxis.set_major_locator(self._integers(nbins=6, integer=True))
         axis.set_xlabel("step", fontsize=9)
         if len(found) > 1:
-            axis.legend(frameon=False, fontsize=9)
+            axis.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
         return self.svg(figure)
 
     def phases(self, seconds: dict[int, dict[str, float]]) -> str:

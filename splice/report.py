@@ -34,7 +34,7 @@ PLOTS: dict[str, tuple[str, ...]] = {
     "Reward": ("reward_mean", "reward_std"),
     "Loss": ("loss",),
     "Entropy (nats)": ("entropy_mean",),
-    "KL (nats)": ("kl_mean", "kl_ref_mean", "sampler_kl_mean"),
+    "KL (nats)": ("kl_mean", "kl_sampler_mean"),
     "Log-prob gap, sampler to trainer (nats)": ("logprob_gap_mean", "logprob_gap_max"),
     "Staleness (versions)": ("staleness_mean", "staleness_max"),
     "Answers (tokens)": ("answer_tokens",),

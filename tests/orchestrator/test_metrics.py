@@ -59,9 +59,9 @@ def test_jobs_publications_nodes_and_the_loop(run):
 
     found = scrape(run)
     assert found["splice_served_version",] == result["version"] == 1
-    assert found["splice_jobs_total", "InitialSync", "completed"] == 1
-    assert found["splice_jobs_total", "InitialSync", "bad_input"] == 1
-    assert found["splice_jobs_total", "TrainMerged", "completed"] == 1
+    assert found["splice_jobs_total", "InitialSyncJob", "completed"] == 1
+    assert found["splice_jobs_total", "InitialSyncJob", "bad_input"] == 1
+    assert found["splice_jobs_total", "TrainMergedJob", "completed"] == 1
     assert found["splice_publications_total", "served"] == 2
     assert found["splice_publication_pause_seconds_count",] == 2
     assert 0 < result["seconds"]["pause"] <= found["splice_publication_pause_seconds_sum",]
@@ -91,7 +91,7 @@ def test_memory_of_a_node(run):
             setattr(peer, "memory", (use,))
             or ("splice_node_memory_used_bytes", "GPU 3", "trainer") in scrape(run)
         )
-    )  # noqa: E501
+    )
 
 
 def test_it_is_off_by_default_and_ends_with_the_run(tmp_path):

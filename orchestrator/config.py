@@ -34,6 +34,10 @@ class OrchestratorConfig:
     """Most open jobs, the running one included."""
     max_job_bytes: int = 4 * 2**30
     """Most bytes of all open jobs' batches, which the orchestrator keeps in memory and on disk."""
+    metrics_port: int | None = None
+    """Port of the numbers for Prometheus; 0: the kernel chooses. None: they are not served."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which they are served."""
     stop_on_term: bool = False
     """SIGTERM ends the run, like StopRun. False: it ends only the orchestrator; --resume continues.
     """

@@ -76,9 +76,13 @@ class Jobs:
 
     Args:
         serving: tells which version is served, for the remedy of a failure.
+        on_end: called with each job's kind and outcome.
     """
 
-    def __init__(self, run: Run, *, serving: Callable[[], str]) -> None:
+    def __init__(
+        self, run: Run, *, serving: Callable[[], str], on_end: Callable[[str, Terminal], None]
+    ) -> None:
+        self._on_end = on_end
         self._config, self._router, self._journal = run.config, run.router, run.journal
         self._facts, self._serving = run.facts, serving
         self._open: dict[str, Job] = {}
@@ -237,6 +241,7 @@ class Jobs:
             message, buffers = self.failure(job_id, error), ()
             frames = encode(message)
         job = self._open.pop(job_id)
+        self._on_end(job.spec.kind, message)
         log.info("%s %s: %s", job.spec.kind, job_id, message.kind.lower())
         if isinstance(message, Failed):
             log.warning("%s failed while %s: %s", message.node, message.phase, message.message)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 from orchestrator.between_jobs import BetweenJobs
@@ -23,6 +24,7 @@ from orchestrator.errors import ConfigError, JournalError, NodeLost, SpliceError
 from orchestrator.facts import Facts
 from orchestrator.jobs import SENDING_S, Job, Jobs, Outcome
 from orchestrator.journal import Journal
+from orchestrator.metrics import Metrics
 from orchestrator.operations import Operations
 from orchestrator.processes.interfaces import reachable_url
 from orchestrator.protocol.frames import Envelope, encode
@@ -50,6 +52,8 @@ from orchestrator.trainer_requests import TrainerMemory, TrainerRequests
 from orchestrator.versions import PublishingJob, Versions
 
 log = logging.getLogger("splice.orchestrator")
+STATUS_S = 5.0
+"""Longest wait of a scrape for the event loop."""
 
 
 class Orchestrator:
@@ -81,8 +85,12 @@ class Orchestrator:
         self._stopping = asyncio.Event()
         self._is_leaving = False
         self._facts = Facts(self._journal, TrainerMemory())
+        self._metrics = Metrics(self._status_aside, config.run_dir)
         self._publisher = Publisher(
-            router=self._router, journal=self._journal, config=config.publication
+            router=self._router,
+            journal=self._journal,
+            config=config.publication,
+            on_phase=self._metrics.published,
         )
         self._trainer = TrainerRequests(
             router=self._router,
@@ -112,7 +120,7 @@ class Orchestrator:
         self._resync = Resync(run, self._between)
         self._versions = Versions(run, self._resync)
         self._operations = Operations(run)
-        self._jobs = Jobs(run, serving=self._serving)
+        self._jobs = Jobs(run, serving=self._serving, on_end=self._metrics.job_ended)
 
     # ------------------------------------------------------------ life
 
@@ -129,8 +137,12 @@ class Orchestrator:
                 self._restore()
             await self._router.start()
             has_begun = True
+            self._loop = asyncio.get_running_loop()
+            if self._config.metrics_port is not None:
+                self._metrics.serve(self._config.metrics_host, self._config.metrics_port)
             await self._serve_until_stopped()
         finally:
+            self._metrics.close()
             await self._router.close()
             self._journal.close()
             if not has_begun:
@@ -256,6 +268,17 @@ class Orchestrator:
             queued_jobs=self._jobs.num_waiting,
             dropped=dict(self._router.dropped.most_common(100)),
         )
+
+    def _status_aside(self) -> Status:
+        """Ask the event loop for the status, from another thread.
+
+        Raises:
+            TimeoutError: it is busy.
+            RuntimeError: it has ended.
+        """
+        found: Future[Status] = Future()
+        self._loop.call_soon_threadsafe(lambda: found.set_result(self._status()))
+        return found.result(STATUS_S)
 
     def _serving(self) -> str:
         version = self._publisher.version

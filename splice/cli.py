@@ -289,6 +289,15 @@ def serve(
         float,
         typer.Option(min=1, help="Longest training, forward, save or load request, in seconds."),
     ] = _ORCHESTRATOR.train_timeout_s,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Serve numbers for Prometheus there; 0: any, written to RUN_DIR/metrics."
+        ),
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="Address of --metrics-port.")
+    ] = _ORCHESTRATOR.metrics_host,
     stop_on_term: Annotated[
         bool,
         typer.Option(
@@ -333,6 +342,8 @@ def serve(
             keep_versions=keep_versions or None,
             ready_timeout_s=ready_timeout_s,
             train_timeout_s=train_timeout_s,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
             resume=resume,
             stop_on_term=stop_on_term,
         )

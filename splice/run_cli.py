@@ -1,4 +1,4 @@
-"""The commands of `splice` around a run.toml: init, up, status, logs, stop, config, inference."""
+"""The commands of `splice` around a run and its run.toml."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
-from splice import kubernetes, machine, ray_launcher, slurm, up
+from splice import kubernetes, machine, ray_launcher, report, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
+from splice.rl import browse, decisions
 from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
 
 app = typer.Typer()
@@ -342,6 +343,57 @@ def _last(lines: list[str], count: int) -> list[str]:
 
 
 @app.command()
+def samples(
+    run: Run = _HERE,
+    step: Annotated[int | None, typer.Option(help="Of this step alone. Default: of all.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    contains: Annotated[
+        str | None, typer.Option(help="Text in prompt or answer, in any case.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Most samples.")] = 20,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Whole texts, in a pager on a terminal.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print samples as JSON lines, with log-probs.")
+    ] = False,
+) -> None:
+    """Show rollouts of the run's loop, those of its newest step first."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else FRAME_WIDTH)
+    try:
+        if best and worst:
+            raise ConfigError("choose one of --best and --worst")
+        order: browse.Order = "best" if best else "worst" if worst else "newest"
+        found = browse.choose(
+            _loop_dir(run), step=step, order=order, contains=contains, limit=limit
+        )
+        if as_json:
+            for sample in found:
+                typer.echo(json.dumps(sample))
+        elif whole and console.is_terminal:
+            with console.pager(styles=True):
+                console.print(browse.whole(found))
+        else:
+            console.print(browse.whole(found) if whole else browse.table(found))
+    except (SpliceError, OSError) as error:
+        _die(error)
+
+
+@app.command("report")
+def make_report(
+    run: Run = _HERE,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page about the run's loop: plots, a timeline of both sides, samples."""
+    try:
+        out.write_text(report.page(_loop_dir(run)), encoding="utf-8")
+    except (SpliceError, OSError) as error:
+        _die(error)
+    typer.echo(str(out))
+
+
+@app.command()
 def stop(run: Run = _HERE, as_json: AsJson = False) -> None:
     """End the run: its orchestrator, and every role that `splice up` started here."""
     try:
@@ -439,6 +491,13 @@ def _run_dir(path: Path) -> Path:
     if not any((path / name).exists() for name in ("journal.sqlite", "endpoint", up.STATE)):
         raise ConfigError(f"{path} is neither a {FILE_NAME}, nor holds one, nor is a run's folder")
     return path.absolute()
+
+
+def _loop_dir(path: Path) -> Path:
+    """Return the folder of the loop that the user means: a run's, or one of its own."""
+    if (path / decisions.LOG).is_file():
+        return path
+    return _run_dir(path) / decisions.LOOP_DIR
 
 
 def _say(text: str) -> None:

@@ -89,6 +89,12 @@ class OrchestratorSection(Settings):
     """Longest wait of a job for missing nodes, in seconds."""
     train_timeout_s: float = Field(default=_DEFAULTS.train_timeout_s, gt=0)
     """Longest training, forward, save or load request, in seconds."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the numbers for Prometheus. With 0 the kernel chooses; RUN_DIR/metrics has the URL.
+    Without a value they are not served."""
+    metrics_host: str = _DEFAULTS.metrics_host
+    """Address on which they are served. 0.0.0.0: all of this host's addresses; nobody has to prove
+    anything there."""
 
 
 def _publication_section() -> type[Settings]:
@@ -243,6 +249,8 @@ class RunFile(Settings):
             keep_versions=own.keep_versions or None,
             ready_timeout_s=own.ready_timeout_s,
             train_timeout_s=own.train_timeout_s,
+            metrics_port=own.metrics_port,
+            metrics_host=own.metrics_host,
             resume=resume,
         )
 

@@ -59,6 +59,7 @@ WHOLE = (
     "tests/inference_node/test_failures.py::test_a_dead_vllm_is_restarted*",
     "tests/e2e/*",
     "tests/rl/test_real_failures.py::*",
+    "tests/rl/test_report.py::test_a_browser_shows_it",
 )
 COVERING = (
     "*test_parity.py*dense_tied-tp2-lora-rl*",

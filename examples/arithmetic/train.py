@@ -102,6 +102,7 @@ async def main(arguments):
             print(f"step {step.number}: reward {metrics['reward_mean']:.3f}", flush=True)
             if step.number % arguments.evaluate_every == 0 or step.number == arguments.steps:
                 curve.add("evaluations", step=step.number, **await evaluate(loop, held_out))
+                loop.note(accuracy=curve.found["evaluations"][-1]["accuracy"])
                 print(f"held out: {curve.found['evaluations'][-1]['accuracy']:.3f}", flush=True)
 
 

@@ -47,7 +47,9 @@ class Publisher:
         journal: Journal,
         config: PublicationConfig,
         trainer_id: str = "trainer",
+        on_phase: Report = lambda phase, detail: None,
     ) -> None:
+        self._on_phase = on_phase
         self._config = config
         self._members = Members(router=router, config=config, trainer_id=trainer_id)
         self._planner = Planner(self._members, config)
@@ -106,6 +108,7 @@ class Publisher:
             JobFailed | PublicationError | NodeLost: the publication failed; `self.state` says
                 whether @N is still served or the replicas are poisoned.
         """
+        tell, report = report, lambda phase, detail: self._tell(tell, phase, detail)
         if self._abort_first:
             why = "the orchestrator was restarted in the middle of a publication"
             await self._members.abort(replicas, why)
@@ -141,8 +144,13 @@ class Publisher:
                 blamed.update([failure.node] if isinstance(failure, JobFailed) else [])
             else:
                 result.attempts = attempt
+                self._on_phase("served", {"version": version, "bytes_sent": result.nbytes})
                 return result
         raise AssertionError("unreachable")
+
+    def _tell(self, report: Report, phase: str, detail: dict[str, object]) -> None:
+        self._on_phase(phase, detail)
+        report(phase, detail)
 
     async def _after_failure(
         self, publication: Publication, error: Exception, *, was_poisoned: bool

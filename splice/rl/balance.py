@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 BALANCED = 0.05
 """Share of a step that a side may wait before anything is said."""
+SIDES = ("trainer_waits", "sampler_waits", "rewards", "body")
+"""What `Balance` has shares of."""
 _STATES = ("sampling", "scoring", "training", "body")
 
 
@@ -73,10 +75,7 @@ class Balance:
     def of(cls, steps: Sequence[dict[str, float]], *, max_staleness: int) -> Balance:
         """From what `Meter.take` returned for each step."""
         total = sum(step["step"] for step in steps) or 1.0
-        shares = {
-            name: sum(step.get(name, 0.0) for step in steps) / total
-            for name in ("trainer_waits", "sampler_waits", "rewards", "body")
-        }
+        shares = {name: sum(step.get(name, 0.0) for step in steps) / total for name in SIDES}
         return cls(**shares, max_staleness=max_staleness)
 
     def advice(self) -> str:

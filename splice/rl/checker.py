@@ -200,6 +200,9 @@ class Checker:
         self._samples = {place: s for place, s in self._samples.items() if s.step != step}
         self._sent = None
 
+    def _on_note(self, line: dict[str, Any]) -> None:
+        """The user's own numbers."""
+
     def end(self) -> Found:
         """Return what was found, after the last decision."""
         self.found.pending = len(self._samples)

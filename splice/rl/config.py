@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import MIN_TEMPERATURE
 
+SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 _OWN = frozenset({"model", "prompt", "messages", "n", "stream", "logprobs", "return_token_ids"})
 
 
@@ -71,3 +72,7 @@ class LoopConfig(Settings):
     """Longest training and publication of one step, in seconds."""
     train_attempts: int = Field(default=3, ge=1)
     """Attempts at a step whose trainer was lost before it took the step."""
+    sinks: tuple[SinkName, ...] = ("tensorboard",)
+    """Where each step's numbers go; docs/loop.md says what each needs. (): nowhere."""
+    keep_samples: int | None = Field(default=None, ge=0)
+    """Steps whose samples stay on disk, the newest. None: all. 0: no samples are written."""

@@ -7,7 +7,8 @@
     drop     group, sample, why                it leaves its group (on_error = "drop")
     train    step, attempt, version, groups, rollouts    sent to the trainer, which holds `version`
     failed   step, attempt, code, steps_taken, why
-    trained  step, version, seconds            `version` is served
+    trained  step, version, seconds, metrics   `version` is served
+    note     step, metrics                     yours, from `Loop.note`
 
 Whatever was admitted and not trained is lost at the next `start`. `at` is seconds since the epoch.
 """
@@ -56,7 +57,7 @@ class DecisionLog:
             raise ConfigError(
                 f"another loop runs in {path.parent}; end it, or give this one a folder of its own"
             ) from None
-        _cut_torn_line(path)
+        cut_torn_line(path)
 
     def __enter__(self) -> DecisionLog:
         return self
@@ -77,7 +78,8 @@ class DecisionLog:
             os.fsync(self._file.fileno())
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
+    """Remove a last line that a crash cut off."""
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         kept = end
@@ -89,7 +91,8 @@ def _cut_torn_line(path: Path) -> None:
                 kept = start + newline + 1
                 break
             kept = start
-        file.truncate(kept)
+        if kept != end:
+            file.truncate(kept)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -44,8 +44,9 @@ from orchestrator.protocol.messages import (
 from splice.batches import Batch, Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
-from splice.rl.balance import Balance, Meter
+from splice.rl.balance import SIDES, Balance, Meter
 from splice.rl.config import LoopConfig, SamplingConfig
+from splice.rl.record import Record
 from splice.rl.sampler import Answer, RolloutLost, Row, Sampler
 
 log = logging.getLogger("splice.rl")
@@ -187,6 +188,9 @@ class Loop:
             self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
             self._past = decisions.past(self.folder / decisions.LOG)
             self._begin(status.version)
+            self._record = await stack.enter_async_context(
+                Record(self.folder, self.config, loop=self._past.loop, alias=status.name)
+            )
             self._sampler = await stack.enter_async_context(
                 Sampler(self._status, name=status.name, max_in_flight=self.config.max_in_flight)
             )
@@ -320,9 +324,12 @@ class Loop:
         self._past.made.add(version)
         seconds = self._meter.take()
         seconds |= {f"job.{name}": float(value) for name, value in result["seconds"].items()}
-        self._log.write("trained", durable=True, step=number, version=version, seconds=seconds)
-        self._say(number, version, seconds)
-        metrics = {**result.get("metrics", {}), **line["metrics"]}
+        train, rollout = result.get("metrics", {}), line["metrics"]
+        metrics = {**train, **rollout}
+        made: dict[str, Any] = {"version": version, "seconds": seconds}
+        self._log.write("trained", durable=True, step=number, **made, metrics=metrics)
+        self._record.step(number, **made, train=train, rollout=rollout)
+        self._say(number, version, seconds, rollout)
         return Step(
             number=number,
             version=version,
@@ -443,7 +450,7 @@ class Loop:
             log.warning("dropped: %s", error)
             self._log.write("drop", group=group, sample=sample, why=str(error)[:1000])
             return None
-        return Rollout(
+        rollout = Rollout(
             row=row,
             group=group,
             sample=sample,
@@ -452,6 +459,8 @@ class Loop:
             spans=answer.spans,
             reward=reward,
         )
+        self._record.sample(step, rollout)
+        return rollout
 
     async def _answer(
         self, row: Row, step: int, group: int, sample: int, *, prompt: int
@@ -577,6 +586,15 @@ class Loop:
             raise group.exceptions[0] from group
         return [[task.result() for task in group] for group in asked]
 
+    def note(self, **metrics: float) -> None:
+        """Add numbers of your own, such as an evaluation's, to the log and the sinks.
+
+        They belong to the last step that was trained.
+        """
+        found = {name: float(value) for name, value in metrics.items()}
+        self._log.write("note", step=self._past.done, metrics=found)
+        self._record.note(self._past.done, found)
+
     def _sampling_metrics(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         rollouts = [rollout for group in groups for rollout in group]
         rewards = [rollout.reward for rollout in rollouts]
@@ -596,14 +614,20 @@ class Loop:
             "staleness_max": float(max((age for age, _ in ages), default=0)),
         }
 
-    def _say(self, number: int, version: int, seconds: dict[str, float]) -> None:
+    def _say(
+        self, number: int, version: int, seconds: dict[str, float], rollout: dict[str, float]
+    ) -> None:
         """Write what `splice status` shows."""
         self._recent = [*self._recent[1 - BALANCE_STEPS :], seconds]
         balance = Balance.of(self._recent, max_staleness=self.config.max_staleness)
-        text = f"step {number} made version {version}; {balance.text()}"
+        text = "; ".join(
+            [f"step {number} made version {version}", balance.text(), *self._record.problems]
+        )
         log.info("%s", text)
-        shares = {n: getattr(balance, n) for n in ("trainer_waits", "sampler_waits", "rewards")}
-        found = {"step": number, "version": version, "at": time.time(), "text": text, **shares}
+        shares = {name: getattr(balance, name) for name in SIDES}
+        ages = {name: rollout[name] for name in ("staleness_mean", "staleness_max")}
+        found = {"step": number, "version": version, "at": time.time(), "text": text}
+        found |= shares | ages
         part = self.folder / f"{decisions.STATUS}.part"
         part.write_text(json.dumps(found))
         part.replace(self.folder / decisions.STATUS)

@@ -5,44 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import statistics
 
 import pytest
 
 from orchestrator.errors import ErrorCode, JobFailed
-from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
+from splice.rl import decisions
 from splice.rl.balance import Balance
 from splice.rl.checker import check, main
-from tests.rl.stand_in import Crash, Server, StandIn
-
-ROWS = [{"prompt": [k, 1, 2], "name": k} for k in range(5)]
-
-
-def reward(row, completion) -> float:
-    return statistics.fmean(completion.answer_ids)
-
-
-def config(**more) -> LoopConfig:
-    sampling = SamplingConfig(max_tokens=4, seed=3)
-    return LoopConfig(**{"group_size": 3, "groups_per_step": 2, "sampling": sampling, **more})
-
-
-async def run_loop(run, folder, *, servers=1, reward=reward, on_step=None, **more):
-    """All steps, with servers that live as long as the loop."""
-    run.servers.clear()
-    replicas = [await Server(run).start() for _ in range(servers)]
-    try:
-        settings = config(**more)
-        async with Loop(run, folder, prompts=ROWS, reward=reward, config=settings) as loop:
-            steps = []
-            async for step in loop:
-                steps.append(step)
-                if on_step is not None:
-                    await on_step(step, replicas)
-            return steps
-    finally:
-        for replica in replicas:
-            replica.kill()
+from tests.rl.stand_in import Crash, StandIn
+from tests.rl.stood_in import reward, run_loop
 
 
 def found_in(folder):
@@ -88,7 +59,7 @@ def test_a_crash_repeats_and_skips_nothing(tmp_path, moment, staleness):
     straight, broken = StandIn(), StandIn()
     asyncio.run(run_loop(straight, tmp_path / "a", steps=6, max_staleness=0))
 
-    async def crash_later(step, replicas) -> None:
+    async def crash_later(step, replicas, loop) -> None:
         if step.number == 3:
             broken.crash_at = moment
 
@@ -197,7 +168,7 @@ def test_a_step_that_failed_is_made_at_the_next_start(tmp_path, code):
 def test_a_lost_replicas_rollouts_are_asked_elsewhere(tmp_path, how):
     run = StandIn(token_s=0.05)
 
-    async def lose(step, replicas) -> None:
+    async def lose(step, replicas, loop) -> None:
         if step.number == 2:
             if how == "killed":
                 replicas[0].kill()
@@ -223,7 +194,7 @@ def test_a_lost_replicas_rollouts_are_asked_elsewhere(tmp_path, how):
 def test_a_replica_with_an_old_version_is_not_believed(tmp_path):
     run = StandIn()
 
-    async def stick(step, replicas) -> None:
+    async def stick(step, replicas, loop) -> None:
         if step.number == 1:
             replicas[0].shows = 0
 
@@ -236,7 +207,7 @@ def test_a_replica_with_an_old_version_is_not_believed(tmp_path):
 
 
 def test_a_server_that_names_no_version_is_refused(tmp_path):
-    async def rename(step, replicas) -> None:
+    async def rename(step, replicas, loop) -> None:
         replicas[0].name = "somebody-else"
 
     with pytest.raises(ValueError, match="instead of tiny@N"):

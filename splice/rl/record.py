@@ -1,0 +1,76 @@
+"""What a loop leaves for people: samples on disk, and numbers in the chosen sinks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from splice.rl import samples, sinks
+from splice.rl.background import Background
+from splice.rl.balance import SIDES
+from splice.rl.config import LoopConfig
+
+_CLOSE_S = 10.0
+
+
+class Record:
+    """Takes rollouts and steps, and returns at once. No failure here ends the loop.
+
+    Raises:
+        ConfigError: a sink's package is not installed.
+    """
+
+    def __init__(self, folder: Path, config: LoopConfig, *, loop: str, alias: str) -> None:
+        sinks.check(config.sinks)
+        facts = sinks.LoopFacts(
+            folder=folder, loop=loop, alias=alias, config=config.model_dump(mode="json")
+        )
+        self._sinks = [sinks.SinkThread(name, facts) for name in config.sinks]
+        self._keeps_samples = config.keep_samples != 0
+        self._files = samples.SampleFiles(
+            folder / samples.SAMPLES, keep_steps=config.keep_samples or None
+        )
+        self._background = Background("samples")
+
+    async def __aenter__(self) -> Record:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Write what is left. Every sink has its deadline, all of them at once."""
+        closing = [sink.close for sink in self._sinks]
+        closing.append(lambda: self._background.close(timeout_s=_CLOSE_S))
+        await asyncio.gather(*map(asyncio.to_thread, closing))
+
+    def sample(self, step: int, rollout: Any) -> None:
+        """Keep a finished `Rollout` of the step."""
+        if self._keeps_samples:
+            self._background.call(lambda: self._files.append(step, samples.line_of(step, rollout)))
+
+    def step(
+        self,
+        number: int,
+        *,
+        version: int,
+        train: Mapping[str, float],
+        rollout: Mapping[str, float],
+        seconds: Mapping[str, float],
+    ) -> None:
+        """Send a step's numbers to the sinks."""
+        groups = {"train": train, "rollout": rollout, "seconds": seconds}
+        whole_s = seconds.get("step") or 1.0
+        groups["balance"] = {side: seconds.get(side, 0.0) / whole_s for side in SIDES}
+        found = {f"{group}/{name}": v for group, own in groups.items() for name, v in own.items()}
+        self.note(number, {"version": version, **found})
+
+    def note(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Send numbers under their own names."""
+        for sink in self._sinks:
+            sink.write(number, metrics)
+
+    @property
+    def problems(self) -> list[str]:
+        """What was lost and why, for each sink that lost something."""
+        found = [self._background.problem, *(sink.problem for sink in self._sinks)]
+        return [problem for problem in found if problem]

@@ -1,0 +1,125 @@
+"""Every finished rollout as a JSON line: `LOOP/samples/STEP.jsonl`.
+
+    step, group, sample, attempt     its place
+    prompt                           text, token ids or messages, as the row has it
+    row                              the row's other columns
+    answer, reward, finish_reason
+    spans                            [version, number of tokens], in order
+    answer_ids, logprobs             one for each token of the answer; log-probs in nats
+    at                               seconds since the epoch
+
+A rollout that was sampled again after a restart has two lines. The last one counts. A line is
+written whole or not at all, except where a power cut ends it; readers leave such a line out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from splice.rl.decisions import cut_torn_line
+
+SAMPLES = "samples"
+"""Folder of the samples within a loop's."""
+DIGITS = 5
+"""Decimals of a log-prob."""
+
+
+def line_of(step: int, rollout: Any) -> str:
+    """Return the line of a `splice.rl.Rollout`."""
+    completion, row = rollout.completion, rollout.row
+    found = {
+        "step": step,
+        "group": rollout.group,
+        "sample": rollout.sample,
+        "attempt": rollout.attempt,
+        "reward": rollout.reward,
+        "prompt": row.get("prompt", row.get("messages")),
+        "answer": completion.text,
+        "finish_reason": completion.finish_reason,
+        "spans": rollout.spans,
+        "row": {key: value for key, value in row.items() if key not in ("prompt", "messages")},
+        "answer_ids": completion.answer_ids,
+        "logprobs": [round(logprob, DIGITS) for logprob in completion.logprobs],
+        "at": round(time.time(), 3),
+    }
+    return json.dumps(found, default=str, ensure_ascii=False) + "\n"
+
+
+class SampleFiles:
+    """Appends lines, from one thread.
+
+    Args:
+        keep_steps: steps whose samples stay, the newest. None: all.
+    """
+
+    def __init__(self, folder: Path, *, keep_steps: int | None) -> None:
+        self._folder, self._keep_steps = folder, keep_steps
+        self._begun: set[int] = set()
+
+    def append(self, step: int, line: str) -> None:
+        """Append a line to the step's file.
+
+        Raises:
+            OSError: it was not written; the file is as it was.
+        """
+        path = path_of(self._folder, step)
+        if step not in self._begun:
+            self._begin(step, path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _append_whole(descriptor, line.encode(errors="replace"))
+        finally:
+            os.close(descriptor)
+
+    def _begin(self, step: int, path: Path) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            cut_torn_line(path)
+        for old in steps_of(self._folder) if self._keep_steps is not None else ():
+            if old <= step - (self._keep_steps or 0):
+                path_of(self._folder, old).unlink(missing_ok=True)
+        self._begun = {known for known in self._begun if known > step - 1000} | {step}
+
+
+def _append_whole(descriptor: int, data: bytes) -> None:
+    size = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the file of a step's samples."""
+    return folder / f"{step:06d}.jsonl"
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Return the steps that have samples, in order."""
+    return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
+
+
+def read(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return a step's samples by group and sample, each as it was sampled last."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    with path_of(folder, step).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):  # cut off by a power cut
+                sample = json.loads(line)
+                found[sample["group"], sample["sample"]] = sample
+    return [found[place] for place in sorted(found)]
+
+
+def newest_first(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every sample, those of the newest step first."""
+    for step in reversed(steps_of(folder)):
+        yield from read(folder, step)

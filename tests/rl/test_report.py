@@ -1,0 +1,111 @@
+"""`splice report`: what the page holds, and what a browser shows of it without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from splice.cli import app
+from tests.rl.stand_in import StandIn
+from tests.rl.stood_in import run_loop
+
+SECRET = "<script>alert(1)</script>"
+
+
+class Measured(StandIn):
+    """With the metrics and seconds of a real trainer."""
+
+    def wait(self, job_id: str, *, timeout_s: float) -> dict:
+        found = super().wait(job_id, timeout_s=timeout_s)
+        metrics = {"loss": 0.5, "entropy_mean": 1.5, "kl_mean": 0.1, "logprob_gap_mean": 0.01}
+        return found | {"seconds": {"pause": 0.01}, "metrics": metrics}
+
+
+def page_of(folder: Path, *, steps: int = 4) -> Path:
+    async def on_step(step, replicas, loop) -> None:
+        loop.note(accuracy=step.number / 10)
+
+    def reward(row, completion) -> float:
+        object.__setattr__(completion, "text", f"{SECRET} is group {row['name']}")
+        return float(sum(completion.answer_ids))
+
+    run = Measured(train_s=0.05, token_s=0.01)
+    asyncio.run(run_loop(run, folder, steps=steps, on_step=on_step, reward=reward))
+    out = folder / "report.html"
+    done = CliRunner().invoke(app, ["report", str(folder), "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_the_page_has_every_plot_and_asks_for_nothing(tmp_path):
+    text = page_of(tmp_path).read_text()
+    titles = re.findall(r"<figure><h3>([^<]+)</h3><svg", text)
+    wanted = ["Reward", "Loss", "Entropy (nats)", "KL (nats)", "Staleness (versions)"]
+    wanted += ["accuracy (evaluation)", "Time of a step (s)", "Pause of generation (s)"]
+    wanted.append("Log-prob gap, sampler to trainer (nats)")
+    assert set(wanted) <= set(titles)
+    assert "Gradient norm" not in titles, "no plot without numbers"
+    assert "Both sides, last 4 steps" in text and "requests in flight" in text
+    assert "Samples of step 4" in text and "Samples of step 1" in text
+    assert "is group" in text and SECRET not in text, "answers are text"
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)", text), "nothing to fetch"
+    assert "<script" not in text and "@import" not in text
+    assert not re.findall(r"url\((?!#)", text)
+
+
+@pytest.mark.parametrize("missing", ["loop", "step", "matplotlib"])
+def test_what_is_missing_is_said(tmp_path, monkeypatch, missing):
+    if missing == "matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    if missing != "loop":
+        line = '{"event": "start", "at": 1.0, "loop": "x", "version": 0, "config": {}}\n'
+        (tmp_path / "decisions.jsonl").write_text(line)
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(tmp_path / "r.html")])
+    said = {"loop": "neither", "step": "no trained step yet", "matplotlib": "splice[plot]"}
+    assert done.exit_code == 2 and said[missing] in done.output
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_browser_shows_it(tmp_path):
+    """Chromium lays the page out: every plot is visible, and nothing is wider than the window."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    page = page_of(tmp_path)
+    probe = (
+        "<script>const boxes = [...document.querySelectorAll('svg')].map(s =>"
+        " s.getBoundingClientRect());"
+        "document.title = [boxes.length, boxes.filter(b => b.width > 300 && b.height > 100).length,"
+        " document.documentElement.scrollWidth, innerWidth,"
+        " performance.getEntriesByType('resource').length].join(' ')</script>"
+    )
+    text = page.read_text()
+    policy = re.search(r"<meta http-equiv[^>]*>", text)
+    assert policy is not None and "default-src 'none'" in policy[0]
+    probed = tmp_path / "probed.html"
+    probed.write_text(text.replace(policy[0], "").replace("</body>", f"{probe}</body>"))
+    argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"]
+    argv += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    dom = subprocess.run(
+        [*argv, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=120
+    ).stdout
+    title = re.search(r"<title>([\d ]+)</title>", dom)
+    assert title is not None, dom[:500]
+    plots, visible, width, window, fetched = map(int, title[1].split())
+    assert plots == visible == text.count("<svg") >= 10
+    assert width <= window and fetched == 0
+    shot = tmp_path / "page.png"
+    argv += ["--hide-scrollbars", f"--screenshot={shot}", page.as_uri()]
+    subprocess.run(argv, capture_output=True, timeout=120, check=True)
+    from PIL import Image
+
+    colors = Image.open(shot).convert("RGB").getcolors(2**24)
+    shown = {color for count, color in colors if count > 50}
+    assert {(42, 111, 187), (214, 69, 69)} <= shown, "the lines of both sides are drawn"

@@ -31,6 +31,8 @@ class Completion:
     """One sampled answer. `answer_ids` and `logprobs` (nats) have the same length.
 
     Attributes:
+        sampled: which of `answer_ids` the model sampled, in a conversation of several turns. The
+            others carry no loss, and their log-probs are 0. Empty: all.
         temperature: at which it was sampled; the log-probs are those of that temperature.
         finish_reason: "length" if `max_tokens` cut the answer off.
         versions: those that sampled its tokens, in order; several if a publication came between.
@@ -43,6 +45,7 @@ class Completion:
     text: str = ""
     finish_reason: str | None = None
     versions: tuple[int, ...] = ()
+    sampled: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,23 +109,27 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     return [(r - mean) / (std + 1e-6) for r in rewards]
 
 
-def grpo_batch(groups: Sequence[Sequence[tuple[Completion, float]]]) -> Batch:
+def grpo_batch(
+    groups: Sequence[Sequence[tuple[Completion | Sequence[Completion], float]]],
+) -> Batch:
     """Return a batch of groups of (answer, reward). A group has the answers to one prompt.
 
-    Only the answers' tokens carry loss. An answer without tokens counts in its group's mean and is
+    Only sampled tokens carry loss. An answer of several sequences counts once in its group's mean,
+    and each of its sequences has its advantage. An answer without tokens counts in the mean and is
     then left out.
 
     Raises:
         ConfigError: no answer has a token.
     """
     rows = [
-        (completion, advantage)
+        (sequence, advantage)
         for group in groups
         if group
-        for (completion, _), advantage in zip(
+        for (answer, _), advantage in zip(
             group, group_advantages([reward for _, reward in group]), strict=True
         )
-        if completion.answer_ids
+        for sequence in ((answer,) if isinstance(answer, Completion) else answer)
+        if sequence.answer_ids
     ]
     if not rows:
         raise ConfigError("no answer has a token; a batch needs at least one")
@@ -130,10 +137,11 @@ def grpo_batch(groups: Sequence[Sequence[tuple[Completion, float]]]) -> Batch:
     mask, advantages, logprobs, temperatures = (array.array("f") for _ in range(4))
     for completion, advantage in rows:
         prompt, answer = len(completion.prompt_ids), len(completion.answer_ids)
+        sampled = [float(s) for s in completion.sampled] or [1.0] * answer
         tokens.extend((*completion.prompt_ids, *completion.answer_ids))
         lengths.append(prompt + answer)
-        mask.extend([0.0] * prompt + [1.0] * answer)
-        advantages.extend([0.0] * prompt + [advantage] * answer)
+        mask.extend([0.0] * prompt + sampled)
+        advantages.extend([0.0] * prompt + [advantage * s for s in sampled])
         logprobs.extend((*([0.0] * prompt), *completion.logprobs))
         temperatures.append(completion.temperature)
     specs = batch_specs(

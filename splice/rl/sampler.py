@@ -49,6 +49,10 @@ class RolloutLost(SpliceError, RuntimeError):
     code = ErrorCode.NODE_LOST
 
 
+class RequestRefused(ConfigError):
+    """vLLM refuses a request, and would again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One sampled answer.
@@ -175,7 +179,8 @@ class Sampler:
 
         Raises:
             RolloutLost: the replica failed, or the publication ended the request.
-            ConfigError: vLLM refuses the request, or its answer lacks what a batch needs.
+            RequestRefused: vLLM refuses the request.
+            ConfigError: the answer lacks what a batch needs.
         """
         replica = await self._choose()
         flight = asyncio.create_task(self._stream(replica, _request(row, sampling, seed, more)))
@@ -207,7 +212,7 @@ class Sampler:
                 text = (await response.aread()).decode(errors="replace")[:2000]
                 if response.status_code in _PASSING:
                     raise RolloutLost(f"{replica.node_id} answers {response.status_code}: {text}")
-                raise ConfigError(
+                raise RequestRefused(
                     f"{replica.node_id} refuses the request ({response.status_code}): {text}"
                 )
             made = _Made(name=self._name, replica=replica.node_id)
@@ -267,7 +272,7 @@ class _Made:
         if "error" in event:
             text = f"{self.replica}: {event['error'].get('message', event['error'])}"
             if event["error"].get("code") in _FAULTS:
-                raise ConfigError(text)
+                raise RequestRefused(text)
             raise RolloutLost(text)
         choices = event.get("choices") or [{}]
         choice = choices[0]

@@ -587,7 +587,7 @@ class Loop:
         async def ask(asked: Row, *, turn: int, **more: Any) -> Turn:
             return await self._turn(asked, step, group, sample, turn=turn, lost=lost, **more)
 
-        asking = Sample(ask)
+        asking = Sample(ask, self.encode)
         timeout = asyncio.timeout(self.config.rollout_timeout_s)
         try:
             async with self._in_flight, timeout:
@@ -635,7 +635,7 @@ class Loop:
             return Turn(number=turn, attempt=0, completion=answer.completion, spans=answer.spans)
 
         async def one(row: Row) -> tuple[Scored, ...]:
-            asking = Sample(ask)
+            asking = Sample(ask, self.encode)
             async with self._in_flight, asyncio.timeout(self.config.rollout_timeout_s):
                 result = await environment(row, asking)
             return scored(result, asking.turns, trains=False)
@@ -676,6 +676,17 @@ class Loop:
                 return (await self._sampled(row, temperature=temperature, **more)).completion
 
         return await each_of(one, rows, n)
+
+    async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's token ids, as the server encodes them."""
+        async with asyncio.timeout(self.config.rollout_timeout_s):
+            while True:
+                try:
+                    return await self._sampler.encode(
+                        {"prompt": prompt}, add_special_tokens=add_special_tokens
+                    )
+                except RolloutLost as error:
+                    log.warning("asked again: %s", error)
 
     async def _sampled(self, asked: Row, **more: Any) -> Answer:
         """An answer that is not trained on."""

@@ -31,6 +31,7 @@ Row = Mapping[str, Any]
 POLL_S = 1.0
 """Seconds between two looks at the replicas."""
 CONNECT_S = 10.0
+ENCODE_TIMEOUT_S = 60.0
 AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
 """A replica that fails is left alone for twice the first time, then ever longer up to the second.
 """
@@ -201,6 +202,31 @@ class Sampler:
         finally:
             replica.flights.discard(flight)
 
+    async def encode(self, row: Row, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of the row's `prompt` or `messages`, as a replica encodes them.
+
+        Raises:
+            RolloutLost: the replica failed.
+            RequestRefused: vLLM refuses the text.
+        """
+        replica = await self._choose()
+        body = {
+            "model": self._name,
+            "add_special_tokens": add_special_tokens and "messages" not in row,
+            **{name: row[name] for name in ("prompt", "messages") if name in row},
+        }
+        try:
+            response = await self._http.post(
+                f"{replica.url}/tokenize", json=body, timeout=ENCODE_TIMEOUT_S
+            )
+        except httpx.TransportError as error:
+            replica.failed()
+            raise RolloutLost(f"{replica.node_id}: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise _refusal(replica.node_id, response.status_code, response.text)
+        tokens: list[int] = response.json()["tokens"]
+        return tokens
+
     async def _stream(self, replica: _Replica, request: tuple[str, dict[str, Any]]) -> Answer:
         path, body = request
         body = {"model": self._name, **body}
@@ -209,12 +235,8 @@ class Sampler:
         url = f"{replica.url}{path}"
         async with self._http.stream("POST", url, json=body, timeout=timeout) as response:
             if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")[:2000]
-                if response.status_code in _PASSING:
-                    raise RolloutLost(f"{replica.node_id} answers {response.status_code}: {text}")
-                raise RequestRefused(
-                    f"{replica.node_id} refuses the request ({response.status_code}): {text}"
-                )
+                text = (await response.aread()).decode(errors="replace")
+                raise _refusal(replica.node_id, response.status_code, text)
             made = _Made(name=self._name, replica=replica.node_id)
             async for line in _lines(response):
                 if line.startswith(b"data: {"):
@@ -223,6 +245,12 @@ class Sampler:
                     replica.failures = 0
                     return made.answer(temperature=body["temperature"])
         raise RolloutLost(f"{replica.node_id} ended the stream early")
+
+
+def _refusal(node_id: str, status: int, text: str) -> RolloutLost | RequestRefused:
+    if status in _PASSING:
+        return RolloutLost(f"{node_id} answers {status}: {text[:2000]}")
+    return RequestRefused(f"{node_id} refuses the request ({status}): {text[:2000]}")
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

@@ -26,6 +26,7 @@ from splice.rl.config import OWN_FIELDS
 from splice.rl.sampler import Row
 
 Ask = Callable[..., Awaitable["Turn"]]
+Encode = Callable[..., Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,8 +76,8 @@ class Sample:
         asked: number of requests so far.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask: Ask, encode: Encode) -> None:
+        self._ask, self._encode = ask, encode
         self.turns: list[Turn] = []
         self.asked = 0
 
@@ -106,6 +107,10 @@ class Sample:
         turn = await self._ask(asked, turn=number, **more)
         self.turns.append(turn)
         return turn
+
+    async def encode(self, text: str) -> list[int]:
+        """The text's token ids, without special tokens: what a tool said, to follow a turn's."""
+        return await self._encode(text, add_special_tokens=False)
 
 
 Result = float | Scored | Sequence[Scored]

@@ -5,6 +5,7 @@ from splice.rl import Loop, LoopConfig
 
 from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.loop import Loop, Reward, Rollout, SampleFailed, Step
+from splice.rl.rewards import trl_reward
 from splice.rl.sampler import RequestRefused, Row
 from splice.rl.turns import Environment, Sample, Scored, Turn
 
@@ -22,4 +23,5 @@ __all__ = [
     "Scored",
     "Step",
     "Turn",
+    "trl_reward",
 ]

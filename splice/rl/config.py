@@ -53,6 +53,10 @@ class LoopConfig(Settings):
     """Steps after which the loop ends, counted over all starts. None: it goes on."""
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
+    router_replay: bool = False
+    """For MoE models: the trainer uses the experts that vLLM chose for each token. It needs vLLM
+    0.28 or newer on a GPU, with `--enable-return-routed-experts` and `--enable-scale-out` in
+    `inference.extra_args`."""
     shuffle_seed: int | None = None
     """Shuffles the prompts anew for each pass. None: in their order."""
     mini_batch_sequences: int | None = Field(default=None, ge=1)

@@ -209,7 +209,12 @@ class Loop:
             self._past = decisions.past(self.folder / decisions.LOG)
             self._begin(status.version)
             self._sampler = await stack.enter_async_context(
-                Sampler(self._status, name=status.name, max_in_flight=self.config.max_in_flight)
+                Sampler(
+                    self._status,
+                    name=status.name,
+                    max_in_flight=self.config.max_in_flight,
+                    router_replay=self.config.router_replay,
+                )
             )
             self._in_flight = asyncio.Semaphore(self.config.max_in_flight)
             self._reward_turns = asyncio.Semaphore(self.config.reward_threads)

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import MIN_TEMPERATURE
-from splice.batches import Completion
+from splice.batches import Completion, Routing
 from splice.rl.config import OWN_FIELDS
 from splice.rl.sampler import Row
 
@@ -167,6 +167,7 @@ class _Growing:
     texts: list[str] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    routing: Routing | None = None
 
     def is_extended_by(self, turn: Completion) -> bool:
         prompt = turn.prompt_ids
@@ -184,6 +185,7 @@ class _Growing:
         self.texts.append(turn.text)
         self.versions += (v for v in turn.versions if v not in self.versions)
         self.finish_reason = turn.finish_reason
+        self.routing = _joined(self.routing, turn.routing)
 
     def completion(self) -> Completion:
         return Completion(
@@ -195,7 +197,16 @@ class _Growing:
             text="\n".join(self.texts),
             finish_reason=self.finish_reason,
             versions=tuple(self.versions),
+            routing=self.routing,
         )
+
+
+def _joined(before: Routing | None, turn: Routing | None) -> Routing | None:
+    """An earlier token keeps the experts with which it was sampled."""
+    if before is None or turn is None:
+        return turn
+    experts = before.experts + turn.rows(len(before), len(turn))
+    return replace(turn, experts=experts)
 
 
 def sequences_of(turns: Iterable[Turn]) -> tuple[Completion, ...]:

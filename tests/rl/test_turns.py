@@ -7,6 +7,7 @@ import array
 import pytest
 
 from splice import Completion, grpo_batch
+from splice.batches import Routing
 from splice.rl import Scored, Turn
 from splice.rl.turns import scored, sequences_of
 
@@ -61,6 +62,16 @@ def test_equal_prompts_and_other_temperatures_stay_apart():
     assert len(sequences_of(same)) == 2
     warmer = turn(1, [1, 2], [3], temperature=0.5)
     assert [s.temperature for s in sequences_of([turn(0, [1], [2]), warmer])] == [1.0, 0.5]
+
+
+def test_an_earlier_token_keeps_the_experts_that_sampled_it():
+    def routed(*experts):
+        return Routing(experts=array.array("i", experts), layers=1, top_k=1)
+
+    first = turn(0, [1], [2, 3], routing=routed(10, 11))
+    second = turn(1, [1, 2, 3, 9], [4], routing=routed(20, 21, 22, 23))
+    (sequence,) = sequences_of([first, second])
+    assert list(sequence.routing.experts) == [10, 11, 22, 23]
 
 
 def test_the_batch_of_a_conversation():

@@ -36,6 +36,7 @@ async def main(arguments):
         group_size=arguments.group_size,
         groups_per_step=arguments.groups,
         steps=arguments.steps,
+        max_staleness=arguments.max_staleness,
         sampling=SamplingConfig(max_tokens=arguments.max_tokens),
     )
     async with environment_of(arguments) as environment:
@@ -48,8 +49,8 @@ async def main(arguments):
             optim=OptimParams(lr=arguments.lr),
         ) as loop:
             async for step in loop:
-                metrics = {n: step.metrics[n] for n in ("reward_mean", "logprob_gap_max")}
-                print(f"step {step.number}: {metrics}", flush=True)
+                reward, gap = step.metrics["reward_mean"], step.metrics["logprob_gap_max"]
+                print(f"step {step.number}: reward {reward:.3f}, gap {gap:.2e}", flush=True)
 
 
 def arguments_of(argv=None):
@@ -63,6 +64,7 @@ def arguments_of(argv=None):
     parser.add_argument("--groups", type=int, default=3, help="tasks in each step")
     parser.add_argument("--group-size", type=int, default=4, help="episodes of each task")
     parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
     return parser.parse_args(argv)
 

@@ -42,6 +42,7 @@ from splice.batches import (
     completions_of,
     group_advantages,
     grpo_batch,
+    sft_batch,
 )
 from splice.client import AsyncSpliceClient, BatchBuffers, ForwardResult, SpliceClient
 
@@ -82,4 +83,5 @@ __all__ = [
     "completions_of",
     "group_advantages",
     "grpo_batch",
+    "sft_batch",
 ]

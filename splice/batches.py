@@ -27,10 +27,36 @@ ASK_CHAT = {"logprobs": True, "return_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The experts that the sampler's routers chose.
+
+    Attributes:
+        experts: int32 of [tokens, layers, top_k], in this order.
+    """
+
+    experts: array.array[int]
+    layers: int
+    top_k: int
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.experts) // (self.layers * self.top_k)
+
+    def rows(self, start: int, stop: int) -> array.array[int]:
+        """The experts of some tokens."""
+        width = self.layers * self.top_k
+        return self.experts[start * width : stop * width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One sampled answer. `answer_ids` and `logprobs` (nats) have the same length.
 
     Attributes:
+        sampled: which of `answer_ids` the model sampled, in a conversation of several turns. The
+            others carry no loss, and their log-probs are 0. Empty: all.
+        routing: the experts of all tokens but the last, which no layer has seen yet; prompt
+            included.
         temperature: at which it was sampled; the log-probs are those of that temperature.
         finish_reason: "length" if `max_tokens` cut the answer off.
         versions: those that sampled its tokens, in order; several if a publication came between.
@@ -43,6 +69,8 @@ class Completion:
     text: str = ""
     finish_reason: str | None = None
     versions: tuple[int, ...] = ()
+    sampled: tuple[bool, ...] = ()
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,38 +134,99 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     return [(r - mean) / (std + 1e-6) for r in rewards]
 
 
-def grpo_batch(groups: Sequence[Sequence[tuple[Completion, float]]]) -> Batch:
+def grpo_batch(
+    groups: Sequence[Sequence[tuple[Completion | Sequence[Completion], float]]],
+) -> Batch:
     """Return a batch of groups of (answer, reward). A group has the answers to one prompt.
 
-    Only the answers' tokens carry loss. An answer without tokens counts in its group's mean and is
+    Only sampled tokens carry loss. An answer of several sequences counts once in its group's mean,
+    and each of its sequences has its advantage. An answer without tokens counts in the mean and is
     then left out.
 
     Raises:
         ConfigError: no answer has a token.
     """
     rows = [
-        (completion, advantage)
+        (sequence, advantage)
         for group in groups
         if group
-        for (completion, _), advantage in zip(
+        for (answer, _), advantage in zip(
             group, group_advantages([reward for _, reward in group]), strict=True
         )
-        if completion.answer_ids
+        for sequence in ((answer,) if isinstance(answer, Completion) else answer)
+        if sequence.answer_ids
     ]
+    return _batch(rows)
+
+
+def sft_batch(answers: Sequence[Completion]) -> Batch:
+    """Return a batch of given answers, for the loss `cross_entropy`. They need no log-probs.
+
+    Raises:
+        ConfigError: no answer has a token.
+    """
+    return _batch([(answer, 1.0) for answer in answers if answer.answer_ids])
+
+
+def _batch(rows: Sequence[tuple[Completion, float]]) -> Batch:
+    """A batch of (sequence, advantage)."""
     if not rows:
         raise ConfigError("no answer has a token; a batch needs at least one")
     tokens, lengths = array.array("i"), array.array("i")
     mask, advantages, logprobs, temperatures = (array.array("f") for _ in range(4))
     for completion, advantage in rows:
         prompt, answer = len(completion.prompt_ids), len(completion.answer_ids)
+        sampled = [float(s) for s in completion.sampled] or [1.0] * answer
         tokens.extend((*completion.prompt_ids, *completion.answer_ids))
         lengths.append(prompt + answer)
-        mask.extend([0.0] * prompt + [1.0] * answer)
-        advantages.extend([0.0] * prompt + [advantage] * answer)
-        logprobs.extend((*([0.0] * prompt), *completion.logprobs))
+        mask.extend([0.0] * prompt + sampled)
+        advantages.extend([0.0] * prompt + [advantage * s for s in sampled])
+        logprobs.extend((*([0.0] * prompt), *(completion.logprobs or [0.0] * answer)))
         temperatures.append(completion.temperature)
+    experts, routing = _routed_experts([completion for completion, _ in rows])
     specs = batch_specs(
-        num_sequences=len(lengths), num_tokens=len(tokens), optional=["temperatures"]
+        num_sequences=len(lengths),
+        num_tokens=len(tokens),
+        optional=["temperatures", *(["routed_experts"] if experts else [])],
+        routing=routing,
     )
-    buffers = (tokens, lengths, mask, advantages, logprobs, temperatures)
+    buffers: list[array.array[Any]] = [
+        tokens,
+        lengths,
+        mask,
+        advantages,
+        logprobs,
+        *experts,
+        temperatures,
+    ]
     return Batch(specs=specs, buffers=tuple(buffer.tobytes() for buffer in buffers))
+
+
+def _routed_experts(
+    sequences: Sequence[Completion],
+) -> tuple[list[array.array[int]], tuple[int, int]]:
+    """The buffer, if the sequences have routings, with the model's layers and experts per token.
+
+    The last token of a sequence gets the experts of the one before: nothing depends on them.
+
+    Raises:
+        ConfigError: some sequences have a routing and others have none, or one is too short.
+    """
+    found = [sequence.routing for sequence in sequences if sequence.routing is not None]
+    if not found:
+        return [], (0, 0)
+    if len(found) != len(sequences):
+        raise ConfigError(
+            f"{len(sequences) - len(found)} of {len(sequences)} sequences have no routed experts; "
+            "either all of a batch are replayed or none"
+        )
+    experts = array.array("i")
+    for sequence, routing in zip(sequences, found, strict=True):
+        last = len(sequence.prompt_ids) + len(sequence.answer_ids) - 1
+        if len(routing) < last:
+            raise ConfigError(
+                f"a sequence of {last + 1} tokens has routed experts of only {len(routing)}"
+            )
+        experts.extend(routing.rows(0, last))
+        experts.extend(routing.rows(last - 1, last))
+    return [experts], (found[0].layers, found[0].top_k)

@@ -60,6 +60,10 @@ WHOLE = (
     "tests/e2e/*",
     "tests/rl/test_real_failures.py::*",
     "tests/rl/test_report.py::test_a_browser_shows_it",
+    "tests/rl/test_verifiers.py::*",
+    "tests/rl/test_router_replay.py::test_the_trainer_uses_the_experts",
+    "tests/rl/test_examples.py::test_rl_starts_from_what_sft_published",
+    "tests/rl/test_examples.py::test_a_loss_of_ones_own",
 )
 COVERING = (
     "*test_parity.py*dense_tied-tp2-lora-rl*",

@@ -182,7 +182,7 @@ def test_what_a_user_may_import_stays() -> None:
         "InitialSyncJob JobFailed LinkLost LoadAdapterJob LoadCheckpointJob LossSpec NodeLost "
         "OptimParams OptimStepJob ProtocolError PublishJob ResyncJob SaveCheckpointJob "
         "SpliceClient SpliceError Status TensorSpec TrainLoraJob TrainMergedJob VerificationError "
-        "batch_specs completions_of group_advantages grpo_batch"
+        "batch_specs completions_of group_advantages grpo_batch sft_batch"
     )
     assert all(getattr(splice, name).__doc__ for name in splice.__all__)
 

@@ -2,12 +2,14 @@
 
 python -m splice.rl.checker RUN/loop/decisions.jsonl
 
-bound        no token was older than max_staleness when a step trained on it
+bound        no token was older than max_staleness when a step trained on it; in an environment,
+             no token of any turn that trains
 versions     an answer's versions never decrease, and none is older than its admission
 every prompt each step has the next prompts, in order, with every sample of each
 once         no sample is trained twice, none without an answer
 nothing      whatever was admitted was trained, unless it was dropped (on_error), asked again,
-discarded    or belongs to a step that an ended start of the loop had not trained
+discarded    or belongs to a step that an ended start of the loop had not trained; an environment
+             may leave turns of a rollout out, but not the rollout
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Found:
     asked_again: int = 0
     pending: int = 0
     tokens: int = 0
+    turns_left_out: int = 0
     max_staleness: int = 0
 
     def text(self) -> str:
@@ -47,13 +50,27 @@ class Found:
 
 
 @dataclass(slots=True)
-class _Sample:
-    step: int
+class _Turn:
     attempt: int
     version: int
-    prompt: int
     spans: list[tuple[int, int]] | None = None
+
+
+@dataclass(slots=True)
+class _Sample:
+    step: int
+    prompt: int
+    turns: dict[int, _Turn] = field(default_factory=dict)
+    trained: list[int] | None = None
+    """The turns that train, as an environment says. None: the only one."""
     dropped: bool = False
+
+    @property
+    def attempt(self) -> int:
+        return sum(turn.attempt for turn in self.trained_turns() if turn is not None)
+
+    def trained_turns(self) -> list[_Turn | None]:
+        return [self.turns.get(turn) for turn in ([0] if self.trained is None else self.trained)]
 
 
 class Checker:
@@ -86,11 +103,12 @@ class Checker:
             del self._samples[place]
 
     def _on_admit(self, line: dict[str, Any]) -> None:
-        place = (line["group"], line["sample"])
-        known = self._samples.get(place)
+        place, number = (line["group"], line["sample"]), line.get("turn", 0)
+        sample = self._samples.setdefault(place, _Sample(step=line["step"], prompt=line["prompt"]))
+        known = sample.turns.get(number)
         if known is not None and line["attempt"] != known.attempt + 1:
             self._wrong(f"{place} was admitted twice as attempt {line['attempt']}")
-        if known is not None and (known.step, known.prompt) != (line["step"], line["prompt"]):
+        if (sample.step, sample.prompt) != (line["step"], line["prompt"]):
             self._wrong(f"{place} lost its place: asked again for another step or prompt")
         to_come = line["step"] - 1 - self.found.steps
         age = self._made.age(line["version"]) + max(0, to_come)
@@ -98,23 +116,27 @@ class Checker:
             self._wrong(
                 f"{place} was admitted {age} versions before step {line['step']} can use it"
             )
-        self._samples[place] = _Sample(
-            step=line["step"],
-            attempt=line["attempt"],
-            version=line["version"],
-            prompt=line["prompt"],
-        )
+        sample.turns[number] = _Turn(attempt=line["attempt"], version=line["version"])
 
     def _on_finish(self, line: dict[str, Any]) -> None:
         place = (line["group"], line["sample"])
         sample = self._samples.get(place)
-        if sample is None or sample.attempt != line["attempt"]:
+        turn = None if sample is None else sample.turns.get(line.get("turn", 0))
+        if turn is None or turn.attempt != line["attempt"]:
             self._wrong(f"{place} finished, but its attempt {line['attempt']} was not admitted")
             return
-        sample.spans = [(version, count) for version, count in line["spans"]]
-        versions = [sample.version, *(version for version, _ in sample.spans)]
+        turn.spans = [(version, count) for version, count in line["spans"]]
+        versions = [turn.version, *(version for version, _ in turn.spans)]
         if versions != sorted(versions):
             self._wrong(f"{place}: versions {versions[1:]} after an admission at {versions[0]}")
+
+    def _on_turns(self, line: dict[str, Any]) -> None:
+        sample = self._samples.get((line["group"], line["sample"]))
+        if sample is None or len(set(line["trained"])) != len(line["trained"]):
+            self._wrong(f"group {line['group']} trains turns {line['trained']} of no rollout")
+            return
+        sample.trained = line["trained"]
+        self.found.turns_left_out += len(sample.turns.keys() - set(line["trained"]))
 
     def _on_lost(self, line: dict[str, Any]) -> None:
         self.found.asked_again += 1
@@ -161,10 +183,12 @@ class Checker:
             self._check_rollout(step, own.get((group, sample)), (group, sample), attempt)
 
     def _check_rollout(self, step: int, sample: _Sample | None, place: Place, attempt: int) -> None:
-        if sample is None or sample.spans is None or sample.attempt != attempt or sample.dropped:
+        turns = [] if sample is None or sample.dropped else sample.trained_turns()
+        spans = [turn.spans for turn in turns if turn is not None and turn.spans is not None]
+        if sample is None or sample.attempt != attempt or not turns or len(spans) != len(turns):
             self._wrong(f"step {step} trains on {place}, of which it has no answer")
             return
-        for version, count in sample.spans:
+        for version, count in (span for turn in spans for span in turn):
             age = self._made.age(version)
             self.found.tokens += count
             self.found.max_staleness = max(self.found.max_staleness, age)

@@ -10,7 +10,10 @@ from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import MIN_TEMPERATURE
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-_OWN = frozenset({"model", "prompt", "messages", "n", "stream", "logprobs", "return_token_ids"})
+OWN_FIELDS = frozenset(
+    {"model", "prompt", "messages", "n", "stream", "logprobs", "return_token_ids"}
+)
+"""Fields of a request that the loop sets."""
 
 
 class SamplingConfig(Settings):
@@ -31,7 +34,7 @@ class SamplingConfig(Settings):
     @field_validator("extra")
     @classmethod
     def _leaves_ours_alone(cls, extra: dict[str, Any]) -> dict[str, Any]:
-        fields = _OWN | {"max_tokens", "temperature", "seed"}
+        fields = OWN_FIELDS | {"max_tokens", "temperature", "seed"}
         if taken := sorted(fields & extra.keys()):
             raise ValueError(f"sampling.extra: {taken} are set by the loop or by fields of its own")
         return extra
@@ -51,6 +54,10 @@ class LoopConfig(Settings):
     """Steps after which the loop ends, counted over all starts. None: it goes on."""
     sampling: SamplingConfig = SamplingConfig()
     """How answers are sampled."""
+    router_replay: bool = False
+    """For MoE models: the trainer uses the experts that vLLM chose for each token. It needs vLLM
+    0.28 or newer on a GPU, with `--enable-return-routed-experts` and `--enable-scale-out` in
+    `inference.extra_args`."""
     shuffle_seed: int | None = None
     """Shuffles the prompts anew for each pass. None: in their order."""
     mini_batch_sequences: int | None = Field(default=None, ge=1)
@@ -58,14 +65,16 @@ class LoopConfig(Settings):
     epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
     on_error: Literal["stop", "drop"] = "stop"
-    """What an exception of the reward does, or an answer that exceeds its deadline. stop: the loop
-    raises `SampleFailed`. drop: the sample leaves its group, and the log says so."""
+    """What an exception of the reward or the environment does, or a rollout that exceeds its
+    deadline. stop: the loop raises `SampleFailed`. drop: the sample leaves its group, and the log
+    says so."""
     max_in_flight: int = Field(default=256, ge=1)
-    """Most requests at once, over all replicas."""
+    """Most rollouts at once, over all replicas. One without an environment is one request."""
     reward_threads: int = Field(default=4, ge=1)
     """Threads for rewards that are plain functions."""
     rollout_timeout_s: float = Field(default=900.0, gt=0)
-    """Longest time for one answer, with all its attempts, in seconds."""
+    """Longest time for one answer, with all its attempts, in seconds; for an environment, the time
+    of the whole rollout."""
     reward_timeout_s: float = Field(default=300.0, gt=0)
     """Longest time for one reward, in seconds."""
     train_timeout_s: float = Field(default=7200.0, gt=0)

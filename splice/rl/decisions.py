@@ -1,9 +1,10 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
     start    loop, version, config             a loop begins, or goes on
-    admit    step, group, prompt, sample, attempt, version
-    finish   group, sample, attempt, spans, replica      all tokens, [version, number] in order
-    lost     group, sample, attempt, why       it is asked again, with its place in the group
+    admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
+    finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
+    lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
+    turns    group, sample, trained            an environment returned; these turns of it train
     drop     group, sample, why                it leaves its group (on_error = "drop")
     train    step, attempt, version, groups, rollouts    sent to the trainer, which holds `version`
     failed   step, attempt, code, steps_taken, why

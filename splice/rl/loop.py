@@ -26,7 +26,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +47,15 @@ from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance, Meter
 from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.record import Record
-from splice.rl.sampler import Answer, RolloutLost, Row, Sampler
+from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler
+from splice.rl.turns import Environment, Sample, Scored, Turn, scored, sequences_of
 
 log = logging.getLogger("splice.rl")
 Reward = Callable[[Row, Completion], "float | Awaitable[float]"]
-MakeBatch = Callable[[Sequence[Sequence[tuple[Completion, float]]]], Batch]
+Answered = Completion | Sequence[Completion]
+"""One sequence, or several of the same rollout."""
+MakeBatch = Callable[[Sequence[Sequence[tuple[Any, float]]]], Batch]
+"""From groups of (`Answered`, reward)."""
 T = TypeVar("T")
 WAIT_TURN_S = 1.0
 """A wait for a job on a thread ends this soon after the loop is cancelled."""
@@ -61,7 +65,8 @@ BALANCE_STEPS = 20
 
 
 class SampleFailed(SpliceError, RuntimeError):
-    """A reward raised, or an answer did not come in time; names prompt and sample.
+    """A reward or an environment raised, or an answer did not come in time; names prompt and
+    sample.
 
     Attributes:
         row: the prompt's row.
@@ -70,7 +75,10 @@ class SampleFailed(SpliceError, RuntimeError):
     """
 
     code = ErrorCode.BAD_INPUT
-    remedy = 'Correct the reward, or let the loop drop such samples (on_error = "drop").'
+    remedy = (
+        "Correct the reward or the environment, or let the loop drop such samples "
+        '(on_error = "drop").'
+    )
 
     def __init__(self, message: str, *, row: Row, group: int, sample: int) -> None:
         super().__init__(message)
@@ -79,13 +87,17 @@ class SampleFailed(SpliceError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One answer with its reward.
+    """One answer with its reward, or what one role said in an environment.
 
     Attributes:
         group: number of its group, over the whole loop.
         sample: its place in the group.
         attempt: how often it was asked again.
-        spans: (version, number of tokens), in order.
+        completion: the answer; with an environment, the last of `sequences`.
+        spans: (version, number of tokens) of all sampled tokens, in order.
+        sequences: those that train. One without an environment.
+        turns: those of the environment, in order.
+        name: of the role, as the environment names it.
     """
 
     row: Row
@@ -95,6 +107,9 @@ class Rollout:
     completion: Completion
     spans: tuple[tuple[int, int], ...]
     reward: float
+    sequences: tuple[Completion, ...]
+    turns: tuple[Turn, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +144,8 @@ class Loop:
         prompts: rows with `prompt` (text or token ids) or `messages`, and whatever the reward
             needs. They are taken in order, again and again.
         reward: `reward(row, completion)`, a plain function on a thread or a coroutine.
+        environment: instead of a reward, a coroutine `environment(row, sample)` that asks the model
+            as often as it likes; see `splice.rl.turns`.
         optim: for all steps, or a function of the step's number.
         make_batch: from groups of (completion, reward).
     """
@@ -139,7 +156,8 @@ class Loop:
         folder: str | Path,
         *,
         prompts: Sequence[Row],
-        reward: Reward,
+        reward: Reward | None = None,
+        environment: Environment | None = None,
         config: LoopConfig | None = None,
         loss: LossSpec | None = None,
         optim: OptimParams | Callable[[int], OptimParams] | None = None,
@@ -147,13 +165,16 @@ class Loop:
     ) -> None:
         if not len(prompts):
             raise ConfigError("there are no prompts; a loop needs at least one row")
+        if (reward is None) == (environment is None):
+            raise ConfigError("a loop takes either a reward or an environment")
         self.client, self.folder = client, Path(folder)
         self.config = config or LoopConfig()
-        self._prompts, self._reward, self._make_batch = prompts, reward, make_batch
+        self._prompts, self._make_batch = prompts, make_batch
+        self._reward, self._environment = reward, environment
         self._loss = loss or LossSpec()
         self._optim = optim or OptimParams()
         self._meter = Meter()
-        self._tasks: dict[int, dict[int, list[asyncio.Task[Rollout | None]]]] = {}
+        self._tasks: dict[int, dict[int, list[asyncio.Task[tuple[Rollout, ...]]]]] = {}
         """Step -> group -> samples."""
         self._recent: list[dict[str, float]] = []
         self._exit = contextlib.AsyncExitStack()
@@ -192,7 +213,12 @@ class Loop:
                 Record(self.folder, self.config, loop=self._past.loop, alias=status.name)
             )
             self._sampler = await stack.enter_async_context(
-                Sampler(self._status, name=status.name, max_in_flight=self.config.max_in_flight)
+                Sampler(
+                    self._status,
+                    name=status.name,
+                    max_in_flight=self.config.max_in_flight,
+                    router_replay=self.config.router_replay,
+                )
             )
             self._in_flight = asyncio.Semaphore(self.config.max_in_flight)
             self._reward_turns = asyncio.Semaphore(self.config.reward_threads)
@@ -256,13 +282,18 @@ class Loop:
             )
         groups = await self._groups_of(number)
         numbers = list(self._tasks.pop(number))
-        batch = self._make_batch([[(r.completion, r.reward) for r in group] for group in groups])
+        batch = self._make_batch([part for group in groups for part in answers_by_name(group)])
         decisions.keep_batch(self.folder / decisions.BATCH, batch)
         line = {
             "step": number,
             "version": self._past.made.newest,
             "groups": numbers,
-            "rollouts": [[r.group, r.sample, r.attempt] for group in groups for r in group],
+            "rollouts": [
+                list(place)
+                for place in dict.fromkeys(
+                    (r.group, r.sample, r.attempt) for group in groups for r in group
+                )
+            ],
             "metrics": self._sampling_metrics(groups),
         }
         return await self._train(line, batch, groups, attempt=self._past.attempt)
@@ -396,7 +427,7 @@ class Loop:
                 for group in groups
             }
 
-    def _all_tasks(self) -> list[asyncio.Task[Rollout | None]]:
+    def _all_tasks(self) -> list[asyncio.Task[tuple[Rollout, ...]]]:
         return [t for step in self._tasks.values() for group in step.values() for t in group]
 
     def _prompt(self, group: int) -> int:
@@ -412,7 +443,8 @@ class Loop:
         """Wait for the step's rollouts. A failure in any step's rollouts ends the wait.
 
         Raises:
-            SampleFailed: a reward raised or a deadline passed, and on_error is "stop".
+            SampleFailed: a reward or an environment raised or a deadline passed, and on_error is
+                "stop".
             ConfigError: a request was refused, or no rollout of the batch is left.
         """
         while True:
@@ -427,7 +459,7 @@ class Loop:
             running = {task for task in everything if not task.done()}
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         groups = tuple(
-            tuple(r for task in group if (r := task.result()) is not None)
+            tuple(rollout for task in group for rollout in task.result())
             for group in self._tasks[number].values()
         )
         if not any(groups):
@@ -436,70 +468,93 @@ class Loop:
 
     # ------------------------------------------------------------ one rollout
 
-    async def _rollout(self, step: int, group: int, sample: int) -> Rollout | None:
-        """Sample and score, again after a loss. None: the sample was dropped."""
-        index = self._prompt(group)
-        row = self._prompts[index]
+    async def _rollout(self, step: int, group: int, sample: int) -> tuple[Rollout, ...]:
+        """Sample and score, again after a loss. Nothing: the sample was dropped."""
+        made = await self._make(step, group, sample)
+        for rollout in made:
+            self._record.sample(step, rollout)
+        return made
+
+    async def _make(self, step: int, group: int, sample: int) -> tuple[Rollout, ...]:
+        row = self._prompts[self._prompt(group)]
         try:
-            answer, attempt = await self._answer(row, step, group, sample, prompt=index)
+            if self._environment is not None:
+                return await self._play(self._environment, row, step, group, sample)
+            turn = await self._answer(row, step, group, sample)
             with self._meter.during("scoring"):
-                reward = await self._score(row, answer.completion, group, sample)
+                reward = await self._score(row, turn.completion, group, sample)
         except SampleFailed as error:
             if self.config.on_error == "stop":
                 raise
             log.warning("dropped: %s", error)
             self._log.write("drop", group=group, sample=sample, why=str(error)[:1000])
-            return None
+            return ()
         rollout = Rollout(
             row=row,
             group=group,
             sample=sample,
-            attempt=attempt,
-            completion=answer.completion,
-            spans=answer.spans,
+            attempt=turn.attempt,
+            completion=turn.completion,
+            spans=turn.spans,
             reward=reward,
+            sequences=(turn.completion,),
         )
-        self._record.sample(step, rollout)
-        return rollout
+        return (rollout,)
 
-    async def _answer(
-        self, row: Row, step: int, group: int, sample: int, *, prompt: int
-    ) -> tuple[Answer, int]:
-        attempt, sampling = 0, self.config.sampling
-        place: dict[str, Any] = {"group": group, "sample": sample}
+    async def _answer(self, row: Row, step: int, group: int, sample: int) -> Turn:
+        lost: list[int] = []
         async with self._in_flight:
             try:
                 async with asyncio.timeout(self.config.rollout_timeout_s):
-                    while True:
-                        admitted = self._past.made.newest
-                        self._log.write(
-                            "admit",
-                            step=step,
-                            prompt=prompt,
-                            **place,
-                            attempt=attempt,
-                            version=admitted,
-                        )
-                        try:
-                            with self._meter.during("sampling"):
-                                answer = await self._sampler.sample(
-                                    row, sampling, seed=request_seed(sampling, group, sample)
-                                )
-                            self._refuse_stale(answer, admitted)
-                            break
-                        except RolloutLost as error:
-                            self._log.write("lost", **place, attempt=attempt, why=str(error)[:1000])
-                            attempt += 1
+                    return await self._turn(row, step, group, sample, turn=0, lost=lost)
             except TimeoutError:
+                text = f"no answer within {self.config.rollout_timeout_s:.0f} s"
                 raise self._failure(
-                    f"no answer within {self.config.rollout_timeout_s:.0f} s "
-                    f"(rollout_timeout_s), {attempt} attempts lost",
-                    row, group, sample,
-                ) from None  # fmt: skip
+                    f"{text} (rollout_timeout_s), {len(lost)} attempts lost", row, group, sample
+                ) from None
+
+    async def _turn(
+        self,
+        asked: Row,
+        step: int,
+        group: int,
+        sample: int,
+        *,
+        turn: int,
+        lost: list[int],
+        **more: Any,
+    ) -> Turn:
+        """Ask until an answer comes whole and young enough.
+
+        Args:
+            lost: gets the number of a turn for each of its attempts that was lost.
+        """
+        attempt, sampling = 0, self.config.sampling
+        place: dict[str, Any] = {"group": group, "sample": sample, "turn": turn}
+        seed = request_seed(sampling, group, sample, turn)
+        while True:
+            admitted = self._past.made.newest
+            self._log.write(
+                "admit",
+                step=step,
+                prompt=self._prompt(group),
+                **place,
+                attempt=attempt,
+                version=admitted,
+            )
+            try:
+                with self._meter.during("sampling"):
+                    answer = await self._sampler.sample(asked, sampling, seed=seed, **more)
+                self._refuse_stale(answer, admitted)
+                break
+            except RolloutLost as error:
+                self._log.write("lost", **place, attempt=attempt, why=str(error)[:1000])
+                lost.append(turn)
+                attempt += 1
         self._log.write(
             "finish", **place, attempt=attempt, spans=answer.spans, replica=answer.replica
         )
-        return answer, attempt
+        return Turn(number=turn, attempt=attempt, completion=answer.completion, spans=answer.spans)
 
     def _refuse_stale(self, answer: Answer, admitted: int) -> None:
         """A replica that was cut off may serve an old version for minutes. An answer that begins
@@ -513,17 +568,18 @@ class Loop:
             )
 
     async def _score(self, row: Row, completion: Completion, group: int, sample: int) -> float:
-        timeout = asyncio.timeout(None)
+        reward_of, timeout = self._reward, asyncio.timeout(None)
+        assert reward_of is not None
         try:
-            if inspect.iscoroutinefunction(self._reward):
+            if inspect.iscoroutinefunction(reward_of):
                 async with timeout:
                     timeout.reschedule(self._reward_deadline())
-                    given: Any = await self._reward(row, completion)
+                    given: Any = await reward_of(row, completion)
             else:
                 async with self._reward_turns, timeout:  # the wait for a thread does not count
                     timeout.reschedule(self._reward_deadline())
                     given = await asyncio.get_running_loop().run_in_executor(
-                        self._reward_threads, self._reward, row, completion
+                        self._reward_threads, reward_of, row, completion
                     )
                     if inspect.isawaitable(given):
                         given = await given
@@ -538,6 +594,71 @@ class Loop:
         if not math.isfinite(reward):
             raise self._failure(f"the reward is {reward}", row, group, sample)
         return reward
+
+    # ------------------------------------------------------------ a rollout in an environment
+
+    async def _play(
+        self, environment: Environment, row: Row, step: int, group: int, sample: int
+    ) -> tuple[Rollout, ...]:
+        lost: list[int] = []
+
+        async def ask(asked: Row, *, turn: int, **more: Any) -> Turn:
+            return await self._turn(asked, step, group, sample, turn=turn, lost=lost, **more)
+
+        asking = Sample(ask, self.encode)
+        timeout = asyncio.timeout(self.config.rollout_timeout_s)
+        try:
+            async with self._in_flight, timeout:
+                with self._meter.during("scoring"):
+                    parts = scored(await environment(row, asking), asking.turns)
+        except ConfigError as error:
+            if not isinstance(error, RequestRefused):
+                raise
+            raise self._failure(str(error), row, group, sample) from error
+        except Exception as error:  # a user's environment may raise anything
+            text = (
+                f"the rollout took more than {self.config.rollout_timeout_s:.0f} s "
+                f"(rollout_timeout_s), {len(lost)} attempts lost"
+                if timeout.expired()
+                else f"the environment raised {type(error).__name__}: {error}"
+            )
+            raise self._failure(text, row, group, sample) from error
+        trained = [turn for part in parts for turn in part.turns]
+        numbers = sorted(turn.number for turn in trained)
+        self._log.write("turns", group=group, sample=sample, trained=numbers)
+        place = {"group": group, "sample": sample, "attempt": sum(t.attempt for t in trained)}
+        return tuple(rollout_of(part, row=row, **place) for part in parts)
+
+    async def play(
+        self, rows: Sequence[Row], *, n: int = 1, temperature: float = 0.0, **more: Any
+    ) -> list[list[tuple[Scored, ...]]]:
+        """Run the loop's environment on rows of your own, `n` times each, for an evaluation.
+
+        Nothing of it is trained on.
+
+        Args:
+            more: further fields of the requests; those of the environment's own go before.
+
+        Raises:
+            TimeoutError: a rollout took longer than `rollout_timeout_s`.
+            RequestRefused: vLLM refuses a request.
+        """
+        environment = self._environment
+        if environment is None:
+            raise ConfigError("play() runs the loop's environment; this loop has a reward")
+
+        async def ask(asked: Row, *, turn: int, **own: Any) -> Turn:
+            fields = {"temperature": temperature, **more, **own}
+            answer = await self._sampled(asked, **fields)
+            return Turn(number=turn, attempt=0, completion=answer.completion, spans=answer.spans)
+
+        async def one(row: Row) -> tuple[Scored, ...]:
+            asking = Sample(ask, self.encode)
+            async with self._in_flight, asyncio.timeout(self.config.rollout_timeout_s):
+                result = await environment(row, asking)
+            return scored(result, asking.turns, trains=False)
+
+        return await each_of(one, rows, n)
 
     def _reward_deadline(self) -> float:
         return asyncio.get_running_loop().time() + self.config.reward_timeout_s
@@ -570,21 +691,28 @@ class Loop:
 
         async def one(row: Row) -> Completion:
             async with self._in_flight, asyncio.timeout(self.config.rollout_timeout_s):
-                while True:
-                    try:
-                        answer = await self._sampler.sample(
-                            row, self.config.sampling, temperature=temperature, **more
-                        )
-                        return answer.completion
-                    except RolloutLost as error:
-                        log.warning("asked again: %s", error)
+                return (await self._sampled(row, temperature=temperature, **more)).completion
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
-        except BaseExceptionGroup as group:  # one reason is enough for a caller
-            raise group.exceptions[0] from group
-        return [[task.result() for task in group] for group in asked]
+        return await each_of(one, rows, n)
+
+    async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's token ids, as the server encodes them."""
+        async with asyncio.timeout(self.config.rollout_timeout_s):
+            while True:
+                try:
+                    return await self._sampler.encode(
+                        {"prompt": prompt}, add_special_tokens=add_special_tokens
+                    )
+                except RolloutLost as error:
+                    log.warning("asked again: %s", error)
+
+    async def _sampled(self, asked: Row, **more: Any) -> Answer:
+        """An answer that is not trained on."""
+        while True:
+            try:
+                return await self._sampler.sample(asked, self.config.sampling, **more)
+            except RolloutLost as error:
+                log.warning("asked again: %s", error)
 
     def note(self, **metrics: float) -> None:
         """Add numbers of your own, such as an evaluation's, to the log and the sinks.
@@ -641,8 +769,49 @@ class Loop:
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
 
 
-def request_seed(sampling: SamplingConfig, group: int, sample: int) -> int | None:
-    """Return the seed of one sample's request, or None."""
+async def each_of(
+    one: Callable[[Row], Coroutine[Any, Any, T]], rows: Sequence[Row], n: int
+) -> list[list[T]]:
+    """`n` results for each row, all at once. The first failure ends all."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [[tasks.create_task(one(row)) for _ in range(n)] for row in rows]
+    except BaseExceptionGroup as group:  # one reason is enough for a caller
+        raise group.exceptions[0] from group
+    return [[task.result() for task in group] for group in asked]
+
+
+def rollout_of(part: Scored, *, row: Row, group: int, sample: int, attempt: int) -> Rollout:
+    """What an environment scored, as a rollout."""
+    turns = tuple(sorted(part.turns, key=lambda turn: turn.number))
+    sequences = sequences_of(turns)
+    return Rollout(
+        row=row,
+        group=group,
+        sample=sample,
+        attempt=attempt,
+        completion=sequences[-1],
+        spans=tuple(span for turn in turns for span in turn.spans),
+        reward=part.reward,
+        sequences=sequences,
+        turns=turns,
+        name=part.name,
+    )
+
+
+def answers_by_name(group: Sequence[Rollout]) -> list[list[tuple[Answered, float]]]:
+    """A group's answers and rewards, those of each role apart."""
+    found: dict[str, list[tuple[Answered, float]]] = {}
+    for rollout in group:
+        several = rollout.sequences
+        answer = several[0] if len(several) == 1 else several
+        found.setdefault(rollout.name, []).append((answer, rollout.reward))
+    return list(found.values())
+
+
+def request_seed(sampling: SamplingConfig, group: int, sample: int, turn: int = 0) -> int | None:
+    """Return the seed of one request, or None."""
     if sampling.seed is None:
         return None
-    return random.Random(f"{sampling.seed}/{group}/{sample}").getrandbits(31)
+    place = f"{sampling.seed}/{group}/{sample}" + (f"/{turn}" if turn else "")
+    return random.Random(place).getrandbits(31)

@@ -23,20 +23,27 @@ import httpx
 
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.protocol.messages import Status
-from splice.batches import ASK, ASK_CHAT, Completion
-from splice.rl.config import SamplingConfig
+from splice.batches import ASK, ASK_CHAT, Completion, Routing
+from splice.rl.config import OWN_FIELDS, SamplingConfig
+from splice.rl.routing import routing_of
 
 log = logging.getLogger("splice.rl")
 Row = Mapping[str, Any]
 POLL_S = 1.0
 """Seconds between two looks at the replicas."""
 CONNECT_S = 10.0
+ENCODE_TIMEOUT_S = 60.0
 AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
 """A replica that fails is left alone for twice the first time, then ever longer up to the second.
 """
 MOST_FAILURES = 16
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed before vLLM closes them, after 5 s."""
+GENERATE = "/inference/v1/generate"
+_ENCODED = ("prompt", "messages", "chat_template_kwargs")
+"""Fields of a request that its token ids depend on."""
+_NOT_SAMPLING = OWN_FIELDS | set(_ENCODED)
+"""Fields of a request that are no sampling parameters of vLLM's."""
 _FAULTS = frozenset({400, 413, 422})
 """Codes of an error within a stream that another attempt would meet again."""
 _PASSING = frozenset({404, 408, 409, 429, 500, 502, 503, 504})
@@ -47,6 +54,10 @@ class RolloutLost(SpliceError, RuntimeError):
     """An answer did not arrive whole, through no fault of its request; ask again."""
 
     code = ErrorCode.NODE_LOST
+
+
+class RequestRefused(ConfigError):
+    """vLLM refuses a request, and would again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +99,18 @@ class Sampler:
         status: asks the orchestrator which replicas there are.
         name: the served alias.
         max_in_flight: most requests at once.
+        router_replay: answers have the experts of each token.
     """
 
     def __init__(
-        self, status: Callable[[], Awaitable[Status]], *, name: str, max_in_flight: int
+        self,
+        status: Callable[[], Awaitable[Status]],
+        *,
+        name: str,
+        max_in_flight: int,
+        router_replay: bool = False,
     ) -> None:
-        self._status, self._name = status, name
+        self._status, self._name, self._replays = status, name, router_replay
         self._replicas: dict[str, _Replica] = {}
         limits = httpx.Limits(
             max_connections=None,
@@ -175,10 +192,14 @@ class Sampler:
 
         Raises:
             RolloutLost: the replica failed, or the publication ended the request.
-            ConfigError: vLLM refuses the request, or its answer lacks what a batch needs.
+            RequestRefused: vLLM refuses the request.
+            ConfigError: the answer lacks what a batch needs.
         """
+        path, body = _request(row, sampling, seed, more)
+        if self._replays:
+            path, body = GENERATE, await self._generate(body)
         replica = await self._choose()
-        flight = asyncio.create_task(self._stream(replica, _request(row, sampling, seed, more)))
+        flight = asyncio.create_task(self._stream(replica, (path, body)))
         replica.flights.add(flight)
         try:
             return await flight
@@ -196,6 +217,43 @@ class Sampler:
         finally:
             replica.flights.discard(flight)
 
+    async def encode(self, row: Row, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of the row's `prompt` or `messages`, as a replica encodes them.
+
+        Raises:
+            RolloutLost: the replica failed.
+            RequestRefused: vLLM refuses the text.
+        """
+        replica = await self._choose()
+        body = {
+            "model": self._name,
+            "add_special_tokens": add_special_tokens and "messages" not in row,
+            **{name: row[name] for name in _ENCODED if name in row},
+        }
+        try:
+            response = await self._http.post(
+                f"{replica.url}/tokenize", json=body, timeout=ENCODE_TIMEOUT_S
+            )
+        except httpx.TransportError as error:
+            replica.failed()
+            raise RolloutLost(f"{replica.node_id}: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise _refusal(replica.node_id, response.status_code, response.text)
+        tokens: list[int] = response.json()["tokens"]
+        return tokens
+
+    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The same request for vLLM's route of token ids, whose streams have routed experts."""
+        prompt: Any = body.get("prompt", "")
+        token_ids = await self.encode(body) if isinstance(prompt, str) else list(prompt)
+        sampling = {n: v for n, v in body.items() if n not in _NOT_SAMPLING}
+        return {
+            "token_ids": token_ids,
+            "sampling_params": {**sampling, "logprobs": 1},
+            "stream": True,
+            "output_mode": "text",
+        }
+
     async def _stream(self, replica: _Replica, request: tuple[str, dict[str, Any]]) -> Answer:
         path, body = request
         body = {"model": self._name, **body}
@@ -204,20 +262,28 @@ class Sampler:
         url = f"{replica.url}{path}"
         async with self._http.stream("POST", url, json=body, timeout=timeout) as response:
             if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")[:2000]
-                if response.status_code in _PASSING:
-                    raise RolloutLost(f"{replica.node_id} answers {response.status_code}: {text}")
-                raise ConfigError(
-                    f"{replica.node_id} refuses the request ({response.status_code}): {text}"
-                )
-            made = _Made(name=self._name, replica=replica.node_id)
+                text = (await response.aread()).decode(errors="replace")
+                raise _refusal(replica.node_id, response.status_code, text)
+            made = _Made(
+                name=self._name,
+                replica=replica.node_id,
+                prompt_ids=body.get("token_ids", []),
+                replays=self._replays,
+            )
             async for line in _lines(response):
                 if line.startswith(b"data: {"):
                     made.add(json.loads(line[6:]))
                 elif line == b"data: [DONE]":
                     replica.failures = 0
-                    return made.answer(temperature=body["temperature"])
+                    settings = body.get("sampling_params", body)
+                    return made.answer(temperature=settings["temperature"])
         raise RolloutLost(f"{replica.node_id} ended the stream early")
+
+
+def _refusal(node_id: str, status: int, text: str) -> RolloutLost | RequestRefused:
+    if status in _PASSING:
+        return RolloutLost(f"{node_id} answers {status}: {text[:2000]}")
+    return RequestRefused(f"{node_id} refuses the request ({status}): {text[:2000]}")
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
@@ -261,13 +327,15 @@ class _Made:
     spans: list[tuple[int, int]] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    replays: bool = False
+    routing: Routing | None = None
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Take one event of the stream."""
         if "error" in event:
             text = f"{self.replica}: {event['error'].get('message', event['error'])}"
             if event["error"].get("code") in _FAULTS:
-                raise ConfigError(text)
+                raise RequestRefused(text)
             raise RolloutLost(text)
         choices = event.get("choices") or [{}]
         choice = choices[0]
@@ -277,6 +345,8 @@ class _Made:
         delta = choice.get("delta")
         self.text += (choice.get("text") if delta is None else delta.get("content")) or ""
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        if choice.get("routed_experts"):
+            self.routing = routing_of(choice["routed_experts"])
         ids = choice.get("token_ids") or []
         if not ids:
             return
@@ -305,6 +375,11 @@ class _Made:
             raise RolloutLost(f"{self.replica} aborted the request (pause mode abort)")
         if not self.prompt_ids or self.finish_reason is None:
             raise RolloutLost(f"{self.replica} ended the stream without an answer")
+        if self.replays and self.routing is None:
+            raise ConfigError(
+                f"{self.replica} sent no routed experts, which router_replay needs; put "
+                "--enable-return-routed-experts into inference.extra_args"
+            )
         completion = Completion(
             prompt_ids=tuple(self.prompt_ids),
             answer_ids=tuple(self.answer_ids),
@@ -313,16 +388,19 @@ class _Made:
             text=self.text,
             finish_reason=self.finish_reason,
             versions=tuple(version for version, _ in self.spans),
+            routing=self.routing,
         )
         return Answer(completion=completion, spans=tuple(self.spans), replica=self.replica)
 
 
 def version_of(event: Mapping[str, Any], *, name: str) -> int:
-    """Return the version that an event's `model` names.
+    """Return the version that an event's `model` names; the route of token ids has `versions`.
 
     Raises:
         ConfigError: it names none, so nobody knows which weights made the tokens.
     """
+    if "model" not in event and event.get("versions"):
+        return int(event["versions"][-1])
     said, _, version = str(event.get("model", "")).rpartition("@")
     if said != name or not version.isdigit():
         raise ConfigError(

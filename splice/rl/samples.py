@@ -1,9 +1,11 @@
 """Every finished rollout as a JSON line: `LOOP/samples/STEP.jsonl`.
 
     step, group, sample, attempt     its place
+    name                             the role in an environment that has several
     prompt                           text, token ids or messages, as the row has it
     row                              the row's other columns
     answer, reward, finish_reason
+    turns                            [prompt ids, answer] of each turn of an environment
     spans                            [version, number of tokens], in order
     answer_ids, logprobs             one for each token of the answer; log-probs in nats
     at                               seconds since the epoch
@@ -38,10 +40,12 @@ def line_of(step: int, rollout: Any) -> str:
         "group": rollout.group,
         "sample": rollout.sample,
         "attempt": rollout.attempt,
+        "name": rollout.name,
         "reward": rollout.reward,
         "prompt": row.get("prompt", row.get("messages")),
         "answer": completion.text,
         "finish_reason": completion.finish_reason,
+        "turns": [[t.completion.prompt_ids, t.text] for t in rollout.turns],
         "spans": rollout.spans,
         "row": {key: value for key, value in row.items() if key not in ("prompt", "messages")},
         "answer_ids": completion.answer_ids,
@@ -109,13 +113,13 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Return a step's samples by group and sample, each as it was sampled last."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+    """Return a step's samples by group, sample and name, each as it was sampled last."""
+    found: dict[tuple[int, int, str], dict[str, Any]] = {}
     with path_of(folder, step).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # cut off by a power cut
                 sample = json.loads(line)
-                found[sample["group"], sample["sample"]] = sample
+                found[sample["group"], sample["sample"], sample["name"]] = sample
     return [found[place] for place in sorted(found)]
 
 

@@ -22,7 +22,12 @@ CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 @contextmanager
 def tiny_cluster(
-    model: Path, run_dir: Path, *, replicas: int = 1, pause_mode: str = "keep"
+    model: Path,
+    run_dir: Path,
+    *,
+    replicas: int = 1,
+    pause_mode: str = "keep",
+    trainer: TrainerConfig | None = None,
 ) -> Iterator[Cluster]:
     """A cluster that serves tiny@0."""
     node = InferenceConfig(
@@ -37,7 +42,8 @@ def tiny_cluster(
         name=NAME,
         trainer_python=TRAINER_PYTHON,
         inference_python=INFERENCE_PYTHON,
-        trainer=TrainerConfig(model=model, admission="skip", lora=LoraConfig(rank=4, alpha=8)),
+        trainer=trainer
+        or TrainerConfig(model=model, admission="skip", lora=LoraConfig(rank=4, alpha=8)),
         inference=(node,) * replicas,
         publication=PublicationConfig(pause_mode=pause_mode),  # type: ignore[arg-type]
     )

@@ -7,12 +7,16 @@ runs have equal weights only if they trained on the same tokens in the same orde
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import io
 import json
 import random
 import threading
 import time
 from typing import Any
+
+import numpy as np
 
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import NodeStatus, Status
@@ -99,6 +103,14 @@ class StandIn:
         return said[0]
 
 
+def npy(tokens: list[int]) -> str:
+    """Experts of two layers, two for each token, as vLLM sends them."""
+    experts = np.array([[[t % 251, k] for k in range(2)] for t in tokens], dtype=np.uint8)
+    with io.BytesIO() as file:
+        np.save(file, experts)
+        return base64.b64encode(file.getvalue()).decode()
+
+
 class Server:
     """A replica's API. `shows`: the version it is stuck at."""
 
@@ -109,6 +121,8 @@ class Server:
         """Status that it answers instead of tokens."""
         self.served = 0
         self.is_silent = False
+        self.routes = True
+        """It was started with --enable-return-routed-experts."""
         self.url = ""
         self._writers: set[asyncio.StreamWriter] = set()
         run.servers.append(self)
@@ -140,11 +154,36 @@ class Server:
             self._writers.discard(writer)
             writer.close()
 
+    async def _generate(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """vLLM's route of token ids, with routed experts: (token, place) in each layer."""
+        sampling, prompt = body["sampling_params"], body["token_ids"]
+        made: list[int] = []
+        for place in range(sampling["max_tokens"]):
+            made.append(self.run.token(sampling.get("seed", 0), place))
+            choice = {
+                "index": 0,
+                "text": "x",
+                "token_ids": made[-1:],
+                "logprobs": {"content": [{"token": "x", "logprob": -1.0}]},
+                "finish_reason": None,
+            }
+            if len(made) == sampling["max_tokens"]:
+                choice |= {"finish_reason": "length"}
+                if self.routes:
+                    choice["routed_experts"] = npy([*prompt, *made][:-1])
+            event = {"choices": [choice], "versions": [self.run.version]}
+            writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await writer.drain()
+        writer.write(b"data: [DONE]\n\n")
+
     async def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         status = self.answers or 200
         writer.write(f"HTTP/1.1 {status} x\r\nconnection: close\r\n\r\n".encode())
         if status != 200:
             writer.write(b'{"error": {"message": "not now"}}')
+            return
+        if "token_ids" in body:
+            await self._generate(body, writer)
             return
         count = body["max_tokens"]
         for place in range(count):

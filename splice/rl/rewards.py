@@ -1,0 +1,93 @@
+"""Reward functions as TRL has them, in the loop.
+
+    Loop(..., reward=trl_reward(accuracy, brevity, weights=[1.0, 0.1]))
+
+    def accuracy(completions, answer, **kwargs): return [float(...) for ...]     # TRL's lists
+    def accuracy(prompt, completion, answer, **row): return float(...)           # one sample
+
+A function gets what its signature names: prompts, completions, completion_ids and the row's other
+columns. The loop scores each answer when it arrives, so the lists have one element. A function that
+compares the answers of a batch does not fit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from splice.batches import Completion
+from splice.rl.sampler import Row
+
+RewardFunction = Callable[..., Any]
+LISTS, SINGLE = "completions", "completion"
+
+
+def trl_reward(
+    *functions: RewardFunction, weights: Sequence[float] | None = None
+) -> Callable[[Row, Completion], Awaitable[float] | float]:
+    """The weighted sum of reward functions. A function that returns None does not count.
+
+    Raises:
+        ConfigError: there is no function, a signature names neither `completions` nor
+            `completion`, or the number of weights differs.
+    """
+    given = [1.0] * len(functions) if weights is None else list(weights)
+    if not functions or len(given) != len(functions):
+        raise ConfigError(f"{len(functions)} reward functions and {len(given)} weights")
+    kinds = [_kind(function) for function in functions]
+
+    async def asynchronous(row: Row, completion: Completion) -> float:
+        scores = [
+            await result if inspect.isawaitable(result := _call(function, kind, row, completion))
+            else result
+            for function, kind in zip(functions, kinds, strict=True)
+        ]  # fmt: skip # one line for each case
+        return _sum(scores, kinds, given)
+
+    def plain(row: Row, completion: Completion) -> float:
+        scores = [
+            _call(function, kind, row, completion)
+            for function, kind in zip(functions, kinds, strict=True)
+        ]
+        return _sum(scores, kinds, given)
+
+    return asynchronous if any(map(inspect.iscoroutinefunction, functions)) else plain
+
+
+def _kind(function: RewardFunction) -> str:
+    names = inspect.signature(function).parameters
+    for kind in (LISTS, SINGLE):
+        if kind in names:
+            return kind
+    name = getattr(function, "__name__", str(function))
+    raise ConfigError(f"the reward function {name} takes neither `completions` nor `completion`")
+
+
+def _call(function: RewardFunction, kind: str, row: Row, completion: Completion) -> Any:
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
+    is_chat = "messages" in row
+    prompt = row["messages"] if is_chat else row["prompt"]
+    said: Any = completion.text
+    if is_chat and kind == LISTS:
+        said = [{"role": "assistant", "content": completion.text}]
+    ids = list(completion.answer_ids)
+    fields = {**columns, "prompt": prompt, "completion": said, "completion_ids": ids}
+    if kind == LISTS:
+        fields = {name: [value] for name, value in fields.items()}
+        fields |= {"prompts": fields.pop("prompt"), "completions": fields.pop("completion")}
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        fields = {name: value for name, value in fields.items() if name in parameters}
+    return function(**fields)
+
+
+def _sum(scores: Sequence[Any], kinds: Sequence[str], weights: Sequence[float]) -> float:
+    values = [
+        score[0] if kind == LISTS else score for score, kind in zip(scores, kinds, strict=True)
+    ]
+    counted = [(w, float(v)) for w, v in zip(weights, values, strict=True) if v is not None]
+    if not counted:
+        raise ValueError("every reward function returned None")
+    return sum(weight * value for weight, value in counted)

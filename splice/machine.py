@@ -19,6 +19,12 @@ from splice.run_file import BY_DEVICE, FILE_NAME
 TRAINER_SHARE, SERVER_SHARE = 0.5, 0.6
 """Most of a GPU's memory that weights may take, for the trainer and for vLLM. The rest is for
 activations and states, or for the KV cache."""
+SHARED_SHARE = 0.2
+"""The same for each side where both are on one GPU."""
+SHARED = """\
+transport = "tcp"                # NCCL refuses two processes on one GPU
+gpu_memory_utilization = 0.4     # the trainer has the rest
+"""
 FETCH = "import sys; from pathlib import Path; from trainer_node.model.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
 TEMPLATE = """\
 # A run of splice: `splice up`, `splice status`, `splice logs`, `splice stop` read this file.
@@ -44,7 +50,7 @@ gpus = {trainer_gpus}
 finetuning_type = "lora"         # or "full"
 lora = {{ rank = 8, alpha = 16.0 }}
 parallel = {{ tensor = {trainer_tensor}, world_size = {world_size} }}
-
+{trainer_shared}
 [inference]
 python = {inference_python}
 gpus = {inference_gpus}
@@ -54,7 +60,7 @@ port = 0                         # of the OpenAI API; 0: any
 max_model_len = {max_model_len}             # "auto": the model's own, or what the KV cache holds
 load_format = "dummy"            # the trainer sends every weight with the first version
 enforce_eager = {enforce_eager}            # false: CUDA graphs
-"""
+{inference_shared}"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +81,26 @@ class Sizes:
 def choose_sizes(
     model_config: dict[str, Any], *, weight_bytes: int, gpus: Sequence[int], memory_bytes: int
 ) -> Sizes:
-    """Split the GPUs, and take the smallest tensor parallel sizes whose weights fit.
+    """Split the GPUs, and take the smallest tensor parallel sizes whose weights fit. One GPU is
+    shared by both sides, which is for trying splice with a small model.
 
     Args:
         weight_bytes: the model in bfloat16.
         memory_bytes: memory of the smallest GPU.
 
     Raises:
-        ConfigError: there is one GPU, or the weights do not fit.
+        ConfigError: the weights do not fit.
     """
     if not gpus:
         return Sizes()
-    if len(gpus) < 2:
-        raise ConfigError(
-            "splice needs two GPUs, one for the trainer and one for vLLM; this host offers "
-            f"{len(gpus)}. Pass --gpus '' for a run on the CPU"
-        )
+    if len(gpus) == 1:
+        if weight_bytes > SHARED_SHARE * memory_bytes:
+            raise ConfigError(
+                f"{weight_bytes / 1e9:.0f} GB of weights do not fit twice on one GPU of "
+                f"{memory_bytes / 1e9:.0f} GB beside their training; take two GPUs, a smaller "
+                "model, or --gpus '' for a run on the CPU"
+            )
+        return Sizes(trainer_gpus=tuple(gpus), inference_gpus=tuple(gpus))
     half = len(gpus) // 2
     heads = int(model_config["num_attention_heads"])
     kv_heads = int(model_config.get("num_key_value_heads") or heads)
@@ -167,11 +177,18 @@ def write_run_file(
         replicas=sizes.replicas,
         max_model_len=json.dumps(max_model_len),
         enforce_eager=json.dumps(by_device["inference"]["enforce_eager"]),
+        trainer_shared=SHARED.splitlines(keepends=True)[0] if len(gpus) == 1 else "",
+        inference_shared=SHARED if len(gpus) == 1 else "",
     )
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     if not gpus:
         return path, f"{model} on the CPU, in float32: one trainer rank and one vLLM server"
+    if len(gpus) == 1:
+        return path, (
+            f"{model}: trainer and vLLM share GPU {gpus[0].index}, to try splice; NCCL and the "
+            "measured speed need a GPU for each side"
+        )
     return path, (
         f"{model}: the trainer on GPUs {list(sizes.trainer_gpus)} (tensor parallel "
         f"{sizes.trainer_tensor}), {sizes.replicas} vLLM server(s) on GPUs "

@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
+from orchestrator.protocol.messages import Transport
 from orchestrator.protocol.topology import check_topology, language_part
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -128,28 +129,43 @@ def check_cpu_attention(model_config: dict[str, Any]) -> None:
 
 
 def check_gpus(
-    *, trainer_gpus: Sequence[int], inference_gpus: Sequence[Sequence[int]], available: int | None
+    *,
+    trainer_gpus: Sequence[int],
+    inference_gpus: Sequence[Sequence[int]],
+    available: int | None,
+    transport: Transport,
 ) -> None:
-    """Check that no GPU is used twice, and that each exists (if `available` is known).
+    """Check that no GPU is used twice, and that each exists (if `available` is known). With tcp
+    both sides may have the same single GPU (`share_a_gpu`).
 
     Raises:
         ConfigError: names the GPUs.
     """
     used: dict[int, str] = {}
+    is_shared = transport == "tcp" and share_a_gpu(trainer_gpus, inference_gpus)
     groups = [
         ("trainer", trainer_gpus),
         *((f"inference-{i}", g) for i, g in enumerate(inference_gpus)),
     ]
     for owner, gpus in groups:
         for gpu in gpus:
-            if gpu in used:
+            if gpu in used and not is_shared:
                 raise ConfigError(
                     f"GPU {gpu} is assigned to {used[gpu]} and to {owner}; "
-                    "each of them needs its own GPUs"
+                    'each of them needs its own GPUs. (With transport = "tcp" one trainer rank and '
+                    "one vLLM worker may share a GPU, to try splice.)"
                 )
             if available is not None and not 0 <= gpu < available:
                 raise ConfigError(f"GPU {gpu} ({owner}) does not exist; this host has {available}")
             used[gpu] = owner
+
+
+def share_a_gpu(trainer_gpus: Sequence[int], inference_gpus: Sequence[Sequence[int]]) -> bool:
+    """Whether one trainer rank and one vLLM worker are on the same GPU, to try splice there.
+
+    NCCL refuses two ranks on one GPU, so the transport is then tcp.
+    """
+    return len(trainer_gpus) == 1 and [list(g) for g in inference_gpus] == [list(trainer_gpus)]
 
 
 def check_port_free(host: str, port: int) -> None:

@@ -84,6 +84,7 @@ def check(run: RunFile) -> None:
             trainer_gpus=run.trainer.gpus,
             inference_gpus=[node.gpus for node in nodes],
             available=len(list_gpus()) or None,
+            transport=run.trainer.transport,
         )
     for node in nodes:
         check_port_free(node.host, node.port)

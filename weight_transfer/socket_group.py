@@ -1,4 +1,5 @@
-"""The TCP transport for tensors in CPU memory: the trainer (rank 0) connects to each worker.
+"""The TCP transport: the trainer (rank 0) connects to each worker. CUDA buffers pass through pinned
+host memory, so that a trainer and a worker may share one GPU, which NCCL refuses.
 
 Broadcasts block. A connection begins with the handshake of `handshake.py`. Then, for each buffer,
 a worker requests a number of bytes and the trainer sends them. So the trainer sends no buffer
@@ -46,6 +47,8 @@ class SocketGroup:
         self._rank, self._world_size = rank, world_size
         self._connections = dict(connections)
         self._reason: str | None = None
+        self._host_B: torch.Tensor | None = None
+        """What CUDA buffers pass through; grows to the largest of them."""
         self._abort_lock, self._in_use = threading.Lock(), threading.Lock()
         for connection in self._connections.values():
             connection.setblocking(False)
@@ -63,18 +66,36 @@ class SocketGroup:
         """1 + receivers."""
         return self._world_size
 
-    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> None:
-        """See `TransferGroup.broadcast`. Returns when this end is done."""
+    def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
+        """See `TransferGroup.broadcast`. Returns when this end is done, but for the copy to a
+        worker's CUDA buffer."""
         deadline = time.monotonic() + deadline_s
-        if (
-            buffer_B.dtype != torch.uint8
-            or buffer_B.device.type != "cpu"
-            or not buffer_B.is_contiguous()
-        ):
+        if buffer_B.dtype != torch.uint8 or not buffer_B.is_contiguous():
             raise ValueError(
-                "tcp carries contiguous uint8 CPU buffers, "
-                f"got {buffer_B.dtype} on {buffer_B.device}"
+                "tcp carries contiguous uint8 buffers, "
+                f"got {buffer_B.dtype} with strides {buffer_B.stride()}"
             )
+        if not buffer_B.is_cuda:
+            self._carry(buffer_B, deadline)
+            return None
+        stream = torch.cuda.current_stream(buffer_B.device)
+        host_B = self._pinned(buffer_B.numel())
+        with torch.cuda.device(buffer_B.device):
+            if self._rank == 0:
+                host_B.copy_(buffer_B.view(-1))  # waits for the work of the current stream
+            self._carry(host_B, deadline)
+            if self._rank:
+                buffer_B.view(-1).copy_(host_B)  # done when it returns: host_B is used again
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        if self._host_B is None or self._host_B.numel() < nbytes:
+            self._host_B = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._host_B[:nbytes]
+
+    def _carry(self, buffer_B: torch.Tensor, deadline: float) -> None:
         whole = buffer_B.view(-1).numpy().data
         with self._in_use, selectors.PollSelector() as waiting:
             self._raise_if_aborted()
@@ -89,7 +110,9 @@ class SocketGroup:
                         self._move(waiting, left, ready)
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Check for an abort; broadcasts block, so nothing is pending."""
+        """Check for an abort; what is pending is a copy on this GPU."""
+        if event is not None:
+            event.synchronize()
         self._raise_if_aborted()
 
     def abort(self, reason: str) -> None:

@@ -25,6 +25,7 @@ from splice.preflight import (
     check_model,
     check_parallel,
     check_port_free,
+    share_a_gpu,
 )
 
 TAU = 1e-4
@@ -106,6 +107,7 @@ def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
             trainer_gpus=config.trainer_gpus,
             inference_gpus=[config.inference_gpus],
             available=_count_gpus(),
+            transport=trainer.transport,
         )
         if len(config.trainer_gpus) != config.trainer_parallel.world_size:
             raise ConfigError(
@@ -135,7 +137,8 @@ def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
 
 def node_configs(config: SmokeConfig) -> tuple[TrainerConfig, InferenceConfig]:
     """Configurations of the trainer and the inference node."""
-    transport: Literal["tcp", "nccl"] = "nccl" if config.device == "cuda" else "tcp"
+    shared = share_a_gpu(config.trainer_gpus, [config.inference_gpus])
+    transport: Literal["tcp", "nccl"] = "nccl" if config.device == "cuda" and not shared else "tcp"
     trainer = TrainerConfig(
         model=config.model.absolute(),
         init="random" if config.random_init else "hf",
@@ -158,7 +161,7 @@ def node_configs(config: SmokeConfig) -> tuple[TrainerConfig, InferenceConfig]:
         gpus=config.inference_gpus,
         transport=transport,
         port=config.port,
-        gpu_memory_utilization=config.gpu_memory_utilization,
+        gpu_memory_utilization=config.gpu_memory_utilization * (0.5 if shared else 1.0),
         enforce_eager=config.enforce_eager,
     )
     return trainer, inference

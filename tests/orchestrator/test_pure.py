@@ -205,11 +205,22 @@ def test_parallel_sizes_must_divide(model, sizes, tp, says):
 
 
 def test_gpus_have_one_master():
-    preflight.check_gpus(trainer_gpus=[0], inference_gpus=[[1], [2, 3]], available=4)
+    def check(trainer, inference, available, transport="nccl"):
+        preflight.check_gpus(
+            trainer_gpus=trainer,
+            inference_gpus=inference,
+            available=available,
+            transport=transport,
+        )
+
+    check([0], [[1], [2, 3]], 4)
+    check([0], [[0]], 1, "tcp")
     with pytest.raises(ConfigError, match="GPU 1 is assigned to trainer and to inference-0"):
-        preflight.check_gpus(trainer_gpus=[0, 1], inference_gpus=[[1]], available=2)
+        check([0, 1], [[1]], 2, "tcp")
+    with pytest.raises(ConfigError, match="GPU 0 is assigned to trainer and to inference-0"):
+        check([0], [[0]], 1)
     with pytest.raises(ConfigError, match="this host has 2"):
-        preflight.check_gpus(trainer_gpus=[0], inference_gpus=[[2]], available=2)
+        check([0], [[2]], 2)
 
 
 def test_a_port_in_use_is_found_before_anything_starts():

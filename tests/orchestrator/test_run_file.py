@@ -153,6 +153,7 @@ def test_the_page_of_all_keys_is_the_models():
 @pytest.mark.parametrize(
     ("gigabytes", "num_gpus", "chosen"),
     [
+        (16, 1, ((0,), (0,), 1, 1)),  # shared, to try splice
         (16, 2, ((0,), (1,), 1, 1)),  # 8B on two H200s
         (16, 4, ((0, 1), (2, 3), 1, 1)),
         (90, 8, ((0, 1, 2, 3), (4, 5, 6, 7), 2, 2)),
@@ -180,13 +181,13 @@ def test_a_mistake_that_all_roles_share_is_said_once(tmp_path):
 
 def test_what_fits_no_gpus_is_refused():
     config = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    with pytest.raises(ConfigError, match="needs two GPUs"):
-        machine.choose_sizes(config, weight_bytes=GIB, gpus=[0], memory_bytes=140 * GIB)
+    with pytest.raises(ConfigError, match="do not fit twice on one GPU"):
+        machine.choose_sizes(config, weight_bytes=60 * GIB, gpus=[0], memory_bytes=140 * GIB)
     with pytest.raises(ConfigError, match="do not fit 1 GPUs of 150 GB for the trainer"):
         machine.choose_sizes(config, weight_bytes=200 * GIB, gpus=[0, 1], memory_bytes=140 * GIB)
 
 
-@pytest.mark.parametrize("num_gpus", [0, 2])
+@pytest.mark.parametrize("num_gpus", [0, 1, 2])
 def test_the_written_file_is_one(num_gpus, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
@@ -206,13 +207,17 @@ def test_the_written_file_is_one(num_gpus, tmp_path):
     )
     run = load(path)
     assert run.name == 'a"b' and run.model == model
-    on_gpus = ("cuda", "bfloat16", "nccl", (0,), (1,), "auto", False)
-    on_cpu = ("cpu", "float32", "tcp", (), (), 512, True)
-    assert (on_gpus if num_gpus else on_cpu) == (
+    chosen = (
+        ("cpu", "float32", "tcp", (), (), 512, True),
+        ("cuda", "bfloat16", "tcp", (0,), (0,), "auto", False),
+        ("cuda", "bfloat16", "nccl", (0,), (1,), "auto", False),
+    )
+    assert chosen[num_gpus] == (
         run.device, run.dtype, run.trainer.transport, run.trainer.gpus, run.inference.gpus,
         run.inference.max_model_len, run.inference.enforce_eager,
     )  # fmt: skip  # one row
-    assert ("GPUs [0]" in said) is bool(num_gpus)
+    assert run.inference.transport == run.trainer.transport
+    assert ("GPUs [0]" in said) is (num_gpus == 2) and ("share GPU 0" in said) is (num_gpus == 1)
 
 
 # ---------------------------------------------------------------- logs

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.weight_transfer.conftest import Peer
 from tests.weight_transfer.peer import big_manifest, mixed_manifest, sender_to, sha256, values
 from weight_transfer import digest
 from weight_transfer.digest import digest_many, region_digest, tensor_digest
-from weight_transfer.groups import TransferGroup, open_listener
+from weight_transfer.groups import TransferGroup, join_tcp, open_listener
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 CUDA = torch.device("cuda", 0)
@@ -331,3 +332,27 @@ def test_nccl_61_gb(nccl_pair: Callable[..., Any]) -> None:
         json.dumps({k: round(v, 3) for k, v in report.seconds.items()}),
     )
     sender.close()
+
+
+@pytest.mark.gpu1
+def test_tcp_carries_cuda_buffers_through_the_host() -> None:
+    """Also a smaller buffer after a larger one, and one that the sender's stream still makes."""
+    listener = open_listener(transport="tcp", host="127.0.0.1", world_size=2, device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join_tcp, listener.rendezvous, rank=1, deadline_s=30)
+        sender = listener.join(deadline_s=30)
+        receiver = joining.result()
+        try:
+            for seed, nbytes in enumerate((1, 64 << 20, 3)):
+                sent_B = random_bits((nbytes,), torch.uint8, seed).to(CUDA)
+                got_B = torch.zeros_like(sent_B)
+                receiving = pool.submit(receiver.broadcast, got_B, deadline_s=30)
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    torch.cuda._sleep(10_000_000)
+                    late_B = sent_B ^ 255
+                    sender.broadcast(late_B, deadline_s=30)
+                receiver.synchronize(receiving.result(), deadline_s=30)
+                assert torch.equal(got_B, sent_B ^ 255)
+        finally:
+            sender.close()
+            receiver.close()

@@ -218,7 +218,10 @@ class _Smoke:
         for name in ("grad_norm", "tokens"):
             value = metrics.get(name)
             if value is None or not value > 0:
-                self._fail(f"@{step}: the job's {name} is {value}; nothing was learned")
+                self._fail(
+                    f"@{step}: the job's {name} is {value}; nothing was learned. Where every "
+                    "answer had the same reward, take a smaller --lr"
+                )
         gap = metrics.get("logprob_gap_max")
         if gap is None or (self._config.dtype == "float32" and not gap < self._config.tau):
             self._fail(

@@ -380,9 +380,7 @@ def load(
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, _identity(model))
         if only_save is not None and meta.get("save") != only_save:
-            raise CheckpointError(
-                f"{folder} is another checkpoint than the one of that name before"
-            )
+            raise CheckpointError(f"{folder} is another checkpoint than the one before it")
         note = _check_parts(folder, meta) if with_moments else ""
         if not model.trains_all:
             stored = peft_io.read_tensors(folder / ADAPTER, mapped=True)

@@ -99,8 +99,8 @@ def _compared(trainer: Trainer, folder: Path, lost: Lost) -> tuple[Loaded, str]:
     )
     if found.elements:
         note = (
-            f"{begin}, and its weights differ from the durable ones in {found}. The durable weights "
-            "count. The moments are the repeated step's."
+            f"{begin}, and its weights differ from the durable ones in {found}. The durable "
+            "weights count. The moments are the repeated step's."
         )
     else:
         note = f"{begin}; its weights equal the durable ones bit for bit."

@@ -342,8 +342,9 @@ class Trainer:
         """Move every tensor of the model, adapters, optimizer and pending gradients to host memory;
         free the device's.
 
-        Returns the bytes that this rank holds on the host. A second call changes nothing. The caller
-        has settled the save in the background, which reads the moments.
+        The caller has settled the save in the background, which reads the moments.
+
+        Returns the bytes that this rank holds on the host. A second call changes nothing.
         """
         is_cuda = self.model.device.type == "cuda"
         if self._host_copies is None:

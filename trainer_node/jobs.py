@@ -76,7 +76,8 @@ class Jobs:
         """Take the job's steps and save a checkpoint, its moments behind if the steps could be made
         again."""
         message, trainer = request.message, self._trainer
-        base, trainer.behind.waited_s = self._base(), 0.0
+        base, behind = self._base(), trainer.behind
+        behind.step_waited_s = behind.save_waited_s = 0.0
         result, train_s = self._train(request)
         started = time.monotonic()
         step = None
@@ -85,7 +86,7 @@ class Jobs:
         folder = Path(message.checkpoint_dir)
         checkpoint.save(trainer, folder, version=message.version, step=step)
         seconds = self._seconds(request, train_s, started)
-        seconds["wait_for_save"] = trainer.behind.waited_s
+        seconds["wait_for_save"] = behind.step_waited_s + behind.save_waited_s
         result |= {"version": message.version, "seconds": seconds}
         return Outcome(result=result | _delete(request, message.delete_after))
 

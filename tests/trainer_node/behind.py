@@ -470,7 +470,7 @@ def check_waits(bench: Bench, known: list[list[Any]]) -> None:
         _after(0.3, go)
         _steps(bench)
         assert go.is_set(), "without a copy the step waits for the save"
-        assert bench.trainer.behind.waited_s > 0.1
+        assert bench.trainer.behind.step_waited_s > 0.1
     assert bench.settled()
     assert bench.load(2) == [] and same(bench.state(), known[2])
 

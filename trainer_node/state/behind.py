@@ -62,8 +62,8 @@ class Behind:
     def __init__(self) -> None:
         self._save: _Save | None = None
         self._pinned: list[torch.Tensor] = []
-        self.waited_s = 0.0
-        """Seconds that the trainer has waited in `may_step` and `wait` since it was set to 0."""
+        self.step_waited_s = self.save_waited_s = 0.0
+        """Seconds in `may_step` and in `settle` since they were set to 0."""
 
     @property
     def is_writing(self) -> bool:
@@ -137,7 +137,7 @@ class Behind:
             CheckpointError: they are still read after `TIMEOUT_S`.
         """
         if self._save is not None:
-            self._timed(self._save.read.wait)
+            self.step_waited_s += self._timed(self._save.read.wait)
 
     def settle(self) -> str:
         """Wait for the end of the save. Returns why it failed; empty: it did not, or there was
@@ -149,7 +149,7 @@ class Behind:
         save = self._save
         if save is None:
             return ""
-        self._timed(lambda timeout_s: self.wait(timeout_s=timeout_s))
+        self.save_waited_s += self._timed(lambda timeout_s: self.wait(timeout_s=timeout_s))
         self._save = None
         return "" if save.error is None else f"{type(save.error).__name__}: {save.error}"
 
@@ -161,16 +161,15 @@ class Behind:
         save.thread.join(timeout_s)
         return not save.thread.is_alive()
 
-    def _timed(self, wait: Callable[[float], bool]) -> None:
+    def _timed(self, wait: Callable[[float], bool]) -> float:
         assert self._save is not None
         began = time.monotonic()
-        has_come = wait(TIMEOUT_S)
-        self.waited_s += time.monotonic() - began
-        if not has_come:
+        if not wait(TIMEOUT_S):
             raise CheckpointError(
                 f"{self._save.folder} is still being written after {TIMEOUT_S:.0f} s; see whether "
                 "its disk answers"
             )
+        return time.monotonic() - began
 
 
 def _is_room(nbytes: int) -> bool:

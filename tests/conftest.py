@@ -38,6 +38,7 @@ WHOLE = (
     "tests/trainer_node/test_experts.py::test_kernels_interpreted",
     "tests/trainer_node/test_generations.py::test_a_crash_while_mending*",
     "tests/trainer_node/test_behind.py::test_one_rank*again*",
+    "tests/trainer_node/test_behind.py::test_a_killed_trainer_makes_its_step_again",
     "tests/trainer_node/test_behind.py::test_two_ranks*dp2*",
     "tests/trainer_node/test_behind.py::test_all_parameters*full_disk*",
     "tests/orchestrator/test_fuzz.py::test_a_peer_that_says_anything_harms_nobody_else*client*",

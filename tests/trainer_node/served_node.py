@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import zmq
 
 from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
@@ -155,3 +156,12 @@ def node(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
         control.close()
+
+
+def rank_process(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
+    ranks = [
+        p
+        for p in psutil.Process(torchrun.pid).children()
+        if "trainer_node" in " ".join(p.cmdline())
+    ]
+    return next(p for p in ranks if p.environ().get("RANK") == str(rank))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from orchestrator.protocol.messages import LoadCheckpoint, SaveCheckpoint, Shutdown, TrainMerged
 from tests.trainer_node import slow_save
 from tests.trainer_node.data import arrays, training
-from tests.trainer_node.served_node import node
+from tests.trainer_node.served_node import node, rank_process
 from trainer_node.state import generations
 
 
@@ -56,7 +55,10 @@ def test_a_killed_trainer_makes_its_step_again(
         fields, buffers = job(1, tmp_path)
         control.ok(TrainMerged, buffers, **fields)
         assert not (tmp_path / "1" / "state").exists(), "the answer does not wait for the moments"
-        os.killpg(process.pid, signal.SIGKILL)
+        ranks = [rank_process(process, rank) for rank in (0, 1)]
+        for rank in ranks:
+            rank.kill()
+        assert not psutil.wait_procs(ranks, timeout=30)[1]
     slow.unlink()
     with node(models["moe"], tmp_path, **settings) as (control, process):
         loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "1"))

@@ -53,7 +53,7 @@ from tests.trainer_node import bounds, slow_check
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
-from tests.trainer_node.served_node import TOKEN, Orchestrator, node
+from tests.trainer_node.served_node import TOKEN, Orchestrator, node, rank_process
 from tests.trainer_node.tiny import VOCAB
 from tests.weight_transfer.peer import in_chunks, receive_chunks
 from weight_transfer.digest import tensor_digest
@@ -107,15 +107,6 @@ class Receiver:
         self._thread.join(40)
         if self.group is not None:
             self.group.close()
-
-
-def rank_process(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    ranks = [
-        p
-        for p in psutil.Process(torchrun.pid).children()
-        if "trainer_node" in " ".join(p.cmdline())
-    ]
-    return next(p for p in ranks if p.environ().get("RANK") == str(rank))
 
 
 def open_group(control: Orchestrator) -> Receiver:

@@ -7,6 +7,13 @@ CPU two shapes of it: `many-experts` has as many matrices, but small ones, so th
 Python's, and `large-experts` few large ones (rank 256), so that it is the disk's. Every save goes
 to a new folder; the disk is idle before (`sync`) and what was written is on it after.
 SPLICE_BENCH_DIR chooses the disk (the temporary folder's).
+
+`behind` measures a step whose moments are written while the next one trains. Three ways to save
+follow each other, each for a few `TrainMerged` or `TrainLora` jobs in a row. There are no rollouts
+between them, so the trainer never idles and the disk has the least time. Of each job, `wait_s` is
+what the step waits for: the save itself, and the copy before the optimizer step. `step_s` is the
+whole job. `moments_share` is the part of the step that the moments cost, beyond a step that saves
+the adapter alone. SPLICE_BENCH_TOKENS sets the step, SPLICE_BENCH_ROLLOUT_S a pause before each.
 """
 
 from __future__ import annotations
@@ -19,8 +26,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.harness import Case
@@ -64,9 +73,10 @@ def run(*, device: str, small: bool) -> list[Case]:
 
 
 def _cases(name: str, folder: Path, *, device: str, samples: int) -> list[Case]:
+    trainer = _trainer(name, folder / "model", device)
+    # On a CPU, Megatron can be imported only after the shims.
     from trainer_node.state import checkpoint
 
-    trainer = _trainer(name, folder / "model", device)
     tensors = [
         t
         for p, found in trainer.optimizer.tensors()
@@ -77,6 +87,7 @@ def _cases(name: str, folder: Path, *, device: str, samples: int) -> list[Case]:
     whole = _times(samples, folder, lambda out: checkpoint.save(trainer, out, version=1))
     adapter = _times(samples, folder, lambda out: checkpoint.save_adapter(trainer.model, out))
     peer = _times(samples, folder, lambda out: _plain(tensors, out))
+    behind = _behind(trainer, folder, name, device=device, samples=samples)
     trainer.model.close()
     settings = {"bytes": nbytes, "matrices": matrices, "disk": str(folder.parent)}
     label = "torch.save of the same tensors, fsync"
@@ -103,7 +114,120 @@ def _cases(name: str, folder: Path, *, device: str, samples: int) -> list[Case]:
             peer_samples=rates(peer),
         ),
         Case(name=f"save/{name}/adapter", metric="save_s", unit="s", samples=adapter),
+        *behind,
     ]
+
+
+def _behind(trainer: Any, folder: Path, name: str, *, device: str, samples: int) -> list[Case]:
+    """The same steps with the moments behind, with a whole save, and with the adapter alone."""
+    steps = _Steps(trainer, folder, device=device)
+    ways = (steps.whole, steps.behind, steps.adapter)
+    # The first of each is not counted: it starts without what the way before it left behind.
+    whole, behind, adapter = ([steps.run(way) for _ in range(samples + 1)][1:] for way in ways)
+    alone_s = median(step_s for step_s, _ in adapter)
+    label = "the same step, saved as a whole before it ends"
+    settings = {"tokens": steps.num_tokens, "rollout_s": steps.rollout_s, "adapter_step_s": alone_s}
+
+    def case(metric: str, unit: str, of: Callable[[tuple[float, float]], float]) -> Case:
+        return Case(
+            name=f"save/{name}/behind",
+            metric=metric,
+            unit=unit,
+            samples=tuple(map(of, behind)),
+            peer=label,
+            peer_samples=tuple(map(of, whole)),
+            settings=settings,
+        )
+
+    return [
+        case("wait_s", "s", lambda one: one[1]),
+        case("step_s", "s", lambda one: one[0]),
+        case("moments_share", "of the step", lambda one: (one[0] - alone_s) / one[0]),
+    ]
+
+
+class _Steps:
+    """Jobs of one trainer, as its node runs them."""
+
+    def __init__(self, trainer: Any, folder: Path, *, device: str) -> None:
+        from orchestrator.protocol.messages import LossSpec, OptimParams, batch_specs
+        from trainer_node.export.merged import Exporter
+        from trainer_node.jobs import Jobs
+
+        self.num_tokens = int(
+            os.environ.get("SPLICE_BENCH_TOKENS", "65536" if device == "cuda" else "512")
+        )
+        self.rollout_s = float(os.environ.get("SPLICE_BENCH_ROLLOUT_S", "0"))
+        self._trainer, self._folder, self._version = trainer, folder / "versions", 0
+        self._jobs = Jobs(trainer, Exporter(trainer.model))
+        self._length = min(512, trainer.model.max_length, self.num_tokens)
+        specs = batch_specs(
+            num_sequences=self.num_tokens // self._length, num_tokens=self.num_tokens
+        )
+        self._fields = {
+            "loss": LossSpec(name="cross_entropy"),
+            "optim": OptimParams(lr=1e-5),
+            "tensors": specs,
+        }
+        self._buffers = [self._array(spec.name).tobytes() for spec in specs]
+
+    def _array(self, name: str) -> np.ndarray:
+        numbers = np.arange(self.num_tokens)
+        is_marked = (numbers % self._length > 0).astype(np.float32)
+        if name == "tokens":
+            return (numbers * 7919 % self._trainer.model.vocab_size).astype(np.int32)
+        if name == "sequence_lengths":
+            return np.full(self.num_tokens // self._length, self._length, np.int32)
+        return -is_marked if name == "sampler_logprobs" else is_marked
+
+    def run(self, way: Callable[[], dict[str, float]]) -> tuple[float, float]:
+        """One job. Returns the seconds of the step, and those that it waited for saves."""
+        time.sleep(self.rollout_s)
+        self._version += 1
+        seconds = way()
+        waited_s = self._trainer.behind.step_waited_s
+        return seconds["train"] + seconds["save"], seconds["save"] + waited_s
+
+    def behind(self) -> dict[str, float]:
+        """The moments are written after the job."""
+        return self._merged()
+
+    def whole(self) -> dict[str, float]:
+        """Everything is on the disk at the end of the job."""
+        self._trainer.on_disk = None  # so the step has no checkpoint to be made again from
+        return self._merged()
+
+    def _merged(self) -> dict[str, float]:
+        from orchestrator.protocol.messages import TrainMerged
+
+        out = self._folder / str(self._version)
+        seconds = self._ask(TrainMerged, version=self._version, checkpoint_dir=str(out))
+        shutil.rmtree(self._folder / str(self._version - 2), ignore_errors=True)
+        return seconds
+
+    def adapter(self) -> dict[str, float]:
+        """Only the adapter is saved."""
+        from orchestrator.protocol.messages import TrainLora
+        from trainer_node.state import checkpoint
+
+        checkpoint.settle(self._trainer)
+        self._trainer.behind.step_waited_s = 0.0
+        return self._ask(TrainLora, output_dir=str(self._folder / "adapter"))
+
+    def _ask(self, kind: type, **fields: object) -> dict[str, float]:
+        from trainer_node.request import Request
+
+        message = kind(request_id="benchmark", deadline_s=3600, **fields, **self._fields)
+        request = Request(
+            message=message,
+            buffers=self._buffers,
+            received_s=time.monotonic(),
+            link=None,
+            aborts={},
+            phase="",
+        )
+        result: dict[str, float] = self._jobs.handlers[kind](request).result["seconds"]
+        return result
 
 
 def _times(samples: int, folder: Path, save: Callable[[Path], object]) -> tuple[float, ...]:

@@ -200,7 +200,9 @@ class BetweenJobs:
             version=memory.version,
             checkpoint_dir=folder,
         )
-        await self._trainer.ask(save, phase="saving before the trainer ends", report=report)
+        phase = "saving before the trainer ends"
+        completed, _ = await self._trainer.ask(save, phase=phase, report=report)
+        memory.heard(completed.result)
         memory.saved(folder)
         self._remember()
 

@@ -98,7 +98,8 @@ class Resync:
             checkpoint_dir=kept,
         )
         phase = "saving what is ahead of the served version"
-        await self._trainer.ask(save, phase=phase, report=report)
+        completed, _ = await self._trainer.ask(save, phase=phase, report=report)
+        memory.heard(completed.result)
         memory.saved(kept)
         self._facts.put_aside(kept)
         await self._load(served_dir, report)
@@ -115,7 +116,8 @@ class Resync:
             deadline_s=self._config.train_timeout_s,
             checkpoint_dir=folder,
         )
-        await self._trainer.ask(load, phase="loading", report=report)
+        completed, _ = await self._trainer.ask(load, phase="loading", report=report)
+        self._trainer.memory.heard(completed.result)
         self._trainer.memory.loaded(folder)
         self._facts.put_aside(None) if is_put_back else self._facts.remember()
 

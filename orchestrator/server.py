@@ -91,12 +91,14 @@ class Orchestrator:
             journal=self._journal,
             config=config.publication,
             on_phase=self._metrics.published,
+            load_timeout_s=config.train_timeout_s,
+            heard=self._facts.memory.heard,
         )
         self._trainer = TrainerRequests(
             router=self._router,
             attempts=config.publication.attempts,
             ready_timeout_s=config.ready_timeout_s,
-            load_timeout_s=config.publication.plan_timeout_s,
+            load_timeout_s=config.train_timeout_s,
             memory=self._facts.memory,
             remember=self._facts.remember,
         )
@@ -255,7 +257,7 @@ class Orchestrator:
                 gpus=peer.hello.gpus,
                 host=peer.hello.host,
                 memory=peer.memory,
-                detail=peer.detail,
+                detail=peer.detail | self._notes(peer_id),
             )
             for peer_id, peer in self._router.peers.items()
             if peer.hello.role != "client"
@@ -279,6 +281,10 @@ class Orchestrator:
         found: Future[Status] = Future()
         self._loop.call_soon_threadsafe(lambda: found.set_result(self._status()))
         return found.result(STATUS_S)
+
+    def _notes(self, peer_id: str) -> dict[str, object]:
+        notes = self._trainer.memory.notes
+        return {"warnings": list(notes)} if notes and peer_id == "trainer" else {}
 
     def _serving(self) -> str:
         version = self._publisher.version
@@ -357,6 +363,8 @@ class Orchestrator:
             "release": time.monotonic() - started_s - working_s,
         }
         result = {**outcome.result, "seconds": seconds}
+        if notes := self._trainer.memory.take_notes():  # journaled with the outcome
+            result["warnings"] = [*outcome.result.get("warnings", ()), *notes]  # type: ignore[misc]
         completed = Completed(request_id=job.id, result=result, tensors=outcome.tensors)
         await self._jobs.end(job.id, completed, outcome.buffers)
 

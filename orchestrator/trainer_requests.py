@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from orchestrator.errors import JobFailed, NodeLost
@@ -31,6 +31,7 @@ from orchestrator.waiting import Report
 log = logging.getLogger("splice.orchestrator")
 MESSAGE_CHARS = 2000
 """Longest description of a loss, so that it fits into a `Failed`."""
+NOTES_KEPT = 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +56,8 @@ class TrainerMemory:
     """Folder of a client's save in progress. It may be complete although no answer came."""
     unsaid: str = ""
     """Description of lost state, until a failed job reports it."""
+    notes: list[str] = field(default_factory=list)
+    """Warnings of requests that no job sees, until a job's result has them."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return its fields. `dataclasses.asdict` would copy them."""
@@ -71,6 +74,18 @@ class TrainerMemory:
     def loaded(self, folder: str) -> None:
         """Note that the state came from `folder`."""
         self.durable_dir, self.steps, self.pending, self.adapter, self.saving = folder, 0, 0, "", ""
+
+    def heard(self, result: Mapping[str, Any]) -> None:
+        """Keep the warnings of a request whose result no job sees."""
+        for text in result.get("warnings") or ():
+            log.warning("the trainer: %s", text)
+            if len(self.notes) < NOTES_KEPT:
+                self.notes.append(str(text)[:MESSAGE_CHARS])
+
+    def take_notes(self) -> list[str]:
+        """Return `notes` for a job's result, and forget them."""
+        notes, self.notes = self.notes, []
+        return notes
 
     def took_adapter(self, folder: str) -> None:
         """Note that the adapters came from `folder`, which drops the pending gradients."""
@@ -121,7 +136,7 @@ class TrainerMemory:
             self.unsaid = ""
 
 
-_REMEMBERED = tuple(field.name for field in fields(TrainerMemory))
+_REMEMBERED = tuple(one.name for one in fields(TrainerMemory))
 
 
 class TrainerRequests:
@@ -232,9 +247,10 @@ class TrainerRequests:
                     deadline_s=self._load_timeout_s,
                     checkpoint_dir=memory.durable_dir,
                 )
-                await self._router.request(
+                answer, _ = await self._router.request(
                     "trainer", load, phase="restoring the last durable state"
                 )
+                memory.heard(answer.result)
             # After the load, so that a restarted orchestrator still finds the loss.
             lost = memory.take_loss()
             memory.incarnation = incarnation

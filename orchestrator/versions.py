@@ -188,7 +188,7 @@ class Versions:
         self._facts.note(job.id, version=version)
         job.report("saving", {"checkpoint_dir": self._dir(version)})
         phase = f"saving version {version}"
-        await self._trainer.ask(
+        completed, _ = await self._trainer.ask(
             SaveCheckpoint(
                 request_id=request_id(phase, job),
                 deadline_s=self._config.train_timeout_s,
@@ -199,6 +199,7 @@ class Versions:
             phase=phase,
             report=job.report,
         )
+        self._trainer.memory.heard(completed.result)
         self._made(job, version, going)
 
     def _expired(self, new: int) -> list[int]:

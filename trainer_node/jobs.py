@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from orchestrator.protocol.messages import (
 )
 from trainer_node.export.hf_export import export_hf
 from trainer_node.export.merged import Exporter
+from trainer_node.lockstep import packed
 from trainer_node.request import Outcome, Request
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, remake
+from trainer_node.state.behind import OnDisk
 from trainer_node.training import gap, steps
-from trainer_node.training.batch import Batch, decode_batch, decode_forward
+from trainer_node.training.batch import Batch, decode_forward
 from trainer_node.training.sums import StepSums
 from trainer_node.training.trainer import Trainer
 
@@ -46,7 +49,7 @@ class Jobs:
     @property
     def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
         """Message type -> handler."""
-        return {
+        handlers: dict[type, Callable[[Request[Any]], Outcome]] = {
             TrainMerged: self.train_merged,
             TrainLora: self.train_lora,
             Forward: self.forward,
@@ -57,17 +60,41 @@ class Jobs:
             LoadCheckpoint: self.load_checkpoint,
             LoadAdapter: self.load_adapter,
         }
+        return {kind: partial(self._noted, handler) for kind, handler in handlers.items()}
+
+    def _noted(self, handler: Callable[[Request[Any]], Outcome], request: Request[Any]) -> Outcome:
+        """Add what the client must learn to the result's warnings."""
+        outcome = handler(request)
+        if notes := self._trainer.notes:
+            outcome.result["warnings"] = [*outcome.result.get("warnings", ()), *notes]
+            self._trainer.notes = []
+        return outcome
 
     # ------------------------------------------------------------ training
 
     def train_merged(self, request: Request[TrainMerged]) -> Outcome:
-        """Take the job's steps and save a checkpoint."""
-        message = request.message
+        """Take the job's steps and save a checkpoint, its moments behind if the steps could be made
+        again."""
+        message, trainer = request.message, self._trainer
+        base, behind = self._base(), trainer.behind
+        behind.step_waited_s = behind.save_waited_s = 0.0
         result, train_s = self._train(request)
         started = time.monotonic()
-        checkpoint.save(self._trainer, Path(message.checkpoint_dir), version=message.version)
-        result |= {"version": message.version, "seconds": self._seconds(request, train_s, started)}
+        step = None
+        if base is not None:
+            step = checkpoint.Step(base=base, request=packed(message, request.buffers))
+        folder = Path(message.checkpoint_dir)
+        checkpoint.save(trainer, folder, version=message.version, step=step)
+        seconds = self._seconds(request, train_s, started)
+        seconds["wait_for_save"] = behind.step_waited_s + behind.save_waited_s
+        result |= {"version": message.version, "seconds": seconds}
         return Outcome(result=result | _delete(request, message.delete_after))
+
+    def _base(self) -> OnDisk | None:
+        """Return the checkpoint from which this job's step could be made again. None: the job saves
+        everything at once, as in memory mode exit, where the trainer ends with the job."""
+        is_last = self._model.config.memory == "exit"
+        return None if is_last else checkpoint.base_of(self._trainer)
 
     def train_lora(self, request: Request[TrainLora]) -> Outcome:
         """Take the job's steps and save the adapter alone."""
@@ -83,7 +110,8 @@ class Jobs:
         """Take the job's steps. Returns their part of the result, and their seconds."""
         message: TrainStep = request.message
         request.progress("training")
-        started, batch = time.monotonic(), self._batch(request)
+        started = time.monotonic()
+        batch = steps.batch_of(self._trainer, request.message, request.buffers)
         is_on_policy = self._trainer.steps_since_sent == 0
 
         def on_step(step: steps.Step, count: int) -> None:
@@ -102,24 +130,6 @@ class Jobs:
         train_s = time.monotonic() - started
         request.progress("saving", metrics=result["metrics"])
         return result, train_s
-
-    def _batch(self, request: Request[Any]) -> Batch:
-        """Decode the batch and check it, before any part of the request runs.
-
-        Raises:
-            ConfigError: the batch or its loss is refused; nothing has changed.
-        """
-        message: TrainStep | ForwardBackward = request.message
-        batch = decode_batch(
-            specs=message.tensors,
-            buffers=request.buffers,
-            vocab_size=self._model.vocab_size,
-            max_length=self._model.max_length,
-            loss=message.loss,
-        )
-        accumulation = message.grad_accumulation_sequences
-        self._trainer.check(batch, message.loss, grad_accumulation_sequences=accumulation)
-        return batch
 
     def _warnings(
         self, request: Request[Any], sums: StepSums, batch: Batch, loss: LossSpec
@@ -145,7 +155,8 @@ class Jobs:
         """Add a batch's gradients to the pending ones."""
         message, trainer = request.message, self._trainer
         request.progress("training")
-        started, batch = time.monotonic(), self._batch(request)
+        started = time.monotonic()
+        batch = steps.batch_of(self._trainer, request.message, request.buffers)
         sums = trainer.forward_backward(batch, message.loss, loss_weight=message.loss_weight)
         warnings = []
         if trainer.steps_since_sent == 0:
@@ -227,13 +238,14 @@ class Jobs:
         """Load the trainer's state."""
         request.progress("loading")
         started = time.monotonic()
-        loaded = checkpoint.load(self._trainer, Path(request.message.checkpoint_dir))
+        loaded = remake.load(self._trainer, Path(request.message.checkpoint_dir))
         return Outcome(
             result={
                 "version": loaded.version,
                 "client_state": loaded.client_state,
                 "dropped_batches": loaded.dropped_batches,
                 "rng_restored": loaded.rng_restored,
+                "warnings": list(loaded.notes),
                 "seconds": {"load": time.monotonic() - started},
             }
         )

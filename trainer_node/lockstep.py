@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import SpliceError, TransferError
 from orchestrator.protocol.frames import Envelope, decode, encode
+from orchestrator.protocol.messages import AnyMessage
 from trainer_node import objects
 
 _KEEPALIVE, _STOP = 0, -1
@@ -121,7 +122,7 @@ class Lockstep:
             return envelope
         payload = np.empty(0, np.uint8)
         if self._is_root and envelope is not None:
-            payload = _packed(envelope)
+            payload = packed(envelope.message, envelope.buffers)
         size = torch.tensor([len(payload) if stop is None else _STOP - stop], dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._group)
         if int(size) <= _STOP:
@@ -132,7 +133,7 @@ class Lockstep:
         if self._is_root:
             data = torch.from_numpy(payload)
         dist.broadcast(data, src=0, group=self._group)
-        return envelope if self._is_root else _unpacked(data.numpy())
+        return envelope if self._is_root else unpacked(data.numpy())
 
     def compare(self, error: BaseException | None) -> list[Failure]:
         """See `compare`."""
@@ -158,16 +159,17 @@ class Lockstep:
         return SendFailed(text)
 
 
-def _packed(envelope: Envelope) -> np.ndarray:
-    frames = encode(envelope.message, envelope.buffers)
+def packed(message: AnyMessage, buffers: Sequence[bytes]) -> np.ndarray:
+    """One array of bytes that holds a message and its buffers."""
+    frames = encode(message, buffers)
     head = msgpack.packb([memoryview(f).nbytes for f in frames])
     parts = [len(head).to_bytes(8, "little"), head, *frames]
     # numpy releases the interpreter's lock for the copy, so heartbeats continue.
     return np.concatenate([np.frombuffer(p, np.uint8) for p in parts])
 
 
-def _unpacked(data: np.ndarray) -> Envelope:
-    """Undo `_packed`. The buffers are views of `data`."""
+def unpacked(data: np.ndarray) -> Envelope:
+    """Undo `packed`. The buffers are views of `data`."""
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
     frames: list[Any] = []
     for size in msgpack.unpackb(data[8:begin].tobytes()):

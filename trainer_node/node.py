@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,8 @@ DEADLINE_GRACE_S = 30.0
 """A request that runs this long past its deadline is stuck, and the node ends, in seconds."""
 KEEPALIVE_S = 5.0
 """Pause between two keepalives that rank 0 broadcasts while idle, in seconds."""
+SAVE_END_S = 15.0
+"""Longest wait for a save in the background at the end, in seconds. A launcher waits 20 s."""
 EXIT_DIVERGED, EXIT_STUCK = 3, 4
 _PACKAGES = (
     "torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers",
@@ -244,10 +246,19 @@ class Node:
                 return
         self.transfer.abort(message.reason)
 
-    def close(self) -> None:
-        """End communicators and process groups."""
+    def close(self) -> bool:
+        """End communicators and process groups. Returns whether that was possible: a save in the
+        background uses them, and has `SAVE_END_S` to end."""
         self.transfer.close()
+        if not self.trainer.behind.wait(timeout_s=SAVE_END_S):
+            log.warning(
+                "the moments of the last version were not written within %.0f s; the next load "
+                "makes its step again",
+                SAVE_END_S,
+            )
+            return False
         self.trainer.model.close()
+        return True
 
 
 # ---------------------------------------------------------------- the process
@@ -310,7 +321,8 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
         code = node.serve()
     finally:
         if code in (0, EXIT_LINK_LOST):
-            node.close()
+            if not node.close():
+                _leave(code)
         else:
             # Process groups that are out of step block when they are destroyed.
             node.transfer.close()
@@ -354,8 +366,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.exception("the trainer ends")
         code = EXIT_DIVERGED
     if code != 0:
-        # Not through the interpreter's shutdown: process groups out of step can hang there.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End without the interpreter's shutdown: process groups out of step, or used by a thread, can
+    hang there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -26,6 +26,7 @@ from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Lockstep
 from trainer_node.request import NotReady, Outcome, Request
+from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
 from trainer_node.transfer import Chunks, Transfer
 from weight_transfer.chunks import SendReport
@@ -83,9 +84,11 @@ class Publication:
         return Outcome()
 
     def release_memory(self, request: Request[ReleaseMemory]) -> Outcome:
-        """Move all state to host memory, and free the buffers of the transfer."""
+        """Wait for the save in the background, move all state to host memory, and free the buffers
+        of the transfer."""
         request.progress("offloading")
         started = time.monotonic()
+        checkpoint.settle(self._trainer)
         self._transfer.free_buffers()
         moved = self._trainer.offload()
         seconds = {"offload": time.monotonic() - started}

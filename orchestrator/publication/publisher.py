@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from orchestrator.errors import (
     ContentChanged,
@@ -38,7 +39,13 @@ BLAMED_OUT = 2
 
 
 class Publisher:
-    """Drives publications over the control socket, one at a time."""
+    """Drives publications over the control socket, one at a time.
+
+    Args:
+        load_timeout_s: timeout of a load of the version, which may train its last step again. None:
+            `plan_timeout_s`.
+        heard: gets the result of such a load.
+    """
 
     def __init__(
         self,
@@ -48,9 +55,11 @@ class Publisher:
         config: PublicationConfig,
         trainer_id: str = "trainer",
         on_phase: Report = lambda phase, detail: None,
+        load_timeout_s: float | None = None,
+        heard: Callable[[Mapping[str, Any]], None] = lambda result: None,
     ) -> None:
-        self._on_phase = on_phase
-        self._config = config
+        self._config, self._on_phase, self._heard = config, on_phase, heard
+        self._load_timeout_s = load_timeout_s or config.plan_timeout_s
         self._members = Members(router=router, config=config, trainer_id=trainer_id)
         self._planner = Planner(self._members, config)
         self._ledger = Ledger(journal)
@@ -209,10 +218,13 @@ class Publisher:
         holder = self._members.trainer_process
         load = LoadCheckpoint(
             request_id=new_id("load"),
-            deadline_s=self._config.plan_timeout_s,
+            deadline_s=self._load_timeout_s,
             checkpoint_dir=publication.checkpoint_dir,
         )
-        await router.request(trainer_id, load, phase="restoring the version to be published")
+        answer, _ = await router.request(
+            trainer_id, load, phase="restoring the version to be published"
+        )
+        self._heard(answer.result)
         publication.holder = holder
         deadline_s = time.monotonic() + timeout_s
         # Replicas may have gone while the trainer was loading.

@@ -222,10 +222,14 @@ class FakeTrainer(FakeNode):
             message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.5}}
         )
 
-    def on_LoadCheckpoint(self, message) -> None:
+    def _load(self, message) -> int:
         file = Path(message.checkpoint_dir) / "weights"
         self.weights = list(map(int, file.read_text().split())) if file.exists() else [10, 20, 30]
         dropped, self.pending = self.pending, 0
+        return dropped
+
+    def on_LoadCheckpoint(self, message) -> None:
+        dropped = self._load(message)
         self.link.complete(
             message.request_id,
             result={"version": 0, "client_state": {}, "dropped_batches": dropped},

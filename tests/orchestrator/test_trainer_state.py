@@ -288,3 +288,50 @@ def test_another_checkpoint_is_loaded_though_the_last_durable_state_is_gone(run,
     run.client.load_checkpoint(other)
     step(run)
     assert trainer.weights == [11, 21, 31]
+
+
+def test_what_a_trainer_says_of_a_load_is_in_the_next_result(run):
+    """A new trainer that had to make a step again says so to the orchestrator, not to a job."""
+    told = "step 1 was made again from 0"
+    trainer = run.trainer()
+    trainers = [trainer]
+    run.replica(lambda: trainers[-1])
+    run.client.run(InitialSyncJob())
+    run.client.run(JOB, buffers=BUFFERS)
+    trainer.die()
+
+    def load(message) -> None:
+        assert message.deadline_s == run.orchestrator._config.train_timeout_s, "it may train"
+        second._load(message)
+        second.link.complete(message.request_id, result={"warnings": [told]})
+
+    second = FakeTrainer(endpoint=run.endpoint, node_id="trainer", token=TOKEN)
+    second.script["LoadCheckpoint"] = load
+    run.nodes.append(second.start())
+    trainers.append(second)
+    result = run.client.run(JOB, buffers=BUFFERS)
+    assert result["version"] == 2 and result["warnings"] == [told]
+    assert run.orchestrator._journal.fact("trainer")["notes"] == [], "forgotten with the outcome"
+    assert run.client.run(JOB, buffers=BUFFERS)["warnings"] == []
+
+
+def test_notes_outlive_a_failed_job_and_are_in_the_status(run):
+    run.trainer()
+    memory = run.orchestrator._trainer.memory
+    memory.heard({"warnings": ["a note"]})
+    with pytest.raises(JobFailed, match="submit InitialSync first"):
+        run.client.publish()
+    (node,) = [n for n in run.client.status().nodes if n.node_id == "trainer"]
+    assert node.detail["warnings"] == ["a note"]
+    assert run.orchestrator._journal.fact("trainer")["notes"] == ["a note"]
+    run.client.forward_backward(SmallBatch())
+    assert "warnings" not in run.client.status().nodes[0].detail
+
+
+def test_the_checkpoint_at_which_a_step_began_outlives_the_step(run):
+    """N's moments may still be written while N is served: N - 1 stays until N + 1 is there."""
+    from orchestrator.retention import expired
+
+    for new in range(2, 9):  # each job protects what is served and what the trainer last saved
+        on_disk = [new - 2, new - 1]
+        assert expired(on_disk, new=new, keep=2, protected=[new - 1, new - 1]) == [new - 2]

@@ -62,6 +62,11 @@ def over_ranks(cell: str) -> str:
     return f"tests/trainer_node/test_families.py::test_a_family_over_several_ranks[{cell}]"
 
 
+def behind(what: str) -> str:
+    """Checks of the moments that are written behind."""
+    return f"tests/trainer_node/test_behind.py::test_one_rank[{what}]"
+
+
 def parity(cell: str) -> str:
     """A cell of the parity matrix, against one rank."""
     return f"tests/trainer_node/test_parity.py::test_topology_changes_nothing[{cell}]"
@@ -365,6 +370,55 @@ MUTANTS = [
         old="partial=not split and _sees_own_heads(bare, config),",
         new="partial=False,",
         killer=parity("dense_tied-tp2-no-sequence-full-sft"),
+    ),
+    Mutant(
+        name="a step does not wait for the copy of the moments",
+        file="trainer_node/training/trainer.py",
+        old="        self.behind.may_step()\n",
+        new="",
+        killer=behind("waits"),
+    ),
+    Mutant(
+        name="moments of another save taken",
+        file="trainer_node/state/checkpoint.py",
+        old='if marker.get("save") != meta["save"]:',
+        new="if False:",
+        killer=behind("mixtures"),
+    ),
+    Mutant(
+        name="a save in the background that failed is forgotten",
+        file="trainer_node/state/checkpoint.py",
+        old="    return not why\n",
+        new="    return True\n",
+        killer=behind("full_disk"),
+    ),
+    Mutant(
+        name="a step without a checkpoint to begin at is saved behind",
+        file="trainer_node/state/checkpoint.py",
+        old="if found is None or trainer.pending.num_batches:",
+        new="if found is None:",
+        killer=behind("no_base"),
+    ),
+    Mutant(
+        name="the repeated step's weights not compared",
+        file="trainer_node/state/remake.py",
+        old="        if count := int(differs.sum()):",
+        new="        if count := 0 * int(differs.sum()):",
+        killer=behind("lost"),
+    ),
+    Mutant(
+        name="the repeated step's weights kept",
+        file="trainer_node/state/remake.py",
+        old="    loaded = checkpoint.load(trainer, folder, with_moments=False)\n    found",
+        new="    loaded = checkpoint.Loaded(version=2, client_state={}, dropped_batches=0, rng_restored=True)\n    found",
+        killer=behind("lost"),
+    ),
+    Mutant(
+        name="the step made again from whatever has the base's name",
+        file="trainer_node/state/checkpoint.py",
+        old="if only_save is not None and",
+        new="if only_save is None and",
+        killer=behind("lost"),
     ),
     Mutant(
         name="sharded tensor dropped on save",

@@ -4,37 +4,29 @@ in this process.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-import zmq
 from safetensors.torch import load_file
 
 from orchestrator.errors import SpliceError
-from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
-from orchestrator.protocol.curve import server_keys
-from orchestrator.protocol.frames import decode, encode, from_wire, to_wire
+from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     AbortSend,
     ExportHf,
     Forward,
     ForwardBackward,
-    Heartbeat,
     KlSpec,
     LeaveTransferGroup,
     LoadAdapter,
@@ -53,7 +45,6 @@ from orchestrator.protocol.messages import (
     TrainLora,
     TrainMerged,
     UseLayout,
-    Welcome,
     WireChunk,
     WireLayout,
     batch_specs,
@@ -62,85 +53,13 @@ from tests.trainer_node import bounds, slow_check
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
+from tests.trainer_node.served_node import TOKEN, Orchestrator, node, rank_process
 from tests.trainer_node.tiny import VOCAB
 from tests.weight_transfer.peer import in_chunks, receive_chunks
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_tcp
 
-TOKEN = "a-token"
 CHUNK_BYTES = 1 << 16
-
-
-class Orchestrator:
-    """The other end of the control socket: sends requests, collects answers."""
-
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        server_keys(TOKEN).secure(self._socket)
-        self._peer = b""
-        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self.progress: list[tuple[int, str, dict]] = []
-        self.hello = self.ready = None
-
-    def pump(self, *, until: type | str, deadline_s: float = 60.0, request_id: str = ""):
-        """Handle what comes until a message of that kind (for that request)."""
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            self._send(Heartbeat(node_id="orchestrator")) if self.hello else None
-            if not self._socket.poll(200):
-                continue
-            self._peer, *frames = self._socket.recv_multipart()
-            envelope = decode(from_wire(frames))
-            message = envelope.message
-            if message.kind == "Hello":
-                self.hello = message
-                self._send(Welcome(heartbeat_s=0.5))
-            if message.kind == "Progress":
-                self.progress.append((message.sequence, message.phase, message.detail))
-            wanted = getattr(
-                message, "request_id", ""
-            ) == request_id and message.kind in until.split("|")
-            if wanted and (message.kind != "Progress" or message.phase == "listening"):
-                return envelope
-        raise AssertionError(f"no {until} within {deadline_s} s")
-
-    def _send(self, message, buffers=()) -> None:
-        self._socket.send_multipart([self._peer, *to_wire(encode(message, buffers))])
-
-    def start(self, kind, buffers=(), *, deadline_s: float = 60.0, **fields) -> str:
-        request_id = uuid.uuid4().hex
-        self.progress = []
-        self._send(kind(request_id=request_id, deadline_s=deadline_s, **fields), buffers)
-        return request_id
-
-    def finish(self, request_id: str):
-        envelope = self.pump(until="Completed|Failed", request_id=request_id)
-        assert [s for s, *_ in self.progress] == list(range(len(self.progress)))
-        return envelope
-
-    def ask(self, kind, buffers=(), **fields):
-        """A request to its end: (message, buffers)."""
-        envelope = self.finish(self.start(kind, buffers, **fields))
-        return envelope.message, envelope.buffers
-
-    def ok(self, kind, buffers=(), **fields):
-        message, answer = self.ask(kind, buffers, **fields)
-        assert message.kind == "Completed", message
-        return message.result, answer
-
-    def refused(self, kind, buffers=(), **fields):
-        message, _ = self.ask(kind, buffers, **fields)
-        assert message.kind == "Failed", message
-        assert message.remedy
-        return message
-
-    def urgent(self, message) -> None:
-        self._send(message)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 class Receiver:
@@ -188,77 +107,6 @@ class Receiver:
         self._thread.join(40)
         if self.group is not None:
             self.group.close()
-
-
-@contextlib.contextmanager
-def node(
-    model: Path,
-    folder: Path,
-    *,
-    ranks: int = 1,
-    module: str = "trainer_node",
-    collective_timeout_s: float = 30,
-    admission: str = "skip",
-    **parallel,
-) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
-    config = TrainerConfig(
-        model=model,
-        lora=LoraConfig(rank=4, alpha=8),
-        parallel=ParallelConfig(world_size=ranks, **parallel),
-        micro_batch_tokens=16,
-        collective_timeout_s=collective_timeout_s,
-        admission=admission,
-    )
-    path = folder / "trainer.json"
-    path.write_text(config.model_dump_json())
-    control = Orchestrator()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "--max-restarts=0",
-    ]
-    command += [
-        "-m",
-        module,
-        "--endpoint",
-        control.endpoint,
-        "--node-id",
-        "trainer",
-        "--config",
-        str(path),
-    ]
-    with (folder / "node.log").open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=REPO,
-            env={**child_env(), "SPLICE_RUN_TOKEN": TOKEN},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        control.ready = control.pump(until="Ready", deadline_s=180.0).message
-        yield control, process
-    except BaseException:
-        print((folder / "node.log").read_text()[-5000:])
-        raise
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-        control.close()
-
-
-def rank_process(torchrun: subprocess.Popen, rank: int) -> psutil.Process:
-    ranks = [
-        p
-        for p in psutil.Process(torchrun.pid).children()
-        if "trainer_node" in " ".join(p.cmdline())
-    ]
-    return next(p for p in ranks if p.environ().get("RANK") == str(rank))
 
 
 def open_group(control: Orchestrator) -> Receiver:

@@ -59,7 +59,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     """
     objects.restrict_torch()
     device = topology.join(config)
-    control_group = topology.group_of_all("gloo")
+    control_group, saving_group = topology.group_of_all("gloo"), topology.group_of_all("gloo")
     gather_group = topology.group_of_all()
     bridge, provider = _bridge(config, hf_config)
     with_weights = config.init == "hf"
@@ -97,6 +97,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         hf_config=hf_config,
         device=device,
         control_group=control_group,
+        saving_group=saving_group,
         gather_group=gather_group,
         provider=provider,
         bridge=bridge,

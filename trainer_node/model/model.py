@@ -29,6 +29,8 @@ class Model:
     device: torch.device
     control_group: Any
     """gloo group for requests, outcomes and plans."""
+    saving_group: Any
+    """gloo group for saves in the background, which only their thread uses."""
     gather_group: Any
     """Group for the pieces of weights that go to rank 0 (`gathering`), with its own deadlines."""
     provider: Any

@@ -10,6 +10,9 @@ The marker, `COMPLETE`, holds every file's size and hash. Our unfinished folders
 instead, while they are written or removed. A folder with neither belongs to someone else and is
 never deleted.
 
+A part that is written later is a generation of its own within the folder. The marker names it under
+`apart`, and covers none of its files.
+
 At most one of these steps is under way at a crash, so of the three folders at least one is whole,
 if ever one was; `recover` puts the newest whole one in its place. Every file, and every folder
 whose entries changed, is flushed to the disk before the next step relies on it. All operations that
@@ -24,7 +27,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +123,14 @@ def finish(
     *,
     facts: dict[str, Any] | None = None,
     hashes: Mapping[str, str] | None = None,
+    apart: Sequence[str] = (),
     disk: Disk = DISK,
 ) -> None:
     """Mark the generation that was written whole, and put it in its place.
 
     Args:
         hashes: name -> hash (`hashing`) of files that are hashed already; others are read.
+        apart: folders within it that later become generations of their own.
     """
     temp, known = new_folder(folder), dict(hashes or {})
     paths = _files(temp)
@@ -134,6 +139,7 @@ def finish(
     known |= hashing.hashes({name: path for name, path in paths.items() if name not in known})
     marker = {
         **(facts or {}),
+        "apart": list(apart),
         "files": {name: path.stat().st_size for name, path in paths.items()},
         "span_bytes": hashing.SPAN_BYTES,
         "sha256": {name: known[name] for name in paths},
@@ -143,10 +149,21 @@ def finish(
     _replace(folder, temp, disk=disk)
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Every file by its path within the folder, markers aside."""
+def _files(folder: Path, *, apart: Iterable[str] = ()) -> dict[str, Path]:
+    """Every file by its path within the folder, without markers and what is `apart`."""
+    left_out = {name for one in apart for name in names_of(one)}
     found = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if not p.is_dir()}
-    return {name: path for name, path in found.items() if name not in (MARKER, BEGUN)}
+    return {
+        name: path
+        for name, path in found.items()
+        if name not in (MARKER, BEGUN) and name.partition("/")[0] not in left_out
+    }
+
+
+def names_of(name: str) -> tuple[str, str, str]:
+    """Return the names of a folder's current, next and previous generation."""
+    path = Path(name)
+    return (name, new_folder(path).name, old_folder(path).name)
 
 
 def _replace(folder: Path, temp: Path, *, disk: Disk) -> None:
@@ -236,7 +253,7 @@ def check_whole(folder: Path) -> dict[str, Any]:
 
 
 def check_contents(folder: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Check that the folder has exactly the files that were written.
+    """Check that the folder has exactly the files that were written, and its parts `apart` too.
 
     Args:
         part, parts: which of the files this rank reads, if several ranks share them.
@@ -246,13 +263,17 @@ def check_contents(folder: Path, *, part: int = 0, parts: int = 1) -> None:
             can be loaded.
     """
     try:
-        _check_contents(folder, check_whole(folder), part=part, parts=parts)
+        marker = check_whole(folder)
+        _check_contents(folder, marker, part=part, parts=parts)
+        for one in (folder / name for name in marker.get("apart", ())):
+            if one.exists():
+                _check_contents(one, check_whole(one), part=part, parts=parts)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_others(folder)}") from error
 
 
 def _check_contents(folder: Path, marker: Mapping[str, Any], *, part: int, parts: int) -> None:
-    paths = _files(folder)
+    paths = _files(folder, apart=marker.get("apart", ()))
     extra = sorted(set(paths) - set(marker["files"]))
     if extra:
         raise CheckpointError(

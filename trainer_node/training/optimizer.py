@@ -122,11 +122,19 @@ class ShardedAdamW:
             yield p, {"weight": master, **{name: state[name] for name in MOMENTS if name in state}}
 
     @torch.no_grad()
-    def restore(self, values: Iterable[Mapping[str, torch.Tensor]], *, num_steps: int) -> None:
-        """Take values in the order of `tensors`. A missing weight stays as it is. A collective."""
+    def restore(
+        self, values: Iterable[Mapping[str, torch.Tensor]], *, num_steps: int | None
+    ) -> None:
+        """Take values in the order of `tensors`. A missing weight stays as it is. A collective.
+
+        Args:
+            num_steps: steps that the moments have seen. None: the present moments stay.
+        """
         for (_, master), found in zip(self.masters, values, strict=True):
             if "weight" in found:
                 master.copy_(found["weight"])
+            if num_steps is None:
+                continue
             self.state.pop(master, None)
             if num_steps:
                 step = torch.tensor(float(num_steps), dtype=torch.float32, device=self._step_device)

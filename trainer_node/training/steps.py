@@ -12,14 +12,34 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
-from orchestrator.protocol.messages import TrainStep
-from trainer_node.training.batch import Batch, BatchError
+from orchestrator.protocol.messages import ForwardBackward, TrainStep
+from trainer_node.training.batch import Batch, BatchError, decode_batch
 from trainer_node.training.sums import Pending, StepSums
 from trainer_node.training.trainer import NonFiniteGradient, Trainer
 
 log = logging.getLogger("splice.trainer")
 Metrics = dict[str, float]
 _ADDED_UP = ("num_batches", "seconds_optim", "seconds_forward_backward")
+
+
+def batch_of(
+    trainer: Trainer, message: TrainStep | ForwardBackward, buffers: Sequence[bytes]
+) -> Batch:
+    """Decode a request's batch and check it, before any part of the request runs.
+
+    Raises:
+        ConfigError: the batch or its loss is refused; nothing has changed.
+    """
+    batch = decode_batch(
+        specs=message.tensors,
+        buffers=buffers,
+        vocab_size=trainer.model.vocab_size,
+        max_length=trainer.model.max_length,
+        loss=message.loss,
+    )
+    accumulation = message.grad_accumulation_sequences
+    trainer.check(batch, message.loss, grad_accumulation_sequences=accumulation)
+    return batch
 
 
 def mini_batches(batch: Batch, size: int | None) -> list[Batch]:

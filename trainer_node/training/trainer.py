@@ -34,6 +34,7 @@ from trainer_node.model.offload import (
     tensors_in,
 )
 from trainer_node.model.parameters import finalize_gradients, global_norm
+from trainer_node.state.behind import Behind, OnDisk
 from trainer_node.training import gap, passes
 from trainer_node.training.batch import (
     Batch,
@@ -82,6 +83,11 @@ class Trainer:
         self.micro_batch_tokens = DEFAULT_TOKENS
         """Largest number of tokens in a pack; `pack_size` sets it."""
         self._host_copies: HostCopies | None = None
+        self.behind = Behind()
+        self.on_disk: OnDisk | None = None
+        """The last checkpoint that was saved or loaded. It may still be written."""
+        self.notes: list[str] = []
+        """What the next result must tell the client."""
 
     # ------------------------------------------------------------ a step
 
@@ -305,6 +311,7 @@ class Trainer:
             if optim.max_grad_norm is None
             else (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         )
+        self.behind.may_step()
         self.optimizer.step(optim, factor=factor)
         return float(norm)
 
@@ -320,6 +327,7 @@ class Trainer:
         whole = read_on_all_ranks(self.model, folder)
         self.model.adapters.load(whole)
         self.optimizer.state.clear()
+        self.on_disk = None
         self.steps_since_sent = 0
         return self.drop_pending()
 
@@ -333,6 +341,8 @@ class Trainer:
     def offload(self) -> int:
         """Move every tensor of the model, adapters, optimizer and pending gradients to host memory;
         free the device's.
+
+        The caller has settled the save in the background, which reads the moments.
 
         Returns the bytes that this rank holds on the host. A second call changes nothing.
         """

@@ -1,0 +1,75 @@
+"""See `behind.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator.protocol.messages import LoadCheckpoint, SaveCheckpoint, Shutdown, TrainMerged
+from tests.trainer_node import slow_save
+from tests.trainer_node.data import arrays, training
+from tests.trainer_node.served_node import node, rank_process
+from trainer_node.state import generations
+
+
+@pytest.mark.parametrize(
+    "what", ["crashes", "again", "lost", "full_disk", "stays_full", "mixtures", "waits", "no_base"]
+)
+def test_one_rank(what: str, models, torchrun, tmp_path: Path) -> None:
+    torchrun(1, "behind", tmp_path, models["moe"], 1, 1, 1, what)
+
+
+@pytest.mark.parametrize("what", ["lost", "full_disk"])
+@pytest.mark.parametrize(("ranks", "expert"), [(2, 1), (2, 2)], ids=["dp2", "ep2"])
+def test_two_ranks(what: str, ranks: int, expert: int, models, torchrun, tmp_path: Path) -> None:
+    torchrun(ranks, "behind", tmp_path, models["moe"], 1, 1, expert, what)
+
+
+@pytest.mark.parametrize("what", ["lost", "full_disk"])
+def test_all_parameters(what: str, models, torchrun, tmp_path: Path) -> None:
+    torchrun(2, "behind", tmp_path, models["dense_tied"], 1, 1, 1, what, "full")
+
+
+def job(version: int, folder: Path) -> tuple[dict[str, Any], list[bytes]]:
+    """A step with a batch of its own, towards a version."""
+    fields, buffers = training(arrays(version), name="cross_entropy")
+    place = {"version": version, "checkpoint_dir": str(folder / str(version))}
+    return {**fields, **place}, buffers
+
+
+def test_a_killed_trainer_makes_its_step_again(
+    models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process of two ranks dies by SIGKILL while it writes moments; one that is told to end
+    writes them first.
+    """
+    slow = tmp_path / "slow"
+    slow.touch()
+    monkeypatch.setenv(slow_save.FILE, str(slow))
+    settings = {"ranks": 2, "module": "tests.trainer_node.slow_save", "expert": 2}
+    with node(models["moe"], tmp_path, **settings) as (control, process):
+        control.ok(SaveCheckpoint, version=0, checkpoint_dir=str(tmp_path / "0"))
+        fields, buffers = job(1, tmp_path)
+        control.ok(TrainMerged, buffers, **fields)
+        assert not (tmp_path / "1" / "state").exists(), "the answer does not wait for the moments"
+        ranks = [rank_process(process, rank) for rank in (0, 1)]
+        for rank in ranks:
+            rank.kill()
+        assert not psutil.wait_procs(ranks, timeout=30)[1]
+    slow.unlink()
+    with node(models["moe"], tmp_path, **settings) as (control, process):
+        loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "1"))
+        assert "bit for bit" in loaded["warnings"][0]
+        loaded, _ = control.ok(LoadCheckpoint, checkpoint_dir=str(tmp_path / "1"))
+        assert loaded["warnings"] == [], "the moments are written"
+        fields, buffers = job(2, tmp_path)
+        slow.touch()
+        control.ok(TrainMerged, buffers, **fields)
+        control.urgent(Shutdown())
+        slow.unlink()
+        assert process.wait(60) == 0
+    generations.check_contents(tmp_path / "2")
+    assert generations.is_whole(tmp_path / "2" / "state"), "an orderly end waits for the save"

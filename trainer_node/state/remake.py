@@ -1,0 +1,138 @@
+"""Loads a checkpoint whose moments were lost, because the trainer ended while it wrote them.
+
+    its base (the last complete checkpoint) -> the step again, from the request that the checkpoint
+    holds -> its weights, compared bit for bit with the durable ones -> the moments are written
+
+The weights that were durable always count; they may have been served. A difference is told in
+`Loaded.notes`, and in the moments' marker for later loads. If the step cannot be made again, the
+moments are those of the base, or new ones, and a note says so. Nothing is then written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from orchestrator.errors import SpliceError
+from orchestrator.protocol.messages import TrainMerged
+from trainer_node import objects
+from trainer_node.lockstep import Failure, agree, unpacked
+from trainer_node.state import checkpoint
+from trainer_node.state.checkpoint import Loaded, Lost
+from trainer_node.state.generations import CheckpointError
+from trainer_node.training import steps
+from trainer_node.training.trainer import Trainer
+
+log = logging.getLogger("splice.trainer")
+
+
+class StepFailed(SpliceError, RuntimeError):
+    """The lost step could not be made again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Between the weights of the repeated step and the durable ones, over all ranks."""
+
+    elements: int
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.elements} elements, by at most {self.largest:.3g}"
+
+
+def load(trainer: Trainer, folder: Path) -> Loaded:
+    """`checkpoint.load`, which makes the last step again if its moments were lost. A collective.
+
+    Raises:
+        CheckpointError: as `checkpoint.load`.
+    """
+    checkpoint.settle(trainer)
+    lost = checkpoint.lost_moments(trainer, folder)
+    if lost is None:
+        return checkpoint.load(trainer, folder)
+    log.warning("the moments of %s are lost; making its step again from %s", folder, lost.base)
+    dropped = trainer.drop_pending()
+    try:
+        _make_again(trainer, folder, lost)
+    except (CheckpointError, StepFailed) as error:
+        loaded, note = _without(trainer, folder, lost, error)
+    else:
+        loaded, note = _compared(trainer, folder, lost)
+    log.warning("%s", note)
+    return replace(loaded, dropped_batches=dropped, notes=(note,))
+
+
+def _make_again(trainer: Trainer, folder: Path, lost: Lost) -> None:
+    """Have the trainer hold the state after the repeated step.
+
+    Raises:
+        CheckpointError, StepFailed: on every rank, if it cannot.
+    """
+    checkpoint.load(trainer, lost.base, only_save=lost.base_save)
+
+    def as_error(failures: Sequence[Failure], _: Exception | None) -> StepFailed:
+        return StepFailed(f"rank {failures[0].rank} {failures[0]}")
+
+    with agree(trainer.model.control_group, as_error):
+        request = unpacked(np.fromfile(folder / checkpoint.REMAKE, np.uint8))
+        message = request.message
+        assert isinstance(message, TrainMerged)
+        batch = steps.batch_of(trainer, message, request.buffers)
+        steps.train(trainer, batch, message, on_step=lambda step, count: None)
+
+
+def _compared(trainer: Trainer, folder: Path, lost: Lost) -> tuple[Loaded, str]:
+    """Put the durable weights in the place of the repeated step's, and write the moments."""
+    made = [master.detach().to("cpu", copy=True) for _, master in trainer.optimizer.masters]
+    loaded = checkpoint.load(trainer, folder, with_moments=False)
+    found = _difference(trainer, made)
+    begin = (
+        f"The optimizer's moments of {folder} were lost with the trainer. Step {lost.steps} was "
+        f"made again from {lost.base}"
+    )
+    if found.elements:
+        note = (
+            f"{begin}, and its weights differ from the durable ones in {found}. The durable "
+            "weights count. The moments are the repeated step's."
+        )
+    else:
+        note = f"{begin}; its weights equal the durable ones bit for bit."
+    try:
+        checkpoint.complete(trainer, folder, note=note if found.elements else "")
+    except CheckpointError as error:
+        note = f"{note} They could not be written ({error})."
+    return loaded, note
+
+
+def _difference(trainer: Trainer, made: Sequence[torch.Tensor]) -> Difference:
+    """A collective."""
+    elements, largest = 0, 0.0
+    for (_, master), other in zip(trainer.optimizer.masters, made, strict=True):
+        durable = master.detach().cpu()
+        differs = durable.view(torch.int32) != other.view(torch.int32)
+        if count := int(differs.sum()):
+            elements += count
+            largest = max(largest, float((durable - other).abs().max()))
+    found = objects.all_gather([elements, largest], group=trainer.model.control_group)
+    return Difference(elements=sum(e for e, _ in found), largest=max(m for _, m in found))
+
+
+def _without(trainer: Trainer, folder: Path, lost: Lost, why: Exception) -> tuple[Loaded, str]:
+    """Load the durable weights with the base's moments, or with new ones."""
+    moments = "The optimizer starts afresh."
+    trainer.optimizer.state.clear()
+    with contextlib.suppress(CheckpointError):
+        checkpoint.load(trainer, lost.base, only_save=lost.base_save)
+        moments = f"The moments are those of {lost.base}, from before that step."
+    loaded = checkpoint.load(trainer, folder, with_moments=False)
+    return loaded, (
+        f"The optimizer's moments of {folder} were lost with the trainer, and step {lost.steps} "
+        f"could not be made again from {lost.base} ({why}). The durable weights count. {moments}"
+    )

@@ -183,6 +183,10 @@ def _cases(
         for peer, label in PEERS.items()
         if peer in peers
     ]
+    if not peers:
+        cases.append(
+            Case(name=name, metric="tokens_per_s", unit="tokens/s", samples=rate(ours, "tokens"))
+        )
     cases += [
         Case(
             name=name,

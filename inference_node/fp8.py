@@ -35,10 +35,12 @@ LINEAR = {
 }
 EXPERTS = {
     "Fp8PerTensorOnlineMoEMethod": "per_tensor",
+    "Fp8PtpcOnlineMoEMethod": "per_channel",
     "Fp8PerBlockOnlineMoEMethod": "per_block",
 }
 WEIGHTS = ("weight", "w13_weight", "w2_weight")
 _PROOF_EXPERTS = 2
+_COUNTS = ("num_experts", "local_num_experts")
 _DONE = "_already_called_process_weights_after_loading"
 _FAILURES = (NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError, KeyError)
 
@@ -149,8 +151,8 @@ def _as_vllm(layer: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> Mapping
             stand_in._parameters[n] = torch.nn.Parameter(tensor, requires_grad=False)
     else:
         stand_in = dialect.moe_stand_in(layer, loaded)
-        setattr(stand_in, _DONE, False)
-        setattr(stand_in, "local_num_experts", _PROOF_EXPERTS)  # noqa: B010 - mypy: it has none
+        for name, value in ((_DONE, False), *dict.fromkeys(_COUNTS, _PROOF_EXPERTS).items()):
+            setattr(stand_in, name, value)
     method.process_weights_after_loading(stand_in)
     return _parameters(stand_in)
 
@@ -159,7 +161,7 @@ def _as_ours(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
     if kind == "per_block":
         return fp8.per_block(weight.reshape(-1, *weight.shape[-2:]))
     if kind == "per_channel":
-        return fp8.per_channel(weight)
+        return fp8.per_channel(weight.reshape(-1, weight.shape[-1]))
     return fp8.per_tensor(weight.reshape(1 if weight.dim() == 2 else len(weight), -1))
 
 

@@ -99,10 +99,12 @@ def through_the_cpu(worker_group: Any) -> Any:
     return worker_group
 
 
-def checkpoint(name: str, folder: Path, dtype: str | None = None) -> dict[str, torch.Tensor]:
+def checkpoint(
+    name: str, folder: Path, dtype: str | None = None, **changes: Any
+) -> dict[str, torch.Tensor]:
     """Write the family's checkpoint; returns its tensors."""
     dtype = dtype or dtype_of(name)
-    settings = SERVED.get(name, {})
+    settings = SERVED.get(name, {}) | changes
     if CUDA and "v_head_dim" in settings:
         settings = settings | LATENT_ON_GPUS
     families.make(name, folder, dtype, **settings)

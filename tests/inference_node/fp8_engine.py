@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 
+from inference_node import direct, placement, verify
 from inference_node import fp8 as held
-from inference_node import placement, verify
 from orchestrator.protocol import messages as m
 from tests.inference_node.family_engine import CUDA, Engine, checkpoint, moved, write_like
 from tests.inference_node.harness import new
@@ -28,10 +29,24 @@ from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
 from weight_transfer.layout import as_bytes, chunk_offsets, view_of
 
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+}
+"""Blocks of 128 x 128 end where tensors do."""
+
 
 def lend_kernel() -> None:
-    """Give vLLM's CPU build its reference of the CUDA kernel that rounds with a given scale."""
+    """Give vLLM's CPU build what its layers call: the rounding kernel, and a layout of experts.
+
+    A CPU without AMX has no FP8 experts, so the layout is that of the Triton kernels; they do not
+    run.
+    """
     from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization.online import fp8
 
     def scaled_fp8_quant(
@@ -45,6 +60,7 @@ def lend_kernel() -> None:
             return scaled_fp8_quant if name == "scaled_fp8_quant" else getattr(ops, name)
 
     fp8.ops = Ops()
+    fp8.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
 
 
 class Filled:
@@ -91,7 +107,7 @@ class Fp8Engine(Engine):
         specs = [self.base.tensors[i] for i in planned.part]
         sent = self.sent if self.part is None else self.sent.part(self.part)
         filled: Any = Filled(tensors, specs, planned.order)
-        device = torch.device("cpu")
+        device = torch.device("cuda" if CUDA else "cpu")
         return sent, fp8_export.Fp8Export(
             filled, planned, specs=specs, sent=sent, order=order, device=device
         )
@@ -180,6 +196,79 @@ class Fp8Engine(Engine):
         }
 
 
+class InProcess:
+    """A model without an engine, planned and updated as a worker does it."""
+
+    def __init__(self, model: torch.nn.Module, config: Any, manifest: m.Manifest) -> None:
+        self._model, self._config = model, config
+        with set_current_vllm_config(config), torch.no_grad():
+            self.refused = held.refusals(model)
+        recorded = placement.record(model, manifest)
+        weights = held.merged([held.groups(recorded, manifest, model)])
+        assert weights is not None
+        self._sent = m.fp8_manifest(manifest, weights)
+        self._plan = held.placed(recorded, self._sent, model)
+        findings = placement.local_findings(self._plan, self._sent)
+        placement.judge(self._sent, [findings])
+        live = direct.live_parameters(model, self._plan)
+        self._reload = placement.whole_layers(
+            self._plan, self._sent, sorted(direct.obstacles(self._plan, self._sent, live))
+        )
+        held.refuse_reload(self._sent, self._reload)
+        places = m.fp8_places(manifest, weights)
+        together = [tuple(p for i in g.tensors for p in places[i]) for g in weights.groups]
+        chunks = direct.plan_chunks(self._sent, reload=self._reload, together=together)
+        self._chunks, self._order = chunks, [c.tensors for c in chunks]
+        self._base = fp8_export.plan(manifest, self._sent, weights, self._order, None)
+        self._specs = manifest.tensors
+        self._receiver = direct.DirectReceiver(
+            chunks=chunks,
+            manifest=self._sent,
+            plan=self._plan,
+            live=live,
+            device=torch.device("cpu"),
+        )
+        quantised = [t for g in weights.groups for i in g.tensors for t in places[i]]
+        self.quantised = sorted(self._sent.tensors[i].name for i in quantised)
+
+    def _buffers(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        filled: Any = Filled(tensors, self._specs, self._base.order)
+        export = fp8_export.Fp8Export(
+            filled,
+            self._base,
+            specs=self._specs,
+            sent=self._sent,
+            order=self._order,
+            device=torch.device("cpu"),
+        )
+        buffers = []
+        for k in range(export.num_chunks):
+            buffers.append(torch.empty(export.chunk_nbytes(k), dtype=torch.uint8))
+            export.fill(k, buffers[-1])
+        return buffers
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Place the tensors; those that vLLM must load itself stay."""
+        with torch.no_grad():
+            self._receiver.apply(
+                self._buffers(tensors), load=lambda _: None, on_written=lambda _: None
+            )
+
+    def wrong(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """What travels as FP8 and is not live as it should be."""
+        found = verify.read_back(self._model, self._plan, {})
+        digests, unverified = verify.combine(self._sent, [found])
+        assert unverified == {}
+        right: dict[int, int] = {}
+        for chunk, buffer_B in zip(self._order, self._buffers(tensors), strict=True):
+            specs = [self._sent.tensors[i] for i in chunk]
+            for i, spec, at in zip(chunk, specs, chunk_offsets(specs), strict=True):
+                right[i] = int(tensor_digest(view_of(buffer_B, spec, at)))
+        names = [spec.name for spec in self._sent.tensors]
+        wrong = [n for i, n in enumerate(names) if digests[i] != right[i]]
+        return sorted(set(wrong) & set(self.quantised))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What came of FP8 publications."""
@@ -189,9 +278,8 @@ class Outcome:
     tensors: int = 0
     wrong: list[str] = field(default_factory=list)
     unverified: dict[str, str] = field(default_factory=dict)
-    as_loaded: bool = False
-    """Whether the live bytes equal those of an engine that loads the bf16 weights cold."""
-    different: list[str] = field(default_factory=list)
+    live: list[str] = field(default_factory=list)
+    """Each parameter of the FP8 layers at the end, with a hash of its bytes."""
     flipped: dict[str, list[str]] = field(default_factory=dict)
     """Tensor with a flipped bit -> tensors with wrong digests."""
     partial_bytes: tuple[int, int] = (0, 0)
@@ -199,11 +287,18 @@ class Outcome:
     logprobs: list[list[float]] = field(default_factory=list)
 
 
+def weights_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a bf16 checkpoint; returns its tensors."""
+    is_moe = "moe" in name
+    wide = {k: v for k, v in WIDE.items() if is_moe or not k.startswith("moe_")}
+    return checkpoint(name, folder, "bfloat16", **wide)
+
+
 def run(name: str, folder: Path, quantization: str) -> Outcome:
     """Publish, flip bits, recover, publish a part; then the live bytes."""
     if not CUDA:
         lend_kernel()
-    base = checkpoint(name, folder, "bfloat16")
+    base = weights_of(name, folder)
     try:
         engine = Fp8Engine(name, folder, base, dtype="bfloat16", quantization=quantization)
         names = [s.name for s in engine.manifest.tensors]
@@ -238,7 +333,7 @@ def run(name: str, folder: Path, quantization: str) -> Outcome:
         flipped=flipped,
         partial_bytes=(engine.sent.part(part).nbytes, whole),
         logprobs=[first, served, engine.logprobs()[1].tolist()],
-        different=sorted(_digest_of(engine)),
+        live=sorted(_digest_of(engine)),
     )
 
 
@@ -255,7 +350,7 @@ def cold(name: str, folder: Path, quantization: str) -> tuple[list[str], list[fl
     """The live bytes and log-probs of an engine that loads the last weights as its checkpoint."""
     if not CUDA:
         lend_kernel()
-    base = checkpoint(name, folder, "bfloat16")
+    base = weights_of(name, folder)
     second, third = moved(base, 1), moved(base, 2)
     mixed = {n: third[n] if ".layers.1." in n and "_proj" in n else second[n] for n in base}
     last = write_like(folder, mixed, folder.with_suffix(".cold"))
@@ -267,8 +362,9 @@ if __name__ == "__main__":  # by hand: python -m tests.inference_node.fp8_engine
     for family in sys.argv[2:]:
         at = Path(tempfile.mkdtemp()) / family
         found = run(family, at, sys.argv[1])
-        print(found.refused or found)
+        print(found.refused or (found.fp8, found.tensors, found.wrong, found.unverified))
+        print("flipped:", found.flipped, "bytes:", found.partial_bytes)
         if not found.refused:
             digests, logprobs = cold(family, at.with_suffix(".again"), sys.argv[1])
-            print("live bytes as loaded cold:", digests == found.different)
+            print("live bytes as loaded cold:", digests == found.live)
             print("log-probs as served cold:", logprobs == found.logprobs[-1])

@@ -12,7 +12,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -156,8 +156,14 @@ def _copy(value: Any) -> Any:
     return copy.copy(value)
 
 
-def moe_stand_in(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module that answers like `layer` but owns the given parameters."""
+def moe_stand_in(
+    layer: torch.nn.Module, tensors: dict[str, torch.Tensor], *, hides: Collection[str] = ()
+) -> torch.nn.Module:
+    """A module that answers like `layer` but owns the given parameters.
+
+    Args:
+        hides: parameters of the layer that the module lacks.
+    """
     import torch
 
     class _StandIn(torch.nn.Module):
@@ -165,7 +171,7 @@ def moe_stand_in(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> to
             try:
                 return super().__getattr__(key)
             except AttributeError:
-                if key.endswith("_bias") and key in layer._parameters:
+                if key in hides or (key.endswith("_bias") and key in layer._parameters):
                     raise
                 return getattr(layer, key)
 

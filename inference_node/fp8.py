@@ -150,7 +150,7 @@ def _as_vllm(layer: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> Mapping
         for n, tensor in loaded.items():
             stand_in._parameters[n] = torch.nn.Parameter(tensor, requires_grad=False)
     else:
-        stand_in = dialect.moe_stand_in(layer, loaded)
+        stand_in = dialect.moe_stand_in(layer, loaded, hides=layer._parameters.keys())
         for name, value in ((_DONE, False), *dict.fromkeys(_COUNTS, _PROOF_EXPERTS).items()):
             setattr(stand_in, name, value)
     method.process_weights_after_loading(stand_in)

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass
 from typing import Any
 
-from inference_node import dialect, placement, verify
+from inference_node import dialect, fp8, placement, verify
 from inference_node import direct as direct_path
 from inference_node.entrance import free_pass
 from inference_node.traffic import ENGINE_PAUSE, ActionFailed, Traffic
@@ -29,6 +29,7 @@ from orchestrator.protocol.messages import (
     CheckCanary,
     CommitUpdate,
     ErrorCode,
+    Fp8Group,
     JoinTransferGroup,
     LeaveTransferGroup,
     Manifest,
@@ -39,6 +40,7 @@ from orchestrator.protocol.messages import (
     SwapWeights,
     WireChunk,
     WireLayout,
+    fp8_manifest,
 )
 
 Answer = dict[str, Any]
@@ -58,6 +60,10 @@ MESSAGES: dict[str, type[Message]] = {
 
 
 MANIFEST_ORDER = "manifest order was asked for"
+FP8_ORDER = (
+    "an FP8 server takes its own layout, which this trainer or another replica cannot use; serve "
+    "this model in bf16, and give all replicas the same quantisation"
+)
 DEATH_POLL_S = 0.5
 """Seconds between two questions whether the engine still lives."""
 SHADOW_POLL_S = 0.02
@@ -167,25 +173,42 @@ class Actions:
         """Check a manifest against all workers' placement; lay out it and its changed part."""
         self._whole = self._part = self._receiving = None
         manifest = message.manifest
-        answers = await self._workers(engine, "splice_plan_check", manifest.model_dump_json())
-        findings = [placement.Findings(**a["findings"]) for a in answers]
-        placement.judge(manifest, findings)
+        answers, findings = await self._check(engine, manifest, "splice_plan_check", manifest)
+        groups = [[Fp8Group.model_validate(g) for g in a["fp8"]] for a in answers]
+        weights = fp8.merged(groups)
+        if weights is not None:
+            if message.in_manifest_order:
+                raise ManifestError(FP8_ORDER)
+            manifest = fp8_manifest(manifest, weights)
+            answers, findings = await self._check(engine, manifest, "splice_use_fp8", weights)
         reasons: dict[str, set[int]] = {}
         for why, indices in (pair for a in answers for pair in a["obstacles"].items()):
             reasons.setdefault(why, set()).update(indices)
         if message.in_manifest_order:
             reasons = {MANIFEST_ORDER: set(range(len(manifest.tensors)))}
         reloaded = await self._whole_layers(engine, set().union(*reasons.values()), len(answers))
+        fp8.refuse_reload(manifest, reloaded)
         changed = await self._whole_layers(engine, manifest.changed or (), len(answers))
         self._whole = await self._lay_out(engine, manifest, findings, reasons, reloaded, None)
-        layout = self._whole.layout.model_dump(mode="json")
-        if not changed or len(changed) == len(manifest.tensors):
-            return {"layout": layout, "changed": None}
-        self._part = await self._lay_out(engine, manifest, findings, reasons, reloaded, changed)
-        return {
-            "layout": layout,
-            "changed": {"tensors": changed, "layout": self._part.layout.model_dump(mode="json")},
+        planned: Answer = {
+            "layout": self._whole.layout.model_dump(mode="json"),
+            "changed": None,
+            "fp8": None if weights is None else weights.model_dump(mode="json"),
         }
+        if changed and len(changed) < len(manifest.tensors):
+            self._part = await self._lay_out(engine, manifest, findings, reasons, reloaded, changed)
+            layout = self._part.layout.model_dump(mode="json")
+            planned["changed"] = {"tensors": changed, "layout": layout}
+        return planned
+
+    async def _check(
+        self, engine: Any, manifest: Manifest, method: str, argument: Message
+    ) -> tuple[list[Answer], list[placement.Findings]]:
+        """All workers' answers about a manifest; refuses one that the replica cannot load whole."""
+        answers = await self._workers(engine, method, argument.model_dump_json())
+        findings = [placement.Findings(**a["findings"]) for a in answers]
+        placement.judge(manifest, findings)
+        return answers, findings
 
     async def _whole_layers(self, engine: Any, indices: Collection[int], workers: int) -> list[int]:
         """The indices, with all tensors that share a layer with any of them on any worker."""

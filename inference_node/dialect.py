@@ -12,7 +12,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def convert_moe_weights(
         raise NotImplementedError("vLLM 0.26's CPU MoE packs into a module of its own")
     extra: dict[str, Any] = {}
     if "layer" in inspect.signature(unquantized.convert_to_unquantized_kernel_format).parameters:
-        extra["layer"] = _moe_stand_in(layer, tensors)
+        extra["layer"] = moe_stand_in(layer, tensors)
     w13, w2 = unquantized.convert_to_unquantized_kernel_format(
         backend,
         moe_config=_copy(method.moe),
@@ -145,7 +145,7 @@ def convert_moe_weights(
     converted = {**tensors, "w13_weight": w13, "w2_weight": w2}
     if is_old:
         return converted
-    stand_in = _moe_stand_in(layer, converted)
+    stand_in = moe_stand_in(layer, converted)
     _copy(method.moe_kernel.fused_experts).process_weights_after_loading(stand_in)
     return {n: p.data for n, p in stand_in._parameters.items() if p is not None}
 
@@ -156,8 +156,14 @@ def _copy(value: Any) -> Any:
     return copy.copy(value)
 
 
-def _moe_stand_in(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A module that answers like `layer` but owns the given parameters."""
+def moe_stand_in(
+    layer: torch.nn.Module, tensors: dict[str, torch.Tensor], *, hides: Collection[str] = ()
+) -> torch.nn.Module:
+    """A module that answers like `layer` but owns the given parameters.
+
+    Args:
+        hides: parameters of the layer that the module lacks.
+    """
     import torch
 
     class _StandIn(torch.nn.Module):
@@ -165,7 +171,7 @@ def _moe_stand_in(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> t
             try:
                 return super().__getattr__(key)
             except AttributeError:
-                if key.endswith("_bias") and key in layer._parameters:
+                if key in hides or (key.endswith("_bias") and key in layer._parameters):
                     raise
                 return getattr(layer, key)
 
@@ -174,6 +180,24 @@ def _moe_stand_in(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> t
     for key, tensor in tensors.items():
         stand_in._parameters[key] = torch.nn.Parameter(tensor, requires_grad=False)
     return stand_in
+
+
+def is_quantised(layer: torch.nn.Module) -> bool:
+    """Whether a layer keeps its own parameters in another form than they are loaded in."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    method = getattr(layer, "quant_method", None)
+    is_method = isinstance(method, QuantizeMethodBase) and any(
+        p is not None for p in layer._parameters.values()
+    )
+    is_plain = isinstance(method, BaseKVCacheMethod) or type(method).__name__.startswith("Unquant")
+    return is_method and not is_plain
+
+
+def is_quantised_cache(dtype: str) -> bool:
+    """Whether a KV cache of this `--kv-cache-dtype` has scales."""
+    return dtype not in ("auto", "float32", "half", "float16", "bfloat16")
 
 
 def moe_prepack_is_skipped_on_reload(method: Any) -> bool:

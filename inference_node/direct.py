@@ -150,13 +150,18 @@ def whole_runs(plan: PlacementPlan, manifest: Manifest, reload: Collection[int])
 
 
 def plan_chunks(
-    manifest: Manifest, *, reload: Collection[int], runs: Sequence[Run] = ()
+    manifest: Manifest,
+    *,
+    reload: Collection[int],
+    runs: Sequence[Run] = (),
+    together: Sequence[tuple[int, ...]] = (),
 ) -> tuple[WireChunk, ...]:
     """The chunks in which the manifest's tensors travel, in order. Pure.
 
     Args:
         reload: indices that take the reload path.
         runs: tensors that the only worker of a replica may receive in place.
+        together: indices that must share a chunk and follow each other; in no run.
     """
     big = _groups(runs)
     small = [group for group in big if sum(r.nbytes for r in group) < SMALL_BYTES]
@@ -167,11 +172,11 @@ def plan_chunks(
         big.remove(smallest := min(big, key=lambda group: sum(r.nbytes for r in group)))
         live -= {r.index for r in smallest}
     staged = [i for i in range(len(manifest.tensors)) if i not in live and i not in reload]
-    chunks = [
-        WireChunk(kind="staged", tensors=t) for t in _packed(_families(staged, manifest), manifest)
-    ]
+    units = _units(_families(staged, manifest), together)
+    chunks = [WireChunk(kind="staged", tensors=t) for t in _packed(units, manifest)]
     chunks += [WireChunk(kind="live", tensors=tuple(r.index for r in group)) for group in big]
-    chunks += [WireChunk(kind="reload", tensors=t) for t in _packed(sorted(reload), manifest)]
+    alone = [(i,) for i in sorted(reload)]
+    chunks += [WireChunk(kind="reload", tensors=t) for t in _packed(alone, manifest)]
     return tuple(chunks)
 
 
@@ -233,20 +238,26 @@ def _family(name: str) -> str:
     return _EXPERT.sub(".*.", name) if len(re.findall(r"\.\d+(?=\.)", name)) > 1 else name
 
 
-def _packed(indices: Sequence[int], manifest: Manifest) -> list[tuple[int, ...]]:
-    """Pack indices into chunks of at most MAX_CHUNK_BYTES; a larger tensor is a chunk of its own.
+def _units(indices: Sequence[int], together: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The indices, with those that must share a chunk in the place of the first of them."""
+    unit_of = {i: unit for unit in together for i in unit}
+    return list(dict.fromkeys(unit_of.get(i, (i,)) for i in indices))
+
+
+def _packed(units: Sequence[tuple[int, ...]], manifest: Manifest) -> list[tuple[int, ...]]:
+    """Pack units into chunks of at most MAX_CHUNK_BYTES; a larger unit is a chunk of its own.
 
     Wide elements come first, so that each tensor is aligned.
     """
     chunks: list[list[int]] = []
     size = 0
-    for index in indices:
-        nbytes = manifest.tensors[index].nbytes
+    for unit in units:
+        nbytes = sum(manifest.tensors[i].nbytes for i in unit)
         if chunks and size + nbytes <= MAX_CHUNK_BYTES:
-            chunks[-1].append(index)
+            chunks[-1].extend(unit)
             size += nbytes
         else:
-            chunks.append([index])
+            chunks.append(list(unit))
             size = nbytes
     return [tuple(sorted(p, key=lambda i: -DTYPE_BYTES[manifest.tensors[i].dtype])) for p in chunks]
 

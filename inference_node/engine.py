@@ -33,15 +33,19 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from inference_node import derived, dialect, direct, placement, reload, shadow, verify
+from inference_node import derived, dialect, direct, fp8, placement, reload, shadow, verify
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import (
+    Fp8Group,
+    Fp8Weights,
     JoinTransferGroup,
     Manifest,
     ReceiveWeights,
     SwapWeights,
     WireChunk,
+    fp8_manifest,
+    fp8_places,
 )
 from weight_transfer.groups import TransferGroup, join_tcp
 
@@ -100,7 +104,12 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._watchdog: Watchdog | None = Watchdog.from_environment()
         self._group: TransferGroup | None = None
+        self._recorded: tuple[Manifest, placement.PlacementPlan] | None = None
+        """The trainer's manifest and its plan."""
         self._checked: tuple[Manifest, placement.PlacementPlan] | None = None
+        """What is sent, and its plan. They are the trainer's unless weights travel as FP8."""
+        self._together: list[tuple[int, ...]] = []
+        """Indices of what is sent that must share a chunk: FP8 weights with their scales."""
         self._live: direct.Live = {}
         self._deriving: dict[str, torch.nn.Module] = {}
         self._whole: _WorkerUpdate | None = None
@@ -162,19 +171,69 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
     def plan_check(self, manifest: Manifest) -> placement.Findings:
         """Record once where a manifest's tensors land; returns what does not fit."""
-        if self._checked is None or manifest != self._checked[0]:
+        if self._recorded is None or manifest != self._recorded[0]:
             with set_current_vllm_config(self.vllm_config):
-                plan = placement.record(self.model, manifest)
-            lossy = verify.loses_zero_sign(self.model, plan)
-            self._corrected = {}
-            for region in plan.regions:
-                if (region.module, region.param) in lossy:
-                    self._corrected.setdefault(region.name, []).append(region)
-            self._live = direct.live_parameters(self.model, plan)
-            self._deriving = derived.deriving_layers(self.model)
-            self._whole = self._part = self._update = None
-            self._checked = (manifest, plan)
-        return placement.local_findings(self._checked[1], manifest)
+                self._recorded = (manifest, placement.record(self.model, manifest))
+        plan = self._recorded[1]
+        self._use_plan(manifest, plan)
+        return placement.local_findings(plan, manifest)
+
+    def _use_plan(self, manifest: Manifest, plan: placement.PlacementPlan) -> None:
+        if self._checked is not None and self._checked[0] == manifest:
+            return
+        lossy = verify.loses_zero_sign(self.model, plan)
+        self._corrected = {}
+        for region in plan.regions:
+            if (region.module, region.param) in lossy:
+                self._corrected.setdefault(region.name, []).append(region)
+        self._live = direct.live_parameters(self.model, plan)
+        self._deriving = derived.deriving_layers(self.model)
+        self._whole = self._part = self._update = None
+        self._together = []
+        self._checked = (manifest, plan)
+
+    # ------------------------------------------------------------ FP8
+
+    def refusals(self) -> list[str]:
+        """Why this model cannot be updated and verified, each naming its layers."""
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            found = fp8.refusals(self.model)
+        texts = [f"{why} ({placement.some(paths)})" for why, paths in found.items()]
+        cache = str(self.vllm_config.cache_config.cache_dtype)
+        if dialect.is_quantised_cache(cache):
+            texts.append(
+                f"the KV cache is kept as {cache}; whether its scales stay right after new weights "
+                "is not shown. Start vLLM without --kv-cache-dtype"
+            )
+        return texts
+
+    def fp8_groups(self) -> list[Fp8Group]:
+        """The HF matrices of the planned manifest that this worker keeps together in FP8.
+
+        Raises:
+            ManifestError: the model cannot be updated and verified, or a tensor is no bf16 matrix.
+        """
+        assert self._recorded is not None
+        if any(fp8.kind_of(layer) is not None for layer in self.model.modules()):
+            if refused := self.refusals():
+                raise ManifestError("; ".join(refused))
+            return fp8.groups(self._recorded[1], self._recorded[0], self.model)
+        return []
+
+    def use_fp8(self, weights: Fp8Weights) -> placement.Findings:
+        """Plan what is sent if these weights of the planned manifest travel as FP8.
+
+        Raises:
+            ManifestError: blocks of a tensor do not begin where its scales do.
+        """
+        assert self._recorded is not None
+        manifest, recorded = self._recorded
+        sent = fp8_manifest(manifest, weights)
+        plan = fp8.placed(recorded, sent, self.model)
+        self._use_plan(sent, plan)
+        places = fp8_places(manifest, weights)
+        self._together = [tuple(p for i in g.tensors for p in places[i]) for g in weights.groups]
+        return placement.local_findings(plan, sent)
 
     def obstacles(self) -> dict[int, str]:
         """Index of each tensor of the manifest that this worker cannot place -> the reason."""
@@ -226,8 +285,13 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             manifest = manifest.part(part)
             plan = placement.only(plan, manifest)
         is_alone = self.vllm_config.parallel_config.world_size_across_dp == 1
-        runs = direct.whole_runs(plan, manifest, reload_within) if is_alone else ()
-        chunks = direct.plan_chunks(manifest, reload=reload_within, runs=runs)
+        numbers = {
+            i: n for n, i in enumerate(range(len(manifest.tensors)) if part is None else part)
+        }
+        together = [tuple(numbers[i] for i in g) for g in self._together if g[0] in numbers]
+        elsewhere = reload_within.union(*together)
+        runs = direct.whole_runs(plan, manifest, elsewhere) if is_alone else ()
+        chunks = direct.plan_chunks(manifest, reload=reload_within, runs=runs, together=together)
         receiver = direct.DirectReceiver(
             chunks=chunks, manifest=manifest, plan=plan, live=self._live, device=self.device
         )

@@ -20,6 +20,8 @@ MAX_BODY_BYTES = "SPLICE_MAX_BODY_BYTES"
 """Environment variable: the largest body of a request."""
 WATCHDOG = "SPLICE_WATCHDOG"
 """Environment variable: the node's PUB socket, e.g. tcp://127.0.0.1:40123."""
+ALLOW_UNVERIFIED = "SPLICE_ALLOW_UNVERIFIED"
+"""Environment variable: "1" if quantised weights may be reloaded that cannot be verified."""
 RUN_TOKEN = "SPLICE_RUN_TOKEN"
 """Environment variable: the run's token, for the node alone."""
 

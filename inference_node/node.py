@@ -46,7 +46,7 @@ from inference_node.aborts import Aborts
 from inference_node.served import Served
 from inference_node.vllm_process import CallFailed, VllmProcess, bind
 from inference_node.watchdog import AbortSender
-from orchestrator.errors import REMEDIES, NodeLost, TransferAborted
+from orchestrator.errors import REMEDIES, ConfigError, NodeLost, TransferAborted
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol import memory
 from orchestrator.protocol.config import InferenceConfig
@@ -198,11 +198,26 @@ class InferenceNode:
             deadline_s=self._config.startup_timeout_s, on_tick=self._refuse_requests
         )
         workers = self._vllm.call("info", timeout_s=vllm_process.QUICK_S)["workers"]
+        self._refuse_unverified(workers)
         detail = _ready_detail(self._config, self._vllm.base_url, workers)
         if restarted:
             self._times_restarted += 1
             detail["restarted"] = self._times_restarted
         self._link.send(Ready(node_id=self._node_id, detail=detail))
+
+    def _refuse_unverified(self, workers: Sequence[dict[str, Any]]) -> None:
+        """End before the first job if vLLM holds what cannot be verified.
+
+        Raises:
+            ConfigError: names the quantisation and its layers.
+        """
+        refused = list(dict.fromkeys(text for w in workers for text in w["refusals"]))
+        if not refused:
+            return
+        text = f"vLLM holds what splice cannot verify: {'; '.join(refused)}"
+        if not self._config.allow_unverified:
+            raise ConfigError(f"{text}. Set allow_unverified to publish without this proof")
+        log.warning("%s; published all the same, because allow_unverified is set", text)
 
     def _refuse_requests(self) -> None:
         with contextlib.suppress(NodeLost):
@@ -301,7 +316,7 @@ class InferenceNode:
     def _prepare(self, message: PrepareUpdate) -> None:
         answer = self._vllm.call("plan", message)
         self._served = self._served.planned(has_part=answer["changed"] is not None)
-        result = {"layout": answer["layout"], "changed": answer["changed"]}
+        result = {key: answer[key] for key in ("layout", "changed", "fp8")}
         seconds = {"seconds": {"check": answer["seconds"]}}
         self._link.complete(message.request_id, result=seconds | result)
 

@@ -94,7 +94,8 @@ class ParamFormat:
     """A parameter as `load_weights` sees it.
 
     `numel` excludes declared padding; `alias_of` shares another parameter's live tensor.
-    `is_computed`: its loader makes new values of the HF tensors.
+    `is_computed`: its loader makes new values of the HF tensors. `is_fp8`: an e4m3 weight whose
+    memory has the shape's order, or its scales (`inference_node.fp8`).
     """
 
     module: str
@@ -106,6 +107,7 @@ class ParamFormat:
     alias_of: tuple[str, str] | None = None
     optional: bool = False
     is_computed: bool = False
+    is_fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Digests of the live tensors, read back into checkpoint layout and summed per HF tensor.
 
-Four layouts can be read back:
+Five layouts can be read back:
 
+* *FP8*: e4m3 weights and scales, whose layout was proven at the start (`inference_node.fp8`).
 * *as loaded*: the live parameter has the checkpoint's shape and strides, and its dtype or a wider
   one, and its layer is known not to permute it.
 * *unquantised MoE*: the kernel's packing permutes each expert's elements. The permutation is found
@@ -79,6 +80,8 @@ def why_not_in_place(
         return f"the loader of {name} computes {fmt.param}"
     if live is None or live.numel() == 0:
         return f"{name} keeps {fmt.param} elsewhere"
+    if fmt.is_fp8:
+        return None
     if not _is_as_loaded(live, fmt) or str(live.dtype) != f"torch.{fmt.dtype}":
         return f"{name} keeps {fmt.param} in another shape"
     if hasattr(layer, "cpu_linear") and (is_shared or not _only_looks_up(layer)):
@@ -91,7 +94,8 @@ def why_not_in_place(
         except Unreadable as why:
             return str(why)
         return None if is_identity else f"{name} keeps {fmt.param} packed"
-    if method is not None and kind not in _PLAIN_METHODS and kind != packing.MOE_METHOD:
+    is_plain = kind in _PLAIN_METHODS or kind == packing.MOE_METHOD or _is_beside_fp8(siblings)
+    if method is not None and not is_plain:
         return f"{kind} converts {fmt.param}"
     if method is not None and (beside := packing.tensors_beside(layer)):
         return f"{name} makes {', '.join(beside)} of its parameters"
@@ -198,11 +202,14 @@ def _layer_copies(
     kind = type(method).__name__
     if fmt.is_computed:
         raise Unreadable("its loader computes new values")
+    if fmt.is_fp8 and live is not None:
+        return [_Live(tensor=live.data)]
     if kind == packing.MOE_METHOD and fmt.param in packing.MOE_PARAMS:
         assert live is not None
         packed = packing.of_experts(layer, method, siblings)[fmt.param]
         return [_Live(tensor=packed.unpack(live.data, fmt.shape, items=fmt.shape[0]))]
-    if method is not None and kind not in _PLAIN_METHODS and kind != packing.MOE_METHOD:
+    is_plain = kind in _PLAIN_METHODS or kind == packing.MOE_METHOD or _is_beside_fp8(siblings)
+    if method is not None and not is_plain:
         raise Unreadable(f"{kind} keeps it in a layout that is not read back")
     if method is not None and fmt.param == "weight" and packing.tensors_beside(layer):
         return [
@@ -227,6 +234,11 @@ def _layer_copies(
             raise Unreadable("its weight was dropped for a packed copy elsewhere")
         copies.append(_Live(tensor=_probe_linear(layer, multiplies, fmt), loses_zero_sign=True))
     return copies
+
+
+def _is_beside_fp8(siblings: Mapping[str, ParamFormat]) -> bool:
+    """Whether a layer's quantisation is described, so that its bias is as loaded."""
+    return any(fmt.is_fp8 for fmt in siblings.values())
 
 
 def _is_as_loaded(live: torch.Tensor, fmt: ParamFormat) -> bool:

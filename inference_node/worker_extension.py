@@ -10,6 +10,7 @@ import array
 import base64
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,10 +18,12 @@ from typing import Any, ParamSpec
 
 import torch
 
+from inference_node import names
 from inference_node.engine import SpliceEngine
 from orchestrator.errors import code_and_remedy
 from orchestrator.protocol.messages import (
     ErrorCode,
+    Fp8Weights,
     JoinTransferGroup,
     Manifest,
     PrepareShadow,
@@ -92,6 +95,7 @@ class SpliceWorkerExtension:
             "device": str(engine.device),
             "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "packages": packages,
+            "refusals": engine.refusals(),
         }
 
     @_answers(ErrorCode.TRANSFER_FAILED)
@@ -109,13 +113,35 @@ class SpliceWorkerExtension:
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_plan_check(self, manifest: str) -> dict[str, Any]:
-        """This worker's `Findings` about a manifest (JSON), and tensors that it cannot place."""
+        """This worker's `Findings` about a manifest (JSON), and tensors that it cannot place.
+
+        `fp8` has the groups of matrices that it keeps in FP8.
+        """
         engine = self._splice_engine
         findings = asdict(engine.plan_check(Manifest.model_validate_json(manifest)))
+        groups = [] if self._may_be_unverified else engine.fp8_groups()
+        fp8 = [group.model_dump() for group in groups]
+        return {"findings": findings, "obstacles": self._obstacles(), "fp8": fp8}
+
+    @property
+    def _may_be_unverified(self) -> bool:
+        return os.environ.get(names.ALLOW_UNVERIFIED) == "1"
+
+    def _obstacles(self) -> dict[str, list[int]]:
         reasons: dict[str, list[int]] = {}
-        for index, why in engine.obstacles().items():
+        for index, why in self._splice_engine.obstacles().items():
             reasons.setdefault(why, []).append(index)
-        return {"findings": findings, "obstacles": reasons}
+        return reasons
+
+    @_answers(ErrorCode.PLAN_REFUSED)
+    def splice_use_fp8(self, weights: str) -> dict[str, Any]:
+        """As `splice_plan_check`, of the manifest in which these weights travel as FP8.
+
+        Args:
+            weights: `Fp8Weights` of all workers as JSON.
+        """
+        found = self._splice_engine.use_fp8(Fp8Weights.model_validate_json(weights))
+        return {"findings": asdict(found), "obstacles": self._obstacles()}
 
     @_answers(ErrorCode.PLAN_REFUSED)
     def splice_whole_layers(self, indices: list[int]) -> dict[str, Any]:

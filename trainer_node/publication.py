@@ -11,6 +11,7 @@ import torch
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import (
+    Fp8Weights,
     LeaveTransferGroup,
     Manifest,
     OpenTransferGroup,
@@ -19,16 +20,18 @@ from orchestrator.protocol.messages import (
     SendWeights,
     TensorSpec,
     UseLayout,
+    fp8_manifest,
 )
-from trainer_node.export import wire_export
+from trainer_node.export import fp8_export, wire_export
 from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
+from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Lockstep
 from trainer_node.request import NotReady, Outcome, Request
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
-from trainer_node.transfer import Chunks, Transfer
+from trainer_node.transfer import Chunks, Export, Transfer
 from weight_transfer.chunks import SendReport
 
 log = logging.getLogger("splice.trainer")
@@ -102,20 +105,26 @@ class Publication:
     def use_layout(self, request: Request[UseLayout]) -> Outcome:
         """Plan the export in the receivers' order, if this trainer can fill it."""
         request.progress("planning the layout")
-        part, manifest = request.message.part, self._exporter.manifest()
+        part, fp8 = request.message.part, request.message.fp8
+        base = self._exporter.manifest()
+        manifest = fp8_manifest(base, fp8)
         changed_only = part is not None
         if part is not None:
             _check_part(manifest, part)
-            manifest = manifest.part(part)
         else:
             self._transfer.use_chunks(None, changed_only=True)
         order = [chunk.tensors for chunk in request.message.layout.chunks]
-        export = self._plan_export(manifest, order, part)
+        sent = manifest if part is None else manifest.part(part)
+        export: Export | str
+        if fp8 is None:
+            export = self._plan_export(sent, order, part)
+        else:
+            export = self._plan_fp8(base, manifest, order, part, fp8)
         chunks, why_not = None, None
         if isinstance(export, str):
             why_not = export
         else:
-            chunks = Chunks(manifest=manifest, order=order, export=export)
+            chunks = Chunks(manifest=sent, order=order, export=export)
         self._transfer.use_chunks(chunks, changed_only=changed_only)
         return Outcome(result={"why_not": why_not})
 
@@ -134,6 +143,30 @@ class Publication:
         config = self._model.config
         timeout_s = config.collective_timeout_s if config.parallel.splits_the_model else None
         return BridgeExport(self._exporter, manifest, order, part=part, timeout_s=timeout_s)
+
+    def _plan_fp8(
+        self,
+        base: Manifest,
+        sent: Manifest,
+        order: Sequence[Sequence[int]],
+        part: Sequence[int] | None,
+        weights: Fp8Weights,
+    ) -> Fp8Export | str:
+        """Return the export that quantises what another export merges, or why none can."""
+        planned = fp8_export.plan(base, sent, weights, order, part)
+        whole = len(planned.part) == len(base.tensors)
+        merged = base if whole else base.part(planned.part)
+        export = self._plan_export(merged, planned.order, None if whole else planned.part)
+        if isinstance(export, str):
+            return export
+        return Fp8Export(
+            export,
+            planned,
+            specs=merged.tensors,
+            sent=sent if part is None else sent.part(part),
+            order=order,
+            device=self._model.device,
+        )
 
     # ------------------------------------------------------------ a send
 

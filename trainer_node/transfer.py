@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -17,8 +17,11 @@ from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 if TYPE_CHECKING:
     from trainer_node.export.bridge_export import BridgeExport
+    from trainer_node.export.fp8_export import Fp8Export
     from trainer_node.export.wire_export import WireExport
 
+Export: TypeAlias = "WireExport | BridgeExport | Fp8Export"
+"""What fills the chunks of an update."""
 NO_GROUP = "no transfer group is open; send OpenTransferGroup first"
 
 
@@ -28,7 +31,7 @@ class Chunks:
 
     manifest: Manifest
     order: Sequence[Sequence[int]]
-    export: WireExport | BridgeExport
+    export: Export
 
 
 class Transfer:

@@ -265,6 +265,9 @@ class InferenceConfig(Settings):
     """False: vLLM captures CUDA graphs, which generate faster and start slower."""
     extra_args: tuple[str, ...] = ()
     """Additional arguments for vLLM's server."""
+    allow_unverified: bool = False
+    """True: serve a quantisation that splice cannot verify. vLLM then quantises the bf16 weights of
+    each version itself, and the result names the tensors in `unverified`."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """Longest start of vLLM, in seconds."""
     max_restarts: int = Field(default=5, ge=0)

@@ -10,7 +10,13 @@ from pydantic import BaseModel, ValidationError
 
 from orchestrator.errors import JobFailed
 from orchestrator.protocol.frames import briefly
-from orchestrator.protocol.messages import Completed, ErrorCode, ManifestPart, WireLayout
+from orchestrator.protocol.messages import (
+    Completed,
+    ErrorCode,
+    Fp8Weights,
+    ManifestPart,
+    WireLayout,
+)
 
 Answer = tuple[Completed, tuple[bytes, ...]]
 STOP_S = 30.0
@@ -24,6 +30,8 @@ class PrepareAnswer(BaseModel):
 
     layout: WireLayout
     changed: ManifestPart | None = None
+    fp8: Fp8Weights | None = None
+    """What travels as FP8; layout and part count in `fp8_manifest`."""
 
 
 class ReceiveAnswer(BaseModel):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import PublicationError
 from orchestrator.protocol.messages import (
+    Fp8Weights,
     Manifest,
     ManifestPart,
     PlanPublication,
     PrepareUpdate,
     UseLayout,
     WireLayout,
+    fp8_manifest,
 )
 from orchestrator.publication.answers import PrepareAnswer, valid
 from orchestrator.publication.config import PublicationConfig
@@ -43,24 +45,27 @@ class Planner:
         """The trainer's incarnation, and the manifest that it gave."""
         self.planned: dict[str, str] = {}
         """The members of the transfer groups when they planned."""
+        self._sent: Manifest | None = None
+        """What they planned to send: the trainer's manifest, with FP8 weights if the replicas hold
+        such."""
         self.part: Wire | None = None
         """An update of the changed tensors alone; None: there is none."""
 
     async def plan(self, version: int, replicas: Sequence[str]) -> Manifest:
-        """Have all replicas check the manifest and agree on a layout; returns the manifest.
+        """Have all replicas check the manifest and agree on a layout; returns what is sent.
 
         Raises:
             JobFailed | PublicationError: a replica refused the manifest, or no layout is shared.
         """
         manifest = await self._get_manifest()
-        if self.planned != self._members.joined:
-            await self._agree(version, manifest, replicas)
+        if self._sent is None or self.planned != self._members.joined:
+            self._sent = await self._agree(version, manifest, replicas)
             self.planned = dict(self._members.joined)
-        return manifest
+        return self._sent
 
     def forget(self) -> None:
         """Plan anew with the next publication."""
-        self.planned, self._manifest = {}, None
+        self.planned, self._manifest, self._sent = {}, None, None
 
     async def _get_manifest(self) -> Manifest:
         process = self._members.trainer_process
@@ -73,8 +78,10 @@ class Planner:
         self._manifest = (process, manifest)
         return manifest
 
-    async def _agree(self, version: int, manifest: Manifest, replicas: Sequence[str]) -> None:
+    async def _agree(self, version: int, manifest: Manifest, replicas: Sequence[str]) -> Manifest:
         """Find a layout that all replicas and the trainer can use; manifest order comes last.
+
+        Returns: the manifest of what is sent.
 
         The part that training changes has a layout of its own, provided that all replicas complete
         it to the same whole layers.
@@ -93,25 +100,32 @@ class Planner:
                 phase="planning",
             )
             plans = [valid(r, PrepareAnswer, a[0].result) for r, a in answers.items()]
-            why = await self._use_plans(manifest, plans)
+            fp8 = _shared_fp8(dict(zip(answers, plans, strict=True)))
+            sent = fp8_manifest(manifest, fp8)
+            why = await self._use_plans(sent, plans, fp8)
             if why is None:
-                return
+                return sent
             log.info("the layout is not used: %s", why)
         raise PublicationError(f"no layout for all replicas and the trainer: {why}")
 
-    async def _use_plans(self, manifest: Manifest, plans: Sequence[PrepareAnswer]) -> str | None:
+    async def _use_plans(
+        self, manifest: Manifest, plans: Sequence[PrepareAnswer], fp8: Fp8Weights | None
+    ) -> str | None:
         """Have the trainer send as the replicas planned; None, or why that is impossible."""
         self.part, layout, part = None, plans[0].layout, _shared_part(plans)
         if any(p.layout != layout or (part is not None and p.changed != part) for p in plans):
             return "the replicas planned different ones"
-        why = await self._use_layout(layout)
+        why = await self._use_layout(layout, fp8)
         if why is None and part is not None:
-            why = await self._use_layout(part.layout, part.tensors)
+            why = await self._use_layout(part.layout, fp8, part.tensors)
             self.part = Wire(manifest=manifest.part(part.tensors), indices=part.tensors)
         return why
 
     async def _use_layout(
-        self, layout: WireLayout, tensors: tuple[int, ...] | None = None
+        self,
+        layout: WireLayout,
+        fp8: Fp8Weights | None,
+        tensors: tuple[int, ...] | None = None,
     ) -> str | None:
         """Have the trainer send the manifest, or the part of these tensors, in a layout.
 
@@ -122,6 +136,7 @@ class Planner:
             deadline_s=self._config.plan_timeout_s,
             layout=layout,
             part=tensors,
+            fp8=fp8,
         )
         answer, _ = await self._members.router.request(
             self._members.trainer_id, request, phase="planning the layout"
@@ -130,6 +145,22 @@ class Planner:
         log.info("%s: %s", what, _summary(layout))
         why = answer.result.get("why_not")
         return None if why is None else f"the trainer cannot send it: {why}"
+
+
+def _shared_fp8(plans: Mapping[str, PrepareAnswer]) -> Fp8Weights | None:
+    """What all replicas hold in FP8.
+
+    Raises:
+        PublicationError: they hold different weights in FP8.
+    """
+    first, *others = plans
+    for other in others:
+        if plans[other].fp8 != plans[first].fp8:
+            raise PublicationError(
+                f"{first} and {other} hold different weights in FP8; give all replicas the same "
+                "--quantization and restart them"
+            )
+    return plans[first].fp8
 
 
 def _shared_part(plans: Sequence[PrepareAnswer]) -> ManifestPart | None:

@@ -1,11 +1,13 @@
-"""The vLLM processes of a cluster."""
+"""The vLLM processes of a cluster, and what they serve."""
 
 from __future__ import annotations
 
+import httpx
 import psutil
 
 from orchestrator.processes.child import descendants
 from splice.cluster import Cluster
+from tests.e2e.batches import PROMPT
 
 
 def server_of(cluster: Cluster, node: str) -> psutil.Process:
@@ -13,3 +15,18 @@ def server_of(cluster: Cluster, node: str) -> psutil.Process:
     pid = cluster.launcher.nodes[node].pid
     assert pid is not None
     return next(p for p in descendants(pid) if "inference_node.serve" in p.cmdline())
+
+
+def scored(url: str, model: str) -> list[float]:
+    """Log-probs of a fixed prompt."""
+    body = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+    }
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    return [next(iter(row.values()))["logprob"] for row in rows]

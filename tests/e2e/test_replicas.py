@@ -24,24 +24,9 @@ from orchestrator.protocol.messages import (
 from splice.cluster import Cluster, ClusterConfig
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
-from tests.e2e.servers import server_of
+from tests.e2e.servers import scored, server_of
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-def scored(url: str, model: str) -> list[float]:
-    """Log-probs of a fixed prompt."""
-    body = {
-        "model": model,
-        "prompt": PROMPT,
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0,
-    }
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    rows = answer.json()["choices"][0]["prompt_logprobs"][1:]
-    return [next(iter(row.values()))["logprob"] for row in rows]
 
 
 @contextmanager

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.inference_node.harness import Node
+
+ENGINE_S = 250.0
+"""Longest life of a forked engine."""
+Run = Callable[..., Any]
 
 
 def _node(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Iterator[Node]:
@@ -31,3 +37,38 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     yield from _node(tmp_path_factory, "tied")
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Calls a function of `family_engine` in a process that has imported vLLM and nothing else."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in settings.items():
+            patch.setenv(key, value)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.inference_node.fp8_engine"])
+
+        from tests.inference_node import family_engine
+
+        def run(function: Callable[..., Any], name: str, *args: Any) -> Any:
+            ours, theirs = context.Pipe(duplex=False)
+            folder = tmp_path_factory.mktemp(name) / "model"
+            process = context.Process(
+                target=family_engine.answer, args=(theirs, function, name, folder, *args)
+            )
+            process.start()
+            theirs.close()
+            try:
+                assert ours.poll(ENGINE_S), f"no answer of {name} within {ENGINE_S} s"
+                return ours.recv()
+            finally:
+                process.kill()
+                process.join()
+
+        yield run

@@ -99,10 +99,12 @@ def through_the_cpu(worker_group: Any) -> Any:
     return worker_group
 
 
-def checkpoint(name: str, folder: Path) -> dict[str, torch.Tensor]:
+def checkpoint(
+    name: str, folder: Path, dtype: str | None = None, **changes: Any
+) -> dict[str, torch.Tensor]:
     """Write the family's checkpoint; returns its tensors."""
-    dtype = dtype_of(name)
-    settings = SERVED.get(name, {})
+    dtype = dtype or dtype_of(name)
+    settings = SERVED.get(name, {}) | changes
     if CUDA and "v_head_dim" in settings:
         settings = settings | LATENT_ON_GPUS
     families.make(name, folder, dtype, **settings)
@@ -132,7 +134,9 @@ def write_like(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path) -> 
 class Engine:
     """vLLM in this process, as the node starts its workers."""
 
-    def __init__(self, name: str, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, name: str, folder: Path, tensors: dict[str, torch.Tensor], **options: Any
+    ) -> None:
         family = families.FAMILIES[name]
         self._folder, self._family = folder, family
         if name.startswith("qwen3_5"):
@@ -147,7 +151,7 @@ class Engine:
         self._llm = vllm.LLM(
             model=str(folder),
             skip_tokenizer_init=True,
-            dtype=dtype_of(name),
+            dtype=options.pop("dtype", dtype_of(name)),
             enforce_eager=True,
             max_model_len=128,
             max_num_seqs=4,
@@ -155,7 +159,7 @@ class Engine:
             kv_cache_memory_bytes=2**26,
             weight_transfer_config={"backend": "splice"},
             worker_extension_cls="inference_node.worker_extension.SpliceWorkerExtension",
-            **more,
+            **(more | options),
         )
         self.manifest = tiny.manifest_of(tensors)
         generator = torch.Generator().manual_seed(5)

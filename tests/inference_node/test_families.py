@@ -7,14 +7,11 @@ the same weights.
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 
 from tests.inference_node import family_engine
+from tests.inference_node.conftest import ENGINE_S, Run
 from tests.inference_node.family_engine import DECODED_TOKENS, PROMPT_TOKENS, Served
 from tests.numerics import chain_error_bound, decoder_roundings
 from tests.serving import BFLOAT16, UNLISTED, UNSERVED
@@ -24,42 +21,6 @@ NEAR = 0.05
 """Nats between the same weights twice on a GPU, which adds in any order."""
 VISIBLE = 0.5
 """Nats by which versions must differ at least, so that a stale tensor shows."""
-ENGINE_S = 250.0
-
-Run = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Calls a function of `family_engine` in a process that has imported vLLM and nothing else."""
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in settings.items():
-            patch.setenv(key, value)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([family_engine.__name__])
-
-        def run(function: Callable[..., Any], name: str, *args: Any) -> Any:
-            ours, theirs = context.Pipe(duplex=False)
-            folder = tmp_path_factory.mktemp(name) / "model"
-            process = context.Process(
-                target=family_engine.answer, args=(theirs, function, name, folder, *args)
-            )
-            process.start()
-            theirs.close()
-            try:
-                assert ours.poll(ENGINE_S), f"no answer of {name} within {ENGINE_S} s"
-                return ours.recv()
-            finally:
-                process.kill()
-                process.join()
-
-        yield run
 
 
 def bound(served: Served) -> float:

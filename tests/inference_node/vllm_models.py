@@ -33,6 +33,7 @@ def load(
     dtype: str = "float32",
     tensor_parallel: int = 1,
     expert_parallel: bool = False,
+    quantization: str | None = None,
 ) -> tuple[torch.nn.Module, Any]:
     """(model, its vLLM config), loaded as a worker loads it."""
     from vllm.config import set_current_vllm_config
@@ -43,6 +44,7 @@ def load(
     args = EngineArgs(
         model=str(folder),
         dtype=dtype,
+        quantization=quantization,
         enforce_eager=True,
         max_model_len=128,
         tensor_parallel_size=tensor_parallel,

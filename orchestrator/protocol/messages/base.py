@@ -17,11 +17,14 @@ Transport = Literal["tcp", "nccl"]
 Role = Literal["trainer", "inference", "client", "launcher"]
 PauseMode = Literal["keep", "keep_kv", "wait", "abort"]
 PublicationMode = Literal["in_place", "shadow"]
-Dtype = Literal["float32", "bfloat16", "float16", "int64", "int32", "uint8", "float64"]
+Dtype = Literal[
+    "float32", "bfloat16", "float16", "int64", "int32", "uint8", "float64", "float8_e4m3fn"
+]
 
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1,
-}  # fmt: skip  # one row
+    "float8_e4m3fn": 1,
+}  # fmt: skip  # by size
 
 
 class Message(BaseModel):

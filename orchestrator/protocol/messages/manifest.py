@@ -55,6 +55,90 @@ def _check_indices(indices: Sequence[int], *, count: int | None, field: str) -> 
         raise ValueError(f"{field} has index {indices[-1]}, but the manifest has {count} tensors")
 
 
+class Fp8Group(Message):
+    """HF matrices that a server keeps in one FP8 parameter, such as q, k and v, or an expert's gate
+    and up. Each is sent as e4m3 and followed by its scale."""
+
+    kind: Literal["per_tensor", "per_channel", "per_block"]
+    """per_tensor: all matrices of the group share one scale. per_channel: each row has its own.
+    per_block: each block of 128 x 128 has its own."""
+    tensors: tuple[int, ...] = Field(min_length=1)
+    """Ascending indices into the trainer's manifest."""
+
+
+class Fp8Weights(Message):
+    """What an FP8 server holds of a manifest. Tensors in no group stay as the trainer has them."""
+
+    groups: Annotated[tuple[Fp8Group, ...], Field(fail_fast=True)] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _groups_are_apart(self) -> Fp8Weights:
+        indices = [i for group in self.groups for i in group.tensors]
+        if len(set(indices)) != len(indices):
+            raise ValueError("a tensor may be in one group of FP8 weights only")
+        return self
+
+
+FP8_BLOCK = 128
+"""Rows and columns of a block that has a scale of its own."""
+
+
+def fp8_places(manifest: Manifest, fp8: Fp8Weights | None) -> list[tuple[int, ...]]:
+    """For each tensor of the trainer's manifest: the indices of what is sent for it. Pure.
+
+    They are the tensor, or its e4m3 weight and the scale behind it.
+    """
+    quantised = {i for group in fp8.groups for i in group.tensors} if fp8 is not None else set()
+    places, at = [], 0
+    for index in range(len(manifest.tensors)):
+        count = 2 if index in quantised else 1
+        places.append(tuple(range(at, at + count)))
+        at += count
+    return places
+
+
+def fp8_manifest(manifest: Manifest, fp8: Fp8Weights | None) -> Manifest:
+    """The manifest of what is sent: FP8 weights and their scales instead of the matrices. Pure.
+
+    Raises:
+        ValueError: a group has a tensor that is no matrix of the manifest.
+    """
+    if fp8 is None:
+        return manifest
+    kinds = {i: group.kind for group in fp8.groups for i in group.tensors}
+    sent: list[TensorSpec] = []
+    for index, spec in enumerate(manifest.tensors):
+        kind = kinds.pop(index, None)
+        sent += [spec] if kind is None else _fp8_specs(spec, kind)
+    if kinds:
+        raise ValueError(f"FP8 groups have indices that the manifest lacks: {sorted(kinds)[:5]}")
+    changed = manifest.changed
+    if changed is not None:
+        places = fp8_places(manifest, fp8)
+        changed = tuple(place for index in changed for place in places[index])
+    return Manifest(tensors=tuple(sent), changed=changed)
+
+
+def _fp8_specs(spec: TensorSpec, kind: str) -> list[TensorSpec]:
+    if len(spec.shape) != 2 or 0 in spec.shape:
+        raise ValueError(f"{spec.name} has shape {spec.shape}; only matrices are sent as FP8")
+    height, width = spec.shape
+    shape = {
+        "per_tensor": (1,),
+        "per_channel": (height, 1),
+        "per_block": (-(-height // FP8_BLOCK), -(-width // FP8_BLOCK)),
+    }[kind]
+    return [
+        TensorSpec(name=spec.name, dtype="float8_e4m3fn", shape=spec.shape),
+        TensorSpec(name=fp8_scale(spec.name, kind), dtype="float32", shape=shape),
+    ]
+
+
+def fp8_scale(name: str, kind: str) -> str:
+    """The name of a weight's scale."""
+    return name + ("_scale_inv" if kind == "per_block" else "_scale")
+
+
 class WireChunk(Message):
     """Tensors that travel in one piece, laid end to end."""
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from orchestrator.protocol.messages.base import Message, Request, Transport
 from orchestrator.protocol.messages.jobs import TrainStep
 from orchestrator.protocol.messages.json_fields import ClientState
-from orchestrator.protocol.messages.manifest import WireLayout
+from orchestrator.protocol.messages.manifest import Fp8Weights, WireLayout
 
 
 class TrainMerged(Request, TrainStep):
@@ -77,6 +77,8 @@ class UseLayout(Request):
     part: tuple[int, ...] | None = None
     """Indices of the tensors that an update of changed tensors sends; `layout` then refers to them.
     None: the whole manifest, which also discards an earlier part."""
+    fp8: Fp8Weights | None = None
+    """Which tensors travel as FP8. The layout and the part then count in `fp8_manifest`."""
 
 
 class SendWeights(Request):

@@ -1,0 +1,359 @@
+"""What an FP8 server holds: which parameters, in which layout, and the proof of both.
+
+vLLM's online quantisation loads bf16 weights and keeps e4m3 and scales. For each such layer:
+
+    refusals(model)     vLLM's own method quantises random weights on a stand-in;
+                        weight_transfer.fp8 must give the same bytes, scales, shapes and strides
+    groups(plan, ...)   which HF matrices share an FP8 parameter, or an expert of one
+    placed(plan, ...)   the plan of what is sent: e4m3 in the same places, and the scales
+
+The proof replaces a list of kernels. A layout that permutes, pads or transforms differs from the
+prediction on this very hardware, and is named before anything is sent.
+
+Axes: O = out features, I = in features, E = experts, G = groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from inference_node import dialect, packing
+from inference_node.placement import ParamFormat, PlacementPlan, Region, some
+from orchestrator.errors import ManifestError
+from orchestrator.protocol.messages import FP8_BLOCK, Fp8Group, Fp8Weights, Manifest, fp8_scale
+from weight_transfer import fp8
+
+LINEAR = {
+    "Fp8PerTensorOnlineLinearMethod": "per_tensor",
+    "Fp8PtpcOnlineLinearMethod": "per_channel",
+    "Fp8PerBlockOnlineLinearMethod": "per_block",
+}
+EXPERTS = {
+    "Fp8PerTensorOnlineMoEMethod": "per_tensor",
+    "Fp8PtpcOnlineMoEMethod": "per_channel",
+    "Fp8PerBlockOnlineMoEMethod": "per_block",
+}
+WEIGHTS = ("weight", "w13_weight", "w2_weight")
+_PROOF_EXPERTS = 2
+_COUNTS = ("num_experts", "local_num_experts")
+_DONE = "_already_called_process_weights_after_loading"
+_FAILURES = (NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError, KeyError)
+
+
+def method_of(layer: torch.nn.Module) -> Any:
+    """The layer's quantisation method, or None."""
+    return getattr(layer, "quant_method", None)
+
+
+def kind_of(layer: torch.nn.Module) -> str | None:
+    """How a layer is quantised, if splice describes it."""
+    name = type(method_of(layer)).__name__
+    return LINEAR.get(name) or EXPERTS.get(name)
+
+
+def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Why layers of a model cannot be updated and verified -> their paths."""
+    found: dict[str, list[str]] = {}
+    proofs: dict[Any, str | None] = {}
+    for path, layer in model.named_modules():
+        name = type(method_of(layer)).__name__
+        if not dialect.is_quantised(layer):
+            continue
+        why: str | None = f"{name} is no quantisation that splice describes"
+        if kind_of(layer) is not None:
+            key = _proof_key(layer)
+            if key not in proofs:
+                proofs[key] = _disproof(layer)
+            why = proofs[key] or _unfollowed(layer)
+        if why is not None:
+            found.setdefault(why, []).append(path)
+    return found
+
+
+# ---------------------------------------------------------------- the proof
+
+
+def _proof_key(layer: torch.nn.Module) -> Any:
+    method = method_of(layer)
+    kernel = getattr(method, "fp8_linear", None) or getattr(method, "fp8_backend", None)
+    live = [(n, p.shape, p.stride(), p.dtype) for n, p in _parameters(layer).items()]
+    return type(method), kernel if isinstance(kernel, str) else str(type(kernel)), *live
+
+
+def _parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.data for n, p in layer._parameters.items() if p is not None}
+
+
+def _disproof(layer: torch.nn.Module) -> str | None:
+    """Why the layer's own quantisation is not the one that splice predicts; None if it is."""
+    name, live = type(method_of(layer)).__name__, _parameters(layer)
+    weights = [n for n in WEIGHTS if n in live]
+    if not weights or any(live[n].dtype != torch.float8_e4m3fn for n in weights):
+        return f"{name} keeps no e4m3 weight"
+    is_linear = weights == ["weight"]
+    is_turned = is_linear and kind_of(layer) != "per_block"
+    experts = () if is_linear else (_PROOF_EXPERTS,)
+    shapes = {n: (*experts, *(live[n].t() if is_turned else live[n]).shape[-2:]) for n in weights}
+    device = live[weights[0]].device
+    generator = torch.Generator(device).manual_seed(0)
+    loaded = {
+        n: torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        for n, shape in shapes.items()
+    }
+    try:
+        made = _as_vllm(layer, {n: t.clone() for n, t in loaded.items()})
+    except _FAILURES as error:
+        return f"{name} could not be tried on a stand-in: {type(error).__name__}: {error}"[:300]
+    for n, weight in loaded.items():
+        want, scale = _as_ours(weight, str(kind_of(layer)))
+        scale_name = fp8_scale(n, str(kind_of(layer)))
+        if n not in made or scale_name not in made or scale_name not in live:
+            return f"{name} keeps no {scale_name} beside {n}"
+        got = made[n].t() if is_turned else made[n]
+        if not _same_bytes(got, want) or not _same_bytes(made[scale_name], scale):
+            return f"{name} makes other bytes of {n} than splice"
+        if not is_linear:
+            continue
+        pairs = ((made[n], live[n]), (made[scale_name], live[scale_name]))
+        if any(a.shape != b.shape or a.stride() != b.stride() for a, b in pairs):
+            return f"{name} keeps {n} in another shape than after loading"
+    if any(not _is_dense(live[n], is_turned=is_turned) for n in weights):
+        return f"{name} keeps its weight with gaps"
+    return None
+
+
+def _is_dense(weight: torch.Tensor, *, is_turned: bool) -> bool:
+    return (weight.t() if is_turned else weight).is_contiguous()
+
+
+def _same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
+    if got.dtype != want.dtype or got.numel() != want.numel():
+        return False
+    return torch.equal(
+        got.contiguous().view(torch.uint8).flatten(), want.contiguous().view(torch.uint8).flatten()
+    )
+
+
+def _as_vllm(layer: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """What vLLM's method makes of weights as loaded. Layer and method stay as they are."""
+    method = copy.copy(method_of(layer))
+    if hasattr(method, "fp8_linear"):
+        method.fp8_linear = copy.copy(method.fp8_linear)
+        stand_in = copy.copy(layer)
+        stand_in.__dict__["_parameters"] = {}
+        stand_in.__dict__.pop(_DONE, None)
+        for n, tensor in loaded.items():
+            stand_in._parameters[n] = torch.nn.Parameter(tensor, requires_grad=False)
+    else:
+        stand_in = dialect.moe_stand_in(layer, loaded, hides=layer._parameters.keys())
+        for name, value in ((_DONE, False), *dict.fromkeys(_COUNTS, _PROOF_EXPERTS).items()):
+            setattr(stand_in, name, value)
+    method.process_weights_after_loading(stand_in)
+    return _parameters(stand_in)
+
+
+def _as_ours(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if kind == "per_block":
+        return fp8.per_block(weight.reshape(-1, *weight.shape[-2:]))
+    if kind == "per_channel":
+        return fp8.per_channel(weight.reshape(-1, weight.shape[-1]))
+    return fp8.per_tensor(weight.reshape(1 if weight.dim() == 2 else len(weight), -1))
+
+
+def _unfollowed(layer: torch.nn.Module) -> str | None:
+    """Whether something beside the parameters depends on them, and would keep old values."""
+    method, own = method_of(layer), {t.data_ptr() for t in _parameters(layer).values()}
+    name = type(method).__name__
+    if beside := packing.tensors_beside(layer):
+        return f"{name} makes {', '.join(beside)} of its weights"
+    held = (getattr(method, a, None) for a in ("fp8_linear", "moe_quant_config"))
+    if any(t.data_ptr() not in own for one in held for t in _tensors_in(one, depth=3)):
+        return f"{name} keeps a copy of scales in its kernel"
+    return None
+
+
+def _tensors_in(value: Any, *, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and depth:
+        for f in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, f.name, None), depth=depth - 1)
+    elif hasattr(value, "__dict__") and depth == 3:
+        for held in vars(value).values():
+            if isinstance(held, torch.Tensor):
+                yield held
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def _quantised(
+    plan: PlacementPlan, model: torch.nn.Module
+) -> dict[tuple[str, str], torch.nn.Module]:
+    """The FP8 weights that the plan fills -> their layers."""
+    layers = dict(model.named_modules())
+    keys = {(r.module, r.param) for r in plan.regions if r.param in WEIGHTS}
+    return {key: layers[key[0]] for key in sorted(keys) if kind_of(layers[key[0]]) is not None}
+
+
+def groups(plan: PlacementPlan, manifest: Manifest, model: torch.nn.Module) -> list[Fp8Group]:
+    """The HF matrices that this worker keeps together in FP8.
+
+    Raises:
+        ManifestError: a tensor cannot be sent as FP8; says why.
+    """
+    quantised, index_of = (
+        _quantised(plan, model),
+        {s.name: i for i, s in enumerate(manifest.tensors)},
+    )
+    found: dict[tuple[str, str, int], set[int]] = {}
+    place_of: dict[str, tuple[str, str, int]] = {}
+    for region in plan.regions:
+        key = (region.module, region.param)
+        if key not in quantised:
+            continue
+        spec, fmt = manifest.tensors[index_of[region.name]], plan.formats[key]
+        place = (*key, _expert(region, fmt))
+        if len(spec.shape) != 2 or spec.dtype != "bfloat16" or fmt.dtype != "bfloat16":
+            what = f"{region.name} is {spec.dtype} {spec.shape}, kept by {'.'.join(key)}"
+            raise ManifestError(f"{what}; only bf16 matrices are sent as FP8")
+        if place_of.setdefault(region.name, place) != place:
+            raise ManifestError(f"{region.name} lands in several FP8 weights; send it as bf16")
+        found.setdefault(place, set()).add(index_of[region.name])
+    kinds = {key: kind_of(layer) for key, layer in quantised.items()}
+    return [
+        Fp8Group(kind=kinds[place[:2]], tensors=tuple(sorted(indices)))  # type: ignore[arg-type]
+        for place, indices in found.items()
+    ]
+
+
+def merged(per_worker: list[list[Fp8Group]]) -> Fp8Weights | None:
+    """The groups of all workers of a replica. None: none of them is FP8. Pure.
+
+    Raises:
+        ManifestError: two workers group a tensor in different ways.
+    """
+    by_first: dict[tuple[int, ...], Fp8Group] = {g.tensors: g for gs in per_worker for g in gs}
+    if not by_first:
+        return None
+    indices = [i for tensors in by_first for i in tensors]
+    if len(set(indices)) != len(indices):
+        raise ManifestError("the workers of this replica keep FP8 weights in different groups")
+    return Fp8Weights(groups=tuple(by_first[t] for t in sorted(by_first)))
+
+
+def refuse_reload(manifest: Manifest, reload: Sequence[int]) -> None:
+    """Refuse to send FP8 weights through vLLM's loaders, which take bf16. Pure.
+
+    Raises:
+        ManifestError: names the tensors.
+    """
+    stuck = [manifest.tensors[i] for i in reload]
+    names = [spec.name for spec in stuck if spec.dtype == "float8_e4m3fn"]
+    if names:
+        raise ManifestError(f"FP8 weights cannot be put in place: {some(names)}")
+
+
+def placed(plan: PlacementPlan, sent: Manifest, model: torch.nn.Module) -> PlacementPlan:
+    """The plan of `fp8_manifest`: e4m3 in the places of bf16, and the scales.
+
+    Raises:
+        ManifestError: a tensor's blocks do not begin where its scales do.
+    """
+    quantised, formats, covered = _quantised(plan, model), dict(plan.formats), dict(plan.covered)
+    shapes = {spec.name: spec.shape for spec in sent.tensors}
+    scales: dict[Region, None] = {}
+    for part in plan.regions:
+        layer = quantised.get((part.module, part.param))
+        if layer is not None:
+            scale = _scale_region(part, plan, str(kind_of(layer)), _parameters(layer), shapes)
+            scales[scale] = None
+    cells: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    for scale in scales:
+        cells.setdefault((scale.module, scale.param), set()).add((scale.offset, scale.numel))
+    for key, layer in quantised.items():
+        formats[key] = dataclasses.replace(formats[key], dtype="float8_e4m3fn", is_fp8=True)
+        scale_key = (key[0], fp8_scale(key[1], str(kind_of(layer))))
+        formats[scale_key] = _format_of(scale_key, _parameters(layer)[scale_key[1]])
+        covered[scale_key] = sum(count for _, count in cells[scale_key])
+    return dataclasses.replace(
+        plan,
+        regions=(*plan.regions, *scales),
+        formats=formats,
+        covered=covered,
+        sent_dtypes={spec.name: spec.dtype for spec in sent.tensors},
+    )
+
+
+def _expert(region: Region, fmt: ParamFormat) -> int:
+    """The expert whose weight a region is in; 0 in a linear layer."""
+    return region.offset // (fmt.shape[-2] * fmt.shape[-1])
+
+
+def _format_of(key: tuple[str, str], live: torch.Tensor) -> ParamFormat:
+    return ParamFormat(
+        module=key[0],
+        param=key[1],
+        shape=tuple(live.shape),
+        stride=tuple(live.stride()),
+        dtype="float32",
+        numel=live.numel(),
+        is_fp8=True,
+    )
+
+
+def _scale_region(
+    part: Region,
+    plan: PlacementPlan,
+    kind: str,
+    live: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Region:
+    """The scales of a part of an HF matrix."""
+    fmt, (height, width) = plan.formats[(part.module, part.param)], shapes[part.name]
+    scale = fp8_scale(part.param, kind)
+    made = Region(
+        name=fp8_scale(part.name, kind),
+        first_index=0,
+        index_strides=(1,),
+        size=(1,),
+        module=part.module,
+        param=scale,
+        offset=_expert(part, fmt) * live[scale].stride(0) if len(fmt.shape) == 3 else 0,
+        strides=(1,),
+    )
+    if kind == "per_tensor":
+        return made
+    rows, columns = fmt.shape[-2:]
+    if part.strides != (columns, 1) or part.index_strides != (width, 1):
+        raise ManifestError(f"{part.name} lands in pieces of {part.module}.{part.param}")
+    block = (1, width) if kind == "per_channel" else (FP8_BLOCK, FP8_BLOCK)
+    at = divmod(part.offset % (rows * columns), columns)
+    first = divmod(part.first_index, width)
+    limits = ((rows, height), (columns, width))
+    for b, here, there, size, (own, whole) in zip(block, at, first, part.size, limits, strict=True):
+        is_cut = b < whole and (here % b or there % b)
+        ends = here + size == own or there + size == whole
+        if is_cut or (b < whole and size % b and not (ends and here + size == own)):
+            raise ManifestError(
+                f"{part.name} begins or ends within a block of {b} of {part.module}.{part.param}; "
+                "start vLLM with fp8_per_tensor"
+            )
+    grid = tuple(-(-size // b) for size, b in zip(part.size, block, strict=True))
+    across = -(-width // block[1])
+    *_, down_stride, across_stride = live[scale].stride()
+    place = (at[0] // block[0], at[1] // block[1] if kind == "per_block" else 0)
+    begin = (first[0] // block[0]) * across + (first[1] // block[1] if kind == "per_block" else 0)
+    return dataclasses.replace(
+        made,
+        first_index=begin,
+        index_strides=(across, 1),
+        size=grid,
+        offset=made.offset + place[0] * down_stride + place[1] * across_stride,
+        strides=(down_stride, across_stride),
+    )

@@ -1,0 +1,116 @@
+"""Real Megatron in bf16, real vLLM with FP8 weights, on the CPU: versions, a killed trainer, and
+refusals before the first job.
+
+`fp8_per_channel` is the kind that vLLM's CPU build serves without help.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import SpliceError
+from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    LossSpec,
+    OptimParams,
+    TrainMergedJob,
+    batch_specs,
+)
+from orchestrator.publication.config import PublicationConfig
+from splice.cluster import Cluster, ClusterConfig
+from tests.e2e.batches import PROMPT, as_batch
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
+from tests.e2e.servers import scored
+
+pytestmark = pytest.mark.timeout(600)
+FP8 = ("--quantization", "fp8_per_channel")
+
+
+def config(model: Path, folder: Path, *vllm: str, mode: Any = "in_place", **more: Any) -> Any:
+    inference = InferenceConfig(
+        model=model,
+        name="tiny",
+        dtype="bfloat16",
+        max_model_len=256,
+        cpu_kv_cache_gb=0.1,
+        extra_args=vllm,
+    )
+    full = more.pop("full", False)
+    trainer = TrainerConfig(
+        model=model,
+        dtype="bfloat16",
+        finetuning_type="full" if full else "lora",
+        lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
+    )
+    return ClusterConfig(
+        run_dir=folder / "run",
+        name="tiny",
+        trainer_python=TRAINER_PYTHON,
+        inference_python=INFERENCE_PYTHON,
+        trainer=trainer,
+        inference=(inference,),
+        publication=PublicationConfig(mode=mode),
+        **more,
+    )
+
+
+def train(cluster: Cluster) -> dict[str, Any]:
+    answer = [3, 4, 5, 6]
+    job = TrainMergedJob(
+        loss=LossSpec(name="cross_entropy"),
+        optim=OptimParams(lr=1e-2),
+        tensors=batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(answer)),
+    )
+    return cluster.client.run(job, buffers=as_batch(answer), timeout_s=300.0)
+
+
+def follow(cluster: Cluster, mode: str) -> list[dict[str, Any]]:
+    """Two versions; each is verified, and moves the log-probs."""
+    results = []
+    before = scored(cluster.base_urls[0], "tiny")
+    for version in (1, 2):
+        result = train(cluster)
+        assert (result["version"], result["mode"], result["unverified"]) == (version, mode, {})
+        assert result["num_verified"] == result["num_tensors"]
+        after = scored(cluster.base_urls[0], f"tiny@{version}")
+        assert statistics.median(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3
+        before = after
+        results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("mode", ["in_place", "shadow"])
+def test_versions_reach_an_fp8_server(models: Any, tmp_path: Path, mode: str) -> None:
+    with Cluster(config(models["qwen3"], tmp_path, *FP8, mode=mode)) as cluster:
+        first = cluster.client.run(InitialSyncJob())
+        assert first["unverified"] == {} and first["canary"] is not None
+        for result in follow(cluster, mode):
+            assert result["sent"] == "changed" and result["nbytes"] < first["nbytes"]
+
+
+def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "killed"
+    monkeypatch.setenv("SPLICE_TEST_KILL_MARKER", str(marker))
+    faulty = {"trainer_module": "tests.e2e.faulty_trainer", "full": True}
+    with Cluster(config(models["qwen3"], tmp_path, *FP8, **faulty)) as cluster:
+        cluster.client.run(InitialSyncJob())
+        first, second = follow(cluster, "in_place")
+        assert marker.exists(), "the failure was not injected"
+        assert (first["attempts"], second["attempts"]) == (2, 1)
+    log = (tmp_path / "run/logs/orchestrator.log").read_text()
+    assert "failed while applying, now poisoned" in log
+
+
+def test_an_fp8_kv_cache_is_refused_before_the_first_job(models: Any, tmp_path: Path) -> None:
+    vllm = ("--kv-cache-dtype", "fp8")
+    with pytest.raises(SpliceError), Cluster(config(models["qwen3"], tmp_path, *vllm)):
+        pass
+    logs = "".join(p.read_text() for p in (tmp_path / "run/logs").glob("*"))
+    assert "the KV cache is kept as fp8" in logs and "--kv-cache-dtype" in logs

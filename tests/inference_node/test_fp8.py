@@ -1,0 +1,245 @@
+"""FP8 on a real vLLM: publications of weights that the trainer's code quantised, and refusals.
+
+The live bytes must be those of an engine that loads the same bf16 weights cold, weights and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_node import fp8 as held
+from inference_node import placement
+from orchestrator.errors import ManifestError
+from orchestrator.protocol.messages import Fp8Group
+from tests.inference_node import fp8_engine, tiny, vllm_models
+from tests.inference_node.conftest import ENGINE_S, Run
+from tests.inference_node.fp8_engine import Outcome
+from weight_transfer import fp8
+
+CASES = [("fp8_per_channel", "qwen3"), ("fp8_per_tensor", "llama")]
+ON_GPUS = [
+    *(("fp8", name) for name in ("qwen3", "qwen3_moe", "llama")),
+    *(("fp8_per_block", name) for name in ("qwen3", "qwen3_moe")),
+    ("fp8_per_channel", "qwen3"),
+]
+NEAR = 0.25
+"""Nats between the same weights twice on a GPU, which adds in any order and rounds to e4m3."""
+
+
+def check(forked: Run, kind: str, name: str) -> None:
+    found: Outcome = forked(fp8_engine.run, name, kind)
+    assert found.refused == ""
+    assert (found.wrong, found.unverified) == ([], {}) and found.fp8 > 0
+    assert all(flip in wrong for flip, wrong in found.flipped.items()) and len(found.flipped) == 2
+    part, whole = found.partial_bytes
+    assert part < whole
+    live, logprobs = forked(fp8_engine.cold, name, kind)
+    assert live == found.live
+    first, second, last = found.logprobs
+    assert first != second != last
+    prompt = zip(logprobs[:39], last[:39], strict=True)
+    assert max(abs(a - b) for a, b in prompt) <= (NEAR if fp8_engine.CUDA else 0.0)
+
+
+@pytest.mark.timeout(2 * ENGINE_S + 60.0)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_live_bytes_are_those_of_a_cold_load(forked: Run, kind: str, name: str) -> None:
+    check(forked, kind, name)
+
+
+@pytest.mark.gpu1
+@pytest.mark.timeout(2 * ENGINE_S + 60.0)
+@pytest.mark.parametrize(("kind", "name"), ON_GPUS)
+def test_live_bytes_on_a_gpu(forked: Run, kind: str, name: str) -> None:
+    check(forked, kind, name)
+
+
+# ---------------------------------------------------------------- the quantiser
+
+
+def weights(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """Values of many magnitudes, one of them zero, and ties of the rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape, generator=generator)
+    values *= torch.exp(3 * torch.randn(shape[0], 1, generator=generator)) * 0.02
+    values[0, 0] = 0.0
+    values[1, :16] = torch.arange(16) * 2.0**-9
+    return values.bfloat16().to(device)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130)])
+def test_every_byte_is_that_of_vllm_s_reference(shape: tuple[int, int]) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.online import fp8 as theirs
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, weight_amax
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = weights(*shape)
+    ours, scales = fp8.per_block(weight[None])
+    want, want_scales = per_block_cast_to_fp8(weight, [128, 128])
+    assert same(ours[0], want) and same(scales[0], want_scales)
+
+    ours, scales = fp8.per_channel(weight)
+    want_scales = theirs._fp8_channel_scale(weight_amax(weight, dim=-1, keepdim=True))
+    assert same(scales, want_scales)
+    assert same(ours, theirs._fp8_quant_per_channel(weight, want_scales))
+
+    ours, scales = fp8.per_tensor(weight.reshape(1, -1))
+    want_scales = theirs._fp8_scale(weight_amax(weight).reshape(1))
+    with set_current_vllm_config(VllmConfig()):
+        reference = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
+    want, _ = reference.forward_native(weight, want_scales)
+    assert same(scales, want_scales) and same(ours.view(shape), want)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("shape", [(256, 384), (4096, 14336), (200, 130)])
+def test_every_byte_is_that_of_vllm_s_kernels(shape: tuple[int, int]) -> None:
+    from vllm import _custom_ops as ops
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = weights(*shape, device="cuda")
+    ours, scales = fp8.per_tensor(weight.reshape(1, -1))
+    want, want_scales = ops.scaled_fp8_quant(weight, scale=None)
+    assert same(scales, want_scales.flatten()) and same(ours.view(shape), want)
+    want, _ = ops.scaled_fp8_quant(weight, scale=want_scales)
+    assert same(ours.view(shape), want)
+    ours, scales = fp8.per_channel(weight)
+    want, want_scales = ops.scaled_fp8_quant(weight, scale=None, use_per_token_if_dynamic=True)
+    assert same(scales, want_scales) and same(ours, want)
+    ours, scales = fp8.per_block(weight[None])
+    want, want_scales = per_block_cast_to_fp8(weight, [128, 128])
+    assert same(scales[0], want_scales) and same(ours[0], want)
+
+
+# ---------------------------------------------------------------- experts, without their kernels
+
+
+@pytest.fixture(scope="module")
+def distributed() -> Iterator[None]:
+    import torch.distributed as dist
+
+    vllm_models.start_distributed()
+    yield
+    dist.destroy_process_group()
+
+
+def live_of(model: torch.nn.Module) -> dict[str, bytes]:
+    return {
+        f"{path}.{n}": p.data.contiguous().view(torch.uint8).numpy().tobytes()
+        for path, layer in model.named_modules()
+        if held.kind_of(layer) is not None
+        for n, p in layer._parameters.items()
+        if p is not None
+    }
+
+
+@pytest.mark.parametrize("kind", ["fp8_per_tensor", "fp8_per_channel"])
+def test_experts_are_placed_as_a_cold_load_makes_them(
+    kind: str, tmp_path: Path, distributed: None
+) -> None:
+    fp8_engine.lend_kernel()
+    folder, again = tmp_path / "model", tmp_path / "again"
+    base = fp8_engine.weights_of("qwen3_moe", folder)
+    tensors = fp8_engine.moved(base, 1)
+    model, config = vllm_models.load(folder, dtype="bfloat16", quantization=kind)
+    experts = fp8_engine.InProcess(model, config, tiny.manifest_of(base))
+    assert experts.refused == {}
+    assert experts.wrong(base) == [] and len(experts.wrong(tensors)) == len(experts.quantised)
+    experts.put(tensors)
+    assert experts.wrong(tensors) == []
+    cold, _ = vllm_models.load(
+        fp8_engine.write_like(folder, tensors, again), dtype="bfloat16", quantization=kind
+    )
+    assert live_of(model) == live_of(cold)
+    weight = model.get_parameter("model.layers.0.mlp.experts.routed_experts.w2_weight_scale")
+    weight.data.view(torch.uint8).flatten()[0] ^= 1
+    (name,) = experts.wrong(tensors)
+    assert name.endswith("experts.0.down_proj.weight_scale")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.fixture(scope="module")
+def dense(
+    tmp_path_factory: pytest.TempPathFactory, distributed: None
+) -> tuple[torch.nn.Module, Any]:
+    folder = tmp_path_factory.mktemp("fp8")
+    tiny.write_checkpoint(folder, "dense")
+    return vllm_models.load(folder, dtype="bfloat16", quantization="fp8_per_channel")
+
+
+def refusals(dense: tuple[torch.nn.Module, Any]) -> dict[str, list[str]]:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(dense[1]), torch.no_grad():
+        return held.refusals(dense[0])
+
+
+def test_a_described_quantisation_is_taken(dense: tuple[torch.nn.Module, Any]) -> None:
+    assert refusals(dense) == {}
+
+
+def test_another_quantisation_is_refused_with_its_layers(
+    dense: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = dense[0].get_submodule("model.layers.0.mlp.down_proj")
+
+    class AWQLinearMethod(type(layer.quant_method)):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setattr(layer.quant_method, "__class__", AWQLinearMethod)
+    ((why, paths),) = refusals(dense).items()
+    assert "AWQLinearMethod" in why and paths == ["model.layers.0.mlp.down_proj"]
+
+
+def test_a_kernel_that_shuffles_is_refused(
+    dense: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = dense[0].get_submodule("model.layers.1.self_attn.o_proj")
+    kernel = type(layer.quant_method.fp8_linear)
+
+    def shuffle(_: Any, stand_in: torch.nn.Module) -> None:
+        stand_in.weight.data = stand_in.weight.data.t().flip(0).contiguous().t()
+
+    monkeypatch.setattr(kernel, "process_weights_after_loading", shuffle)
+    assert any("other bytes" in why for why in refusals(dense))
+
+
+def test_a_scale_that_a_kernel_keeps_is_refused(
+    dense: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = dense[0].get_submodule("model.layers.0.mlp.gate_up_proj")
+    copied = layer.weight_scale.data.clone()
+    monkeypatch.setattr(layer.quant_method.fp8_linear, "alpha", copied, raising=False)
+    ((why, paths),) = refusals(dense).items()
+    assert "copy of scales" in why and paths == ["model.layers.0.mlp.gate_up_proj"]
+
+
+def test_fp32_weights_are_not_sent_as_fp8(
+    dense: tuple[torch.nn.Module, Any], tmp_path: Path
+) -> None:
+    tensors = tiny.write_checkpoint(tmp_path, "dense")
+    manifest = tiny.manifest_of(tensors)
+    plan = placement.record(dense[0], manifest)
+    with pytest.raises(ManifestError, match="only bf16 matrices"):
+        held.groups(plan, manifest, dense[0])
+
+
+def test_workers_that_group_otherwise_are_refused() -> None:
+    one = Fp8Group(kind="per_tensor", tensors=(1, 2, 3))
+    other = Fp8Group(kind="per_tensor", tensors=(1, 2))
+    assert held.merged([[one], [one]]) is not None and held.merged([[], []]) is None
+    with pytest.raises(ManifestError, match="different groups"):
+        held.merged([[one], [other]])

@@ -1,0 +1,74 @@
+"""bf16 weights to e4m3 and fp32 scales, bit for bit as vLLM's online quantisation makes them.
+
+    per_tensor(groups_GN)     one scale for each group, such as q, k and v end to end
+    per_channel(rows_OI)      one scale for each row, which is an output channel
+    per_block(weights_TOI)    one scale for each block of 128 x 128
+
+A scale is the largest magnitude divided by 448, the largest e4m3. vLLM multiplies by the scale's
+reciprocal, or divides by the scale for rows, clamps, and rounds to nearest even. So do these. No
+value exceeds 448 by more than rounding, so none needs the clamp. In a group of zeros, 0 / 0 would
+be NaN; these give 0. A server proves at its start that its own kernels give the same bytes
+(`inference_node.fp8`).
+
+On CUDA each pass reads the weights once: one for the scales, one to round.
+
+Axes: G = groups, N = elements of a group, T = tensors of one shape, O = out features, I = in
+features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from orchestrator.protocol.messages import FP8_BLOCK
+
+E4M3_MAX = 448.0
+
+
+@torch.no_grad()
+def per_tensor(groups_GN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [G, N], fp32 scales [G])."""
+    scales_G = _largest(groups_GN, dim=1) / _limit(groups_GN)
+    inverse_G = scales_G.reciprocal().masked_fill_(scales_G == 0, 0.0)
+    out_GN = torch.empty_like(groups_GN, dtype=torch.float8_e4m3fn)
+    return torch.mul(groups_GN, inverse_G[:, None], out=out_GN), scales_G
+
+
+@torch.no_grad()
+def per_channel(rows_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [O, I], fp32 scales [O, 1])."""
+    limit = _limit(rows_OI)
+    scales_O1 = (_largest(rows_OI, dim=1) / limit).clamp_min(1.0 / (limit * 512))[:, None]
+    out_OI = torch.empty_like(rows_OI, dtype=torch.float8_e4m3fn)
+    return torch.div(rows_OI, scales_O1, out=out_OI), scales_O1
+
+
+@torch.no_grad()
+def per_block(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [T, O, I], fp32 scales [T, blocks of O, blocks of I])."""
+    count, height, width = weights_TOI.shape
+    rows, columns = -(-height // FP8_BLOCK), -(-width // FP8_BLOCK)
+    padding = (0, columns * FP8_BLOCK - width, 0, rows * FP8_BLOCK - height)
+    whole = torch.nn.functional.pad(weights_TOI, padding) if any(padding) else weights_TOI
+    blocks = whole.reshape(count, rows, FP8_BLOCK, columns, FP8_BLOCK)
+    out = torch.empty_like(blocks, dtype=torch.float8_e4m3fn)
+    largest = torch.linalg.vector_norm(
+        blocks, ord=math.inf, dim=(2, 4), keepdim=True, dtype=torch.float32
+    )
+    scales = largest.clamp(1e-4) / E4M3_MAX  # by a number, as vLLM's function does
+    torch.mul(blocks, 1.0 / scales, out=out)
+    out_TOI = out.view(whole.shape)[:, :height, :width].contiguous()
+    return out_TOI, scales.view(count, rows, columns)
+
+
+def _largest(values: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """Largest magnitude along a dimension, in fp32."""
+    low, high = values.aminmax(dim=dim)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def _limit(like: torch.Tensor) -> torch.Tensor:
+    """448 on a tensor's device: by a number, torch multiplies by its reciprocal on CUDA."""
+    return torch.tensor(E4M3_MAX, device=like.device)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from tinker import types
 
 from splice.tinker import losses
-from splice.tinker.books import Result
+from splice.tinker.books import json_result
 from splice.tinker.refused import Refused, malformed, unsupported
 from splice.tinker.service import Service, checkpoint_of, new_session_id
 from splice.tinker.training import check_name, optim_params
@@ -79,7 +79,7 @@ async def telemetry() -> Json:
 async def capabilities(here: Here) -> Json:
     """The one model, under each of its names."""
     facts = {
-        "max_context_length": here.sampling.context_length,
+        "max_context_length": await here.sampling.context_length(),
         "trainable": True,
         "sampleable": True,
     }
@@ -147,7 +147,8 @@ async def create_model(request: Request, here: Here) -> Json:
         "warnings": warnings,
     }
     model_id = await here.new_model(asked.session_id, asked.model_seq_id, facts)
-    return {"request_id": here.accept("create_model", model_id, 0, body), "model_id": model_id}
+    request_id = here.accept("create_model", model_id, 0, body, first=0)
+    return {"request_id": request_id, "model_id": model_id}
 
 
 @router.post("/get_info")
@@ -214,17 +215,19 @@ async def load_weights(request: Request, here: Here) -> Json:
     """A saved state into a model, or into a new one."""
     body = await request.body()
     asked = parsed(types.LoadWeightsRequest, body)
-    here.training.check_load(asked.path)
-    model_id, seq_id = asked.model_id, asked.seq_id
+    model_id, seq_id, first = asked.model_id, asked.seq_id, 1
+    with here.numbered(model_id, seq_id):
+        here.training.check_load(asked.path)
     if asked.session_id is not None and asked.model_seq_id is not None:
         source = here.model_of(asked.path)["facts"]["base_model"]
         base_model = asked.base_model or source
         here.check_base_model(base_model)
         facts = {"base_model": base_model, "user_metadata": asked.user_metadata, "warnings": []}
-        model_id, seq_id = await here.new_model(asked.session_id, asked.model_seq_id, facts), 0
+        model_id = await here.new_model(asked.session_id, asked.model_seq_id, facts)
+        seq_id = first = 0
     if model_id is None:
         raise malformed("send model_id and seq_id, or session_id and model_seq_id")
-    return _future(here.accept("load_weights", model_id, seq_id, body))
+    return _future(here.accept("load_weights", model_id, seq_id, body, first=first))
 
 
 @router.post("/save_weights_for_sampler")
@@ -282,8 +285,8 @@ async def retrieve_future(request: Request, here: Here) -> Response:
     source = here.sampling if is_sample else here.turns
     result = await source.result(asked.request_id, timeout_s=here.config.poll_s)
     if result is None:
-        again = types.TryAgainResponse(request_id=asked.request_id, queue_state="active")
-        result = Result(body=again.model_dump_json().encode())
+        again = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
+        result = json_result(**again)
     headers = {"x-splice-versions": result.versions} if result.versions else {}
     return Response(result.body, media_type=result.media, headers=headers)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from orchestrator.errors import ConfigError
 
 MALFORMED, UNAUTHORIZED, UNKNOWN, GONE, TOO_LARGE, UNSUPPORTED = 400, 401, 404, 410, 413, 422
-"""The SDK repeats 408, 409, 429 and 5xx. None of them says that a request is wrong."""
+SLOW, BUSY = 408, 429
+"""The SDK repeats these two after a pause. The others say that a request is wrong."""
 
 
 class Refused(ConfigError):

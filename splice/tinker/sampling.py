@@ -27,7 +27,7 @@ from splice.rl.config import SamplingConfig
 from splice.rl.sampler import RolloutLost, Sampler
 from splice.tinker.books import Books, Result, failure
 from splice.tinker.config import TinkerConfig
-from splice.tinker.refused import GONE, Refused, malformed, unsupported
+from splice.tinker.refused import BUSY, GONE, Refused, malformed, unsupported
 from splice.tinker.training import BaseModel
 from splice.tinker.wire import Sampled, Samples, TopK, sample_output
 
@@ -63,13 +63,10 @@ class Sampling:
             trust_env=False,
         )
         self._streams = Sampler(self._status, name=self._name, max_in_flight=256)
-        self.context_length = 0
+        self._context_length = 0
 
     async def __aenter__(self) -> Sampling:
         await self._streams.__aenter__()
-        reply = await self._http.get(f"{await self._url()}/v1/models")
-        served = reply.raise_for_status().json()["data"]
-        self.context_length = min(int(model["max_model_len"]) for model in served)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -80,6 +77,21 @@ class Sampling:
             await asyncio.wait(tasks)
         await self._streams.__aexit__(*exc)
         await self._http.aclose()
+
+    async def context_length(self) -> int:
+        """Return the longest sequence that vLLM takes.
+
+        Raises:
+            Refused: no replica says so.
+        """
+        if not self._context_length:
+            try:
+                reply = await self._http.get(f"{await self._url()}/v1/models")
+                served = reply.raise_for_status().json()["data"]
+            except httpx.HTTPError as error:
+                raise Refused(BUSY, f"no replica is ready yet: {error}") from error
+            self._context_length = min(int(model["max_model_len"]) for model in served)
+        return self._context_length
 
     async def _status(self) -> Any:
         return await asyncio.to_thread(self._client.status)
@@ -171,7 +183,7 @@ class Sampling:
     async def _inflight(self, asked: types.SampleRequest) -> Samples:
         """Each sequence a stream of its own, with the version of every token."""
         row = {"prompt": prompt_of(asked)}
-        more = self._fields(asked)
+        more = await self._fields(asked)
         limits = SamplingConfig(
             max_tokens=more.pop("max_tokens"), temperature=more.pop("temperature")
         )
@@ -220,7 +232,7 @@ class Sampling:
         """All sequences in one request to vLLM."""
         prompt = prompt_of(asked)
         body: dict[str, Any] = {
-            **self._fields(asked),
+            **await self._fields(asked),
             "model": model,
             "prompt": prompt,
             "n": asked.num_samples,
@@ -238,8 +250,9 @@ class Sampling:
             prompt_top=_prompt_top(rows, asked),
         )
 
-    def _fields(self, asked: types.SampleRequest) -> dict[str, Any]:
-        return sampling_fields(asked, room=self.context_length - len(prompt_of(asked)))
+    async def _fields(self, asked: types.SampleRequest) -> dict[str, Any]:
+        room = await self.context_length() - len(prompt_of(asked))
+        return sampling_fields(asked, room=room)
 
     async def _post(self, body: dict[str, Any]) -> Any:
         """Ask a replica, and another one while that is not ready.

@@ -23,14 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from orchestrator.errors import ConfigError
 from splice.tinker import endpoints
 from splice.tinker.config import TinkerConfig
-from splice.tinker.refused import TOO_LARGE, UNAUTHORIZED, Refused
+from splice.tinker.refused import SLOW, TOO_LARGE, UNAUTHORIZED, Refused
 from splice.tinker.service import Service, running
 from splice.tinker.training import FOLDER
 
 log = logging.getLogger("splice.tinker")
 OPEN = frozenset({"/api/v1/healthz"})
 """Paths that need no key."""
-TIMEOUT = 408
 GRACE_S = 2
 """Time for open requests at the end. Clients poll again."""
 KEY_VARIABLE, KEY_FILE, URL_FILE = "SPLICE_TINKER_API_KEY", "api_key", "url"
@@ -59,7 +58,7 @@ class Guard:
             return
         except TimeoutError:
             text = f"the body took longer than {self._config.body_timeout_s:.0f} s"
-            await refusal(Refused(TIMEOUT, text))(scope, receive, send)
+            await refusal(Refused(SLOW, text))(scope, receive, send)
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send)

@@ -19,7 +19,7 @@ from orchestrator.protocol.config import TrainerConfig
 from splice.client import SpliceClient
 from splice.tinker.books import Books, Request
 from splice.tinker.config import TinkerConfig
-from splice.tinker.refused import Refused, malformed, unknown, unsupported
+from splice.tinker.refused import BUSY, Refused, malformed, unknown, unsupported
 from splice.tinker.sampling import Sampling
 from splice.tinker.training import FOLDER, BaseModel, Training
 from splice.tinker.turns import Turns
@@ -105,8 +105,13 @@ class Service:
             else:
                 await asyncio.sleep(WAIT_S)
 
-    def accept(self, kind: str, model_id: str, seq_id: int | None, body: bytes) -> str:
+    def accept(
+        self, kind: str, model_id: str, seq_id: int | None, body: bytes, *, first: int = 1
+    ) -> str:
         """Take a training request; returns its future's id.
+
+        Args:
+            first: smallest number; 0 makes the model.
 
         Raises:
             Refused: the model is unknown or has ended, or the number is taken.
@@ -114,7 +119,7 @@ class Service:
         model = self.books.model(model_id)
         if model["ended"] is not None:
             raise unsupported(f"model {model_id} does not train any more: {model['ended']}")
-        if seq_id is None or not 0 <= seq_id < 2**31:
+        if seq_id is None or not first <= seq_id < 2**31:
             raise malformed(f"seq_id is {seq_id}; a model's requests count from 1")
         request_id = f"tinker-{model_id.replace(':', '-')}-{seq_id}"
         request = Request(
@@ -123,14 +128,14 @@ class Service:
         return self.turns.accept(request)
 
     @contextlib.contextmanager
-    def numbered(self, model_id: str, seq_id: int | None) -> Any:
+    def numbered(self, model_id: str | None, seq_id: int | None) -> Any:
         """Count a request that is refused within: later ones do not wait for it."""
         try:
             yield
         except Refused as error:
-            is_known = self.books.find_model(model_id) is not None
-            if is_known and seq_id is not None and error.status != 429:
-                self.turns.skip(model_id, seq_id)
+            is_known = model_id is not None and self.books.find_model(model_id) is not None
+            if is_known and seq_id is not None and error.status != BUSY:
+                self.turns.skip(str(model_id), seq_id)
             raise
 
     def model_of(self, path: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from orchestrator.errors import ErrorCode, JobFailed, NodeLost, SpliceError
 from splice.tinker.books import Books, Request, Result, failure
 from splice.tinker.config import TinkerConfig
-from splice.tinker.refused import Refused, malformed
+from splice.tinker.refused import BUSY, Refused, malformed
 
 log = logging.getLogger("splice.tinker")
 AGAIN_S = 1.0
@@ -28,10 +28,14 @@ _USERS = frozenset({ErrorCode.BAD_INPUT, ErrorCode.NON_FINITE_GRADIENT, ErrorCod
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """A model's requests that wait for earlier ones: number -> request and when it came."""
+    """A model's requests that wait for earlier ones: number -> request and when it came.
+
+    `refused` are numbers that will never come.
+    """
 
     next_seq: int
     early: dict[int, tuple[Request, float]] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
 
 
 class Turns:
@@ -73,14 +77,13 @@ class Turns:
                 )
             return request.request_id
         line = self._line(request.model_id)
-        if request.seq_id < line.next_seq:
+        if 0 < request.seq_id < line.next_seq:
             raise malformed(
                 f"request {request.seq_id} of {request.model_id} is over: the next one is "
                 f"{line.next_seq}"
             )
         if len(self._ends) >= self._config.max_waiting:
-            # 429 is what the SDK repeats after a pause.
-            raise Refused(429, f"{len(self._ends)} training requests wait, which is the most")
+            raise Refused(BUSY, f"{len(self._ends)} training requests wait, which is the most")
         self._books.add_request(request, digest)
         self._ends[request.request_id] = asyncio.Event()
         self._enqueue(request)
@@ -89,7 +92,8 @@ class Turns:
     def skip(self, model_id: str, seq_id: int) -> None:
         """Note that a request of this number was refused: later ones do not wait for it."""
         line = self._line(model_id)
-        if seq_id == line.next_seq:
+        if seq_id >= line.next_seq:
+            line.refused.add(seq_id)
             self._advance(model_id, line)
 
     def _line(self, model_id: str) -> _Line:
@@ -107,14 +111,14 @@ class Turns:
             self._ready.put_nowait(request)
             return
         line.early[request.seq_id] = (request, time.monotonic())
-        if request.seq_id == line.next_seq:
-            self._advance(request.model_id, line, taken=False)
+        line.refused.discard(request.seq_id)
+        self._advance(request.model_id, line)
 
-    def _advance(self, model_id: str, line: _Line, *, taken: bool = True) -> None:
-        line.next_seq += taken
-        while line.next_seq in line.early:
-            request, _ = line.early.pop(line.next_seq)
-            self._ready.put_nowait(request)
+    def _advance(self, model_id: str, line: _Line) -> None:
+        while line.next_seq in line.early or line.next_seq in line.refused:
+            if line.next_seq in line.early:
+                self._ready.put_nowait(line.early.pop(line.next_seq)[0])
+            line.refused.discard(line.next_seq)
             line.next_seq += 1
         self._books.advance(model_id, line.next_seq)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -47,6 +49,7 @@ def trainer_of(service: tinker.ServiceClient) -> tinker.TrainingClient:
 def sft(service: tinker.ServiceClient) -> dict:
     """Losses fall, and the served log-probs are the trainer's."""
     client, losses = trainer_of(service), []
+    fresh = logprobs_of(client)
     for _ in range(6):
         passed = client.forward_backward([sft_datum(), sft_datum()], "cross_entropy")
         stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
@@ -56,7 +59,14 @@ def sft(service: tinker.ServiceClient) -> dict:
     sampler = client.save_weights_and_get_sampling_client().result()
     served = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT + ANSWER)).result()
     gap = np.abs(np.array(served[1:]) - ours.to_numpy()).max()
-    return {"losses": losses, "gap": float(gap), "grad_norm": metrics["grad_norm"]}
+    base = service.create_sampling_client(base_model=MODEL).result()
+    return {
+        "losses": losses,
+        "gap": float(gap),
+        "grad_norm": metrics["grad_norm"],
+        "fresh": fresh,
+        "base": base.compute_logprobs(types.ModelInput.from_ints(PROMPT + ANSWER)).result()[1:],
+    }
 
 
 def rl(service: tinker.ServiceClient) -> dict:
@@ -134,7 +144,94 @@ def state(service: tinker.ServiceClient) -> dict:
     }
 
 
-PARTS = {part.__name__: part for part in (sft, rl, state)}
+def custom(service: tinker.ServiceClient) -> dict:
+    """A loss of the user's own, with the same gradient as a weighted cross_entropy."""
+    weights = [1.0, -0.5, 0.25, 2.0]
+    full = [0.0] * (len(PROMPT) - 1) + weights
+
+    def loss(data, logprobs):
+        total = -sum((lp * lp.new_tensor(full)).sum() for lp in logprobs)
+        return total, {"mine": total.item()}
+
+    found = {}
+    for name in ("custom", "cross_entropy"):
+        client = trainer_of(service)
+        if name == "custom":
+            passed = client.forward_backward_custom([sft_datum(), sft_datum()], loss)
+        else:
+            passed = client.forward_backward([sft_datum(weights), sft_datum(weights)], name)
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        found[name] = passed.result().metrics
+        found[f"{name}_after"] = logprobs_of(client)
+        client.save_state(name).result()
+    return found
+
+
+def inflight(service: tinker.ServiceClient) -> dict:
+    """One sampler goes on over publications; a snapshot is refused once it is old."""
+    client = trainer_of(service)
+    params = types.SamplingParams(max_tokens=4, temperature=1.0)
+    prompt = types.ModelInput.from_ints(PROMPT)
+    snapshot = client.save_weights_and_get_sampling_client().result()
+    before = snapshot.sample(prompt, 2, params).result()
+    following = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    lengths, why = [], ""
+    for _ in range(2):
+        client.forward_backward([sft_datum()], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        client.save_weights_and_get_sampling_client(kind="inflight").result()
+        lengths += [len(s.tokens) for s in following.sample(prompt, 2, params).result().sequences]
+    try:
+        snapshot.sample(prompt, 1, params).result()
+    except tinker.RequestFailedError as error:
+        why = str(error)
+    return {"before": len(before.sequences), "lengths": lengths, "why": why}
+
+
+def refused(service: tinker.ServiceClient) -> dict:
+    """What the SDK's user reads."""
+    said = {}
+    for name, ask in {
+        "rank": lambda: service.create_lora_training_client(MODEL, rank=64).result(),
+        "model": lambda: service.create_lora_training_client("Qwen/Qwen3-8B", rank=RANK).result(),
+        "loss": lambda: trainer_of(service).forward_backward([sft_datum()], "dro").result(),
+        "path": lambda: service.create_sampling_client("tinker://a/sampler_weights/b").result(),
+    }.items():
+        try:
+            ask()
+        except tinker.APIStatusError as error:
+            said[name] = [error.status_code, str(error)]
+    return said
+
+
+def hold(service: tinker.ServiceClient) -> dict:
+    """Leave gradients behind, and wait for the end."""
+    client = trainer_of(service)
+    client.forward_backward([sft_datum()], "cross_entropy").result()
+    print(json.dumps({"holding": client.model_id}), flush=True)
+    time.sleep(600)
+    return {}
+
+
+def sample(service: tinker.ServiceClient) -> dict:
+    """Sample from the base model until a line comes on stdin, then train."""
+    sampler = service.create_sampling_client(base_model=MODEL).result()
+    params = types.SamplingParams(max_tokens=2)
+    ends = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), ends.set()), daemon=True).start()
+    count = 0
+    while not ends.is_set():
+        count += len(
+            sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params).result().sequences
+        )
+        print(json.dumps({"sampled": count}), flush=True)
+    client = trainer_of(service)
+    passed = client.forward_backward([sft_datum()], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    return {"loss": passed.result().metrics["loss:sum"]}
+
+
+PARTS = {p.__name__: p for p in (sft, rl, state, custom, inflight, refused, hold, sample)}
 
 if __name__ == "__main__":
     client = tinker.ServiceClient()

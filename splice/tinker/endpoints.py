@@ -43,6 +43,48 @@ def parsed(model: type[Model], body: bytes) -> Model:
         raise malformed(f"{where}: {first['msg']}") from error
 
 
+# ---------------------------------------------------------------- what Tinker has besides
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("POST", "/retrieve_futures"): "one poll for all samples; `client/config` turns it off",
+    ("POST", "/join_sampling_session"): "numbers for copies of a sampler; `client/config` turns it "
+    "off",
+    ("POST", "/create_custom_loss"): "losses that run on the server; the SDK runs them itself "
+    "(forward_backward_custom)",
+    ("POST", "/save_weights_external"): "an export for other servers; use `splice` (export_hf)",
+    ("GET", "/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls"): (
+        "downloads of weights; the run's folder has them"
+    ),
+    ("POST", "/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish"): (
+        "public checkpoints"
+    ),
+    ("DELETE", "/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish"): (
+        "public checkpoints"
+    ),
+    ("POST", "/copy_weights"): "copies between projects",
+    ("PUT", "/sessions/{session_id}/project"): "projects",
+    ("POST", "/sessions/search"): "search; GET /api/v1/sessions lists them",
+    ("GET", "/sessions/{session_id}/trace_export"): "traces",
+    ("POST", "/auth/token"): "tokens in place of the API key",
+    ("GET", "/audit"): "an audit log",
+    ("GET", "/billing/usage/events"): "bills",
+    ("GET", "/billing/usage/checkpoints/current"): "bills",
+}
+"""Endpoints of the SDK that this server refuses by name, and what they are."""
+
+
+def _refusal(path: str, what: str) -> Any:
+    async def refuse() -> Json:
+        raise unsupported(f"{path} is not supported: {what}")
+
+    return refuse
+
+
+# Before the others, because a checkpoint's id may end in anything.
+for (_method, _path), _what in REFUSED.items():
+    router.add_api_route(_path, _refusal(_path, _what), methods=[_method])
+
+
 # ---------------------------------------------------------------- the service
 
 
@@ -337,8 +379,6 @@ async def set_ttl(model_id: str, checkpoint_id: str, request: Request, here: Her
 @router.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")
 async def delete_checkpoint(model_id: str, checkpoint_id: str, here: Here) -> Response:
     """Forget a checkpoint."""
-    if checkpoint_id.endswith("/publish"):
-        raise unsupported("checkpoints cannot be made public or private")
     here.delete_checkpoint(f"tinker://{model_id}/{checkpoint_id}")
     return Response(status_code=204)
 
@@ -383,40 +423,3 @@ def _page(rows: list[Row], limit: int, offset: int) -> list[Row]:
 
 def _cursor(rows: list[Any], limit: int, offset: int) -> Json:
     return {"offset": offset, "limit": limit, "total_count": len(rows)}
-
-
-# ---------------------------------------------------------------- what Tinker has besides
-
-REFUSED: dict[tuple[str, str], str] = {
-    ("POST", "/retrieve_futures"): "one poll for all samples; `client/config` turns it off",
-    ("POST", "/join_sampling_session"): "numbers for copies of a sampler; `client/config` turns it "
-    "off",
-    ("POST", "/create_custom_loss"): "losses that run on the server; the SDK runs them itself "
-    "(forward_backward_custom)",
-    ("POST", "/save_weights_external"): "an export for other servers; use `splice` (export_hf)",
-    ("GET", "/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls"): (
-        "downloads of weights; the run's folder has them"
-    ),
-    ("POST", "/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish"): (
-        "public checkpoints"
-    ),
-    ("POST", "/copy_weights"): "copies between projects",
-    ("PUT", "/sessions/{session_id}/project"): "projects",
-    ("POST", "/sessions/search"): "search; GET /api/v1/sessions lists them",
-    ("GET", "/sessions/{session_id}/trace_export"): "traces",
-    ("POST", "/auth/token"): "tokens in place of the API key",
-    ("GET", "/whoami"): "accounts",
-    ("GET", "/billing/usage/events"): "bills",
-}
-"""Endpoints of the SDK that this server refuses by name, and what they are."""
-
-
-def _refusal(path: str, what: str) -> Any:
-    async def refuse() -> Json:
-        raise unsupported(f"{path} is not supported: {what}")
-
-    return refuse
-
-
-for (_method, _path), _what in REFUSED.items():
-    router.add_api_route(_path, _refusal(_path, _what), methods=[_method])

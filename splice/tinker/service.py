@@ -63,7 +63,7 @@ class Service:
         """
         if name not in self.base_models:
             raise unsupported(
-                f"base_model {name!r}: this run has {' alias '.join(self.base_models)}; start "
+                f"base_model {name!r}: this run has {' or '.join(self.base_models)}; start "
                 "`splice tinker` with --model-name for another name of it"
             )
 

@@ -323,6 +323,11 @@ class Books:
             "SELECT * FROM checkpoints WHERE model_id = ? ORDER BY created DESC", model_id
         )
 
+    def expired(self) -> list[str]:
+        """Return the paths of checkpoints whose time is over."""
+        rows = self._run("SELECT path FROM checkpoints WHERE expires < ?", time.time())
+        return [row["path"] for row in rows]
+
     def expire(self, path: str, ttl_s: int | None) -> None:
         """Set when a checkpoint expires; None: never."""
         until = None if ttl_s is None else time.time() + ttl_s

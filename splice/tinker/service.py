@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -26,6 +27,7 @@ from splice.tinker.turns import Turns
 
 log = logging.getLogger("splice.tinker")
 WAIT_S = 0.25
+SWEEP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +183,18 @@ class Service:
         Raises:
             Refused: there is none.
         """
-        self.books.checkpoint(path)
+        folder = self.books.checkpoint(path)["folder"]
         self.books.forget_checkpoint(path)
+        if folder is not None:
+            shutil.rmtree(self.config.run_dir / folder, ignore_errors=True)
+
+    async def sweep(self) -> None:
+        """Delete checkpoints whose time is over, until cancelled."""
+        while True:
+            for path in self.books.expired():
+                log.info("checkpoint %s has expired", path)
+                await asyncio.to_thread(self.delete_checkpoint, path)
+            await asyncio.sleep(SWEEP_S)
 
     def training_run(self, model_id: str) -> dict[str, Any]:
         """Return what the SDK calls a training run."""
@@ -257,9 +269,9 @@ async def running(config: TinkerConfig) -> AsyncIterator[Service]:
         base = BaseModel(client, config.job_timeout_s)
         async with Sampling(client, books, config, base) as sampling:
             lane = asyncio.create_task(turns.run())
-            gaps = asyncio.create_task(turns.fail_gaps())
+            tasks = {lane, asyncio.create_task(turns.fail_gaps())}
             try:
-                yield Service(
+                service = Service(
                     config=config,
                     trainer=trainer,
                     books=books,
@@ -269,10 +281,12 @@ async def running(config: TinkerConfig) -> AsyncIterator[Service]:
                     name=status.name,
                     lane=lane,
                 )
+                tasks.add(asyncio.create_task(service.sweep()))
+                yield service
             finally:
-                for task in (lane, gaps):
+                for task in tasks:
                     task.cancel()
-                await asyncio.wait({lane, gaps}, timeout=5.0)
+                await asyncio.wait(tasks, timeout=5.0)
     finally:
         await asyncio.to_thread(client.__exit__, None, None, None)
         books.close()

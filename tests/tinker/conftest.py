@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +35,9 @@ def sdk_python(tmp_path_factory) -> Path:
         text=True,
     ).stdout.strip()
     # Behind its own packages, so that only what it lacks comes from there.
-    (Path(site) / "torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    (Path(site) / "torch.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
     return python
 
 

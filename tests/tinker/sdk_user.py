@@ -207,15 +207,16 @@ def refused(service: tinker.ServiceClient) -> dict:
 def hold(service: tinker.ServiceClient) -> dict:
     """Leave gradients behind, and wait for the end."""
     client = trainer_of(service)
+    snapshot = client.save_weights_for_sampler("held").result().path
     client.forward_backward([sft_datum()], "cross_entropy").result()
-    print(json.dumps({"holding": client.model_id}), flush=True)
+    print(json.dumps({"holding": snapshot}), flush=True)
     time.sleep(600)
     return {}
 
 
 def sample(service: tinker.ServiceClient) -> dict:
-    """Sample from the base model until a line comes on stdin, then train."""
-    sampler = service.create_sampling_client(base_model=MODEL).result()
+    """Sample from the snapshot that stdin names until another line comes, then train."""
+    sampler = service.create_sampling_client(model_path=sys.stdin.readline().strip()).result()
     params = types.SamplingParams(max_tokens=2)
     ends = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), ends.set()), daemon=True).start()

@@ -86,7 +86,9 @@ def test_two_sessions_of_which_one_dies(server, sdk_python):
     """One samples while the other trains; the trainer's death frees the model for it."""
     holder, sampler = (server.user(sdk_python, part) for part in ("hold", "sample"))
     try:
-        assert "holding" in holder.stdout.readline()
+        snapshot = json.loads(holder.stdout.readline())["holding"]
+        sampler.stdin.write(f"{snapshot}\n")
+        sampler.stdin.flush()
         assert "sampled" in sampler.stdout.readline()
         holder.kill()
         for _ in range(5):

@@ -18,6 +18,8 @@ from typing import Any
 
 from splice.tinker.refused import GONE, Refused, unknown
 
+INITIAL = "initial"
+"""State of the trainer when the server first saw the run: what create_model starts from."""
 RESULTS_KEPT = 2000
 """Newest results of training requests. An older future is gone (410)."""
 _TABLES = """
@@ -113,6 +115,17 @@ class Books:
     def set_fact(self, name: str, value: Any) -> None:
         """Set a fact."""
         self._run("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, json.dumps(value))
+
+    def set_served(self, version: int, state: str) -> None:
+        """Note which state of the trainer the served version has."""
+        self.set_fact("served", {"version": version, "state": state})
+        self.set_fact(f"version {version}", state)
+
+    def is_base(self, version: int | None) -> bool:
+        """Whether a version is the base model: the run's first state, never trained."""
+        if version is None or self.fact(f"version {version}") != INITIAL:
+            return False
+        return bool(self.fact("initial")["is_base"])
 
     # ------------------------------------------------------------ sessions
 

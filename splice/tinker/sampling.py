@@ -171,13 +171,17 @@ class Sampling:
             return await self._inflight(asked)
         if sampler["kind"] == "inflight":
             return await self._completions(asked, self._name)
-        version = sampler["version"]
-        if sampler["kind"] == "base":
-            served = self._books.fact("served")
-            initial = self._books.fact("initial")
-            if served["state"] != "initial" or not initial["is_base"]:
-                return await self._score_base(asked)
+        served, version = self._books.fact("served"), sampler["version"]
+        if sampler["kind"] == "base" and self._books.is_base(served["version"]):
             version = served["version"]
+        is_base = sampler["kind"] == "base" or self._books.is_base(version)
+        if is_base and version != served["version"] and only_scores(asked):
+            return await self._score_base(asked)
+        if version is None:
+            raise unsupported(
+                "the base model is not served any more, because a trained version is; it still "
+                "scores prompts (compute_logprobs)"
+            )
         return await self._completions(asked, f"{self._name}@{version}")
 
     async def _inflight(self, asked: types.SampleRequest) -> Samples:
@@ -217,13 +221,7 @@ class Sampling:
                 await asyncio.sleep(RETRY_S)
 
     async def _score_base(self, asked: types.SampleRequest) -> Samples:
-        """The base model's log-probs of the prompt; it generates nothing once training began."""
-        wants_text = (asked.sampling_params.max_tokens or 2) > 1 or asked.num_samples != 1
-        if wants_text or not asked.prompt_logprobs or asked.topk_prompt_logprobs:
-            raise unsupported(
-                "the base model is not served any more, because a trained version is; it still "
-                "scores prompts (compute_logprobs)"
-            )
+        """The base model's log-probs of the prompt, from the trainer. It generates nothing."""
         logprobs = await asyncio.to_thread(self._base.logprobs, prompt_of(asked))
         nothing = Sampled(tokens=(), logprobs=(), is_cut=True)
         return Samples(sequences=(nothing,), prompt_logprobs=last_n(asked, logprobs))
@@ -337,6 +335,12 @@ def prompt_of(asked: types.SampleRequest) -> list[int]:
                 f"the prompt has a chunk of {chunk.type}; only text (encoded_text) is supported"
             )
     return [token for chunk in asked.prompt.chunks for token in chunk.tokens]
+
+
+def only_scores(asked: types.SampleRequest) -> bool:
+    """Whether the request is `compute_logprobs`, whose one sampled token nobody reads."""
+    wants_text = asked.sampling_params.max_tokens != 1 or asked.num_samples != 1
+    return bool(asked.prompt_logprobs) and not (wants_text or asked.topk_prompt_logprobs)
 
 
 def wants_more(asked: types.SampleRequest) -> bool:

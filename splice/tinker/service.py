@@ -262,8 +262,7 @@ async def running(config: TinkerConfig) -> AsyncIterator[Service]:
         lora = trainer.lora if trainer.finetuning_type == "lora" else None
         training = Training(client, books, lora=lora, timeout_s=config.job_timeout_s)
         status = await asyncio.to_thread(client.status)
-        is_base = trainer.adapter is None and not status.version
-        await asyncio.to_thread(training.prepare, is_base=is_base)
+        await asyncio.to_thread(training.prepare)
         turns = Turns(books, config, training.work)
         turns.restore()
         base = BaseModel(client, config.job_timeout_s)

@@ -20,11 +20,9 @@ from orchestrator.protocol.config import ALL_LINEAR, LoraConfig
 from orchestrator.protocol.messages import InitialSyncJob, OptimParams
 from splice.client import SpliceClient
 from splice.tinker import losses, wire
-from splice.tinker.books import Books, Request, Result, json_result
+from splice.tinker.books import INITIAL, Books, Request, Result, json_result
 from splice.tinker.refused import malformed, unsupported
 
-INITIAL = "initial"
-"""State of the trainer when the server first saw the run: what create_model starts from."""
 FOLDER = "tinker"
 """Folder of the server's checkpoints, within the run's."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -50,22 +48,23 @@ class Training:
             "save_weights_for_sampler": self._publish,
         }
 
-    def prepare(self, *, is_base: bool) -> None:
-        """Keep the run's state for later models, and serve it if nothing is served.
+    def prepare(self) -> None:
+        """At the first start: keep the run's state for later models, and serve it.
 
-        Args:
-            is_base: the run's adapter has not been trained: its model is the base model.
+        Another client may have left gradients, or steps that are not served, so the state is
+        published anew.
         """
-        if self._books.fact("initial") is None:
-            folder = f"{FOLDER}/{INITIAL}-{time.time_ns()}"
-            self._jobs.save(f"tinker-{folder}", folder)
-            self._books.set_fact("initial", {"folder": folder, "is_base": is_base})
-            self._books.set_fact("state", INITIAL)
-        if self._jobs.served_version() is None:
-            self._served(self._jobs.first_version(f"tinker-first-{time.time_ns()}"))
-        elif self._books.fact("served") is None:
-            version = self._jobs.served_version()
-            self._books.set_fact("served", {"version": version, "state": INITIAL})
+        if self._books.fact("initial") is not None:
+            return
+        at = time.time_ns()
+        folder = f"{FOLDER}/{INITIAL}-{at}"
+        self._jobs.save(f"tinker-save-{at}", folder)
+        self._jobs.load(f"tinker-load-{at}", folder)  # drops pending gradients
+        version = self._jobs.serve_first(f"tinker-serve-{at}")
+        is_base = self._lora is not None and self._jobs.is_untrained()
+        self._books.set_fact("state", INITIAL)
+        self._books.set_served(version, INITIAL)
+        self._books.set_fact("initial", {"folder": folder, "is_base": is_base})
 
     def work(self, request: Request) -> Result:
         """Carry out a request.
@@ -150,7 +149,7 @@ class Training:
         return self._served(self._jobs.publish(request_id))
 
     def _served(self, version: int) -> int:
-        self._books.set_fact("served", {"version": version, "state": self._books.fact("state")})
+        self._books.set_served(version, self._books.fact("state"))
         return version
 
     def _note(self, request: Request, path: str, kind: str, asked: Any, **where: Any) -> None:
@@ -258,10 +257,21 @@ class _Jobs:
         """Return the version that is served, or None."""
         return self._client.status().version
 
-    def first_version(self, job_id: str) -> int:
-        """Publish the trainer's state as @0."""
+    def serve_first(self, job_id: str) -> int:
+        """Publish the trainer's state, whether or not the run serves anything yet."""
+        if self.served_version() is not None:
+            return self.publish(job_id)
         result = self._client.run(InitialSyncJob(), job_id=job_id, timeout_s=self._timeout_s)
         return int(result["version"])
+
+    def is_untrained(self) -> bool:
+        """Whether the model with its adapters is the base model, by the log-probs of a prompt."""
+        plan = losses.one_sequence(list(range(1, 17)))
+        both = [
+            self._client.forward(plan, adapters=adapters, timeout_s=self._timeout_s).logprobs
+            for adapters in (True, False)
+        ]
+        return both[0] == both[1]
 
     def publish(self, job_id: str) -> int:
         """Publish the trainer's state as the next version."""

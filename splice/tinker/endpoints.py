@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -223,12 +224,13 @@ async def unload_model(request: Request, here: Here) -> Json:
 @router.post("/forward_backward")
 async def forward_backward(request: Request, here: Here) -> Json:
     """Log-probs, and gradients unless `forward_only`."""
-    encoding = request.headers.get("content-encoding", "")
-    limit = here.config.max_body_bytes
-    body = decompressed(await request.body(), encoding=encoding, max_bytes=limit)
-    asked = read_pass(body)
+    encoding, limit = request.headers.get("content-encoding", ""), here.config.max_body_bytes
+    sent = await request.body()
+    # A large batch takes a while, which is nobody else's.
+    body = await asyncio.to_thread(decompressed, sent, encoding=encoding, max_bytes=limit)
+    asked = await asyncio.to_thread(read_pass, body)
     with here.numbered(asked.model_id, asked.seq_id):
-        losses.plan(asked)
+        await asyncio.to_thread(losses.plan, asked)
         return _future(here.accept("forward_backward", asked.model_id, asked.seq_id, body))
 
 

@@ -174,6 +174,7 @@ def inflight(service: tinker.ServiceClient) -> dict:
     prompt = types.ModelInput.from_ints(PROMPT)
     snapshot = client.save_weights_and_get_sampling_client().result()
     before = snapshot.sample(prompt, 2, params).result()
+    scored = snapshot.compute_logprobs(prompt).result()[1:]
     following = client.save_weights_and_get_sampling_client(kind="inflight").result()
     lengths, why = [], ""
     for _ in range(2):
@@ -185,7 +186,14 @@ def inflight(service: tinker.ServiceClient) -> dict:
         snapshot.sample(prompt, 1, params).result()
     except tinker.RequestFailedError as error:
         why = str(error)
-    return {"before": len(before.sequences), "lengths": lengths, "why": why}
+    return {
+        "before": len(before.sequences),
+        "lengths": lengths,
+        "why": why,
+        "scored": scored,
+        "scored_later": snapshot.compute_logprobs(prompt).result()[1:],
+        "sampler": following._sampling_session_id,
+    }
 
 
 def refused(service: tinker.ServiceClient) -> dict:

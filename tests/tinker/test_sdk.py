@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import httpx
 import numpy as np
 import pytest
 
@@ -58,6 +59,22 @@ def test_inflight_and_old_snapshots(server, sdk_python):
     found = facts_of(server, sdk_python, "inflight")
     assert found["before"] == 2 and found["lengths"] == [4] * 4
     assert "which is not served any more" in found["why"] and "tiny@" in found["why"]
+    # An untrained snapshot is the base model, which the trainer still has: DPO's reference.
+    np.testing.assert_allclose(found["scored_later"], found["scored"], atol=SHARP)
+
+    headers = {"x-api-key": (server.run_dir / "tinker" / "api_key").read_text().strip()}
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers=headers, timeout=60) as http:
+        body = {
+            "sampling_session_id": found["sampler"],
+            "seq_id": 10**6,
+            "num_samples": 2,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 17, 33]}]},
+            "sampling_params": {"max_tokens": 4, "stop": []},
+        }
+        future = http.post("/asample", json=body).raise_for_status().json()
+        answer = http.post("/retrieve_future", json={"request_id": future["request_id"]})
+    first, second = answer.headers["x-splice-versions"].split(";")
+    assert first == second and first.endswith("x4"), "two sequences of four tokens of one version"
 
 
 def test_what_a_user_reads(server, sdk_python):

@@ -58,15 +58,15 @@ $(INFERENCE)/.installed-cuda: requirements/inference-cuda.lock $(LOCKS)
 	requirements/make_env.sh "$$python" $(INFERENCE) requirements/inference-cuda.lock 3.12 3.13
 	@touch $@
 
-dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.examples $(INFERENCE)/.dev
+dev: envs $(TRAINER)/.dev $(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples $(INFERENCE)/.dev
 
 %/.dev: requirements/dev.lock %/.installed
 	@$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/dev.lock
 	@touch $@
 
-# Benchmarks draw their results, the docs become a site, tests have a Ray cluster and run the examples: all in the trainer's environment.
+# Benchmarks draw their results, the docs become a site, tests have a Ray cluster and a Tinker server and run the examples: all in the trainer's environment.
 # Ray needs its bytecode: a raylet gives its agents 15 s to start (ray issue 65983).
-$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.examples: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
+$(TRAINER)/.plot $(TRAINER)/.docs $(TRAINER)/.ray $(TRAINER)/.tinker $(TRAINER)/.examples: $(TRAINER)/.%: requirements/%.lock $(TRAINER)/.installed
 	@$(TRAINER)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(if $(findstring ray,$@),,--no-compile) -r requirements/$*.lock
 	@touch $@
 
@@ -82,7 +82,7 @@ test: dev
 	@status=0; export RES_OPTIONS="$${RES_OPTIONS:-timeout:1 attempts:2}"; \
 	$(TRAINER)/bin/python -m pytest tests/test_imports.py tests/test_readme.py tests/test_docs.py tests/test_installation.py tests/orchestrator tests/chaos tests/weight_transfer tests/trainer_node tests/benchmarks $(PYTEST_ARGS) || status=1; \
 	$(INFERENCE)/bin/python -m pytest tests/inference_node tests/weight_transfer/test_digest.py $(PYTEST_ARGS) || status=1; \
-	$(TRAINER)/bin/python -m pytest tests/e2e tests/rl $(PYTEST_ARGS) || status=1; \
+	$(TRAINER)/bin/python -m pytest tests/e2e tests/rl tests/tinker $(PYTEST_ARGS) || status=1; \
 	[ $$status = 0 ] && echo "make test: all parts passed" || echo "make test: at least one part FAILED" >&2; \
 	exit $$status
 

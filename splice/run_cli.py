@@ -446,6 +446,38 @@ def router(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
         _die(error)
 
 
+@app.command()
+def tinker(
+    run: Run = _HERE,
+    host: Annotated[
+        str, typer.Option(help="Address; beyond loopback set SPLICE_TINKER_API_KEY.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any.")] = 8000,
+    model_name: Annotated[
+        str | None, typer.Option(help="A further name of the model, such as Qwen/Qwen3-8B.")
+    ] = None,
+) -> None:
+    """Serve Tinker's API in front of a run that is up, until interrupted.
+
+    Clients set TINKER_BASE_URL to the printed URL, and TINKER_API_KEY to the content of the file
+    that is printed beside it.
+    """
+
+    def on_url(url: str) -> None:
+        typer.echo(f"TINKER_BASE_URL={url}")
+        typer.echo(f"TINKER_API_KEY=$(cat {run_dir / 'tinker' / 'api_key'})")
+
+    try:
+        from splice.tinker import server  # needs the extra
+
+        run_dir = _run_dir(run)
+        server.serve(run_dir, host=host, port=port, model_name=model_name, on_url=on_url)
+    except ModuleNotFoundError as error:
+        _die(ConfigError(f'{error}; `splice tinker` needs pip install "splice[tinker]"'))
+    except (SpliceError, OSError) as error:
+        _die(error)
+
+
 def node_file(run: RunFile, node_id: str, text: str) -> Path:
     """Write a node's configuration where its processes read it; returns the path."""
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

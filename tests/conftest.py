@@ -62,6 +62,7 @@ WHOLE = (
     "tests/inference_node/test_failures.py::test_a_vllm_that_dies_before_it_takes_a_call*",
     "tests/inference_node/test_failures.py::test_a_dead_vllm_is_restarted*",
     "tests/e2e/*",
+    "tests/tinker/test_sdk.py::*",
     "tests/rl/test_real_failures.py::*",
     "tests/rl/test_report.py::test_a_browser_shows_it",
     "tests/rl/test_verifiers.py::*",

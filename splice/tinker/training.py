@@ -1,0 +1,330 @@
+"""What each training request does, as jobs of the orchestrator.
+
+Each job's id follows from the request's id, so that a repeated request gets the first outcome. The
+functions below `_Jobs` are the only ones that know how splice does it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinker import types
+
+from orchestrator.errors import ErrorCode, JobFailed
+from orchestrator.protocol.config import ALL_LINEAR, LoraConfig
+from orchestrator.protocol.messages import InitialSyncJob, OptimParams
+from splice.client import SpliceClient
+from splice.tinker import losses, wire
+from splice.tinker.books import INITIAL, Books, Request, Result, json_result
+from splice.tinker.refused import malformed, unsupported
+
+FOLDER = "tinker"
+"""Folder of the server's checkpoints, within the run's."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Training:
+    """Carries out training requests, on one thread at a time.
+
+    Args:
+        lora: the run's adapter; None: the run trains all parameters.
+    """
+
+    def __init__(
+        self, client: SpliceClient, books: Books, *, lora: LoraConfig | None, timeout_s: float
+    ) -> None:
+        self._jobs, self._books, self._lora = _Jobs(client, timeout_s), books, lora
+        self._kinds: dict[str, Callable[[Request], Result]] = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "forward_backward": self._pass,
+            "optim_step": self._step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._publish,
+        }
+
+    def prepare(self) -> None:
+        """At the first start: keep the run's state for later models, and serve it.
+
+        Another client may have left gradients, or steps that are not served, so the state is
+        published anew.
+        """
+        if self._books.fact("initial") is not None:
+            return
+        at = time.time_ns()
+        folder = f"{FOLDER}/{INITIAL}-{at}"
+        self._jobs.save(f"tinker-save-{at}", folder)
+        self._jobs.load(f"tinker-load-{at}", folder)  # drops pending gradients
+        version = self._jobs.serve_first(f"tinker-serve-{at}")
+        is_base = self._lora is not None and self._jobs.is_untrained()
+        self._books.set_fact("state", INITIAL)
+        self._books.set_served(version, INITIAL)
+        self._books.set_fact("initial", {"folder": folder, "is_base": is_base})
+
+    def work(self, request: Request) -> Result:
+        """Carry out a request.
+
+        Raises:
+            SpliceError: it was refused, or failed.
+        """
+        model = self._books.model(request.model_id)
+        if model["ended"] is not None:
+            raise unsupported(f"model {request.model_id} does not train any more: {model['ended']}")
+        return self._kinds[request.kind](request)
+
+    # ------------------------------------------------------------ the requests
+
+    def _create(self, request: Request) -> Result:
+        self._jobs.load(request.request_id, self._books.fact("initial")["folder"])
+        self._books.set_fact("state", INITIAL)
+        return json_result(type="create_model", model_id=request.model_id)
+
+    def _pass(self, request: Request) -> Result:
+        asked = wire.read_pass(request.body)
+        plan = losses.plan(asked)
+        found = self._jobs.logprobs(f"{request.request_id}.forward", plan)
+        logprobs = plan.by_datum(found)
+        if asked.is_forward_only:
+            metrics = losses.forward_metrics(plan, logprobs)
+        else:
+            self._books.set_unsaved(request.model_id, True)
+            positions = np.concatenate(logprobs)
+            result = self._jobs.backward(f"{request.request_id}.backward", plan, positions)
+            metrics = losses.metrics_of(result, is_linear=plan.is_linear)
+        body = wire.pass_output(logprobs, metrics)
+        return Result(body=body, media="application/x-protobuf")
+
+    def _step(self, request: Request) -> Result:
+        asked = types.OptimStepRequest.model_validate_json(request.body)
+        metrics = self._jobs.step(request.request_id, optim_params(asked.optim_params))
+        self._books.set_fact("state", request.request_id)
+        self._books.set_unsaved(request.model_id, True)
+        return json_result(type="optim_step", metrics=metrics)
+
+    def _save(self, request: Request) -> Result:
+        asked = types.SaveWeightsRequest.model_validate_json(request.body)
+        name = asked.path or f"{request.seq_id:06}"
+        folder = f"{FOLDER}/{request.request_id}"
+        self._jobs.save(request.request_id, folder)
+        path = f"tinker://{request.model_id}/weights/{name}"
+        self._note(request, path, "training", asked, folder=folder)
+        self._books.set_unsaved(request.model_id, False)
+        return json_result(type="save_weights", path=path)
+
+    def _load(self, request: Request) -> Result:
+        asked = types.LoadWeightsRequest.model_validate_json(request.body)
+        folder = self._books.checkpoint(asked.path)["folder"]
+        if asked.optimizer:
+            self._jobs.load(request.request_id, folder)
+        else:
+            self._jobs.load_weights_alone(request.request_id, folder)
+        self._books.set_fact("state", request.request_id)
+        return json_result(type="load_weights", path=asked.path, model_id=request.model_id)
+
+    def _publish(self, request: Request) -> Result:
+        asked = types.SaveWeightsForSamplerRequest.model_validate_json(request.body)
+        version = self._serve(request.request_id)
+        kind = "inflight" if asked.kind == "inflight" else "snapshot"
+        if asked.path is None:
+            session = self._books.model(request.model_id)["session_id"]
+            sampler = f"{session}:sample:{asked.sampling_session_seq_id}"
+            self._books.add_sampler(sampler, session_id=session, kind=kind, version=version)
+            return json_result(type="save_weights_for_sampler", sampling_session_id=sampler)
+        path = f"tinker://{request.model_id}/sampler_weights/{asked.path}"
+        self._note(request, path, "sampler", asked, version=version)
+        return json_result(type="save_weights_for_sampler", path=path)
+
+    # ------------------------------------------------------------ inside
+
+    def _serve(self, request_id: str) -> int:
+        """Return the version that serves the trainer's state; publish it if none does."""
+        served, state = self._books.fact("served"), self._books.fact("state")
+        if served["state"] == state and served["version"] == self._jobs.served_version():
+            return int(served["version"])
+        return self._served(self._jobs.publish(request_id))
+
+    def _served(self, version: int) -> int:
+        self._books.set_served(version, self._books.fact("state"))
+        return version
+
+    def _note(self, request: Request, path: str, kind: str, asked: Any, **where: Any) -> None:
+        self._books.add_checkpoint(
+            path,
+            model_id=request.model_id,
+            kind=kind,
+            ttl_s=asked.ttl_seconds,
+            facts={"user_metadata": asked.user_metadata},
+            **where,
+        )
+
+    # ------------------------------------------------------------ before a request is accepted
+
+    def check_model(self, lora: types.LoraConfig | None, optimizer: str) -> list[str]:
+        """Check what a new model asks for; returns warnings.
+
+        Raises:
+            Refused: another adapter than the run's, or another optimizer.
+        """
+        if optimizer != "adamw":
+            raise unsupported(f"optimizer_config: {optimizer!r} is not supported; use adamw")
+        if lora is None or self._lora is None:
+            return []
+        ours = self._lora
+        if lora.rank != ours.rank:
+            raise unsupported(
+                f"lora_config: rank {lora.rank} is asked for, but this run trains rank {ours.rank};"
+                f" pass rank={ours.rank}, or start the run with trainer.lora.rank = {lora.rank}"
+            )
+        if ours.targets == (ALL_LINEAR,) and not (lora.train_mlp and lora.train_attn):
+            raise unsupported(
+                "lora_config: train_mlp and train_attn must be true, because this run's adapter is "
+                "on all linears; set trainer.lora.targets for another one"
+            )
+        return ["train_unembed: the unembedding gets no adapter"] if lora.train_unembed else []
+
+    def check_save(self, model_id: str, asked: types.SaveWeightsRequest) -> None:
+        """Check a checkpoint's name.
+
+        Raises:
+            Refused: it is no name, or taken.
+        """
+        check_name(asked.path)
+        path = f"tinker://{model_id}/weights/{asked.path}"
+        if not asked.overwrite and self._books.find_checkpoint(path) is not None:
+            raise malformed(f"checkpoint {path} exists; pass overwrite=True or another name")
+
+    def check_load(self, path: str) -> None:
+        """Check that weights can be loaded from a path.
+
+        Raises:
+            Refused: there is no such checkpoint, or it is a sampler's.
+        """
+        if self._books.checkpoint(path)["folder"] is None:
+            raise unsupported(
+                f"{path} is a sampler's checkpoint, which holds no trainer state; load one of "
+                "save_state (tinker://.../weights/...)"
+            )
+
+
+def check_name(name: str | None) -> None:
+    """Refuse what is no name of a checkpoint.
+
+    Raises:
+        Refused: other characters than letters, digits, `.`, `_` and `-`, or too many.
+    """
+    if name is not None and not NAME.fullmatch(name):
+        raise malformed(
+            f"the checkpoint name {name[:200]!r} must have 1 to 128 letters, digits, '.', '_' or "
+            "'-', and begin with a letter or digit"
+        )
+
+
+def optim_params(params: Any) -> OptimParams:
+    """Return the parameters of a step.
+
+    Raises:
+        Refused: another optimizer than AdamW, or values that it does not take.
+    """
+    if not isinstance(params, types.AdamParams):
+        raise unsupported(f"optimizer {getattr(params, 'type', None)!r}: only AdamW is supported")
+    if not params.learning_rate > 0:
+        raise unsupported(f"learning_rate is {params.learning_rate}; it must be above 0")
+    try:
+        return OptimParams(
+            lr=params.learning_rate,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            max_grad_norm=params.grad_clip_norm or None,
+        )
+    except ValueError as error:
+        raise malformed(f"adam_params: {error}") from error
+
+
+class _Jobs:
+    """The jobs behind a request. Each function is one capability of splice."""
+
+    def __init__(self, client: SpliceClient, timeout_s: float) -> None:
+        self._client, self._timeout_s = client, timeout_s
+
+    def served_version(self) -> int | None:
+        """Return the version that is served, or None."""
+        return self._client.status().version
+
+    def serve_first(self, job_id: str) -> int:
+        """Publish the trainer's state, whether or not the run serves anything yet."""
+        if self.served_version() is not None:
+            return self.publish(job_id)
+        result = self._client.run(InitialSyncJob(), job_id=job_id, timeout_s=self._timeout_s)
+        return int(result["version"])
+
+    def is_untrained(self) -> bool:
+        """Whether the model with its adapters is the base model, by the log-probs of a prompt."""
+        plan = losses.one_sequence(list(range(1, 17)))
+        both = [
+            self._client.forward(plan, adapters=adapters, timeout_s=self._timeout_s).logprobs
+            for adapters in (True, False)
+        ]
+        return both[0] == both[1]
+
+    def publish(self, job_id: str) -> int:
+        """Publish the trainer's state as the next version."""
+        return int(self._client.publish(job_id=job_id, timeout_s=self._timeout_s)["version"])
+
+    def logprobs(self, job_id: str, plan: losses.Pass) -> wire.Array:
+        """Return the trainer's log-prob of every token, [T]: a pass of its own."""
+        batch = plan.batch()
+        result = self._client.forward(batch, job_id=job_id, timeout_s=self._timeout_s)
+        return np.asarray(result.logprobs, "f4")
+
+    def backward(self, job_id: str, plan: losses.Pass, logprobs_N: wire.Array) -> dict[str, float]:
+        """Add the gradient of the batch's loss; returns the job's metrics."""
+        batch = plan.batch(logprobs_N if plan.is_linear else None)
+        result = self._client.forward_backward(
+            batch, plan.loss, job_id=job_id, timeout_s=self._timeout_s
+        )
+        return dict(result["metrics"])
+
+    def step(self, job_id: str, optim: OptimParams) -> dict[str, float]:
+        """Take an optimizer step; returns its metrics."""
+        result = self._client.optim_step(optim, job_id=job_id, timeout_s=self._timeout_s)
+        return {name: float(value) for name, value in result["metrics"].items()}
+
+    def save(self, job_id: str, folder: str) -> None:
+        """Write the trainer's state into a folder of the run."""
+        self._client.save_checkpoint(folder, job_id=job_id, timeout_s=self._timeout_s)
+
+    def load(self, job_id: str, folder: str) -> None:
+        """Restore adapter, optimizer and random numbers. Pending gradients are dropped."""
+        self._client.load_checkpoint(folder, job_id=job_id, timeout_s=self._timeout_s)
+
+    def load_weights_alone(self, job_id: str, folder: str) -> None:
+        """Restore the adapter, with a fresh optimizer. Pending gradients are dropped."""
+        adapter = str(Path(folder) / "adapter")
+        try:
+            self._client.load_adapter(adapter, job_id=job_id, timeout_s=self._timeout_s)
+        except JobFailed as error:
+            if error.code is not ErrorCode.BAD_INPUT:
+                raise
+            raise unsupported(
+                f"{folder}: the optimizer's state cannot be left out: {error}"
+            ) from error
+
+
+class BaseModel:
+    """The base model's log-probs, which the trainer computes with its adapters off."""
+
+    def __init__(self, client: SpliceClient, timeout_s: float) -> None:
+        self._client, self._timeout_s = client, timeout_s
+
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        """Return the log-prob of each token; NaN for the first."""
+        plan = losses.one_sequence(tokens)
+        result = self._client.forward(plan, adapters=False, timeout_s=self._timeout_s)
+        return [float("nan"), *result.logprobs[1:]]

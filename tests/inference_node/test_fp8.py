@@ -155,7 +155,9 @@ def test_experts_are_placed_as_a_cold_load_makes_them(
     model, config = vllm_models.load(folder, dtype="bfloat16", quantization=kind)
     experts = fp8_engine.InProcess(model, config, tiny.manifest_of(base))
     assert experts.refused == {}
-    assert experts.wrong(base) == [] and len(experts.wrong(tensors)) == len(experts.quantised)
+    assert experts.wrong(base) == []
+    weights_of = [n for n in experts.quantised if n.endswith(".weight")]
+    assert set(weights_of) <= set(experts.wrong(tensors))  # the largest may stay the largest
     experts.put(tensors)
     assert experts.wrong(tensors) == []
     cold, _ = vllm_models.load(

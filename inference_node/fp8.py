@@ -40,6 +40,7 @@ EXPERTS = {
 }
 WEIGHTS = ("weight", "w13_weight", "w2_weight")
 _PROOF_EXPERTS = 2
+_ABSORBED = "MLA absorbs an FP8 kv_b_proj, and what it makes of it is not compared"
 _COUNTS = ("num_experts", "local_num_experts")
 _DONE = "_already_called_process_weights_after_loading"
 _FAILURES = (NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError, KeyError)
@@ -61,6 +62,8 @@ def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     proofs: dict[Any, str | None] = {}
     for path, layer in model.named_modules():
+        if kind_of(getattr(layer, "kv_b_proj", layer)) is not None and hasattr(layer, "kv_b_proj"):
+            found.setdefault(_ABSORBED, []).append(path)
         name = type(method_of(layer)).__name__
         if not dialect.is_quantised(layer):
             continue

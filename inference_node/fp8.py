@@ -335,28 +335,62 @@ def _scale_region(
     rows, columns = fmt.shape[-2:]
     if part.strides != (columns, 1) or part.index_strides != (width, 1):
         raise ManifestError(f"{part.name} lands in pieces of {part.module}.{part.param}")
-    block = (1, width) if kind == "per_channel" else (FP8_BLOCK, FP8_BLOCK)
-    at = divmod(part.offset % (rows * columns), columns)
-    first = divmod(part.first_index, width)
-    limits = ((rows, height), (columns, width))
-    for b, here, there, size, (own, whole) in zip(block, at, first, part.size, limits, strict=True):
-        is_cut = b < whole and (here % b or there % b)
-        ends = here + size == own or there + size == whole
-        if is_cut or (b < whole and size % b and not (ends and here + size == own)):
-            raise ManifestError(
-                f"{part.name} begins or ends within a block of {b} of {part.module}.{part.param}; "
-                "start vLLM with fp8_per_tensor"
-            )
-    grid = tuple(-(-size // b) for size, b in zip(part.size, block, strict=True))
-    across = -(-width // block[1])
-    *_, down_stride, across_stride = live[scale].stride()
-    place = (at[0] // block[0], at[1] // block[1] if kind == "per_block" else 0)
-    begin = (first[0] // block[0]) * across + (first[1] // block[1] if kind == "per_block" else 0)
+    cut = _Cut(
+        size=(part.size[0], part.size[1]),
+        at=divmod(part.offset % (rows * columns), columns),
+        first=divmod(part.first_index, width),
+        own=(rows, columns),
+        whole=(height, width),
+    )
+    *_, down, across = live[scale].stride()
+    if kind == "per_channel":
+        return dataclasses.replace(
+            made,
+            first_index=cut.first[0],
+            index_strides=(1, 1),
+            size=(cut.size[0], 1),
+            offset=made.offset + cut.at[0] * down,
+            strides=(down, across),
+        )
+    if not cut.is_whole_blocks:
+        raise ManifestError(
+            f"{part.name} begins or ends within a block of {FP8_BLOCK} of "
+            f"{part.module}.{part.param}; start vLLM with fp8_per_tensor"
+        )
+    begin, place = (tuple(i // FP8_BLOCK for i in corner) for corner in (cut.first, cut.at))
+    columns_of_hf = -(-width // FP8_BLOCK)
     return dataclasses.replace(
         made,
-        first_index=begin,
-        index_strides=(across, 1),
-        size=grid,
-        offset=made.offset + place[0] * down_stride + place[1] * across_stride,
-        strides=(down_stride, across_stride),
+        first_index=begin[0] * columns_of_hf + begin[1],
+        index_strides=(columns_of_hf, 1),
+        size=tuple(-(-extent // FP8_BLOCK) for extent in cut.size),
+        offset=made.offset + place[0] * down + place[1] * across,
+        strides=(down, across),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Rows and columns of a part of an HF matrix, and where they begin."""
+
+    size: tuple[int, int]
+    at: tuple[int, int]
+    """In the worker's parameter, of shape `own`."""
+    first: tuple[int, int]
+    """In the HF matrix, of shape `whole`."""
+    own: tuple[int, int]
+    whole: tuple[int, int]
+
+    @property
+    def is_whole_blocks(self) -> bool:
+        """Whether it begins and ends with blocks, or ends where both matrices do."""
+        ends = tuple(
+            (at + size, first + size) == (own, whole)
+            for size, at, first, own, whole in zip(
+                self.size, self.at, self.first, self.own, self.whole, strict=True
+            )
+        )
+        begins = all(i % FP8_BLOCK == 0 for i in (*self.at, *self.first))
+        return begins and all(
+            size % FP8_BLOCK == 0 or end for size, end in zip(self.size, ends, strict=True)
+        )

@@ -170,6 +170,68 @@ def test_experts_are_placed_as_a_cold_load_makes_them(
     assert name.endswith("experts.0.down_proj.weight_scale")
 
 
+# ---------------------------------------------------------------- tensor parallel, blocks
+
+
+def scale_of(
+    kind: str, *, first: tuple[int, int], size: tuple[int, int], at: int, rows: int
+) -> placement.Region:
+    """Of a part of a 512 x 300 matrix, at a row of a worker's parameter of `rows` x the columns."""
+    width, name, params = 300, "proj.weight", ("qkv", "weight")
+    columns = size[1]
+    part = placement.Region(
+        name=name,
+        first_index=first[0] * width + first[1],
+        index_strides=(width, 1),
+        size=size,
+        module=params[0],
+        param=params[1],
+        offset=at * columns,
+        strides=(columns, 1),
+    )
+    fmt = placement.ParamFormat(
+        module=params[0],
+        param=params[1],
+        shape=(rows, columns),
+        stride=(columns, 1),
+        dtype="bfloat16",
+        numel=rows * columns,
+    )
+    plan = placement.PlacementPlan(regions=(part,), formats={params: fmt}, covered={})
+    blocks = (-(-rows // 128), -(-columns // 128))
+    live = {
+        "weight_scale_inv": torch.empty(blocks[::-1]).t(),  # columns first, as for TMA
+        "weight_scale": torch.empty(rows, 1),
+    }
+    return held._scale_region(part, plan, kind, live, {name: (512, width)})
+
+
+def test_parts_of_a_matrix_take_the_scales_of_their_rows_and_blocks() -> None:
+    lower = scale_of("per_block", first=(256, 0), size=(256, 300), at=128, rows=384)
+    assert (lower.first_index, lower.index_strides, lower.size) == (6, (3, 1), (2, 3))
+    assert (lower.offset, lower.strides) == (1, (1, 3))
+    right = scale_of("per_block", first=(0, 128), size=(512, 172), at=0, rows=512)
+    assert (right.first_index, right.index_strides, right.size) == (1, (3, 1), (4, 2))
+    rows = scale_of("per_channel", first=(100, 0), size=(50, 300), at=7, rows=384)
+    assert (rows.first_index, rows.size, rows.offset) == (100, (50, 1), 7)
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "at"),
+    [
+        ((0, 0), (200, 300), 0),  # ends within a block
+        ((64, 0), (128, 300), 0),  # begins within one of the matrix
+        ((128, 0), (128, 300), 64),  # begins within one of the parameter
+        ((0, 0), (384, 100), 0),  # columns that another worker goes on with
+    ],
+)
+def test_parts_within_a_block_are_refused(
+    first: tuple[int, int], size: tuple[int, int], at: int
+) -> None:
+    with pytest.raises(ManifestError, match="within a block"):
+        scale_of("per_block", first=first, size=size, at=at, rows=384)
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -83,9 +83,9 @@ def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
 
 def _proof_key(layer: torch.nn.Module) -> Any:
     method = method_of(layer)
-    kernel = getattr(method, "fp8_linear", None) or getattr(method, "fp8_backend", None)
+    kernel, backend = getattr(method, "fp8_linear", None), getattr(method, "fp8_backend", None)
     live = [(n, p.shape, p.stride(), p.dtype) for n, p in _parameters(layer).items()]
-    return type(method), kernel if isinstance(kernel, str) else str(type(kernel)), *live
+    return type(method), type(kernel), str(backend), *live
 
 
 def _parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -98,10 +98,9 @@ def _disproof(layer: torch.nn.Module) -> str | None:
     weights = [n for n in WEIGHTS if n in live]
     if not weights or any(live[n].dtype != torch.float8_e4m3fn for n in weights):
         return f"{name} keeps no e4m3 weight"
-    is_linear = weights == ["weight"]
-    is_turned = is_linear and kind_of(layer) != "per_block"
+    is_linear, is_turned = weights == ["weight"], _is_turned(layer)
     experts = () if is_linear else (_PROOF_EXPERTS,)
-    shapes = {n: (*experts, *(live[n].t() if is_turned else live[n]).shape[-2:]) for n in weights}
+    shapes = {n: (*experts, *_loaded_shape(layer, n)[-2:]) for n in weights}
     device = live[weights[0]].device
     generator = torch.Generator(device).manual_seed(0)
     loaded = {
@@ -128,6 +127,16 @@ def _disproof(layer: torch.nn.Module) -> str | None:
     if any(not _is_dense(live[n], is_turned=is_turned) for n in weights):
         return f"{name} keeps its weight with gaps"
     return None
+
+
+def _is_turned(layer: torch.nn.Module) -> bool:
+    """Whether a weight is kept as [I, O], a view of [O, I] in memory."""
+    return type(method_of(layer)).__name__ in LINEAR and kind_of(layer) != "per_block"
+
+
+def _loaded_shape(layer: torch.nn.Module, param: str) -> tuple[int, ...]:
+    live = _parameters(layer)[param]
+    return tuple((live.t() if _is_turned(layer) else live).shape)
 
 
 def _is_dense(weight: torch.Tensor, *, is_turned: bool) -> bool:
@@ -280,6 +289,10 @@ def placed(plan: PlacementPlan, sent: Manifest, model: torch.nn.Module) -> Place
     for scale in scales:
         cells.setdefault((scale.module, scale.param), set()).add((scale.offset, scale.numel))
     for key, layer in quantised.items():
+        if _loaded_shape(layer, key[1]) != formats[key].shape:
+            raise ManifestError(
+                f"{'.'.join(key)} is padded, and no FP8 weight with padding is known"
+            )
         formats[key] = dataclasses.replace(formats[key], dtype="float8_e4m3fn", is_fp8=True)
         scale_key = (key[0], fp8_scale(key[1], str(kind_of(layer))))
         formats[scale_key] = _format_of(scale_key, _parameters(layer)[scale_key[1]])

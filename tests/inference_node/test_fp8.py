@@ -15,7 +15,7 @@ import torch
 from inference_node import fp8 as held
 from inference_node import placement
 from orchestrator.errors import ManifestError
-from orchestrator.protocol.messages import Fp8Group
+from orchestrator.protocol.messages import Fp8Group, fp8_manifest
 from tests.inference_node import fp8_engine, tiny, vllm_models
 from tests.inference_node.conftest import ENGINE_S, Run
 from tests.inference_node.fp8_engine import Outcome
@@ -299,6 +299,21 @@ def test_fp32_weights_are_not_sent_as_fp8(
     plan = placement.record(dense[0], manifest)
     with pytest.raises(ManifestError, match="only bf16 matrices"):
         held.groups(plan, manifest, dense[0])
+
+
+def test_a_padded_weight_is_refused(
+    dense: tuple[torch.nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {n: t.bfloat16() for n, t in tiny.write_checkpoint(tmp_path, "dense").items()}
+    manifest = tiny.manifest_of(tensors)
+    plan = placement.record(dense[0], manifest)
+    groups = held.merged([held.groups(plan, manifest, dense[0])])
+    sent = fp8_manifest(manifest, groups)
+    assert held.placed(plan, sent, dense[0]).formats
+    weight = dense[0].get_parameter("model.layers.0.self_attn.o_proj.weight")
+    monkeypatch.setattr(weight, "data", torch.nn.functional.pad(weight.data.t(), (0, 16)).t())
+    with pytest.raises(ManifestError, match="is padded"):
+        held.placed(plan, sent, dense[0])
 
 
 def test_workers_that_group_otherwise_are_refused() -> None:

@@ -62,6 +62,11 @@ def gpus() -> tuple[int, int]:
     return int(trainer), int(inference)
 
 
+def quantization() -> str:
+    """vLLM's `--quantization` of our servers, from SPLICE_BENCH_QUANTIZATION; empty: bf16."""
+    return os.environ.get("SPLICE_BENCH_QUANTIZATION", "")
+
+
 def is_eager(device: str) -> bool:
     """Whether vLLM runs without compiling and CUDA graphs: on a CPU, and with SPLICE_BENCH_EAGER=1;
     its own default is with both.
@@ -114,6 +119,7 @@ def cluster_config(
         max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
         max_num_seqs=max_num_seqs,
         enforce_eager=is_eager(device),
+        extra_args=("--quantization", quantization()) if quantization() else (),
     )
     return ClusterConfig(
         run_dir=folder / run,

@@ -72,7 +72,8 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     """SHAPE/LORA from SPLICE_BENCH_SYNC (comma-separated; default
     30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small and on a cpu);
     samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1);
-    SPLICE_BENCH_EAGER=1: both vLLMs without compiling and CUDA graphs.
+    SPLICE_BENCH_EAGER=1: both vLLMs without compiling and CUDA graphs;
+    SPLICE_BENCH_QUANTIZATION: `--quantization` of our vLLM, such as fp8; the peer's stays bf16.
     """
     usual = (
         ("tiny/lora-attn",)
@@ -141,6 +142,7 @@ def _cases(
         "lora_rank": clusters.RANK,
         "lora_targets": clusters.TARGETS[lora],
         "verification": "on",
+        "quantization": clusters.quantization() or "none",
         "unverified": last["unverified"],
         "phases": seen.phases,
         "peer_phases": peer.phases if peer else [],

@@ -196,29 +196,36 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
     def refusals(self) -> list[str]:
         """Why this model cannot be updated and verified, each naming its layers."""
+        cache = str(self.vllm_config.cache_config.cache_dtype)
+        if not dialect.is_quantised_cache(cache):
+            return self._weight_refusals()
+        return [
+            *self._weight_refusals(),
+            f"the KV cache is kept as {cache}; whether its scales stay right after new weights is "
+            "not shown. Start vLLM without --kv-cache-dtype",
+        ]
+
+    def _weight_refusals(self) -> list[str]:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             found = fp8.refusals(self.model)
-        texts = [f"{why} ({placement.some(paths)})" for why, paths in found.items()]
-        cache = str(self.vllm_config.cache_config.cache_dtype)
-        if dialect.is_quantised_cache(cache):
-            texts.append(
-                f"the KV cache is kept as {cache}; whether its scales stay right after new weights "
-                "is not shown. Start vLLM without --kv-cache-dtype"
-            )
-        return texts
+        return [f"{why} ({placement.some(paths)})" for why, paths in found.items()]
 
-    def fp8_groups(self) -> list[Fp8Group]:
+    def fp8_groups(self, *, may_be_unverified: bool) -> list[Fp8Group]:
         """The HF matrices of the planned manifest that this worker keeps together in FP8.
+
+        Args:
+            may_be_unverified: a model that cannot be verified has none, so that vLLM reloads it.
 
         Raises:
             ManifestError: the model cannot be updated and verified, or a tensor is no bf16 matrix.
         """
         assert self._recorded is not None
-        if any(fp8.kind_of(layer) is not None for layer in self.model.modules()):
-            if refused := self.refusals():
-                raise ManifestError("; ".join(refused))
-            return fp8.groups(self._recorded[1], self._recorded[0], self.model)
-        return []
+        refused = self._weight_refusals()
+        if refused and may_be_unverified:
+            return []
+        if refused:
+            raise ManifestError("; ".join(refused))
+        return fp8.groups(self._recorded[1], self._recorded[0], self.model)
 
     def use_fp8(self, weights: Fp8Weights) -> placement.Findings:
         """Plan what is sent if these weights of the planned manifest travel as FP8.

@@ -40,6 +40,7 @@ EXPERTS = {
 }
 WEIGHTS = ("weight", "w13_weight", "w2_weight")
 _PROOF_EXPERTS = 2
+_ABSORBED = "MLA absorbs an FP8 kv_b_proj, and what it makes of it is not compared"
 _COUNTS = ("num_experts", "local_num_experts")
 _DONE = "_already_called_process_weights_after_loading"
 _FAILURES = (NotImplementedError, RuntimeError, AssertionError, TypeError, AttributeError, KeyError)
@@ -61,6 +62,8 @@ def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     proofs: dict[Any, str | None] = {}
     for path, layer in model.named_modules():
+        if kind_of(getattr(layer, "kv_b_proj", layer)) is not None and hasattr(layer, "kv_b_proj"):
+            found.setdefault(_ABSORBED, []).append(path)
         name = type(method_of(layer)).__name__
         if not dialect.is_quantised(layer):
             continue
@@ -80,9 +83,9 @@ def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
 
 def _proof_key(layer: torch.nn.Module) -> Any:
     method = method_of(layer)
-    kernel = getattr(method, "fp8_linear", None) or getattr(method, "fp8_backend", None)
+    kernel, backend = getattr(method, "fp8_linear", None), getattr(method, "fp8_backend", None)
     live = [(n, p.shape, p.stride(), p.dtype) for n, p in _parameters(layer).items()]
-    return type(method), kernel if isinstance(kernel, str) else str(type(kernel)), *live
+    return type(method), type(kernel), str(backend), *live
 
 
 def _parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -95,10 +98,9 @@ def _disproof(layer: torch.nn.Module) -> str | None:
     weights = [n for n in WEIGHTS if n in live]
     if not weights or any(live[n].dtype != torch.float8_e4m3fn for n in weights):
         return f"{name} keeps no e4m3 weight"
-    is_linear = weights == ["weight"]
-    is_turned = is_linear and kind_of(layer) != "per_block"
+    is_linear, is_turned = weights == ["weight"], _is_turned(layer)
     experts = () if is_linear else (_PROOF_EXPERTS,)
-    shapes = {n: (*experts, *(live[n].t() if is_turned else live[n]).shape[-2:]) for n in weights}
+    shapes = {n: (*experts, *_loaded_shape(layer, n)[-2:]) for n in weights}
     device = live[weights[0]].device
     generator = torch.Generator(device).manual_seed(0)
     loaded = {
@@ -125,6 +127,16 @@ def _disproof(layer: torch.nn.Module) -> str | None:
     if any(not _is_dense(live[n], is_turned=is_turned) for n in weights):
         return f"{name} keeps its weight with gaps"
     return None
+
+
+def _is_turned(layer: torch.nn.Module) -> bool:
+    """Whether a weight is kept as [I, O], a view of [O, I] in memory."""
+    return type(method_of(layer)).__name__ in LINEAR and kind_of(layer) != "per_block"
+
+
+def _loaded_shape(layer: torch.nn.Module, param: str) -> tuple[int, ...]:
+    live = _parameters(layer)[param]
+    return tuple((live.t() if _is_turned(layer) else live).shape)
 
 
 def _is_dense(weight: torch.Tensor, *, is_turned: bool) -> bool:
@@ -277,6 +289,10 @@ def placed(plan: PlacementPlan, sent: Manifest, model: torch.nn.Module) -> Place
     for scale in scales:
         cells.setdefault((scale.module, scale.param), set()).add((scale.offset, scale.numel))
     for key, layer in quantised.items():
+        if _loaded_shape(layer, key[1]) != formats[key].shape:
+            raise ManifestError(
+                f"{'.'.join(key)} is padded, and no FP8 weight with padding is known"
+            )
         formats[key] = dataclasses.replace(formats[key], dtype="float8_e4m3fn", is_fp8=True)
         scale_key = (key[0], fp8_scale(key[1], str(kind_of(layer))))
         formats[scale_key] = _format_of(scale_key, _parameters(layer)[scale_key[1]])
@@ -332,28 +348,62 @@ def _scale_region(
     rows, columns = fmt.shape[-2:]
     if part.strides != (columns, 1) or part.index_strides != (width, 1):
         raise ManifestError(f"{part.name} lands in pieces of {part.module}.{part.param}")
-    block = (1, width) if kind == "per_channel" else (FP8_BLOCK, FP8_BLOCK)
-    at = divmod(part.offset % (rows * columns), columns)
-    first = divmod(part.first_index, width)
-    limits = ((rows, height), (columns, width))
-    for b, here, there, size, (own, whole) in zip(block, at, first, part.size, limits, strict=True):
-        is_cut = b < whole and (here % b or there % b)
-        ends = here + size == own or there + size == whole
-        if is_cut or (b < whole and size % b and not (ends and here + size == own)):
-            raise ManifestError(
-                f"{part.name} begins or ends within a block of {b} of {part.module}.{part.param}; "
-                "start vLLM with fp8_per_tensor"
-            )
-    grid = tuple(-(-size // b) for size, b in zip(part.size, block, strict=True))
-    across = -(-width // block[1])
-    *_, down_stride, across_stride = live[scale].stride()
-    place = (at[0] // block[0], at[1] // block[1] if kind == "per_block" else 0)
-    begin = (first[0] // block[0]) * across + (first[1] // block[1] if kind == "per_block" else 0)
+    cut = _Cut(
+        size=(part.size[0], part.size[1]),
+        at=divmod(part.offset % (rows * columns), columns),
+        first=divmod(part.first_index, width),
+        own=(rows, columns),
+        whole=(height, width),
+    )
+    *_, down, across = live[scale].stride()
+    if kind == "per_channel":
+        return dataclasses.replace(
+            made,
+            first_index=cut.first[0],
+            index_strides=(1, 1),
+            size=(cut.size[0], 1),
+            offset=made.offset + cut.at[0] * down,
+            strides=(down, across),
+        )
+    if not cut.is_whole_blocks:
+        raise ManifestError(
+            f"{part.name} begins or ends within a block of {FP8_BLOCK} of "
+            f"{part.module}.{part.param}; start vLLM with fp8_per_tensor"
+        )
+    begin, place = (tuple(i // FP8_BLOCK for i in corner) for corner in (cut.first, cut.at))
+    columns_of_hf = -(-width // FP8_BLOCK)
     return dataclasses.replace(
         made,
-        first_index=begin,
-        index_strides=(across, 1),
-        size=grid,
-        offset=made.offset + place[0] * down_stride + place[1] * across_stride,
-        strides=(down_stride, across_stride),
+        first_index=begin[0] * columns_of_hf + begin[1],
+        index_strides=(columns_of_hf, 1),
+        size=tuple(-(-extent // FP8_BLOCK) for extent in cut.size),
+        offset=made.offset + place[0] * down + place[1] * across,
+        strides=(down, across),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Rows and columns of a part of an HF matrix, and where they begin."""
+
+    size: tuple[int, int]
+    at: tuple[int, int]
+    """In the worker's parameter, of shape `own`."""
+    first: tuple[int, int]
+    """In the HF matrix, of shape `whole`."""
+    own: tuple[int, int]
+    whole: tuple[int, int]
+
+    @property
+    def is_whole_blocks(self) -> bool:
+        """Whether it begins and ends with blocks, or ends where both matrices do."""
+        ends = tuple(
+            (at + size, first + size) == (own, whole)
+            for size, at, first, own, whole in zip(
+                self.size, self.at, self.first, self.own, self.whole, strict=True
+            )
+        )
+        begins = all(i % FP8_BLOCK == 0 for i in (*self.at, *self.first))
+        return begins and all(
+            size % FP8_BLOCK == 0 or end for size, end in zip(self.size, ends, strict=True)
+        )

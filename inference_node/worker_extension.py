@@ -119,13 +119,10 @@ class SpliceWorkerExtension:
         """
         engine = self._splice_engine
         findings = asdict(engine.plan_check(Manifest.model_validate_json(manifest)))
-        groups = [] if self._may_be_unverified else engine.fp8_groups()
+        may_be_unverified = os.environ.get(names.ALLOW_UNVERIFIED) == "1"
+        groups = engine.fp8_groups(may_be_unverified=may_be_unverified)
         fp8 = [group.model_dump() for group in groups]
         return {"findings": findings, "obstacles": self._obstacles(), "fp8": fp8}
-
-    @property
-    def _may_be_unverified(self) -> bool:
-        return os.environ.get(names.ALLOW_UNVERIFIED) == "1"
 
     def _obstacles(self) -> dict[str, list[int]]:
         reasons: dict[str, list[int]] = {}

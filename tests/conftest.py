@@ -55,6 +55,7 @@ WHOLE = (
     # More vLLM servers: a third kind of model, several workers or engines, restarts.
     "tests/inference_node/*tied*",
     "tests/inference_node/test_families.py::*",
+    "tests/inference_node/test_fp8.py::test_live_bytes_are_those_of_a_cold_load*llama*",
     "tests/inference_node/test_data_parallel.py::*",
     "tests/inference_node/test_tensor_parallel.py::*",
     "tests/inference_node/test_process_end.py::*",

@@ -39,6 +39,7 @@ def config(model: Path, folder: Path, *vllm: str, mode: Any = "in_place", **more
         max_model_len=256,
         cpu_kv_cache_gb=0.1,
         extra_args=vllm,
+        tensor_parallel=more.pop("workers", 1),
     )
     full = more.pop("full", False)
     trainer = TrainerConfig(
@@ -84,13 +85,14 @@ def follow(cluster: Cluster, mode: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("mode", ["in_place", "shadow"])
-def test_versions_reach_an_fp8_server(models: Any, tmp_path: Path, mode: str) -> None:
-    with Cluster(config(models["qwen3"], tmp_path, *FP8, mode=mode)) as cluster:
+@pytest.mark.parametrize(("mode", "workers"), [("in_place", 1), ("shadow", 1), ("in_place", 2)])
+def test_versions_reach_an_fp8_server(models: Any, tmp_path: Path, mode: str, workers: int) -> None:
+    plan = config(models["qwen3"], tmp_path, *FP8, mode=mode, workers=workers)
+    with Cluster(plan) as cluster:
         first = cluster.client.run(InitialSyncJob())
         assert first["unverified"] == {} and first["canary"] is not None
         for result in follow(cluster, mode):
-            assert result["sent"] == "changed" and result["nbytes"] < first["nbytes"]
+            assert result["sent"] == "changed" and result["num_tensors"] < first["num_tensors"]
 
 
 def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(

@@ -48,10 +48,18 @@ def lend_kernel() -> None:
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization.online import fp8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import weight_amax
 
     def scaled_fp8_quant(
-        weight: torch.Tensor, scale: torch.Tensor
+        weight: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        use_per_token_if_dynamic: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if scale is None:
+            assert use_per_token_if_dynamic
+            largest = weight_amax(weight, dim=-1, keepdim=True)
+            scale = fp8._fp8_channel_scale(largest)
+            return fp8._fp8_quant_per_channel(weight, scale), scale
         values = weight.float() * scale.float().reciprocal()
         return values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
 

@@ -15,7 +15,7 @@ import torch
 from inference_node import fp8 as held
 from inference_node import placement
 from orchestrator.errors import ManifestError
-from orchestrator.protocol.messages import Fp8Group
+from orchestrator.protocol.messages import Fp8Group, fp8_manifest
 from tests.inference_node import fp8_engine, tiny, vllm_models
 from tests.inference_node.conftest import ENGINE_S, Run
 from tests.inference_node.fp8_engine import Outcome
@@ -155,7 +155,9 @@ def test_experts_are_placed_as_a_cold_load_makes_them(
     model, config = vllm_models.load(folder, dtype="bfloat16", quantization=kind)
     experts = fp8_engine.InProcess(model, config, tiny.manifest_of(base))
     assert experts.refused == {}
-    assert experts.wrong(base) == [] and len(experts.wrong(tensors)) == len(experts.quantised)
+    assert experts.wrong(base) == []
+    weights_of = [n for n in experts.quantised if n.endswith(".weight")]
+    assert set(weights_of) <= set(experts.wrong(tensors))  # the largest may stay the largest
     experts.put(tensors)
     assert experts.wrong(tensors) == []
     cold, _ = vllm_models.load(
@@ -166,6 +168,68 @@ def test_experts_are_placed_as_a_cold_load_makes_them(
     weight.data.view(torch.uint8).flatten()[0] ^= 1
     (name,) = experts.wrong(tensors)
     assert name.endswith("experts.0.down_proj.weight_scale")
+
+
+# ---------------------------------------------------------------- tensor parallel, blocks
+
+
+def scale_of(
+    kind: str, *, first: tuple[int, int], size: tuple[int, int], at: int, rows: int
+) -> placement.Region:
+    """Of a part of a 512 x 300 matrix, at a row of a worker's parameter of `rows` x the columns."""
+    width, name, params = 300, "proj.weight", ("qkv", "weight")
+    columns = size[1]
+    part = placement.Region(
+        name=name,
+        first_index=first[0] * width + first[1],
+        index_strides=(width, 1),
+        size=size,
+        module=params[0],
+        param=params[1],
+        offset=at * columns,
+        strides=(columns, 1),
+    )
+    fmt = placement.ParamFormat(
+        module=params[0],
+        param=params[1],
+        shape=(rows, columns),
+        stride=(columns, 1),
+        dtype="bfloat16",
+        numel=rows * columns,
+    )
+    plan = placement.PlacementPlan(regions=(part,), formats={params: fmt}, covered={})
+    blocks = (-(-rows // 128), -(-columns // 128))
+    live = {
+        "weight_scale_inv": torch.empty(blocks[::-1]).t(),  # columns first, as for TMA
+        "weight_scale": torch.empty(rows, 1),
+    }
+    return held._scale_region(part, plan, kind, live, {name: (512, width)})
+
+
+def test_parts_of_a_matrix_take_the_scales_of_their_rows_and_blocks() -> None:
+    lower = scale_of("per_block", first=(256, 0), size=(256, 300), at=128, rows=384)
+    assert (lower.first_index, lower.index_strides, lower.size) == (6, (3, 1), (2, 3))
+    assert (lower.offset, lower.strides) == (1, (1, 3))
+    right = scale_of("per_block", first=(0, 128), size=(512, 172), at=0, rows=512)
+    assert (right.first_index, right.index_strides, right.size) == (1, (3, 1), (4, 2))
+    rows = scale_of("per_channel", first=(100, 0), size=(50, 300), at=7, rows=384)
+    assert (rows.first_index, rows.size, rows.offset) == (100, (50, 1), 7)
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "at"),
+    [
+        ((0, 0), (200, 300), 0),  # ends within a block
+        ((64, 0), (128, 300), 0),  # begins within one of the matrix
+        ((128, 0), (128, 300), 64),  # begins within one of the parameter
+        ((0, 0), (384, 100), 0),  # columns that another worker goes on with
+    ],
+)
+def test_parts_within_a_block_are_refused(
+    first: tuple[int, int], size: tuple[int, int], at: int
+) -> None:
+    with pytest.raises(ManifestError, match="within a block"):
+        scale_of("per_block", first=first, size=size, at=at, rows=384)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -235,6 +299,21 @@ def test_fp32_weights_are_not_sent_as_fp8(
     plan = placement.record(dense[0], manifest)
     with pytest.raises(ManifestError, match="only bf16 matrices"):
         held.groups(plan, manifest, dense[0])
+
+
+def test_a_padded_weight_is_refused(
+    dense: tuple[torch.nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {n: t.bfloat16() for n, t in tiny.write_checkpoint(tmp_path, "dense").items()}
+    manifest = tiny.manifest_of(tensors)
+    plan = placement.record(dense[0], manifest)
+    groups = held.merged([held.groups(plan, manifest, dense[0])])
+    sent = fp8_manifest(manifest, groups)
+    assert held.placed(plan, sent, dense[0]).formats
+    weight = dense[0].get_parameter("model.layers.0.self_attn.o_proj.weight")
+    monkeypatch.setattr(weight, "data", torch.nn.functional.pad(weight.data.t(), (0, 16)).t())
+    with pytest.raises(ManifestError, match="is padded"):
+        held.placed(plan, sent, dense[0])
 
 
 def test_workers_that_group_otherwise_are_refused() -> None:

@@ -27,8 +27,8 @@ tokens by 0.01 and more.
 
 CAUSES = (
     "Usual causes: a temperature that the batch's temperatures do not say; top_p, top_k, min_p, "
-    "penalties or another setting that changes "
-    "the distribution; rollouts from another version; another tokenizer or chat template"
+    "penalties or another setting that changes the distribution; rollouts from another version or "
+    "with FP8 weights; another tokenizer or chat template"
 )
 
 

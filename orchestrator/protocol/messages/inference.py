@@ -27,7 +27,8 @@ class PrepareUpdate(Request):
     """Check the manifest against the model's placement plan. Nothing pauses and nothing changes.
 
     `Completed.result["layout"]` is the `WireLayout` in which this replica receives. `["changed"]`
-    is the `ManifestPart` for `manifest.changed`, or None if that is everything. The request ends in
+    is the `ManifestPart` for `manifest.changed`, or None if that is everything. `["fp8"]` is None,
+    or the `Fp8Weights` of this replica; layout and part then count in `fp8_manifest`. It ends in
     `Failed(code="plan_refused")` if a name, dtype or shape does not fit, or if a weight of the
     model would get no data. The message names the tensors.
     """

@@ -1,0 +1,160 @@
+"""Chunks of e4m3 weights and scales, made of bf16 that another export fills. Without Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.errors import ManifestError
+from orchestrator.protocol.messages import (
+    Fp8Group,
+    Fp8Weights,
+    Manifest,
+    TensorSpec,
+    fp8_manifest,
+)
+from trainer_node.export import fp8_export
+from weight_transfer import fp8
+from weight_transfer.layout import as_bytes, chunk_offsets, view_of
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "norm": (7,),
+    **{f"{e}.{n}.weight": (128, 256) for e in range(3) for n in ("gate", "up")},
+    "q.weight": (256, 256),
+    "k.weight": (128, 256),
+    "head.weight": (10, 256),
+}
+NAMES = list(SHAPES)
+EXPERTS = ((1, 2), (3, 4), (5, 6))
+ATTENTION = (7, 8)
+
+
+def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()}
+
+
+def manifest(dtype: Any = "bfloat16") -> Manifest:
+    return Manifest(
+        tensors=tuple(TensorSpec(name=n, dtype=dtype, shape=s) for n, s in SHAPES.items())
+    )
+
+
+def weights(kind: Any) -> Fp8Weights:
+    groups = tuple(Fp8Group(kind=kind, tensors=t) for t in (*EXPERTS, ATTENTION))
+    return Fp8Weights(groups=groups)
+
+
+class Filled:
+    """The other export: what it filled counts in `order`."""
+
+    longest_s = 1.0
+
+    def __init__(self, values: dict[str, torch.Tensor], order: Sequence[Sequence[int]]) -> None:
+        self._values, self._order, self.released = list(values.values()), order, False
+
+    def fill(self, chunk: int, out_B: torch.Tensor) -> None:
+        out_B.copy_(torch.cat([as_bytes(self._values[i]) for i in self._order[chunk]]))
+
+    def release(self) -> None:
+        self.released = True
+
+
+def sent_of(
+    kind: str, order: Sequence[Sequence[str]], part: list[int] | None = None
+) -> dict[str, torch.Tensor]:
+    """What the chunks of these names hold."""
+    base, fp8_weights, values = manifest(), weights(kind), tensors()
+    sent = fp8_manifest(base, fp8_weights)
+    here = sent if part is None else sent.part(part)
+    index = {spec.name: i for i, spec in enumerate(here.tensors)}
+    chunks = [[index[n] for n in names] for names in order]
+    planned = fp8_export.plan(base, sent, fp8_weights, chunks, part)
+    specs = [base.tensors[i] for i in planned.part]
+    filled: Any = Filled({s.name: values[s.name] for s in specs}, planned.order)
+    export = fp8_export.Fp8Export(
+        filled, planned, specs=specs, sent=here, order=chunks, device=torch.device("cpu")
+    )
+    found = {}
+    for k, names in enumerate(order):
+        out_B = torch.empty(export.chunk_nbytes(k) + 3, dtype=torch.uint8)[3:]  # misaligned
+        export.fill(k, out_B)
+        some = [here.tensors[index[n]] for n in names]
+        found |= {
+            s.name: view_of(out_B, s, at) for s, at in zip(some, chunk_offsets(some), strict=True)
+        }
+    export.release()
+    assert filled.released
+    return found
+
+
+def scales(kind: str, names: Sequence[str]) -> list[str]:
+    return [n + ("_scale_inv" if kind == "per_block" else "_scale") for n in names]
+
+
+def expected(kind: str) -> dict[str, torch.Tensor]:
+    """By the definition, tensor by tensor."""
+    found = tensors()
+    for group in (*EXPERTS, ATTENTION):
+        names = [NAMES[i] for i in group]
+        largest = max(found[n].float().abs().max() for n in names)
+        for name, scale in zip(names, scales(kind, names), strict=True):
+            weight = found[name]
+            if kind == "per_tensor":
+                found[scale] = (largest / torch.tensor(448.0)).reshape(1)
+                values = weight.float() * (1.0 / found[scale])
+                found[name] = values.to(torch.float8_e4m3fn)
+            elif kind == "per_channel":
+                found[name], found[scale] = fp8.per_channel(weight)
+            else:
+                found[name], blocks = fp8.per_block(weight[None])
+                found[name], found[scale] = found[name][0], blocks[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["per_tensor", "per_channel", "per_block"])
+def test_chunks_hold_what_each_tensor_quantises_to(kind: str) -> None:
+    experts, attention = ([NAMES[i] for g in gs for i in g] for gs in (EXPERTS, (ATTENTION,)))
+    order = [
+        [*scales(kind, experts), "norm", *experts],
+        [*scales(kind, attention), "head.weight", *attention],
+    ]
+    want, found = expected(kind), sent_of(kind, order)
+    assert found.keys() == want.keys()
+    wrong = [n for n in want if not torch.equal(as_bytes(found[n]), as_bytes(want[n]))]
+    assert wrong == []
+
+
+def test_a_part_has_its_own_indices() -> None:
+    kind = "per_tensor"
+    sent = fp8_manifest(manifest(), weights(kind))
+    names = [NAMES[i] for i in ATTENTION]
+    part = [i for i, s in enumerate(sent.tensors) if s.name in {*names, *scales(kind, names)}]
+    want, found = expected(kind), sent_of(kind, [[*scales(kind, names), *names]], part)
+    assert found.keys() == {*names, *scales(kind, names)}
+    assert all(torch.equal(as_bytes(t), as_bytes(want[n])) for n, t in found.items())
+
+
+def test_groups_that_are_split_are_refused() -> None:
+    kind, (one, two) = "per_tensor", [NAMES[i] for i in ATTENTION]
+    scale_one, scale_two = scales(kind, (one, two))
+    rest = [
+        n for g in EXPERTS for n in (*scales(kind, [NAMES[i] for i in g]), *(NAMES[i] for i in g))
+    ]
+    others = [[n] for n in ("norm", "head.weight")]
+    ordered = [n for n in rest if "scale" in n] + [n for n in rest if "scale" not in n]
+    with pytest.raises(ManifestError, match="share a chunk"):
+        sent_of(kind, [[scale_one, one], [scale_two, two], ordered, *others])
+    with pytest.raises(ManifestError, match="follow each other"):
+        sent_of(kind, [[scale_one, scale_two, one, "head.weight", two], ordered, others[0]])
+
+
+def test_other_dtypes_are_refused() -> None:
+    base = manifest("float32")
+    sent = fp8_manifest(base, weights("per_tensor"))
+    order = [list(range(len(sent.tensors)))]
+    with pytest.raises(ManifestError, match="only bf16"):
+        fp8_export.plan(base, sent, weights("per_tensor"), order, None)

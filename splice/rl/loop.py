@@ -763,8 +763,11 @@ class Loop:
         found = {"step": number, "version": version, "at": time.time(), "text": text}
         found |= shares | ages
         part = self.folder / f"{decisions.STATUS}.part"
-        part.write_text(json.dumps(found))
-        part.replace(self.folder / decisions.STATUS)
+        try:
+            part.write_text(json.dumps(found))
+            part.replace(self.folder / decisions.STATUS)
+        except OSError as error:  # the step is trained and in the log
+            log.warning("cannot write %s: %s", part, error)
 
     async def _status(self) -> Status:
         return await self._call(self.client.status, timeout_s=STATUS_TIMEOUT_S)

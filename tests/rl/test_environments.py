@@ -310,7 +310,7 @@ def no_turn(lines):
 
 
 def other_step(lines):
-    next(line for line in of_kind(lines, "admit") if line["turn"] == 1)["step"] = 2
+    next(line for line in of_kind(lines, "admit") if line["turn"] == 1)["step"] += 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ failure here ends the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -113,7 +114,8 @@ class Metrics:
             self._server.shutdown()
             self._server.server_close()
             self._server_thread.join(REQUEST_S)
-            (self._run_dir / "metrics").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self._run_dir / "metrics").unlink(missing_ok=True)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

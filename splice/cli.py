@@ -292,7 +292,9 @@ def serve(
     metrics_port: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Serve numbers for Prometheus there; 0: any, written to RUN_DIR/metrics."
+            min=0,
+            max=65535,
+            help="Serve numbers for Prometheus there; 0: any, written to RUN_DIR/metrics.",
         ),
     ] = None,
     metrics_host: Annotated[

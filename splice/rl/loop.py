@@ -471,8 +471,8 @@ class Loop:
     async def _rollout(self, step: int, group: int, sample: int) -> tuple[Rollout, ...]:
         """Sample and score, again after a loss. Nothing: the sample was dropped."""
         made = await self._make(step, group, sample)
-        for rollout in made:
-            self._record.sample(step, rollout)
+        for part, rollout in enumerate(made):
+            self._record.sample(step, rollout, part)
         return made
 
     async def _make(self, step: int, group: int, sample: int) -> tuple[Rollout, ...]:
@@ -605,10 +605,11 @@ class Loop:
         async def ask(asked: Row, *, turn: int, **more: Any) -> Turn:
             return await self._turn(asked, step, group, sample, turn=turn, lost=lost, **more)
 
-        asking = Sample(ask, self.encode)
-        timeout = asyncio.timeout(self.config.rollout_timeout_s)
+        asking, timeout = Sample(ask, self.encode), asyncio.timeout(None)
         try:
-            async with self._in_flight, timeout:
+            async with self._in_flight, timeout:  # the wait for a place does not count
+                now_s = asyncio.get_running_loop().time()
+                timeout.reschedule(now_s + self.config.rollout_timeout_s)
                 with self._meter.during("scoring"):
                     parts = scored(await environment(row, asking), asking.turns)
         except ConfigError as error:
@@ -623,6 +624,8 @@ class Loop:
                 else f"the environment raised {type(error).__name__}: {error}"
             )
             raise self._failure(text, row, group, sample) from error
+        finally:
+            asking.end()
         trained = [turn for part in parts for turn in part.turns]
         numbers = sorted(turn.number for turn in trained)
         self._log.write("turns", group=group, sample=sample, trained=numbers)
@@ -654,8 +657,11 @@ class Loop:
 
         async def one(row: Row) -> tuple[Scored, ...]:
             asking = Sample(ask, self.encode)
-            async with self._in_flight, asyncio.timeout(self.config.rollout_timeout_s):
-                result = await environment(row, asking)
+            try:
+                async with self._in_flight, asyncio.timeout(self.config.rollout_timeout_s):
+                    result = await environment(row, asking)
+            finally:
+                asking.end()
             return scored(result, asking.turns, trains=False)
 
         return await each_of(one, rows, n)
@@ -757,8 +763,11 @@ class Loop:
         found = {"step": number, "version": version, "at": time.time(), "text": text}
         found |= shares | ages
         part = self.folder / f"{decisions.STATUS}.part"
-        part.write_text(json.dumps(found))
-        part.replace(self.folder / decisions.STATUS)
+        try:
+            part.write_text(json.dumps(found))
+            part.replace(self.folder / decisions.STATUS)
+        except OSError as error:  # the step is trained and in the log
+            log.warning("cannot write %s: %s", part, error)
 
     async def _status(self) -> Status:
         return await self._call(self.client.status, timeout_s=STATUS_TIMEOUT_S)

@@ -43,10 +43,12 @@ class Record:
         closing.append(lambda: self._background.close(timeout_s=_CLOSE_S))
         await asyncio.gather(*map(asyncio.to_thread, closing))
 
-    def sample(self, step: int, rollout: Any) -> None:
+    def sample(self, step: int, rollout: Any, part: int = 0) -> None:
         """Keep a finished `Rollout` of the step."""
         if self._keeps_samples:
-            self._background.call(lambda: self._files.append(step, samples.line_of(step, rollout)))
+            self._background.call(
+                lambda: self._files.append(step, samples.line_of(step, rollout, part))
+            )
 
     def step(
         self,
@@ -57,7 +59,9 @@ class Record:
         rollout: Mapping[str, float],
         seconds: Mapping[str, float],
     ) -> None:
-        """Send a step's numbers to the sinks."""
+        """Send a trained step's numbers to the sinks."""
+        if self._keeps_samples:
+            self._background.call(lambda: self._files.prune(number))
         groups = {"train": train, "rollout": rollout, "seconds": seconds}
         whole_s = seconds.get("step") or 1.0
         groups["balance"] = {side: seconds.get(side, 0.0) / whole_s for side in SIDES}

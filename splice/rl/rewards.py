@@ -12,6 +12,7 @@ compares the answers of a batch does not fit.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ def trl_reward(
 ) -> Callable[[Row, Completion], Awaitable[float] | float]:
     """The weighted sum of reward functions. A function that returns None does not count.
 
+    Plain functions run on threads, beside coroutines too.
+
     Raises:
         ConfigError: there is no function, a signature names neither `completions` nor
             `completion`, or the number of weights differs.
@@ -40,10 +43,13 @@ def trl_reward(
 
     async def asynchronous(row: Row, completion: Completion) -> float:
         scores = [
-            await result if inspect.isawaitable(result := _call(function, kind, row, completion))
-            else result
+            await (
+                _call(function, kind, row, completion)
+                if _is_async(function)
+                else asyncio.to_thread(_call, function, kind, row, completion)
+            )
             for function, kind in zip(functions, kinds, strict=True)
-        ]  # fmt: skip # one line for each case
+        ]
         return _sum(scores, kinds, given)
 
     def plain(row: Row, completion: Completion) -> float:
@@ -53,7 +59,11 @@ def trl_reward(
         ]
         return _sum(scores, kinds, given)
 
-    return asynchronous if any(map(inspect.iscoroutinefunction, functions)) else plain
+    return asynchronous if any(map(_is_async, functions)) else plain
+
+
+def _is_async(function: RewardFunction) -> bool:
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def _kind(function: RewardFunction) -> str:

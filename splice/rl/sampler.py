@@ -40,10 +40,21 @@ MOST_FAILURES = 16
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed before vLLM closes them, after 5 s."""
 GENERATE = "/inference/v1/generate"
-_ENCODED = ("prompt", "messages", "chat_template_kwargs")
+_ENCODED = (
+    "prompt", "messages", "chat_template_kwargs", "chat_template", "tools",
+    "add_generation_prompt", "continue_final_message",
+)  # fmt: skip # a list of names
 """Fields of a request that its token ids depend on."""
 _NOT_SAMPLING = OWN_FIELDS | set(_ENCODED)
 """Fields of a request that are no sampling parameters of vLLM's."""
+_SAMPLING = frozenset({
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos",
+    "stop", "stop_token_ids", "include_stop_str_in_output", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "repetition_detection", "logit_bias",
+    "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget",
+    "skip_special_tokens", "spaces_between_special_tokens", "extra_args",
+})  # fmt: skip # a list of names
+"""vLLM's sampling parameters. Its route of token ids silently drops every other field."""
 _FAULTS = frozenset({400, 413, 422})
 """Codes of an error within a stream that another attempt would meet again."""
 _PASSING = frozenset({404, 408, 409, 429, 500, 502, 503, 504})
@@ -243,7 +254,16 @@ class Sampler:
         return tokens
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The same request for vLLM's route of token ids, whose streams have routed experts."""
+        """The same request for vLLM's route of token ids, whose streams have routed experts.
+
+        Raises:
+            ConfigError: that route has no such field.
+        """
+        if unknown := sorted(body.keys() - _NOT_SAMPLING - _SAMPLING):
+            raise ConfigError(
+                f"router_replay asks vLLM's {GENERATE}, which ignores {unknown}; leave them out of "
+                "sampling.extra and of sample(), or turn router_replay off"
+            )
         prompt: Any = body.get("prompt", "")
         token_ids = await self.encode(body) if isinstance(prompt, str) else list(prompt)
         sampling = {n: v for n, v in body.items() if n not in _NOT_SAMPLING}

@@ -1,7 +1,7 @@
 """Every finished rollout as a JSON line: `LOOP/samples/STEP.jsonl`.
 
     step, group, sample, attempt     its place
-    name                             the role in an environment that has several
+    name, part                       the role in an environment, and its place in what that returned
     prompt                           text, token ids or messages, as the row has it
     row                              the row's other columns
     answer, reward, finish_reason
@@ -32,7 +32,7 @@ DIGITS = 5
 """Decimals of a log-prob."""
 
 
-def line_of(step: int, rollout: Any) -> str:
+def line_of(step: int, rollout: Any, part: int = 0) -> str:
     """Return the line of a `splice.rl.Rollout`."""
     completion, row = rollout.completion, rollout.row
     found = {
@@ -41,6 +41,7 @@ def line_of(step: int, rollout: Any) -> str:
         "sample": rollout.sample,
         "attempt": rollout.attempt,
         "name": rollout.name,
+        "part": part,
         "reward": rollout.reward,
         "prompt": row.get("prompt", row.get("messages")),
         "answer": completion.text,
@@ -59,7 +60,7 @@ class SampleFiles:
     """Appends lines, from one thread.
 
     Args:
-        keep_steps: steps whose samples stay, the newest. None: all.
+        keep_steps: trained steps whose samples stay, the newest. None: all.
     """
 
     def __init__(self, folder: Path, *, keep_steps: int | None) -> None:
@@ -85,10 +86,13 @@ class SampleFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
             cut_torn_line(path)
+        self._begun = {known for known in self._begun if known > step - 1000} | {step}
+
+    def prune(self, step: int) -> None:
+        """Remove what is too old once `step` is trained: later steps may have samples already."""
         for old in steps_of(self._folder) if self._keep_steps is not None else ():
             if old <= step - (self._keep_steps or 0):
                 path_of(self._folder, old).unlink(missing_ok=True)
-        self._begun = {known for known in self._begun if known > step - 1000} | {step}
 
 
 def _append_whole(descriptor: int, data: bytes) -> None:
@@ -113,13 +117,14 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Return a step's samples by group, sample and name, each as it was sampled last."""
-    found: dict[tuple[int, int, str], dict[str, Any]] = {}
+    """Return a step's samples by group, sample, name and part, each as it was sampled last."""
+    found: dict[tuple[int, int, str, int], dict[str, Any]] = {}
     with path_of(folder, step).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # cut off by a power cut
                 sample = json.loads(line)
-                found[sample["group"], sample["sample"], sample["name"]] = sample
+                part = sample.get("part", 0)
+                found[sample["group"], sample["sample"], sample["name"], part] = sample
     return [found[place] for place in sorted(found)]
 
 

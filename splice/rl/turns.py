@@ -14,6 +14,7 @@ conversation so far in another way.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,6 +81,8 @@ class Sample:
         self._ask, self._encode = ask, encode
         self.turns: list[Turn] = []
         self.asked = 0
+        self._open: set[asyncio.Future[Turn]] = set()
+        self._has_ended = False
 
     async def __call__(
         self,
@@ -97,16 +100,28 @@ class Sample:
 
         Raises:
             RequestRefused: vLLM refuses the request, for example a prompt that is too long.
+            RuntimeError: the rollout has ended.
         """
+        if self._has_ended:
+            raise RuntimeError("the rollout has ended; an environment awaits all that it asks")
         if taken := sorted(OWN_FIELDS & more.keys()):
             raise ConfigError(f"sample(): {taken} are set by the loop")
         if (prompt is None) == (messages is None):
             raise ConfigError("sample() takes either a prompt or messages")
         asked = {"messages": messages} if prompt is None else {"prompt": prompt}
         number, self.asked = self.asked, self.asked + 1
-        turn = await self._ask(asked, turn=number, **more)
+        asking = asyncio.ensure_future(self._ask(asked, turn=number, **more))
+        self._open.add(asking)
+        asking.add_done_callback(self._open.discard)
+        turn = await asking
         self.turns.append(turn)
         return turn
+
+    def end(self) -> None:
+        """End the requests that the environment did not wait for. Further ones are refused."""
+        self._has_ended = True
+        for asking in self._open:
+            asking.cancel()
 
     async def encode(self, text: str) -> list[int]:
         """The text's token ids, without special tokens: what a tool said, to follow a turn's."""

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.errors import JobFailed
+from orchestrator.metrics import Metrics
 from orchestrator.protocol.messages import InitialSyncJob
 from tests.orchestrator.fake_nodes import soon
 from tests.orchestrator.run import BUFFERS, JOB, Run
@@ -113,6 +114,13 @@ def test_a_taken_port_ends_nothing(tmp_path, caplog):
         with Measured(tmp_path, port=port) as run:
             assert run.client.status().name == "m"
     assert f"no metrics at http://127.0.0.1:{port}" in caplog.text
+
+
+def test_what_is_in_the_way_of_its_file_ends_nothing(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    metrics = Metrics(lambda: None, tmp_path)
+    metrics.serve("127.0.0.1", 0)
+    metrics.close()
 
 
 def test_a_silent_client_holds_up_neither_jobs_nor_scrapes(run):

@@ -120,6 +120,8 @@ class Server:
         self.answers: int | None = None
         """Status that it answers instead of tokens."""
         self.served = 0
+        self.asked: list[dict[str, Any]] = []
+        """Every request's body."""
         self.is_silent = False
         self.routes = True
         """It was started with --enable-return-routed-experts."""
@@ -177,6 +179,7 @@ class Server:
         writer.write(b"data: [DONE]\n\n")
 
     async def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.asked.append(body)
         status = self.answers or 200
         writer.write(f"HTTP/1.1 {status} x\r\nconnection: close\r\n\r\n".encode())
         if status != 200:
@@ -184,6 +187,9 @@ class Server:
             return
         if "token_ids" in body:
             await self._generate(body, writer)
+            return
+        if "max_tokens" not in body:  # /tokenize
+            writer.write(b'{"tokens": [7, 7, 7]}')
             return
         count = body["max_tokens"]
         for place in range(count):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from splice.rl import Loop, LoopConfig, SampleFailed, SamplingConfig, Scored, decisions
+from splice.rl import Loop, LoopConfig, SampleFailed, SamplingConfig, Scored, decisions, samples
 from splice.rl.checker import check
 from tests.rl.stand_in import Crash, Server, StandIn
 
@@ -138,6 +138,56 @@ def test_a_bad_environment_names_prompt_and_sample(tmp_path, kind):
     assert said in str(caught.value)
 
 
+def test_the_wait_for_a_place_is_not_part_of_a_rollouts_time(tmp_path):
+    """Six rollouts of 0.2 s, one at a time, with a limit of 0.8 s for each."""
+
+    async def slow(row, sample) -> float:
+        await asyncio.sleep(0.2)
+        return await two_turns(row, sample)
+
+    settings = {"steps": 1, "max_in_flight": 1, "rollout_timeout_s": 0.8}
+    (step,) = asyncio.run(run_loop(StandIn(), tmp_path, slow, **settings))
+    assert [len(group) for group in step.groups] == [3, 3]
+
+
+@pytest.mark.parametrize("ends", ["returns", "late"])
+def test_requests_end_with_their_rollout(tmp_path, ends):
+    """Also those that another task made, as verifiers' server does."""
+    kept, asking = [], []
+
+    async def careless(row, sample):
+        first = await sample(row["prompt"])
+        asking.append(sample)
+        kept.append(asyncio.create_task(sample([*first.token_ids, *TOOL], max_tokens=500)))
+        await asyncio.sleep(60 if ends == "late" and row["name"] == 0 else 0.05)
+        return float(first.completion.answer_ids[0])
+
+    async def when_over(step, replicas) -> None:
+        await asyncio.wait(kept, timeout=1)
+        assert all(task.cancelled() for task in kept)
+        with pytest.raises(RuntimeError, match="the rollout has ended"):
+            await asking[0]([1])
+
+    run = StandIn(token_s=0.05)
+    settings = {"steps": 1, "rollout_timeout_s": 1.5, "on_error": "drop"}
+    asyncio.run(run_loop(run, tmp_path, careless, on_step=when_over, **settings))
+    found = check(lines_in(tmp_path))
+    assert found.violations == [] and found.dropped == (3 if ends == "late" else 0)
+    assert len([line for line in lines_in(tmp_path) if line["event"] == "finish"]) == 6
+
+
+def test_every_part_of_a_rollout_has_its_sample(tmp_path):
+    """Parts without a name, or with the same one."""
+
+    async def two_parts(row, sample):
+        first, second = await sample(row["prompt"]), await sample([9, 9])
+        return [Scored(reward=1.0, turns=[first]), Scored(reward=2.0, turns=[second])]
+
+    asyncio.run(run_loop(StandIn(), tmp_path, two_parts, steps=1))
+    rewards = [sample["reward"] for sample in samples.read(tmp_path / samples.SAMPLES, 1)]
+    assert rewards == [1.0, 2.0] * 6
+
+
 def test_bad_rollouts_may_be_dropped(tmp_path):
     async def bad(row, sample):
         turn = await sample(row["prompt"])
@@ -260,7 +310,7 @@ def no_turn(lines):
 
 
 def other_step(lines):
-    next(line for line in of_kind(lines, "admit") if line["turn"] == 1)["step"] = 2
+    next(line for line in of_kind(lines, "admit") if line["turn"] == 1)["step"] += 1
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,22 @@ def test_old_samples_go(tmp_path):
     assert not (tmp_path / "none" / samples.SAMPLES).exists()
 
 
+def test_a_later_steps_samples_remove_none_of_a_step_that_is_not_trained(tmp_path):
+    files = samples.SampleFiles(tmp_path, keep_steps=1)
+    for step in (1, 1, 2, 1):  # samples of step 2 come before the last one of step 1
+        files.append(step, json.dumps({"step": step}) + "\n")
+    files.prune(1)
+    assert samples.path_of(tmp_path, 1).read_text().count("\n") == 3
+    files.prune(2)
+    assert samples.steps_of(tmp_path) == [2]
+
+
+def test_a_status_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+    (tmp_path / f"{decisions.STATUS}.part").mkdir()
+    assert len(loop_steps(tmp_path, steps=2)) == 2
+    assert f"cannot write {tmp_path / decisions.STATUS}.part" in caplog.text
+
+
 def test_a_full_disk_costs_samples_and_is_said(tmp_path, caplog):
     """/dev/full answers every write with ENOSPC, as a full disk does."""
     folder = tmp_path / samples.SAMPLES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -50,6 +51,17 @@ def test_coroutines():
         return [0.25]
 
     assert asyncio.run(trl_reward(slow, lists)(ROW, SAID)) == 1.25
+
+
+def test_plain_functions_beside_coroutines_do_not_hold_up_the_loop():
+    class Judge:
+        async def __call__(self, completion):
+            return 0.5
+
+    def where(completions):
+        return [float(threading.current_thread() is not threading.main_thread())]
+
+    assert asyncio.run(trl_reward(Judge(), where)(ROW, SAID)) == 1.5
 
 
 def test_what_does_not_fit_is_said():

@@ -89,6 +89,53 @@ def test_two_turns_of_the_loop_bring_every_tokens_experts(tmp_path):
     assert (experts[:, :, 0] == expected[:, None]).all() and (experts[:, :, 1] == [0, 1]).all()
 
 
+@pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, {"toolz": []}])
+def test_fields_that_vllms_route_would_drop_are_refused(tmp_path, fields):
+    async def run() -> None:
+        stand_in = StandIn()
+        server = await Server(stand_in).start()
+        config = LoopConfig(steps=1, router_replay=True, sampling=SamplingConfig(extra=fields))
+        rows = [{"prompt": [9, 8, 7]}]
+        try:
+            options = {"reward": lambda row, said: 1.0, "config": config}
+            async with Loop(stand_in, tmp_path, prompts=rows, **options) as loop:
+                async for _ in loop:
+                    pass
+        finally:
+            server.kill()
+
+    with pytest.raises(ValueError, match=f"ignores .'{next(iter(fields))}'"):
+        asyncio.run(run())
+
+
+def test_a_conversation_is_encoded_with_its_tools(tmp_path):
+    """The route of token ids has no template, so /tokenize must get all that the template reads."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+
+    async def run() -> list[dict]:
+        stand_in = StandIn()
+        server = await Server(stand_in).start()
+        sampling = SamplingConfig(max_tokens=2, extra={"tools": tools, "top_k": 5})
+        config = LoopConfig(
+            steps=1, group_size=1, groups_per_step=1, router_replay=True, sampling=sampling
+        )
+        rows = [{"messages": [{"role": "user", "content": "2 + 3"}]}]
+        try:
+            options = {"reward": lambda row, said: 1.0, "config": config}
+            async with Loop(stand_in, tmp_path, prompts=rows, **options) as loop:
+                async for _ in loop:
+                    pass
+        finally:
+            server.kill()
+        return server.asked
+
+    encoded, generated = asyncio.run(run())
+    assert encoded["tools"] == tools
+    assert (
+        "tools" not in generated["sampling_params"] and generated["sampling_params"]["top_k"] == 5
+    )
+
+
 def test_some_routings_are_not_enough():
     routing = Routing(experts=array.array("i", [0, 1] * 2), layers=1, top_k=2)
     with_it = Completion(prompt_ids=(1, 2), answer_ids=(3,), logprobs=(-1.0,), routing=routing)

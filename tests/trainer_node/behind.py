@@ -513,7 +513,7 @@ def check_what_has_no_base(bench: Bench, known: list[list[Any]]) -> None:
     """Pending gradients, other steps and a loaded adapter are in no checkpoint: all is saved."""
     fields, buffers = training(arrays(5))
     batch = steps.batch_of(bench.trainer, _message(fields), buffers)
-    for what in ("pending", "step", "adapter", "exit", "itself"):
+    for what in ("pending", "step", "adapter", "exit", "itself", "itself, relative"):
         bench.load(1)
         if what == "pending":
             bench.trainer.forward_backward(batch, fields["loss"])
@@ -527,7 +527,9 @@ def check_what_has_no_base(bench: Bench, known: list[list[Any]]) -> None:
             config = model.config.model_copy(update={"memory": "exit"})
             bench.jobs._model = replace(model, config=config)
         folder = bench.out / "whole"
-        if what == "itself":
+        if "relative" in what:
+            folder = Path(os.path.relpath(folder))
+        if "itself" in what:
             bench.save(4, folder=folder)
         bench.train(4, folder=folder)
         bench.jobs._model = model

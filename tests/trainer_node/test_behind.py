@@ -7,12 +7,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from orchestrator.protocol.messages import LoadCheckpoint, SaveCheckpoint, Shutdown, TrainMerged
 from tests.trainer_node import slow_save
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.served_node import node, rank_process
 from trainer_node.state import generations
+from trainer_node.state.behind import Behind
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,35 @@ def test_two_ranks(what: str, ranks: int, expert: int, models, torchrun, tmp_pat
 @pytest.mark.parametrize("what", ["lost", "full_disk"])
 def test_all_parameters(what: str, models, torchrun, tmp_path: Path) -> None:
     torchrun(2, "behind", tmp_path, models["dense_tied"], 1, 1, 1, what, "full")
+
+
+def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copy at once, and none sees what the others are about to take."""
+    memory = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    for ranks, has_room in (("1", True), ("8", False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert _written([torch.ones(100)])[0] is has_room
+
+
+def test_without_memory_for_a_copy_the_moments_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise this rank's thread would leave, and the other ranks' would wait for it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(torch.Tensor, "clone", refuse)
+    assert _written([torch.ones(100)]) == (False, "")
+
+
+def _written(moments: list[torch.Tensor]) -> tuple[bool, str]:
+    """Whether a copy was written, and what failed."""
+    given: list[torch.Tensor] = []
+    behind = Behind()
+    behind.start(Path("checkpoint"), moments, given.extend)
+    why = behind.settle()
+    assert len(given) == len(moments)
+    return given[0] is not moments[0], why
 
 
 def job(version: int, folder: Path) -> tuple[dict[str, Any], list[bytes]]:

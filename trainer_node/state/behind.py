@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ log = logging.getLogger("splice.trainer")
 TIMEOUT_S = 3600.0
 """Longest wait for a save, in seconds; the request that waits has a deadline of its own."""
 SHARE_OF_HOST = 0.5
-"""Most of the host's free memory that a copy may take."""
+"""Most of the host's free memory that the copies of its ranks may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,11 @@ class Behind:
 
         def run() -> None:
             try:
-                copies = self._copies(moments, device, queued)
+                copies = None
+                try:
+                    copies = self._copies(moments, device, queued)
+                except (RuntimeError, MemoryError) as error:  # else the other ranks wait for us
+                    log.warning("no memory for a copy of the moments (%s); reading them", error)
                 if copies is not None:
                     save.read.set()
                 write(moments if copies is None else copies)
@@ -173,6 +178,8 @@ class Behind:
 
 
 def _is_room(nbytes: int) -> bool:
+    """Whether all ranks of this host, which copy at the same time, have room for as much."""
+    nbytes *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with contextlib.suppress(OSError):
         return nbytes <= SHARE_OF_HOST * psutil.virtual_memory().available
     return False

@@ -128,7 +128,7 @@ def save(
         CheckpointError: on every rank, if one could not write. An earlier whole checkpoint is kept.
     """
     folder, model = _real(folder), trainer.model
-    if not settle(trainer) or (step is not None and step.base.folder == folder):
+    if not settle(trainer) or (step is not None and step.base.folder == folder.absolute()):
         step = None
     stacks = [] if model.trains_all else peft_io.gather_stacks(model, group=model.control_group)
     meta = {

@@ -122,11 +122,15 @@ def test_every_byte_is_that_of_vllm_s_kernels(shape: tuple[int, int]) -> None:
 
 @pytest.fixture(scope="module")
 def distributed() -> Iterator[None]:
-    import torch.distributed as dist
+    from vllm.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
 
     vllm_models.start_distributed()
     yield
-    dist.destroy_process_group()
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def live_of(model: torch.nn.Module) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.errors import ErrorCode, JobFailed, NodeLost, ProtocolError
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, ProtocolError
 from orchestrator.protocol.curve import PeerKeys
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
@@ -469,6 +469,21 @@ class SpliceClient:
             return self._status
         raise TimeoutError(f"no status within {timeout_s:.0f} s")
 
+    def base_url(self) -> str:
+        """URL of the first inference node's OpenAI API.
+
+        Raises:
+            ConfigError: the run serves nothing yet.
+        """
+        status = self.status()
+        urls = [n.detail["base_url"] for n in status.nodes if "base_url" in n.detail]
+        if status.version is None or not urls:
+            raise ConfigError(
+                "the run serves no version yet; wait for `splice up`, or publish one "
+                "(InitialSyncJob). `splice status` shows what it waits for"
+            )
+        return str(urls[0])
+
     def cancel(self, job_id: str) -> None:
         """Cancel a job that has not started. `wait` then raises `JobFailed`, code "cancelled"."""
         with self._changed:
@@ -585,6 +600,10 @@ class AsyncSpliceClient:
     async def status(self, **kwargs: Any) -> Status:
         """See `SpliceClient.status`."""
         return await asyncio.to_thread(self._client.status, **kwargs)
+
+    async def base_url(self) -> str:
+        """See `SpliceClient.base_url`."""
+        return await asyncio.to_thread(self._client.base_url)
 
     async def cancel(self, job_id: str) -> None:
         """See `SpliceClient.cancel`."""

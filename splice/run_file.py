@@ -307,12 +307,21 @@ def find_token(run_dir: Path) -> str:
     return _read(run_dir / "token", variable=TOKEN)
 
 
+def run_folder(path: Path) -> Path:
+    """Return a run's folder, given it or a folder with a run.toml."""
+    return load(path).run_dir if (path / FILE_NAME).is_file() else path
+
+
 def find_run(run_dir: Path) -> dict[str, Any]:
     """Return endpoint and token as a client's keywords.
+
+    Args:
+        run_dir: as `run_folder` takes it.
 
     Raises:
         ConfigError: one of them is not there.
     """
+    run_dir = run_folder(run_dir)
     return {"endpoint": find_endpoint(run_dir), "run_token": find_token(run_dir)}
 
 

@@ -242,8 +242,12 @@ def check(lines: Iterable[dict[str, Any]]) -> Found:
 
 
 def main(argv: list[str]) -> int:
-    """Print what the log shows. Returns 1 if it breaks a promise."""
-    found = check(decisions.read(Path(argv[0])))
+    """Print what the log shows. Returns 1 if it breaks a promise, 2 without a log."""
+    path = Path(argv[0])
+    if not path.is_file():
+        sys.stderr.write(f"there is no {path}; a loop writes it into loop/ in the run's folder\n")
+        return 2
+    found = check(decisions.read(path))
     for violation in found.violations:
         sys.stdout.write(f"violation: {violation}\n")
     sys.stdout.write(found.text() + "\n")

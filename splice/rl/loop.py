@@ -49,6 +49,7 @@ from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.record import Record
 from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler
 from splice.rl.turns import Environment, Sample, Scored, Turn, scored, sequences_of
+from splice.run_file import run_folder
 
 log = logging.getLogger("splice.rl")
 Reward = Callable[[Row, Completion], "float | Awaitable[float]"]
@@ -183,7 +184,8 @@ class Loop:
     @classmethod
     def of_run(cls, run_dir: str | Path, **kwargs: Any) -> Loop:
         """A loop in the folder of a run on this host, with a client of its own."""
-        loop = cls(SpliceClient.of_run(run_dir), Path(run_dir) / decisions.LOOP_DIR, **kwargs)
+        folder = run_folder(Path(run_dir))
+        loop = cls(SpliceClient.of_run(folder), folder / decisions.LOOP_DIR, **kwargs)
         loop._owns_client = True
         return loop
 

@@ -5,6 +5,7 @@ The live bytes must be those of an engine that loads the same bf16 weights cold,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 
 from inference_node import fp8 as held
 from inference_node import placement
-from orchestrator.errors import ManifestError
+from inference_node.engine import SpliceEngine
+from inference_node.node import InferenceNode
+from orchestrator.errors import ConfigError, ManifestError
+from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import Fp8Group, fp8_manifest
 from tests.inference_node import fp8_engine, tiny, vllm_models
 from tests.inference_node.conftest import ENGINE_S, Run
@@ -313,6 +317,34 @@ def test_a_padded_weight_is_refused(
     monkeypatch.setattr(weight, "data", torch.nn.functional.pad(weight.data.t(), (0, 16)).t())
     with pytest.raises(ManifestError, match="is padded"):
         held.placed(plan, sent, dense[0])
+
+
+def test_the_node_ends_before_the_first_job(caplog: pytest.LogCaptureFixture) -> None:
+    node = InferenceNode.__new__(InferenceNode)
+    config = InferenceConfig(model=Path("model"), name="tiny")
+    workers = [{"refusals": []}, {"refusals": ["AWQLinearMethod is no ... (layers.0.mlp)"]}]
+    node._config = config
+    node._refuse_unverified([{"refusals": []}])
+    with pytest.raises(ConfigError, match=r"AWQLinearMethod.*layers\.0\.mlp.*allow_unverified"):
+        node._refuse_unverified(workers)
+    node._config = config.model_copy(update={"allow_unverified": True})
+    node._refuse_unverified(workers)
+    assert "because allow_unverified is set" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_refused"),
+    [("auto", False), ("bfloat16", False), ("fp8", True), ("fp8_e5m2", True)],
+)
+def test_an_fp8_kv_cache_is_refused(
+    dense: tuple[torch.nn.Module, Any], dtype: str, is_refused: bool
+) -> None:
+    worker = SpliceEngine.__new__(SpliceEngine)
+    worker.model, worker.vllm_config = dense[0], copy.copy(dense[1])
+    worker.vllm_config.cache_config = copy.copy(dense[1].cache_config)
+    worker.vllm_config.cache_config.cache_dtype = dtype
+    found = worker.refusals()
+    assert ["the KV cache is kept as" in text for text in found] == [True] * is_refused
 
 
 def test_workers_that_group_otherwise_are_refused() -> None:

@@ -306,7 +306,9 @@ def test_every_role_reads_the_same_file(tmp_path):
         config = json.loads(Path(arguments[-1]).read_text())
         assert (config["name"], config["model"]) == ("tiny", str(tmp_path / "model"))
         trainer = splice("trainer", path, "--python", stub, "--no-template")
-        with SpliceClient.of_run(tmp_path / "run") as client:
+        with SpliceClient.of_run(tmp_path) as client:  # the folder of run.toml does as well
+            with pytest.raises(ConfigError, match="serves no version yet"):
+                client.base_url()
             states = lambda: {n.node_id: n.host for n in client.status().nodes}  # noqa: E731
             assert soon(lambda: "trainer-launcher-0" in states(), 60)
             client.stop_run()

@@ -23,7 +23,7 @@ from trainer_node.tools.reference import (
     with_single_experts,
 )
 
-VISIBLE = 2e-4
+TAU = 1e-4
 SEQUENCES = [[(7 * n * n + 13 * s) % 300 for n in range(24)] for s in range(4)]
 
 
@@ -50,8 +50,9 @@ def test_an_expert_that_adds_little_is_perturbed_until_it_shows(model: Path) -> 
         "perturb": True,
         "trained": {"0": None},
     }
-    found = answer(request | {"visible": VISIBLE}, "cpu")
-    assert min(found["perturbed"].values()) > VISIBLE, found["perturbed"]
+    found = answer(request | {"tau": TAU}, "cpu")
+    assert TAU <= found["tau"] < 10 * TAU, "100 times what three layers round in fp32"
+    assert min(found["perturbed"].values()) > 2 * found["tau"], found["perturbed"]
     noise = found["perturbed_noise"]
     assert noise["first_expert"] > NOISES[0] and {
         n for k, n in noise.items() if k != "first_expert"
@@ -105,3 +106,10 @@ def test_an_expert_without_tokens_is_not_perturbed() -> None:
         f"{at(0, 5)}.down_proj.weight",
     )
     assert found["gate"] == f"{at(0, 5)}.gate_proj.weight"
+
+
+def test_the_tolerance_is_what_the_model_rounds_where_that_is_more(model: Path) -> None:
+    request = {"model": str(model), "dtype": "float32", "sequences": SEQUENCES, "tau": 1e-12}
+    found = answer(request | {"trained": {"0": None}}, "cpu")
+    assert 1e-12 < found["tau"] < 10 * TAU
+    assert answer(request | {"trained": {}}, "cpu")["tau"] == 1e-12, "nothing was scored"

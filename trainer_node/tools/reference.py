@@ -40,7 +40,8 @@ check of what can be seen tries more and more."""
 ROUNDED_SEQUENCES = 4
 """Sequences that are scored in fp64 as well; fp64 is slow."""
 TIMES_ROUNDING = 100
-"""vLLM's fp32 kernels on a CPU round more than torch's: 40 times on SmolLM2-135M (splice smoke)."""
+"""Served fp32 differed by some 40 times transformers' rounding on SmolLM2-135M (splice smoke). One
+model on one processor: derive it."""
 
 
 class _Expert(nn.Module):

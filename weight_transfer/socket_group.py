@@ -67,8 +67,8 @@ class SocketGroup:
         return self._world_size
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
-        """See `TransferGroup.broadcast`. Returns when this end is done, but for the copy to a
-        worker's CUDA buffer."""
+        """See `TransferGroup.broadcast`. Returns when this end is done; a CUDA buffer's event has
+        then passed as well."""
         deadline = time.monotonic() + deadline_s
         if buffer_B.dtype != torch.uint8 or not buffer_B.is_contiguous():
             raise ValueError(
@@ -110,7 +110,7 @@ class SocketGroup:
                         self._move(waiting, left, ready)
 
     def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Check for an abort; what is pending is a copy on this GPU."""
+        """Check for an abort; broadcasts block, so nothing is pending."""
         if event is not None:
             event.synchronize()
         self._raise_if_aborted()

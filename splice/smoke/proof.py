@@ -29,6 +29,8 @@ from orchestrator.errors import SpliceError
 from splice.smoke.served import Logprobs, max_difference, median_difference
 
 REFERENCE_TIMEOUT_S = 600.0
+REFERENCE_S_PER_GB = 1200.0
+"""Of the checkpoint's weights, beyond REFERENCE_TIMEOUT_S: a model is scored some 50 times."""
 
 
 class ProofError(SpliceError, RuntimeError):
@@ -85,13 +87,15 @@ def run_reference(
     argv += ["--request", str(request), "--out", str(out)]
     # Many small operations: waking a large host's thread pool takes longer than they do.
     env = {"OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1))} | os.environ
+    size_gb = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
+    timeout_s = REFERENCE_TIMEOUT_S + REFERENCE_S_PER_GB * size_gb
     try:
         done = subprocess.run(
-            argv, env=env, capture_output=True, text=True, timeout=REFERENCE_TIMEOUT_S, check=False
+            argv, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise ProofError(
-            f"the reference took more than {REFERENCE_TIMEOUT_S:.0f} s; "
+            f"the reference took more than {timeout_s:.0f} s; "
             "use --no-proof for a model of this size"
         ) from error
     if done.returncode != 0:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.errors import ConfigError
 from tests.numerics import chain_error_bound
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import LENGTHS, make, pack_experts
 from tests.trainer_node.family_bounds import SMALL, roundings
 from tests.trainer_node.family_cases import ALL, ONE_RANK, PACKED, SEVERAL
+from trainer_node.adapters.identity_adapter import linear_shapes
+from trainer_node.model.hf import read_config
 
 Cell = Callable[..., dict[str, Any]]
 
@@ -77,9 +80,18 @@ def check(result: dict[str, Any], family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "targets"), ONE_RANK)
-def test_adapters_are_pefts(cell: Cell, family: str, targets: str) -> None:
+def test_adapters_are_pefts(cell: Cell, family: str, targets: str, tmp_path: Path) -> None:
+    """The names are also those of an identity adapter made from config.json alone."""
     result = cell(family, targets)
     check(result, family)
+    if targets == ALL:
+        make(family, tmp_path / "model")
+        config = read_config(tmp_path / "model")
+        if family == "minimax_m2":
+            with pytest.raises(ConfigError, match="let the trainer write its adapter"):
+                linear_shapes(config, [ALL])
+        else:
+            assert set(linear_shapes(config, [ALL])) == set(result["names"])
     if targets != ALL and "experts." not in targets.replace("shared_expert", ""):
         ends = targets.split(",")
         assert {n for n in result["names"] if not n.endswith(tuple(ends))} == set()

@@ -31,7 +31,11 @@ def peft(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(models):
     shapes = linear_shapes(read_config(models["moe"]), LORA.targets)
-    return {(n, m): s for n, out, inner in shapes for m, s in (("A", (4, inner)), ("B", (out, 4)))}
+    return {
+        (n, m): s
+        for n, (out, inner) in shapes.items()
+        for m, s in (("A", (4, inner)), ("B", (out, 4)))
+    }
 
 
 def changed(peft: Path, folder: Path, *, tensors=None, **settings) -> Path:

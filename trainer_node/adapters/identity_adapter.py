@@ -10,65 +10,79 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ALL_LINEAR, LORA_TARGETS, LoraConfig
+from trainer_node.adapters.linears import Targets, initial_lora_a
 from trainer_node.adapters.peft_io import Key, write
 from trainer_node.model.hf import read_config
+from trainer_node.tools.reference import with_single_experts
 
 
-def linear_shapes(config: Any, targets: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """(HF module name, out features, in features) of every linear among `targets`, experts
-    included.
+def linear_shapes(config: Any, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """HF module name -> (out features, in features) of every linear among `targets`, experts
+    included: those of transformers' class, built without memory.
 
     Args:
-        config: the transformers config of a Qwen3 or Qwen3-MoE model.
+        config: the transformers config of a causal language model.
+
+    Raises:
+        ConfigError: transformers has no such model, or its checkpoints have other names.
     """
-    targets = LORA_TARGETS if ALL_LINEAR in targets else targets
-    hidden = config.hidden_size
-    heads = config.num_attention_heads
-    kv_heads = config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    experts = getattr(config, "num_experts", None) or 0
-    inner = config.moe_intermediate_size if experts else config.intermediate_size
-    attention = {
-        "q_proj": (heads * head_dim, hidden),
-        "k_proj": (kv_heads * head_dim, hidden),
-        "v_proj": (kv_heads * head_dim, hidden),
-        "o_proj": (hidden, heads * head_dim),
+    renamed = [
+        pattern
+        for conversion in get_checkpoint_conversion_mapping(config.model_type) or ()
+        for pattern in conversion.source_patterns
+        if not isinstance(conversion, PrefixChange)
+        and not pattern.endswith(tuple(f".{t}.weight" for t in LORA_TARGETS))
+    ]
+    if renamed or config.get_text_config() is not config:
+        raise ConfigError(
+            f"config.json does not tell the names in checkpoints of {config.model_type!r}; "
+            "let the trainer write its adapter (train_lora)"
+        )
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(
+            f"transformers has no causal language model {config.model_type!r}"
+        ) from error
+    modules = dict(with_single_experts(built).named_modules())
+    found = {
+        name: (module.out_features, module.in_features)
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear)
+        and ".layers." in name
+        # A router stands beside its experts.
+        and module.out_features
+        != len(getattr(modules[name.rpartition(".")[0]], "experts", None) or ())
     }
-    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    for layer in range(config.num_hidden_layers):
-        for target in (t for t in attention if t in targets):
-            yield f"model.layers.{layer}.self_attn.{target}", *attention[target]
-        for block in [f"experts.{e}." for e in range(experts)] or [""]:
-            for target in (t for t in mlp if t in targets):
-                yield f"model.layers.{layer}.mlp.{block}{target}", *mlp[target]
+    wanted = Targets(targets, [f"{name}.weight" for name in found])
+    return {name: shape for name, shape in found.items() if wanted.wants(f"{name}.weight")}
 
 
 def write_identity_adapter(model: Path, out: Path, *, lora: LoraConfig, seed: int) -> int:
     """Write the adapter into `out`, a new folder; returns its number of tensors.
 
     Raises:
-        ConfigError: no config.json, a model that the trainer does not know, or `out` exists.
+        ConfigError: no config.json, `out` exists, or as `linear_shapes`.
     """
     config = read_config(model)
-    if config.model_type not in ("qwen3", "qwen3_moe"):
-        raise ConfigError(
-            f"{model} is a {config.model_type!r} model; qwen3 and qwen3_moe are known"
-        )
     if out.exists():
         raise ConfigError(f"{out} exists; choose a new folder")
-    from trainer_node.adapters.linears import initial_lora_a
-
     tensors: dict[Key, torch.Tensor] = {}
-    for name, rows, columns in linear_shapes(config, lora.targets):
+    for name, (rows, columns) in linear_shapes(config, lora.targets).items():
         tensors[name, "A"] = initial_lora_a(name, rank=lora.rank, in_features=columns, seed=seed)
         tensors[name, "B"] = torch.zeros(rows, lora.rank)
     write(out, tensors, lora=lora, model=model)

@@ -60,6 +60,10 @@ class _Expert(nn.Module):
         return out
 
 
+def _are_swiglu(experts: object) -> bool:
+    return hasattr(experts, "gate_up_proj") and hasattr(experts, "act_fn")
+
+
 def _linear(weight_OI: torch.Tensor) -> nn.Linear:
     linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight_OI)
@@ -84,12 +88,12 @@ class _SingleExperts(nn.ModuleList):
 
 def with_single_experts(model: Any) -> Any:
     """A model with one module for each expert, named as in checkpoints and adapters; a dense model
-    as it is.
+    as it is, and one whose experts are no plain SwiGLU (gpt-oss).
 
     transformers 5 stacks a layer's experts in two tensors. PEFT 0.21 then fuses the adapters of
     gate and up, with trainable zeros between them, where it knows the model's type.
     """
-    blocks = [m for m in model.modules() if hasattr(getattr(m, "experts", None), "gate_up_proj")]
+    blocks = [m for m in model.modules() if _are_swiglu(getattr(m, "experts", None))]
     for block in blocks:
         old = block.experts
         pairs = zip(old.gate_up_proj.data, old.down_proj.data, strict=True)

@@ -173,7 +173,10 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """Record once where a manifest's tensors land; returns what does not fit."""
         if self._recorded is None or manifest != self._recorded[0]:
             with set_current_vllm_config(self.vllm_config):
-                self._recorded = (manifest, placement.record(self.model, manifest))
+                recorded = placement.record(self.model, manifest)
+            if not self._weight_refusals():
+                recorded = fp8.as_bf16(recorded, self.model)
+            self._recorded = (manifest, recorded)
         plan = self._recorded[1]
         self._use_plan(manifest, plan)
         return placement.local_findings(plan, manifest)
@@ -215,13 +218,15 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
         Args:
             may_be_unverified: a model that cannot be verified has none, so that vLLM reloads it.
+                An FP8 checkpoint's layers cannot load bf16, so this does not help them.
 
         Raises:
             ManifestError: the model cannot be updated and verified, or a tensor is no bf16 matrix.
         """
         assert self._recorded is not None
         refused = self._weight_refusals()
-        if refused and may_be_unverified:
+        is_static = any(fp8.is_static(layer) for layer in self.model.modules())
+        if refused and may_be_unverified and not is_static:
             return []
         if refused:
             raise ManifestError("; ".join(refused))

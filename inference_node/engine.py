@@ -33,7 +33,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from inference_node import derived, dialect, direct, fp8, placement, reload, shadow, verify
+from inference_node import (
+    derived,
+    dialect,
+    direct,
+    fp8,
+    kv_cache,
+    placement,
+    reload,
+    shadow,
+    verify,
+)
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import (
@@ -119,6 +129,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._corrected: dict[str, list[placement.Region]] = {}
         self._corrections: dict[placement.Region, int] = {}
         self._is_reloading = False
+        self._proves_cache = True
+        """Whether its scales were the constant at the start; else `allow_unverified` is set."""
         self.applied = _Applied()
         self._shadow: shadow.Shadow | None = None
         self._shadow_stream: torch.cuda.Stream | None = None
@@ -199,14 +211,9 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
     def refusals(self) -> list[str]:
         """Why this model cannot be updated and verified, each naming its layers."""
-        cache = str(self.vllm_config.cache_config.cache_dtype)
-        if not dialect.is_quantised_cache(cache):
-            return self._weight_refusals()
-        return [
-            *self._weight_refusals(),
-            f"the KV cache is kept as {cache}; whether its scales stay right after new weights is "
-            "not shown. Start vLLM without --kv-cache-dtype",
-        ]
+        refused = kv_cache.refusals(self.model, self.vllm_config.cache_config)
+        self._proves_cache = not refused
+        return [*self._weight_refusals(), *refused]
 
     def _weight_refusals(self) -> list[str]:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
@@ -523,6 +530,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             raise RuntimeError("no update was started; send PrepareUpdate and ReceiveWeights first")
         with torch.no_grad():
             derived.check(self._deriving)
+            if self._proves_cache:
+                kv_cache.check(self.model, self.vllm_config.cache_config)
         plan, receiver = self._update.plan, self._update.receiver
         arrived = receiver.digests()
         if arrived is not None and not receiver.needs_reload:

@@ -5,7 +5,6 @@ The live bytes must be those of an engine that loads the same bf16 weights cold,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,21 +335,6 @@ def test_the_node_ends_before_the_first_job(caplog: pytest.LogCaptureFixture) ->
     node._config = config.model_copy(update={"allow_unverified": True})
     node._refuse_unverified(workers)
     assert "because allow_unverified is set" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_refused"),
-    [("auto", False), ("bfloat16", False), ("fp8", True), ("fp8_e5m2", True)],
-)
-def test_an_fp8_kv_cache_is_refused(
-    dense: tuple[torch.nn.Module, Any], dtype: str, is_refused: bool
-) -> None:
-    worker = SpliceEngine.__new__(SpliceEngine)
-    worker.model, worker.vllm_config = dense[0], copy.copy(dense[1])
-    worker.vllm_config.cache_config = copy.copy(dense[1].cache_config)
-    worker.vllm_config.cache_config.cache_dtype = dtype
-    found = worker.refusals()
-    assert ["the KV cache is kept as" in text for text in found] == [True] * is_refused
 
 
 def test_workers_that_group_otherwise_are_refused() -> None:

@@ -61,17 +61,18 @@ FLAT_TILE = Tile(rows=1, columns=8192, num_warps=8)
 
 
 @triton.jit
-def _merge_kernel(
-    table_ptr,
-    out_ptr,
+def merged_tile(
+    entry,
+    o,
+    first_i,
+    i,
+    left_i,
+    inside,
     num_rows,
     num_columns,
     rows_per_group,
     group_stride,
     row_stride,
-    out_stride,
-    tiles_across,
-    tiles,
     scale,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
@@ -83,18 +84,10 @@ def _merge_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    tile = program % tiles
-    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    """The tile of rows `o` and columns `first_i + i` of the tensor of a table row, in `DTYPE`."""
     w_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
-    out_offset = tl.load(entry + 3)
     if VECTOR > 1:  # addresses out of a table: what Triton cannot see, the plan has checked
         w_ptr = tl.multiple_of(w_ptr, 16)
-        out_offset = tl.multiple_of(out_offset, 16)
-
-    o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
-    first_i = (tile % tiles_across).to(tl.int64) * BLOCK_I
-    i = tl.arange(0, BLOCK_I)
     if GROUPED:
         w_row = (o // rows_per_group).to(tl.int64) * group_stride + (o % rows_per_group).to(
             tl.int64
@@ -102,21 +95,10 @@ def _merge_kernel(
     else:
         w_row = o.to(tl.int64) * row_stride
     w_ptrs = w_ptr + first_i + w_row[:, None] + i[None, :]
-    out_ptrs = (
-        (out_ptr + out_offset).to(tl.pointer_type(DTYPE))
-        + first_i
-        + o.to(tl.int64)[:, None] * out_stride
-        + i[None, :]
-    )
-    left_i = tl.minimum(num_columns - first_i, BLOCK_I).to(tl.int32)
-    if VECTOR > 1:
-        left_i = tl.multiple_of(left_i, VECTOR)
-    inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     if EVEN:
         w = tl.load(w_ptrs, eviction_policy="evict_first")
     else:
         w = tl.load(w_ptrs, mask=inside, other=0, eviction_policy="evict_first")
-
     if RANK > 0:
         a_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
         b_ptr = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
@@ -152,7 +134,75 @@ def _merge_kernel(
             )
             product = tl.dot(b_OR, a_RI, input_precision=PRECISION)
         w = (product * scale + w.to(tl.float32)).to(DTYPE)
+    return w
 
+
+@triton.jit
+def _merge_kernel(
+    table_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    rows_per_group,
+    group_stride,
+    row_stride,
+    out_stride,
+    tiles_across,
+    tiles,
+    scale,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tile = program % tiles
+    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    out_offset = tl.load(entry + 3)
+    if VECTOR > 1:
+        out_offset = tl.multiple_of(out_offset, 16)
+
+    o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
+    first_i = (tile % tiles_across).to(tl.int64) * BLOCK_I
+    i = tl.arange(0, BLOCK_I)
+    out_ptrs = (
+        (out_ptr + out_offset).to(tl.pointer_type(DTYPE))
+        + first_i
+        + o.to(tl.int64)[:, None] * out_stride
+        + i[None, :]
+    )
+    left_i = tl.minimum(num_columns - first_i, BLOCK_I).to(tl.int32)
+    if VECTOR > 1:
+        left_i = tl.multiple_of(left_i, VECTOR)
+    inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
+    w = merged_tile(
+        entry,
+        o,
+        first_i,
+        i,
+        left_i,
+        inside,
+        num_rows,
+        num_columns,
+        rows_per_group,
+        group_stride,
+        row_stride,
+        scale,
+        DTYPE,
+        RANK,
+        PADDED_RANK,
+        PRECISION,
+        GROUPED,
+        EVEN,
+        VECTOR,
+        BLOCK_O,
+        BLOCK_I,
+    )
     if EVEN:
         tl.store(out_ptrs, w, eviction_policy="evict_first")
     else:

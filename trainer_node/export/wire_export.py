@@ -337,6 +337,10 @@ class Merger:
         """Bytes of a chunk."""
         return self._chunks[chunk].nbytes
 
+    def members(self, chunk: int) -> list[Member]:
+        """The tensors of a chunk, or the pieces of them."""
+        return [m for launch in self._chunks[chunk].launches for m in launch.members]
+
     def resident(self, chunk: int) -> torch.Tensor | None:
         """Return the chunk's bytes [B] if they are one run of a parameter without an adapter, else
         None.
@@ -574,6 +578,12 @@ class WireExport:
         """
         self._streamed.take()
         self._exchange.start(limit=limit)
+
+    @property
+    def merger(self) -> Merger | None:
+        """On rank 0: what fills every chunk alone. None: other ranks have pieces."""
+        chunks = range(self._placed.num_chunks)
+        return None if any(self._placed.members(k) for k in chunks) else self._own
 
     def resident(self, chunk: int) -> torch.Tensor | None:
         """On rank 0: see `Merger.resident`. The caller calls `fill` for this chunk too."""

@@ -29,6 +29,10 @@ CASES = [("fp8_per_channel", "qwen3"), ("fp8_per_tensor", "llama"), (BLOCKS, "qw
 ON_GPUS = [
     *(("fp8", name) for name in ("qwen3", "qwen3_moe", "llama")),
     ("fp8_per_channel", "qwen3"),
+    ("fp8_per_block", "qwen3"),
+    ("fp8_per_block", "qwen3_moe"),
+    (BLOCKS, "qwen3"),
+    (BLOCKS, "qwen3_moe"),
 ]
 NEAR = 0.25
 """Nats between the same weights twice on a GPU, which adds in any order and rounds to e4m3."""
@@ -119,6 +123,17 @@ def test_every_byte_is_that_of_vllm_s_kernels(shape: tuple[int, int]) -> None:
     ours, scales = fp8.per_channel(weight)
     want, want_scales = ops.scaled_fp8_quant(weight, scale=None, use_per_token_if_dynamic=True)
     assert same(scales, want_scales) and same(ours, want)
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("shape", [(256, 384), (4096, 14336), (200, 130), (17408, 5120)])
+def test_every_byte_is_that_of_vllm_s_compiled_quantiser(shape: tuple[int, int]) -> None:
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = weights(*shape, device="cuda")
+    ours, scales = fp8.per_block(weight[None])
+    want, want_scales = per_block_cast_to_fp8(weight, [128, 128])
+    assert same(scales[0], want_scales) and same(ours[0], want)
 
 
 # ---------------------------------------------------------------- experts, without their kernels

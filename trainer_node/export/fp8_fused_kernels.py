@@ -130,12 +130,7 @@ def _round_kernel(
     entry, tile, o, first_i, i, left_i = _tile(
         table_ptr, num_columns, tiles_across, tiles, VECTOR, BLOCK_O, BLOCK_I
     )
-    inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
-    w = merged_tile(
-        entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
-        row_stride, scale, tl.bfloat16, RANK, 16, "chain", GROUPED, EVEN, VECTOR,
-        BLOCK_O, BLOCK_I
-    ).to(tl.float32)  # fmt: skip
+    # The scales first: a division is a call for which ptxas would spill a whole tile.
     slot = largest_ptr + tl.load(entry + 5)
     scales_ptr = (out_ptr + tl.load(entry + 4)).to(tl.pointer_type(tl.float32))
     if ROWS:
@@ -144,13 +139,18 @@ def _round_kernel(
         scale_O = tl.maximum(scale_O, 1.0 / (448.0 * 512.0))
         if first_i == 0:
             tl.store(scales_ptr + o, scale_O, mask=o < num_rows)
-        values = tl.div_rn(w, scale_O[:, None])
     else:
         of_group = tl.div_rn(tl.load(slot).to(tl.float32, bitcast=True), 448.0)
         if tile == 0:
             tl.store(scales_ptr, of_group)
         inverse = tl.where(of_group == 0.0, 0.0, tl.div_rn(1.0, of_group))
-        values = w * inverse
+    inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
+    w = merged_tile(
+        entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
+        row_stride, scale, tl.bfloat16, RANK, 16, "chain", GROUPED, EVEN, VECTOR,
+        BLOCK_O, BLOCK_I
+    ).to(tl.float32)  # fmt: skip
+    values = tl.div_rn(w, scale_O[:, None]) if ROWS else w * inverse
     _store_codes(out_ptr, entry, values, o, first_i, i, inside, num_columns, EVEN, ALIGN)
 
 

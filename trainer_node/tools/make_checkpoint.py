@@ -99,6 +99,10 @@ REAL_SHAPES: dict[str, Shape] = {
         hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288,
         vocab=151936, max_positions=40960
     ),
+    "qwen3-14b": Shape(
+        hidden=5120, layers=40, heads=40, kv_heads=8, head_dim=128, intermediate=17408,
+        vocab=151936, max_positions=40960
+    ),
     "qwen3-30b-a3b": Shape(
         hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, intermediate=6144,
         vocab=151936, max_positions=40960,

@@ -18,7 +18,6 @@ Axes: T = tensors of a launch, O = out features, I = in features, R = rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -27,13 +26,12 @@ import triton.language as tl
 from orchestrator.protocol.messages import FP8_BLOCK
 from trainer_node.export.merge_kernels import MERGE_TILE, Tile, merged_tile
 from weight_transfer.fp8_kernels import block_scale, codes, inverse_of, magnitude_bits
+from weight_transfer.launches import Launches
 
 ENTRY = 6
 """int64 words of a table row: addresses of W, A and B, byte offsets of the e4m3 and of the scales
 in the output, and the first slot of `largest`."""
 BLOCK_TILE = Tile(rows=FP8_BLOCK, columns=FP8_BLOCK, num_warps=16)
-SMALLEST = 1.0 / (448.0 * 512.0)
-"""vLLM's smallest scale of a row."""
 
 
 @triton.jit
@@ -136,7 +134,7 @@ def _round_kernel(
     if ROWS:
         bits_O = tl.load(slot + o, mask=o < num_rows, other=0)
         scale_O = tl.div_rn(bits_O.to(tl.float32, bitcast=True), 448.0)
-        scale_O = tl.maximum(scale_O, 1.0 / (448.0 * 512.0))
+        scale_O = tl.maximum(scale_O, 1.0 / (448.0 * 512.0))  # vLLM's smallest
         if first_i == 0:
             tl.store(scales_ptr + o, scale_O, mask=o < num_rows)
     else:
@@ -186,26 +184,33 @@ def launch(
         vectors: addresses and strides of the weights and matrices allow 16-byte pieces.
         align: power of two that divides the offset of each e4m3 tensor.
     """
-    kernels: dict[str, Any] = {
-        "block": _block_kernel, "largest": _largest_kernel, "round": _round_kernel
-    }  # fmt: skip # a table
     tile = BLOCK_TILE if step == "block" else tile or MERGE_TILE
     across, down = triton.cdiv(shape.columns, tile.columns), triton.cdiv(shape.rows, tile.rows)
     on_gpu = out_B.is_cuda
+    args = (
+        table_T6, out_B, largest_S, shape.rows, shape.columns, shape.rows_per_group,
+        shape.group_stride, shape.row_stride, across, across * down, scale,
+    )  # fmt: skip # one line each
+    constants = {
+        "RANK": shape.rank,
+        "GROUPED": shape.rows_per_group < shape.rows,
+        "EVEN": shape.rows % tile.rows == 0 and shape.columns % tile.columns == 0,
+        "VECTOR": 8 if vectors else 1,
+        "ALIGN": align,
+        "ROWS": shape.kind == "per_channel",
+        "RECIPROCAL": on_gpu,
+        "FAST": on_gpu,
+        "BLOCK_O": tile.rows,
+        "BLOCK_I": tile.columns,
+    }
+    kind, grid = (shape, vectors, align, tile), len(table_T6) * across * down
+    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     with torch.cuda.device_of(out_B):
-        kernels[step][(len(table_T6) * across * down,)](
-            table_T6, out_B, largest_S, shape.rows, shape.columns, shape.rows_per_group,
-            shape.group_stride, shape.row_stride, across, across * down, scale,
-            RANK=shape.rank,
-            GROUPED=shape.rows_per_group < shape.rows,
-            EVEN=shape.rows % tile.rows == 0 and shape.columns % tile.columns == 0,
-            VECTOR=8 if vectors else 1,
-            ALIGN=align,
-            ROWS=shape.kind == "per_channel",
-            RECIPROCAL=on_gpu,
-            FAST=on_gpu,
-            BLOCK_O=tile.rows,
-            BLOCK_I=tile.columns,
-            num_warps=tile.num_warps,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        _launches[step](kind, grid, args, constants, **options)
+
+
+_launches = {
+    "block": Launches(_block_kernel),
+    "largest": Launches(_largest_kernel),
+    "round": Launches(_round_kernel),
+}

@@ -32,6 +32,8 @@ import torch
 import triton
 import triton.language as tl
 
+from weight_transfer.launches import Launches
+
 ENTRY = 4
 """int64 words of a table row: addresses of W, A and B, offset in the output in bytes."""
 VECTOR_BYTES = 16
@@ -210,6 +212,9 @@ def _merge_kernel(
         tl.store(out_ptrs, w, mask=inside, eviction_policy="evict_first")
 
 
+_launches = Launches(_merge_kernel)
+
+
 def launch(
     *,
     table_T4: torch.Tensor,
@@ -237,32 +242,35 @@ def launch(
     rows_per_group, group_stride, row_stride = groups
     tile = tile or default_tile(rows=rows, rank=rank)
     across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
+    kind = (shape, groups, out_stride, dtype, rank, vectors, tile)
+    constants = {
+        "DTYPE": FLOATS[dtype] if rank else BITS[dtype.itemsize],
+        "RANK": rank,
+        "PADDED_RANK": max(16, triton.next_power_of_2(rank)),
+        "PRECISION": tile.precision,
+        "GROUPED": rows_per_group < rows,
+        "EVEN": rows % tile.rows == 0 and columns % tile.columns == 0,
+        "VECTOR": VECTOR_BYTES // dtype.itemsize if vectors else 1,
+        "BLOCK_O": tile.rows,
+        "BLOCK_I": tile.columns,
+    }
+    args = (
+        table_T4,
+        out_B,
+        rows,
+        columns,
+        rows_per_group,
+        group_stride,
+        row_stride,
+        out_stride,
+        across,
+        across * down,
+        scale,
+    )
     with torch.cuda.device_of(out_B):
-        _merge_kernel[(len(table_T4) * across * down,)](
-            table_T4,
-            out_B,
-            rows,
-            columns,
-            rows_per_group,
-            group_stride,
-            row_stride,
-            out_stride,
-            across,
-            across * down,
-            scale,
-            DTYPE=FLOATS[dtype] if rank else BITS[dtype.itemsize],
-            RANK=rank,
-            PADDED_RANK=max(16, triton.next_power_of_2(rank)),
-            PRECISION=tile.precision,
-            GROUPED=rows_per_group < rows,
-            EVEN=rows % tile.rows == 0 and columns % tile.columns == 0,
-            VECTOR=VECTOR_BYTES // dtype.itemsize if vectors else 1,
-            BLOCK_O=tile.rows,
-            BLOCK_I=tile.columns,
-            num_warps=tile.num_warps,
-            # The product's chain is fused by name; scale and W are not to be.
-            enable_fp_fusion=False,
-        )
+        # The product's chain is fused by name; scale and W are not to be.
+        options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+        _launches(kind, len(table_T4) * across * down, args, constants, **options)
 
 
 def default_tile(*, rows: int, rank: int) -> Tile:

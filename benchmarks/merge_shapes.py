@@ -11,7 +11,7 @@ all projections. `DISTINCT` layers take turns, more than any cache holds. Cases,
                             wire alone. The wire is a copy by a few thread blocks of high priority,
                             at about NVLink's rate, as NCCL's. `send-fp8_KIND`: the same in FP8.
     merge/SHAPE/tile-...    with SPLICE_BENCH_TILES=1: other tiles and products; `same_bits` says
-                            whether their bytes are the default's; `wide/...` is one matrix alone
+                            whether the bytes of the first chunk are the default's
 
 Axes: B = bytes.
 """
@@ -242,7 +242,7 @@ def _fp8(
     for i, found in enumerate(places):
         if i in together:
             members = together[i]
-            units.append(tuple(p for at in (1, 0) for m in members for p in places[m][at : at + 1]))
+            units.append(tuple(places[m][at] for at in (1, 0) for m in members))
         elif i not in within:
             units.append(found)
     order = [_scales_first(chunk, sent) for chunk in _packed(sent, units)]
@@ -302,9 +302,8 @@ def _send(
     device: str,
     repeats: int,
 ) -> Case:
-    usual, name_of = chunks.RING_CHUNKS, {"in_flight": chunks.RING_CHUNKS}
-    chunks.RING_CHUNKS = int(os.environ.get("SPLICE_BENCH_RING_CHUNKS", str(usual)))
-    name_of["in_flight"] = chunks.RING_CHUNKS
+    usual = chunks.RING_CHUNKS
+    chunks.RING_CHUNKS = in_flight = int(os.environ.get("SPLICE_BENCH_RING_CHUNKS", str(usual)))
     largest = max(sum(manifest.tensors[i].nbytes for i in chunk) for chunk in order)
     group = StandIn(largest, device)
     try:
@@ -325,8 +324,8 @@ def _send(
     finally:
         chunks.RING_CHUNKS = usual
     spent = {f"{phase}_s": round(s, 5) for phase, s in parts[-1].items()}
-    settings: dict[str, Any] = {"bytes": manifest.nbytes, "chunks": len(order)}
-    settings |= name_of | spent | {"wire_bytes_per_s": WIRE_BYTES_PER_S}
+    settings = {"bytes": manifest.nbytes, "chunks": len(order), "in_flight": in_flight}
+    settings |= spent | {"wire_bytes_per_s": WIRE_BYTES_PER_S}
     return _case(name, "send_s", sent_s, settings, "the stand-in's wire alone", wire_s)
 
 

@@ -119,6 +119,22 @@ def check(kind: str, device: str, **sizes: int) -> None:
         assert len(wrong) == 0, f"{kind}: {len(wrong)} of {size} bytes, first at {int(wrong[0])}"
 
 
+def check_export(device: str) -> None:
+    """An exported tensor has the bytes of a publication, from wherever it comes in a parameter."""
+    for name, (source, delta) in parameters(
+        device, hidden=2048, inner=768, experts=2, rank=16
+    ).items():
+        if delta is None:
+            continue
+        member = Member(source=source, delta=delta, offset=0, row_stride=source.columns)
+        merger = Merger([(2 * source.numel, [member])], scale=SCALE, device=device)
+        sent = torch.empty(source.shape, dtype=torch.bfloat16, device=device)
+        merger.fill(0, sent.view(-1).view(torch.uint8))
+        weight = source.view().reshape(source.shape)
+        found = wire_export.merged_as_sent(weight, delta.matrices(), SCALE)
+        assert torch.equal(found.view(torch.int16), sent.view(torch.int16)), name
+
+
 def chunk_order(manifest: Manifest, weights: Fp8Weights) -> list[list[int]]:
     """Two chunks; scales of a group lie before its weights."""
     places = fp8_export.fp8_places(manifest, weights)
@@ -152,6 +168,7 @@ def main(device: str) -> None:
     for kind in KINDS:
         check(kind, device, hidden=256, inner=128, experts=2, rank=4)
         check(kind, device, hidden=136, inner=72, experts=1, rank=3)  # blocks that end outside
+    check_export(device)
     if device == "cuda":
         for kind in KINDS:
             check(kind, device, hidden=2048, inner=768, experts=16, rank=16)

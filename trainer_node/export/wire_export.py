@@ -39,7 +39,7 @@ from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node import objects
 from trainer_node.adapters.linears import stack_of
-from trainer_node.adapters.merge import LoraDelta, plan_merge
+from trainer_node.adapters.merge import LoraDelta, merge_tensor, plan_merge
 from trainer_node.export.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
 from trainer_node.export.gathering import Exchange
 from trainer_node.export.probe import HfTensor, Probed, probe
@@ -442,6 +442,23 @@ class Merger:
             for member, product_OI in zip(batch, products_TOI, strict=True):
                 weight = member.source.view()
                 _put(out_B, member, product_OI.view(weight.shape).add_(weight).to(weight.dtype))
+
+
+def merged_as_sent(weight: torch.Tensor, delta: LoraDelta, scale: float) -> torch.Tensor:
+    """`merge_tensor`; of a matrix on a GPU by the kernel that publications use, to the bit."""
+    if not weight.is_cuda or weight.dim() != 2 or delta.transposed or _kernels() is None:
+        return merge_tensor(weight, delta, scale)
+    source = Source.whole(weight.detach().contiguous())
+    adapter = Delta(
+        lora_A=delta.lora_A_RI.detach().float().contiguous(),
+        lora_B=delta.lora_B_OR.detach().float().contiguous(),
+        expert=None,
+    )
+    member = Member(source=source, delta=adapter, offset=0, row_stride=source.columns)
+    merged = torch.empty_like(source.param)
+    merger = Merger([(merged.nbytes, [member])], scale=scale, device=weight.device)
+    merger.fill(0, merged.view(-1).view(torch.uint8))
+    return merged
 
 
 # ------------------------------------------------------------ over the ranks

@@ -22,6 +22,7 @@ from splice.cluster import Cluster, ClusterConfig
 SHAPES = {
     "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
     "8b": ("qwen3", "qwen3-8b"),
+    "14b": ("qwen3", "qwen3-14b"),
     "llama-8b": ("llama", "llama-3.1-8b"),
     "gpt-oss-20b": ("gpt_oss", "gpt-oss-20b"),
     "glm-4.7-flash": ("glm4_moe_lite", "glm-4.7-flash"),
@@ -29,12 +30,17 @@ SHAPES = {
     "tiny": ("qwen3_moe", "tiny"),
     "tiny-dense": ("qwen3", "tiny"),
 }
+BLOCKS = "blocks"
+"""Of SPLICE_BENCH_QUANTIZATION: our servers have a checkpoint in block-scaled FP8."""
 TARGETS = {"lora-all": ("all-linear",), "lora-attn": ("q_proj", "k_proj", "v_proj", "o_proj")}
 NAME, RANK = "bench", 16
 
 
-def make_model(shape: str, out: Path) -> Path:
-    """Make a checkpoint folder: tiny shapes have weights, others a config and a tokenizer."""
+def make_model(shape: str, out: Path, *, fp8: bool = False) -> Path:
+    """Make a checkpoint folder: tiny shapes have weights, others a config and a tokenizer.
+
+    With `fp8` its projections are block-scaled FP8, of a Qwen3 only.
+    """
     arch, size = SHAPES[shape]
     argv = [
         sys.executable,
@@ -46,6 +52,7 @@ def make_model(shape: str, out: Path) -> Path:
         str(out),
     ]
     argv += ["--arch", arch] if size == "tiny" else ["--config-only"]
+    argv += ["--fp8-blocks"] if fp8 else []
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=120)
     return out
 
@@ -63,7 +70,9 @@ def gpus() -> tuple[int, int]:
 
 
 def quantization() -> str:
-    """vLLM's `--quantization` of our servers, from SPLICE_BENCH_QUANTIZATION; empty: bf16."""
+    """vLLM's `--quantization` of our servers, or BLOCKS, from SPLICE_BENCH_QUANTIZATION; empty:
+    bf16.
+    """
     return os.environ.get("SPLICE_BENCH_QUANTIZATION", "")
 
 
@@ -94,6 +103,11 @@ def cluster_config(
         lora: key of `TARGETS`.
     """
     model = model_in(folder, shape)
+    served, options = model, ("--quantization", quantization()) if quantization() else ()
+    if quantization() == BLOCKS:
+        served, options = folder / "model-fp8", ()
+        if not served.exists():
+            make_model(shape, served, fp8=True)
     cuda = device == "cuda"
     transport: Literal["nccl", "tcp"] = "nccl" if cuda else "tcp"
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
@@ -109,7 +123,7 @@ def cluster_config(
         admission="skip",
     )
     inference = InferenceConfig(
-        model=model,
+        model=served,
         name=NAME,
         device="cuda" if cuda else "cpu",
         dtype=dtype,
@@ -119,7 +133,7 @@ def cluster_config(
         max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
         max_num_seqs=max_num_seqs,
         enforce_eager=is_eager(device),
-        extra_args=("--quantization", quantization()) if quantization() else (),
+        extra_args=options,
     )
     return ClusterConfig(
         run_dir=folder / run,

@@ -5,15 +5,21 @@ Qwen3-30B-A3B's shape: 48 layers of 128 experts, gate and up [768, 2048] in one 
 each expert, down [2048, 768]; A and B of rank 16 in fp32. Peers in the same run: a plain copy of as
 many bytes, which reads and writes what a merge must at least, and `merge_tensor` in a Python loop
 over the tensors. `host_s` is the time to queue a layer: it must stay below the layer's own.
+
+Then whole models, in bf16 and FP8 (`merge_shapes`): SPLICE_BENCH_SHAPES (8b,14b,30b-a3b on cuda,
+tiny else), SPLICE_BENCH_TILES=1 for other tiles, SPLICE_BENCH_RING_CHUNKS for the sender's ring.
+SPLICE_BENCH_EXPERTS=0 leaves the experts above out.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks import merge_shapes
 from benchmarks.harness import Case
 from benchmarks.timing import seconds, wait
 from trainer_node.adapters.merge import merge_tensor
@@ -23,6 +29,19 @@ SCALE = 2.0
 
 
 def run(*, device: str, small: bool) -> list[Case]:
+    """The experts of a MoE, then whole models."""
+    is_small = small or device == "cpu"
+    shapes = "tiny" if is_small else os.environ.get("SPLICE_BENCH_SHAPES", "8b,14b,30b-a3b")
+    wants_experts = small or os.environ.get("SPLICE_BENCH_EXPERTS", "1") == "1"
+    found = _experts(device=device, small=small) if wants_experts else []
+    for name in shapes.split(","):
+        found += merge_shapes.cases(name, device, 2 if small else 5)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def _experts(*, device: str, small: bool) -> list[Case]:
     """Bytes per second of the merge and of its peers; on CUDA also the kernel's other ways to
     multiply, for tuning.
     """

@@ -195,9 +195,16 @@ def is_quantised(layer: torch.nn.Module) -> bool:
     return is_method and not is_plain
 
 
-def is_quantised_cache(dtype: str) -> bool:
-    """Whether a KV cache of this `--kv-cache-dtype` has scales."""
-    return dtype not in ("auto", "float32", "half", "float16", "bfloat16")
+def fp8_block_remedy(kind: str) -> str:
+    """What makes vLLM keep FP8 blocks as they are, where DeepGEMM rounds their scales."""
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    if kind != "per_block" or not is_deep_gemm_e8m0_used():
+        return ""
+    return (
+        ", because DeepGEMM has their scales rounded to powers of two; start the node with "
+        "VLLM_USE_DEEP_GEMM_E8M0=0 in its environment"
+    )
 
 
 def moe_prepack_is_skipped_on_reload(method: Any) -> bool:

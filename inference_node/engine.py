@@ -33,7 +33,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from inference_node import derived, dialect, direct, fp8, placement, reload, shadow, verify
+from inference_node import (
+    derived,
+    dialect,
+    direct,
+    fp8,
+    kv_cache,
+    placement,
+    reload,
+    shadow,
+    verify,
+)
 from inference_node.watchdog import Watchdog
 from orchestrator.errors import ManifestError, TransferError
 from orchestrator.protocol.messages import (
@@ -119,6 +129,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._corrected: dict[str, list[placement.Region]] = {}
         self._corrections: dict[placement.Region, int] = {}
         self._is_reloading = False
+        self._proves_cache = True
+        """Whether its scales were the constant at the start; else `allow_unverified` is set."""
         self.applied = _Applied()
         self._shadow: shadow.Shadow | None = None
         self._shadow_stream: torch.cuda.Stream | None = None
@@ -173,7 +185,10 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """Record once where a manifest's tensors land; returns what does not fit."""
         if self._recorded is None or manifest != self._recorded[0]:
             with set_current_vllm_config(self.vllm_config):
-                self._recorded = (manifest, placement.record(self.model, manifest))
+                recorded = placement.record(self.model, manifest)
+            if not self._weight_refusals():
+                recorded = fp8.as_bf16(recorded, self.model)
+            self._recorded = (manifest, recorded)
         plan = self._recorded[1]
         self._use_plan(manifest, plan)
         return placement.local_findings(plan, manifest)
@@ -196,14 +211,9 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
     def refusals(self) -> list[str]:
         """Why this model cannot be updated and verified, each naming its layers."""
-        cache = str(self.vllm_config.cache_config.cache_dtype)
-        if not dialect.is_quantised_cache(cache):
-            return self._weight_refusals()
-        return [
-            *self._weight_refusals(),
-            f"the KV cache is kept as {cache}; whether its scales stay right after new weights is "
-            "not shown. Start vLLM without --kv-cache-dtype",
-        ]
+        refused = kv_cache.refusals(self.model, self.vllm_config.cache_config)
+        self._proves_cache = not refused
+        return [*self._weight_refusals(), *refused]
 
     def _weight_refusals(self) -> list[str]:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
@@ -215,13 +225,15 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
 
         Args:
             may_be_unverified: a model that cannot be verified has none, so that vLLM reloads it.
+                An FP8 checkpoint's layers cannot load bf16, so this does not help them.
 
         Raises:
             ManifestError: the model cannot be updated and verified, or a tensor is no bf16 matrix.
         """
         assert self._recorded is not None
         refused = self._weight_refusals()
-        if refused and may_be_unverified:
+        is_static = any(fp8.is_static(layer) for layer in self.model.modules())
+        if refused and may_be_unverified and not is_static:
             return []
         if refused:
             raise ManifestError("; ".join(refused))
@@ -518,6 +530,8 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             raise RuntimeError("no update was started; send PrepareUpdate and ReceiveWeights first")
         with torch.no_grad():
             derived.check(self._deriving)
+            if self._proves_cache:
+                kv_cache.check(self.model, self.vllm_config.cache_config)
         plan, receiver = self._update.plan, self._update.receiver
         arrived = receiver.digests()
         if arrived is not None and not receiver.needs_reload:

@@ -1,9 +1,12 @@
 """What an FP8 server holds: which parameters, in which layout, and the proof of both.
 
-vLLM's online quantisation loads bf16 weights and keeps e4m3 and scales. For each such layer:
+vLLM's online quantisation loads bf16 weights and keeps e4m3 and scales. A block-scaled checkpoint
+has e4m3 and scales already (`X.weight_scale_inv`). The trainer sends both alike. For each such
+layer:
 
     refusals(model)     vLLM's own method quantises random weights on a stand-in;
                         weight_transfer.fp8 must give the same bytes, scales, shapes and strides
+    as_bf16(plan, ...)  of a block-scaled checkpoint: the plan of the bf16 weights behind it
     groups(plan, ...)   which HF matrices share an FP8 parameter, or an expert of one
     placed(plan, ...)   the plan of what is sent: e4m3 in the same places, and the scales
 
@@ -38,6 +41,8 @@ EXPERTS = {
     "Fp8PtpcOnlineMoEMethod": "per_channel",
     "Fp8PerBlockOnlineMoEMethod": "per_block",
 }
+STATIC = {"Fp8LinearMethod": LINEAR, "Fp8MoEMethod": EXPERTS}
+"""Methods of checkpoints that are FP8 already."""
 WEIGHTS = ("weight", "w13_weight", "w2_weight")
 _PROOF_EXPERTS = 2
 _ABSORBED = "MLA absorbs an FP8 kv_b_proj, and what it makes of it is not compared"
@@ -53,8 +58,16 @@ def method_of(layer: torch.nn.Module) -> Any:
 
 def kind_of(layer: torch.nn.Module) -> str | None:
     """How a layer is quantised, if splice describes it."""
+    if is_static(layer):
+        block = getattr(method_of(layer), "weight_block_size", None) or ()
+        return "per_block" if tuple(block) == (FP8_BLOCK, FP8_BLOCK) else None
     name = type(method_of(layer)).__name__
     return LINEAR.get(name) or EXPERTS.get(name)
+
+
+def is_static(layer: torch.nn.Module) -> bool:
+    """Whether a layer loads FP8, instead of quantising what it loads."""
+    return type(method_of(layer)).__name__ in STATIC
 
 
 def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
@@ -68,6 +81,8 @@ def refusals(model: torch.nn.Module) -> dict[str, list[str]]:
         if not dialect.is_quantised(layer):
             continue
         why: str | None = f"{name} is no quantisation that splice describes"
+        if is_static(layer):
+            why = f"{name} has other scales than one for each {FP8_BLOCK} x {FP8_BLOCK}"
         if kind_of(layer) is not None:
             key = _proof_key(layer)
             if key not in proofs:
@@ -98,7 +113,7 @@ def _disproof(layer: torch.nn.Module) -> str | None:
     weights = [n for n in WEIGHTS if n in live]
     if not weights or any(live[n].dtype != torch.float8_e4m3fn for n in weights):
         return f"{name} keeps no e4m3 weight"
-    is_linear, is_turned = weights == ["weight"], _is_turned(layer)
+    is_linear, is_turned, kind = weights == ["weight"], _is_turned(layer), str(kind_of(layer))
     experts = () if is_linear else (_PROOF_EXPERTS,)
     shapes = {n: (*experts, *_loaded_shape(layer, n)[-2:]) for n in weights}
     device = live[weights[0]].device
@@ -107,18 +122,18 @@ def _disproof(layer: torch.nn.Module) -> str | None:
         n: torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         for n, shape in shapes.items()
     }
+    ours = {n: _as_ours(weight, kind) for n, weight in loaded.items()}
     try:
-        made = _as_vllm(layer, {n: t.clone() for n, t in loaded.items()})
+        made = _as_vllm(layer, _given(layer, loaded, ours))
     except _FAILURES as error:
         return f"{name} could not be tried on a stand-in: {type(error).__name__}: {error}"[:300]
-    for n, weight in loaded.items():
-        want, scale = _as_ours(weight, str(kind_of(layer)))
-        scale_name = fp8_scale(n, str(kind_of(layer)))
+    for n, (want, scale) in ours.items():
+        scale_name = fp8_scale(n, kind)
         if n not in made or scale_name not in made or scale_name not in live:
             return f"{name} keeps no {scale_name} beside {n}"
         got = made[n].t() if is_turned else made[n]
         if not _same_bytes(got, want) or not _same_bytes(made[scale_name], scale):
-            return f"{name} makes other bytes of {n} than splice"
+            return f"{name} makes other bytes of {n} than splice{dialect.fp8_block_remedy(kind)}"
         if not is_linear:
             continue
         pairs = ((made[n], live[n]), (made[scale_name], live[scale_name]))
@@ -127,6 +142,23 @@ def _disproof(layer: torch.nn.Module) -> str | None:
     if any(not _is_dense(live[n], is_turned=is_turned) for n in weights):
         return f"{name} keeps its weight with gaps"
     return None
+
+
+def _given(
+    layer: torch.nn.Module,
+    loaded: Mapping[str, torch.Tensor],
+    ours: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Copies of what the layer's loaders fill: bf16, or e4m3 and scales."""
+    if not is_static(layer):
+        return {n: t.clone() for n, t in loaded.items()}
+    given: dict[str, torch.Tensor] = {}
+    for n, (weight, scale) in ours.items():
+        given[n] = weight.view(loaded[n].shape).clone()
+        given[fp8_scale(n, str(kind_of(layer)))] = scale.view(
+            *loaded[n].shape[:-2], *scale.shape[-2:]
+        ).clone()
+    return given
 
 
 def _is_turned(layer: torch.nn.Module) -> bool:
@@ -202,6 +234,20 @@ def _tensors_in(value: Any, *, depth: int) -> Iterator[torch.Tensor]:
 
 
 # ---------------------------------------------------------------- the plan
+
+
+def as_bf16(plan: PlacementPlan, model: torch.nn.Module) -> PlacementPlan:
+    """The plan as if layers of a block-scaled checkpoint loaded bf16, without their scales.
+
+    The plan was recorded with bf16 tensors. What they become is `placed`'s, as for layers that
+    quantise themselves.
+    """
+    formats = dict(plan.formats)
+    for (path, name), layer in _quantised(plan, model).items():
+        if is_static(layer):
+            formats[path, name] = dataclasses.replace(formats[path, name], dtype="bfloat16")
+            formats.pop((path, fp8_scale(name, "per_block")), None)
+    return dataclasses.replace(plan, formats=formats)
 
 
 def _quantised(

@@ -68,12 +68,13 @@ class Operations:
         """
         folders = {
             field: self._folder.resolve(getattr(spec, field))
-            for field in ("checkpoint_dir", "adapter_dir", "output_dir")
+            for field in ("checkpoint_dir", "adapter_dir", "output_dir", "fp8_like")
             if getattr(spec, field, None) is not None
         }
         if not isinstance(spec, LoadCheckpoint | LoadAdapter):
             for field, folder in folders.items():
-                self._folder.refuse_own(folder, field=field)
+                if field != "fp8_like":  # is only read
+                    self._folder.refuse_own(folder, field=field)
         if not folders:
             return spec, {}
         trainer = self._router.peers.get("trainer")

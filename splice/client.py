@@ -450,9 +450,15 @@ class SpliceClient:
         """
         return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **run)
 
-    def export_hf(self, output_dir: str, **run: Any) -> dict[str, Any]:
-        """Write the merged model as an HF checkpoint into a new folder on the trainer's host."""
-        return self.run(ExportHfJob(output_dir=output_dir), **run)
+    def export_hf(
+        self, output_dir: str, *, fp8_like: str | None = None, **run: Any
+    ) -> dict[str, Any]:
+        """Write the merged model as an HF checkpoint into a new folder on the trainer's host.
+
+        Args:
+            fp8_like: a block-scaled FP8 checkpoint of this model there; the export is FP8 like it.
+        """
+        return self.run(ExportHfJob(output_dir=output_dir, fp8_like=fp8_like), **run)
 
     def publish(self, **run: Any) -> dict[str, Any]:
         """Publish the trainer's current state as the next version."""

@@ -213,7 +213,11 @@ class Jobs:
         request.progress("exporting")
         started, folder = time.monotonic(), message.output_dir
         files = export_hf(
-            self._model, self._exporter, Path(folder), shard_bytes=message.shard_bytes
+            self._model,
+            self._exporter,
+            Path(folder),
+            shard_bytes=message.shard_bytes,
+            fp8_like=None if message.fp8_like is None else Path(message.fp8_like),
         )
         seconds = {"export": time.monotonic() - started}
         return Outcome(result={"output_dir": folder, "files": files, "seconds": seconds})

@@ -22,9 +22,10 @@ from orchestrator.protocol.messages import (
     UseLayout,
     fp8_manifest,
 )
-from trainer_node.export import fp8_export, wire_export
+from trainer_node.export import fp8_export, fp8_fused, wire_export
 from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
 from trainer_node.export.fp8_export import Fp8Export
+from trainer_node.export.fp8_fused import FusedFp8
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Lockstep
@@ -159,14 +160,32 @@ class Publication:
         export = self._plan_export(merged, planned.order, None if whole else planned.part)
         if isinstance(export, str):
             return export
+        sent = sent if part is None else sent.part(part)
+        nbytes = [sum(sent.tensors[i].nbytes for i in chunk) for chunk in order]
         return Fp8Export(
             export,
             planned,
             specs=merged.tensors,
-            sent=sent if part is None else sent.part(part),
+            sent=sent,
             order=order,
             device=self._model.device,
+            fused=self._plan_fused(export, planned, nbytes),
         )
+
+    def _plan_fused(
+        self,
+        export: wire_export.WireExport | BridgeExport,
+        planned: fp8_export.Base,
+        nbytes: Sequence[int],
+    ) -> FusedFp8 | None:
+        """What merges and quantises in one go; on a GPU, if one rank has every tensor whole."""
+        device = self._model.device
+        if device.type != "cuda" or not isinstance(export, wire_export.WireExport):
+            return None
+        if torch.distributed.get_rank() != 0 or export.merger is None:
+            return None
+        scale = self._model.scale
+        return fp8_fused.plan(export.merger, planned.batches, nbytes, scale=scale, device=device)
 
     # ------------------------------------------------------------ a send
 

@@ -50,6 +50,15 @@ class SendReport:
     seconds: dict[str, float]
 
 
+def usual_bytes(sizes: Sequence[int], *, at_once: int) -> int:
+    """The largest size that `at_once` chunks have. Pure.
+
+    A wide layer's matrix is a chunk of its own, and there are many. An embedding and a head are
+    larger, but few.
+    """
+    return sorted(sizes, reverse=True)[min(at_once, len(sizes)) - 1]
+
+
 def ring_bytes(sizes: Sequence[int], usual: int, *, at_once: int) -> int:
     """Bytes of a ring for `at_once` usual chunks, or for the largest and a usual one. Pure.
 
@@ -57,8 +66,7 @@ def ring_bytes(sizes: Sequence[int], usual: int, *, at_once: int) -> int:
 
     Args:
         sizes: bytes of every chunk.
-        usual: bytes of the largest chunk of several tensors. A single tensor, such as an
-            embedding, can be larger.
+        usual: see `usual_bytes`. An embedding can be larger.
     """
     sizes = [_aligned(s) for s in sizes]
     largest, usual = max(sizes), _aligned(usual)
@@ -66,13 +74,18 @@ def ring_bytes(sizes: Sequence[int], usual: int, *, at_once: int) -> int:
     return max(largest, min(wanted, RING_BYTES, sum(sizes)))
 
 
-def ring_places(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Offset of each chunk: behind the previous one, or 0 where it would not fit. Pure."""
+def ring_places(sizes: Sequence[int], capacity: int, *, usual: int) -> list[int]:
+    """Offset of each chunk: in the next slot of `usual` bytes, or 0 where it would not fit. Pure.
+
+    Chunks that follow each other closely would pack better. But where their sizes vary, two of
+    three large ones then share bytes, and the wire waits for a fill.
+    """
     places, at = [], 0
     for size in sizes:
+        room = max(_aligned(size), _aligned(usual))
         at = 0 if at + size > capacity else at
         places.append(at)
-        at += _aligned(size)
+        at += room
     return places
 
 
@@ -120,12 +133,10 @@ class ChunkSender:
         self._is_cuda = self._device.type == "cuda"
         self._is_resident = [resident(k) is not None for k in range(len(self._chunks))]
         in_ring = [0 if r else n for n, r in zip(self._nbytes, self._is_resident, strict=True)]
-        usual = max(
-            (n for n, c in zip(in_ring, self._chunks, strict=True) if len(c) > 1),
-            default=max(in_ring),
-        )
-        capacity = ring_bytes(in_ring, usual, at_once=RING_CHUNKS if self._is_cuda else 1)
-        self._places = ring_places(in_ring, capacity)
+        at_once = RING_CHUNKS if self._is_cuda else 1
+        usual = usual_bytes(in_ring, at_once=at_once)
+        capacity = ring_bytes(in_ring, usual, at_once=at_once)
+        self._places = ring_places(in_ring, capacity, usual=usual)
         self._ring_B = torch.empty(capacity, dtype=torch.uint8, device=self._device)
         self._digests = (
             [self._prepare(k) for k in range(len(self._chunks))] if self._is_cuda else []

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from weight_transfer import splitmix
+from weight_transfer.launches import Launches
 from weight_transfer.strides import Box, block_table, boxes_2d, tile_of
 
 GOLDEN: Any = tl.constexpr(splitmix.GOLDEN)
@@ -151,6 +152,9 @@ def _prepared_region_kernel(
     tl.atomic_add(out_ptr + out, tl.sum(tl.sum(mixed, axis=1), axis=0), sem="relaxed")
 
 
+_prepared, _prepared_region = Launches(_prepared_kernel), Launches(_prepared_region_kernel)
+
+
 def prepare(
     tensors: Sequence[torch.Tensor],
     rows: Sequence[int],
@@ -200,18 +204,12 @@ def _prepared_launch(
 ) -> Callable[[torch.Tensor], None]:
     table_R4 = torch.tensor(table, dtype=torch.int64)
     blocks_B2 = block_table(torch.ones_like(table_R4[:, 1]), table_R4[:, 1], (1, PREPARED_BLOCK))
-    on_device, grid = (table_R4.to(device), blocks_B2.to(device)), (len(blocks_B2),)
+    on_device, grid = (table_R4.to(device), blocks_B2.to(device)), len(blocks_B2)
+    constants = {"ELEMENT_BYTES": size, "ALIGNED": aligned, "BLOCK": PREPARED_BLOCK}
 
     def launch(out_N: torch.Tensor) -> None:
         with torch.cuda.device_of(out_N):
-            _prepared_kernel[grid](
-                *on_device,
-                out_N,
-                ELEMENT_BYTES=size,
-                ALIGNED=aligned,
-                BLOCK=PREPARED_BLOCK,
-                num_warps=8,
-            )
+            _prepared((size, aligned), grid, (*on_device, out_N), constants, num_warps=8)
 
     return launch
 
@@ -221,20 +219,18 @@ def _region_launch(
 ) -> Callable[[torch.Tensor], None]:
     table_R9 = torch.tensor(table, dtype=torch.int64)
     blocks_B2 = block_table(table_R9[:, 2], table_R9[:, 3], kind.tile)
-    on_device, grid = (table_R9.to(device), blocks_B2.to(device)), (len(blocks_B2),)
+    on_device, grid = (table_R9.to(device), blocks_B2.to(device)), len(blocks_B2)
+    constants = {
+        "DTYPE": UNSIGNED[kind.size],
+        "IS_DENSE": kind.is_dense,
+        "ALIGNED": kind.aligned,
+        "BLOCK_R": kind.tile[0],
+        "BLOCK_C": kind.tile[1],
+    }
 
     def launch(out_N: torch.Tensor) -> None:
         with torch.cuda.device_of(out_N):
-            _prepared_region_kernel[grid](
-                *on_device,
-                out_N,
-                DTYPE=UNSIGNED[kind.size],
-                IS_DENSE=kind.is_dense,
-                ALIGNED=kind.aligned,
-                BLOCK_R=kind.tile[0],
-                BLOCK_C=kind.tile[1],
-                num_warps=8,
-            )
+            _prepared_region(kind, grid, (*on_device, out_N), constants, num_warps=8)
 
     return launch
 

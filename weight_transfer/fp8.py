@@ -10,7 +10,10 @@ value exceeds 448 by more than rounding, so none needs the clamp. In a group of 
 be NaN; these give 0. A server proves at its start that its own kernels give the same bytes
 (`inference_node.fp8`).
 
-On CUDA each pass reads the weights once: one for the scales, one to round.
+vLLM compiles its quantiser of blocks, so on CUDA a Triton kernel follows it
+(`weight_transfer.fp8_kernels`). Elsewhere on CUDA each pass reads the weights once: one for the
+scales, one to round. A trainer of one rank needs none of these there: it quantises while it merges
+(`trainer_node.export.fp8_fused`).
 
 Axes: G = groups, N = elements of a group, T = tensors of one shape, O = out features, I = in
 features.
@@ -48,6 +51,16 @@ def per_channel(rows_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def per_block(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [T, O, I], fp32 scales [T, blocks of O, blocks of I])."""
+    if weights_TOI.is_cuda:
+        from weight_transfer import fp8_kernels
+
+        return fp8_kernels.per_block(weights_TOI, reciprocal=True, fast=True)
+    return per_block_by_torch(weights_TOI)
+
+
+@torch.no_grad()
+def per_block_by_torch(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `per_block`, with torch's divisions: on CUDA the second one differs from vLLM's."""
     count, height, width = weights_TOI.shape
     rows, columns = -(-height // FP8_BLOCK), -(-width // FP8_BLOCK)
     padding = (0, columns * FP8_BLOCK - width, 0, rows * FP8_BLOCK - height)

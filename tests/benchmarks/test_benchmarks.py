@@ -40,7 +40,15 @@ WITHOUT_PEER = {"control/empty-job-p99", "control/one-commit", "save/tiny/adapte
 SMALL = {
     "control": {"control/empty-job", "control/empty-job-p99", "control/one-commit"},
     "wire": {"wire/64KiB", "wire/1MiB", "wire/8MiB"},
-    "merge": {"merge/30b-a3b-experts", "merge/30b-a3b-experts-loop"},
+    "merge": {
+        "merge/30b-a3b-experts",
+        "merge/30b-a3b-experts-loop",
+        "merge/tiny",
+        "merge/tiny/host",
+        "merge/tiny/fp8_per_block",
+        "merge/tiny/send",
+        "merge/tiny/send-fp8_per_tensor",
+    },
     "export": {"export/tiny/wire", "export/tiny/manifest", "export/tiny/plan"},
     "arrival": {"arrival/16x2048"},
     "save": {"save/tiny/checkpoint", "save/tiny/adapter"},

@@ -1,5 +1,5 @@
-"""Real Megatron in bf16, real vLLM with FP8 weights, on the CPU: versions, a killed trainer, and
-refusals before the first job.
+"""Real Megatron in bf16, real vLLM with FP8 weights or an FP8 KV cache, on the CPU: versions, and a
+killed trainer.
 
 `fp8_per_channel` is the kind that vLLM's CPU build serves without help.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import SpliceError
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
     OptimParams,
+    ResyncJob,
     TrainMergedJob,
     batch_specs,
 )
@@ -110,9 +110,12 @@ def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
     assert "failed while applying, now poisoned" in log
 
 
-def test_an_fp8_kv_cache_is_refused_before_the_first_job(models: Any, tmp_path: Path) -> None:
+def test_an_fp8_kv_cache_serves_every_version_anew(models: Any, tmp_path: Path) -> None:
+    """Log-probs right after a swap are those after a second one: no old entry is used."""
     vllm = ("--kv-cache-dtype", "fp8")
-    with pytest.raises(SpliceError), Cluster(config(models["qwen3"], tmp_path, *vllm)):
-        pass
-    logs = "".join(p.read_text() for p in (tmp_path / "run/logs").glob("*"))
-    assert "the KV cache is kept as fp8" in logs and "--kv-cache-dtype" in logs
+    with Cluster(config(models["qwen3"], tmp_path, *vllm)) as cluster:
+        cluster.client.run(InitialSyncJob())
+        follow(cluster, "in_place")
+        before = scored(cluster.base_urls[0], "tiny@2")
+        assert cluster.client.run(ResyncJob())["unverified"] == {}
+        assert scored(cluster.base_urls[0], "tiny@2") == before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import base64
+import json
 import sys
 import tempfile
 import threading
@@ -25,6 +26,8 @@ from orchestrator.protocol import messages as m
 from tests.inference_node.family_engine import CUDA, Engine, checkpoint, moved, write_like
 from tests.inference_node.harness import new
 from trainer_node.export import fp8_export
+from trainer_node.model import fp8_blocks
+from trainer_node.tools.make_checkpoint import fp8_settings, is_projection
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
 from weight_transfer.layout import as_bytes, chunk_offsets, view_of
@@ -42,11 +45,14 @@ def lend_kernel() -> None:
     """Give vLLM's CPU build what its layers call: the rounding kernel, and a layout of experts.
 
     A CPU without AMX has no FP8 experts, so the layout is that of the Triton kernels; they do not
-    run.
+    run. For blocks it has no kernel either, so a layer keeps what was loaded and multiplies by the
+    dequantised weight.
     """
     from vllm import _custom_ops as ops
+    from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8 as static
     from vllm.model_executor.layers.quantization.online import fp8
     from vllm.model_executor.layers.quantization.utils.quant_utils import weight_amax
 
@@ -67,8 +73,36 @@ def lend_kernel() -> None:
         def __getattr__(self, name: str) -> Any:
             return scaled_fp8_quant if name == "scaled_fp8_quant" else getattr(ops, name)
 
+    class Blocks(linear.Fp8BlockScaledMMLinearKernel):
+        apply_input_quant = False
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, None]:
+            return True, None
+
+        def apply_block_scaled_mm(
+            self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+        ) -> torch.Tensor:
+            return A @ fp8_blocks.dequantised(B, Bs).t()
+
     fp8.ops = Ops()
-    fp8.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
+    for module in (fp8, static):
+        module.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[linear.PlatformEnum.CPU] = [Blocks]
+
+
+BLOCKS = "blocks"
+"""Instead of a `--quantization`: the checkpoint is block-scaled FP8."""
+
+
+def in_blocks(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path) -> Path:
+    """The checkpoint of `folder` with these bf16 tensors, block-scaled."""
+    scaled = [n for n in tensors if is_projection(n)]
+    write_like(folder, dict(fp8_blocks.quantising(iter(tensors.items()), scaled)), out)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = fp8_settings(tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 class Filled:
@@ -211,7 +245,7 @@ class InProcess:
         self._model, self._config = model, config
         with set_current_vllm_config(config), torch.no_grad():
             self.refused = held.refusals(model)
-        recorded = placement.record(model, manifest)
+        recorded = held.as_bf16(placement.record(model, manifest), model)
         weights = held.merged([held.groups(recorded, manifest, model)])
         assert weights is not None
         self._sent = m.fp8_manifest(manifest, weights)
@@ -307,8 +341,11 @@ def run(name: str, folder: Path, quantization: str) -> Outcome:
     if not CUDA:
         lend_kernel()
     base = weights_of(name, folder)
+    served = (
+        folder if quantization != BLOCKS else in_blocks(folder, base, folder.with_suffix(".f8"))
+    )
     try:
-        engine = Fp8Engine(name, folder, base, dtype="bfloat16", quantization=quantization)
+        engine = Fp8Engine(name, served, base, dtype="bfloat16", **_options(quantization))
         names = [s.name for s in engine.manifest.tensors]
         changed = tuple(i for i, n in enumerate(names) if ".layers.1." in n and "_proj" in n)
         weights = engine.plan_fp8(changed)
@@ -345,6 +382,10 @@ def run(name: str, folder: Path, quantization: str) -> Outcome:
     )
 
 
+def _options(quantization: str) -> dict[str, str]:
+    return {} if quantization == BLOCKS else {"quantization": quantization}
+
+
 def _digest_of(engine: Fp8Engine) -> list[str]:
     import hashlib
 
@@ -361,8 +402,9 @@ def cold(name: str, folder: Path, quantization: str) -> tuple[list[str], list[fl
     base = weights_of(name, folder)
     second, third = moved(base, 1), moved(base, 2)
     mixed = {n: third[n] if ".layers.1." in n and "_proj" in n else second[n] for n in base}
-    last = write_like(folder, mixed, folder.with_suffix(".cold"))
-    engine = Fp8Engine(name, last, mixed, dtype="bfloat16", quantization=quantization)
+    written = in_blocks if quantization == BLOCKS else write_like
+    last = written(folder, mixed, folder.with_suffix(".cold"))
+    engine = Fp8Engine(name, last, mixed, dtype="bfloat16", **_options(quantization))
     return sorted(_digest_of(engine)), engine.logprobs()[1].tolist()
 
 

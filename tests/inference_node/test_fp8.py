@@ -5,7 +5,6 @@ The live bytes must be those of an engine that loads the same bf16 weights cold,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,15 @@ from tests.inference_node.conftest import ENGINE_S, Run
 from tests.inference_node.fp8_engine import Outcome
 from weight_transfer import fp8
 
-CASES = [("fp8_per_channel", "qwen3"), ("fp8_per_tensor", "llama")]
+BLOCKS = fp8_engine.BLOCKS
+CASES = [("fp8_per_channel", "qwen3"), ("fp8_per_tensor", "llama"), (BLOCKS, "qwen3")]
 ON_GPUS = [
     *(("fp8", name) for name in ("qwen3", "qwen3_moe", "llama")),
     ("fp8_per_channel", "qwen3"),
+    ("fp8_per_block", "qwen3"),
+    ("fp8_per_block", "qwen3_moe"),
+    (BLOCKS, "qwen3"),
+    (BLOCKS, "qwen3_moe"),
 ]
 NEAR = 0.25
 """Nats between the same weights twice on a GPU, which adds in any order and rounds to e4m3."""
@@ -121,6 +125,17 @@ def test_every_byte_is_that_of_vllm_s_kernels(shape: tuple[int, int]) -> None:
     assert same(scales, want_scales) and same(ours, want)
 
 
+@pytest.mark.gpu1
+@pytest.mark.parametrize("shape", [(256, 384), (4096, 14336), (200, 130), (17408, 5120)])
+def test_every_byte_is_that_of_vllm_s_compiled_quantiser(shape: tuple[int, int]) -> None:
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = weights(*shape, device="cuda")
+    ours, scales = fp8.per_block(weight[None])
+    want, want_scales = per_block_cast_to_fp8(weight, [128, 128])
+    assert same(scales[0], want_scales) and same(ours[0], want)
+
+
 # ---------------------------------------------------------------- experts, without their kernels
 
 
@@ -147,7 +162,7 @@ def live_of(model: torch.nn.Module) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", ["fp8_per_tensor", "fp8_per_channel"])
+@pytest.mark.parametrize("kind", ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", BLOCKS])
 def test_experts_are_placed_as_a_cold_load_makes_them(
     kind: str, tmp_path: Path, distributed: None
 ) -> None:
@@ -155,7 +170,11 @@ def test_experts_are_placed_as_a_cold_load_makes_them(
     folder, again = tmp_path / "model", tmp_path / "again"
     base = fp8_engine.weights_of("qwen3_moe", folder)
     tensors = fp8_engine.moved(base, 1)
-    model, config = vllm_models.load(folder, dtype="bfloat16", quantization=kind)
+    write, quantization = fp8_engine.write_like, kind
+    if kind == BLOCKS:
+        write, quantization = fp8_engine.in_blocks, None
+        folder = write(folder, base, tmp_path / "blocks")
+    model, config = vllm_models.load(folder, dtype="bfloat16", quantization=quantization)
     experts = fp8_engine.InProcess(model, config, tiny.manifest_of(base))
     assert experts.refused == {}
     assert experts.wrong(base) == []
@@ -164,13 +183,14 @@ def test_experts_are_placed_as_a_cold_load_makes_them(
     experts.put(tensors)
     assert experts.wrong(tensors) == []
     cold, _ = vllm_models.load(
-        fp8_engine.write_like(folder, tensors, again), dtype="bfloat16", quantization=kind
+        write(folder, tensors, again), dtype="bfloat16", quantization=quantization
     )
     assert live_of(model) == live_of(cold)
-    weight = model.get_parameter("model.layers.0.mlp.experts.routed_experts.w2_weight_scale")
+    scale = "weight_scale_inv" if kind in ("fp8_per_block", BLOCKS) else "weight_scale"
+    weight = model.get_parameter(f"model.layers.0.mlp.experts.routed_experts.w2_{scale}")
     weight.data.view(torch.uint8).flatten()[0] ^= 1
     (name,) = experts.wrong(tensors)
-    assert name.endswith("experts.0.down_proj.weight_scale")
+    assert name.endswith(f"experts.0.down_proj.{scale}")
 
 
 # ---------------------------------------------------------------- tensor parallel, blocks
@@ -332,24 +352,79 @@ def test_the_node_ends_before_the_first_job(caplog: pytest.LogCaptureFixture) ->
     assert "because allow_unverified is set" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_refused"),
-    [("auto", False), ("bfloat16", False), ("fp8", True), ("fp8_e5m2", True)],
-)
-def test_an_fp8_kv_cache_is_refused(
-    dense: tuple[torch.nn.Module, Any], dtype: str, is_refused: bool
-) -> None:
-    worker = SpliceEngine.__new__(SpliceEngine)
-    worker.model, worker.vllm_config = dense[0], copy.copy(dense[1])
-    worker.vllm_config.cache_config = copy.copy(dense[1].cache_config)
-    worker.vllm_config.cache_config.cache_dtype = dtype
-    found = worker.refusals()
-    assert ["the KV cache is kept as" in text for text in found] == [True] * is_refused
-
-
 def test_workers_that_group_otherwise_are_refused() -> None:
     one = Fp8Group(kind="per_tensor", tensors=(1, 2, 3))
     other = Fp8Group(kind="per_tensor", tensors=(1, 2))
     assert held.merged([[one], [one]]) is not None and held.merged([[], []]) is None
     with pytest.raises(ManifestError, match="different groups"):
         held.merged([[one], [other]])
+
+
+# ---------------------------------------------------------------- block-scaled checkpoints
+
+
+@pytest.fixture(scope="module")
+def blocks(
+    tmp_path_factory: pytest.TempPathFactory, distributed: None
+) -> tuple[torch.nn.Module, Any]:
+    fp8_engine.lend_kernel()
+    folder = tmp_path_factory.mktemp("blocks")
+    base = fp8_engine.weights_of("qwen3", folder)
+    written = fp8_engine.in_blocks(folder, base, folder.with_suffix(".f8"))
+    return vllm_models.load(written, dtype="bfloat16")
+
+
+def test_a_block_scaled_checkpoint_is_taken(blocks: tuple[torch.nn.Module, Any]) -> None:
+    layer = blocks[0].get_submodule("model.layers.0.mlp.down_proj")
+    assert held.is_static(layer) and held.kind_of(layer) == "per_block"
+    assert refusals(blocks) == {}
+
+
+def test_other_static_scales_are_refused(
+    blocks: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = blocks[0].get_submodule("model.layers.0.mlp.down_proj")
+    for size in (None, [64, 128]):
+        monkeypatch.setattr(layer.quant_method, "weight_block_size", size)
+        ((why, paths),) = refusals(blocks).items()
+        assert "other scales than one for each 128 x 128" in why
+        assert paths == ["model.layers.0.mlp.down_proj"]
+
+
+def test_blocks_that_a_kernel_rounds_again_are_refused(
+    blocks: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepGEMM does, whose scales are powers of two."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+        requant_weight_ue8m0_inplace,
+    )
+    from vllm.utils import deep_gemm
+
+    layer = blocks[0].get_submodule("model.layers.1.self_attn.o_proj")
+
+    def round_again(_: Any, stand_in: torch.nn.Module) -> None:
+        requant_weight_ue8m0_inplace(stand_in.weight.data, stand_in.weight_scale_inv.data)
+
+    kernel = type(layer.quant_method.fp8_linear)
+    monkeypatch.setattr(kernel, "process_weights_after_loading", round_again)
+    assert any("other bytes of weight" in why for why in refusals(blocks))
+    monkeypatch.setattr(deep_gemm, "is_deep_gemm_e8m0_used", lambda: True)
+    assert any("VLLM_USE_DEEP_GEMM_E8M0=0" in why for why in refusals(blocks))
+
+
+def test_a_refused_fp8_checkpoint_is_not_loaded_from_bf16(
+    blocks: tuple[torch.nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """allow_unverified lets vLLM quantise bf16 itself, which such a server cannot."""
+    manifest = tiny.manifest_of(fp8_engine.weights_of("qwen3", tmp_path / "model"))
+    worker = SpliceEngine.__new__(SpliceEngine)
+    worker.model, worker.vllm_config = blocks
+    worker._recorded, worker._checked = None, None
+    worker.plan_check(manifest)
+    assert worker.fp8_groups(may_be_unverified=True)
+    layer = blocks[0].get_submodule("model.layers.0.mlp.down_proj")
+    monkeypatch.setattr(layer.quant_method, "weight_block_size", None)
+    worker._recorded, worker._checked = None, None
+    assert any("weight_scale_inv" in name for name in worker.plan_check(manifest).uncovered)
+    with pytest.raises(ManifestError, match="other scales"):
+        worker.fp8_groups(may_be_unverified=True)

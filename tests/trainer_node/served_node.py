@@ -105,6 +105,7 @@ def node(
     module: str = "trainer_node",
     collective_timeout_s: float = 30,
     admission: str = "skip",
+    dtype: str | None = None,
     **parallel,
 ) -> Iterator[tuple[Orchestrator, subprocess.Popen]]:
     config = TrainerConfig(
@@ -114,6 +115,7 @@ def node(
         micro_batch_tokens=16,
         collective_timeout_s=collective_timeout_s,
         admission=admission,
+        **({} if dtype is None else {"dtype": dtype}),
     )
     path = folder / "trainer.json"
     path.write_text(config.model_dump_json())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +19,8 @@ from orchestrator.protocol.messages import (
     TensorSpec,
     fp8_manifest,
 )
+from tests.trainer_node import fused
+from tests.trainer_node.conftest import REPO, child_env
 from trainer_node.export import fp8_export
 from weight_transfer import fp8
 from weight_transfer.layout import as_bytes, chunk_offsets, view_of
@@ -158,3 +163,72 @@ def test_other_dtypes_are_refused() -> None:
     order = [list(range(len(sent.tensors)))]
     with pytest.raises(ManifestError, match="only bf16"):
         fp8_export.plan(base, sent, weights("per_tensor"), order, None)
+
+
+# ---------------------------------------------------------------- merged and quantised in one go
+
+
+def test_the_fused_kernels_interpreted() -> None:
+    """Triton's interpreter must be chosen before Triton is imported."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.trainer_node.fused"],
+        cwd=REPO,
+        env={**child_env(), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200.0,
+        check=False,
+    )
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+
+
+@pytest.mark.gpu1
+def test_the_fused_kernels_on_a_gpu() -> None:
+    fused.main("cuda")
+
+
+@pytest.mark.parametrize("step", ["block", "largest", "round-rows", "round-group"])
+def test_the_fused_kernels_compile_for_an_h200(step: str) -> None:
+    """By Triton's compiler alone: 16-byte loads of W, e4m3 by the hardware, divisions as meant."""
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from trainer_node.export import fp8_fused_kernels as kernels
+
+    name, _, scales = step.partition("-")
+    tile = kernels.BLOCK_TILE if name == "block" else kernels.MERGE_TILE
+    signature = {"table_ptr": "*i64", "out_ptr": "*u8", "largest_ptr": "*i32"}
+    numbers = ("num_rows", "num_columns", "rows_per_group", "group_stride", "row_stride")
+    signature |= dict.fromkeys((*numbers, "tiles_across", "tiles"), "i32") | {"scale": "fp32"}
+    constants = {
+        "RANK": 16,
+        "GROUPED": False,
+        "EVEN": True,
+        "VECTOR": 8,
+        "ALIGN": 16,
+        "ROWS": scales == "rows",
+        "RECIPROCAL": True,
+        "FAST": True,
+        "BLOCK_O": tile.rows,
+        "BLOCK_I": tile.columns,
+    }
+    signature |= dict.fromkeys(constants, "constexpr")
+    place = {n: (i,) for i, n in enumerate(signature)}
+    divisible = ("table_ptr", "out_ptr", "num_columns", "row_stride")
+    source = ASTSource(
+        fn=getattr(kernels, f"_{name}_kernel"),
+        signature=signature,
+        constexprs={place[n]: value for n, value in constants.items()},
+        attrs={place[n]: [["tt.divisibility", 16]] for n in divisible},
+    )
+    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    made = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = made.asm["ptx"]
+    loads = re.findall(r"\bld\.global\.\S*evict_first\S*", ptx)
+    assert loads and all(access.endswith(".v4.b32") for access in loads), loads
+    assert ("e4m3x2" in ptx) == (name != "largest")
+    assert ("div.full.f32" in ptx) == (name == "block")
+    assert ("div.rn.f32" in ptx) == (name == "round")
+    assert bool(re.search(r"\b(?:atom|red)\.\S*global", ptx)) == (name == "largest")
+    assert ptx.count("mul.rn.f32") >= ptx.count("add.rn.f32") > 0  # W and the delta: no fusion

@@ -126,6 +126,7 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     [
         ("qwen3-30b-a3b", 18867, 61.06),
         ("qwen3-8b", 399, 16.38),
+        ("qwen3-14b", 443, 29.54),
         ("llama-3.1-8b", 291, 16.06),
         ("gpt-oss-20b", 411, 41.83),
         ("glm-4.7-flash", 9491, 59.89),

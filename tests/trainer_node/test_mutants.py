@@ -34,6 +34,8 @@ DROPOUT = "tests/trainer_node/test_dropout.py"
 GATHER = "tests/trainer_node/test_gather.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
 EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
+FUSED = "tests/trainer_node/test_fp8_export.py::test_the_fused_kernels_interpreted"
+BLOCKS = "tests/trainer_node/test_fp8_blocks.py"
 PROBE = "tests/trainer_node/test_probe.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
@@ -96,6 +98,42 @@ MUTANTS = [
         old='own_id = f"{request.request_id}-{incarnation[:12]}"',
         new='own_id = new_id("again")',
         killer="tests/orchestrator/test_resume.py::test_killed_while_idle_and_in_the_step",
+    ),
+    Mutant(
+        name="magnitudes of an earlier fill stay",
+        file="trainer_node/export/fp8_fused.py",
+        old="largest_S.zero_()",
+        new="pass",
+        killer=FUSED,
+    ),
+    Mutant(
+        name="all groups share a scale",
+        file="trainer_node/export/fp8_fused.py",
+        old='        slots += batch.kind == "per_tensor"\n',
+        new="",
+        killer=FUSED,
+    ),
+    Mutant(
+        name="a group of zeros has no scale to divide by",
+        file="trainer_node/export/fp8_fused_kernels.py",
+        old="tl.where(of_group == 0.0, 0.0, tl.div_rn(1.0, of_group))",
+        new="tl.div_rn(1.0, of_group)",
+        killer=FUSED,
+    ),
+    Mutant(
+        name="blocks of a checkpoint are read by each other's scales",
+        file="trainer_node/model/fp8_blocks.py",
+        old="scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)",
+        new="scales.float().flip(0).repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)",
+        killer=f"{BLOCKS}::test_a_weight_is_its_codes_times_its_block_s_scale",
+    ),
+    Mutant(
+        name="three matrices that are chunks alone do not fit the ring",
+        file="weight_transfer/chunks.py",
+        old="sorted(sizes, reverse=True)[min(at_once, len(sizes)) - 1]",
+        new="sorted(sizes)[0]",
+        killer="tests/weight_transfer/test_chunks.py"
+        "::test_a_ring_has_room_for_three_matrices_that_are_chunks_alone",
     ),
     Mutant(
         name="token normalisation per batch, then a mean of means",

@@ -7,13 +7,14 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from orchestrator.errors import ManifestError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from weight_transfer import chunks
+from weight_transfer import chunks, cuda_events
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.cuda_events import wait_for_event
 from weight_transfer.digest import PreparedDigest, tensor_digest
@@ -86,6 +87,35 @@ def test_the_ring_has_room_for_usual_chunks_not_for_as_many_of_the_largest(monke
     assert chunks.ring_bytes([1024] * 9, 1024, at_once=1) == 1024
 
 
+def test_a_ring_has_room_for_three_matrices_that_are_chunks_alone():
+    """A wide layer: gate, up and down are chunks of their own; smaller ones share."""
+    wide, shared, head = 178_257_920, 157_286_400, 1_555_824_640
+    sizes = [head, *[shared, wide, wide, wide] * 40, head]
+    usual = chunks.usual_bytes(sizes, at_once=3)
+    assert usual == wide
+    capacity = chunks.ring_bytes(sizes[1:-1], usual, at_once=3)
+    assert 3 * wide <= capacity < 3 * wide + 3 * chunks.RING_ALIGN
+    places = chunks.ring_places(sizes[1:-1], capacity, usual=usual)
+    spans = [(at, at + size) for at, size in zip(places, sizes[1:-1], strict=True)]
+    for three in zip(spans, spans[1:], spans[2:], strict=False):
+        assert all(a[1] <= b[0] or b[1] <= a[0] for a, b in itertools.combinations(three, 2))
+    assert chunks.usual_bytes([5], at_once=3) == 5
+
+
+@pytest.mark.parametrize("wait_s", [0.0005, 0.01, 0.2])
+def test_a_wait_notices_its_event_soon(wait_s, monkeypatch):
+    """Counted on a clock of its own: the machine's load must not matter."""
+    now = [0.0]
+    monkeypatch.setattr(cuda_events.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(cuda_events.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    event = SimpleNamespace(query=lambda: now[0] >= wait_s)
+    cuda_events.wait_for_event(event, deadline_s=1.0, check=lambda: None, late="late")
+    assert now[0] - wait_s <= max(cuda_events.FIRST_POLL_S, wait_s * cuda_events.SHARE_OF_WAIT)
+    never = SimpleNamespace(query=lambda: False)
+    with pytest.raises(TransferTimeout, match="late"):
+        cuda_events.wait_for_event(never, deadline_s=1.0, check=lambda: None, late="late")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_lies_somewhere_leaves_from_there_and_needs_no_ring(device):
     tensors, manifest = model(device)
@@ -133,11 +163,11 @@ def test_places_in_the_ring(seed):
     dice = random.Random(seed)
     sizes = [dice.choice([1, 511, 512, 4000, 9000]) for _ in range(30)]
     capacity = chunks.ring_bytes(sizes, 4000, at_once=3)
-    places = chunks.ring_places(sizes, capacity)
+    places = chunks.ring_places(sizes, capacity, usual=4000)
     spans = [(at, at + size) for at, size in zip(places, sizes, strict=True)]
     assert all(at % chunks.RING_ALIGN == 0 and end <= capacity for at, end in spans)
     for (_, end), (then, _) in itertools.pairwise(spans):
-        assert then == 0 or end <= then < end + chunks.RING_ALIGN
+        assert then == 0 or end <= then
 
 
 class Waited(Memory):
@@ -164,7 +194,7 @@ def test_a_chunk_waits_for_those_that_lie_where_it_goes():
         fill=lambda k, out_B: None,
         device="cpu",
     )
-    sender._places = chunks.ring_places(sender._nbytes, 2048)
+    sender._places = chunks.ring_places(sender._nbytes, 2048, usual=1)
     assert sender._places == [0, 1024, 1536, 0, 512, 1536]
     for k, wanted in enumerate([[], [], [], [0], [1], [2]]):
         group.waited.clear()

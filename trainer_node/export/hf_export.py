@@ -5,6 +5,9 @@
     <dir>/model.safetensors.index.json                       which tensor is where
 
 Streamed: at most one file's tensors are in memory. The folder appears whole or not at all.
+
+With `fp8_like` the weights that are block-scaled FP8 in that checkpoint are written so, in the
+bytes of a publication to a server that loaded it. Config and tokenizer are copied from there.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import Manifest
+from trainer_node import objects
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Failure, agree
+from trainer_node.model import fp8_blocks
+from trainer_node.model.hf import tensor_files
 from trainer_node.model.model import Model
 from trainer_node.state import generations
 from trainer_node.state.generations import CheckpointError, write_file
@@ -51,25 +58,57 @@ def plan_files(manifest: Manifest, *, shard_bytes: int) -> dict[str, tuple[str, 
     }
 
 
-def export_hf(model: Model, exporter: Exporter, folder: Path, *, shard_bytes: int) -> list[str]:
+def export_hf(
+    model: Model,
+    exporter: Exporter,
+    folder: Path,
+    *,
+    shard_bytes: int,
+    fp8_like: Path | None = None,
+) -> list[str]:
     """Write the checkpoint; returns its files. A collective.
 
+    Args:
+        fp8_like: a checkpoint in block-scaled FP8, on rank 0's host.
+
     Raises:
+        ConfigError: on every rank: `fp8_like` is no such checkpoint of this model.
         CheckpointError: on every rank, if the folder exists, a foreign file is in the way, or rank
             0 could not write.
         ManifestError, MergePlanError: see `Exporter`.
     """
-    manifest = exporter.manifest()
+    manifest, like = exporter.manifest(), fp8_like or model.config.model
+    scaled = _scaled_in(model, fp8_like)
+    if scaled:
+        manifest = fp8_blocks.manifest_like(manifest, scaled)
     plan = plan_files(manifest, shard_bytes=shard_bytes)
     stream = exporter.merged_tensors()
+    sent = fp8_blocks.quantising(stream, scaled)
     with agree(model.control_group, partial(_failed, folder)):
         try:
             if dist.get_rank() == 0:
-                _write(model.config.model, folder, manifest, plan, stream)
+                _write(like, folder, manifest, plan, sent, is_fp8=bool(scaled))
         finally:
             for _ in stream:  # every rank finishes the export, so that they stay in step
                 pass
     return [*plan, INDEX] if len(plan) > 1 else [*plan]
+
+
+def _scaled_in(model: Model, folder: Path | None) -> frozenset[str]:
+    """The block-scaled weights of a checkpoint that rank 0 reads. A collective."""
+    names: list[str] = []
+    refused: str | None = None
+    if folder is not None and dist.get_rank() == 0:
+        try:
+            if not (folder / "config.json").is_file() or not fp8_blocks.is_block_scaled(folder):
+                raise ConfigError(f"fp8_like: {folder} is no checkpoint in block-scaled FP8")
+            names = sorted(fp8_blocks.weights_of(tensor_files(folder)))
+        except ConfigError as error:
+            refused = str(error)
+    refused, names = objects.broadcast((refused, names), group=model.control_group)
+    if refused is not None:
+        raise ConfigError(refused)
+    return frozenset(names)
 
 
 def _failed(folder: Path, failures: Sequence[Failure], _: Exception | None) -> CheckpointError:
@@ -82,6 +121,8 @@ def _write(
     manifest: Manifest,
     plan: dict[str, tuple[str, ...]],
     stream: Iterator[tuple[str, torch.Tensor]],
+    *,
+    is_fp8: bool,
 ) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
@@ -96,13 +137,24 @@ def _write(
             }
             write_file(temp / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
         for source in sorted({p for pattern in _COPIED for p in model.glob(pattern)}):
-            if source.name != INDEX:
+            if source.name == "config.json" and not is_fp8:
+                write_file(temp / source.name, partial(_write_plain_config, source))
+            elif source.name != INDEX:
                 write_file(temp / source.name, partial(shutil.copyfile, source))
         temp.replace(folder)  # an empty folder may be there
         (folder / generations.BEGUN).unlink()
         generations.DISK.flush(folder.parent)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+
+
+def _write_plain_config(source: Path, path: Path) -> None:
+    """Copy a config; the weights beside the copy are not quantised."""
+    text = source.read_text()
+    config = json.loads(text)
+    if config.pop("quantization_config", None) is not None:
+        text = json.dumps(config, indent=2)
+    path.write_text(text)
 
 
 def _write_shard(

@@ -32,6 +32,8 @@ import torch
 import triton
 import triton.language as tl
 
+from weight_transfer.launches import Launches
+
 ENTRY = 4
 """int64 words of a table row: addresses of W, A and B, offset in the output in bytes."""
 VECTOR_BYTES = 16
@@ -61,17 +63,18 @@ FLAT_TILE = Tile(rows=1, columns=8192, num_warps=8)
 
 
 @triton.jit
-def _merge_kernel(
-    table_ptr,
-    out_ptr,
+def merged_tile(
+    entry,
+    o,
+    first_i,
+    i,
+    left_i,
+    inside,
     num_rows,
     num_columns,
     rows_per_group,
     group_stride,
     row_stride,
-    out_stride,
-    tiles_across,
-    tiles,
     scale,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
@@ -83,18 +86,10 @@ def _merge_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    tile = program % tiles
-    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    """The tile of rows `o` and columns `first_i + i` of the tensor of a table row, in `DTYPE`."""
     w_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
-    out_offset = tl.load(entry + 3)
     if VECTOR > 1:  # addresses out of a table: what Triton cannot see, the plan has checked
         w_ptr = tl.multiple_of(w_ptr, 16)
-        out_offset = tl.multiple_of(out_offset, 16)
-
-    o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
-    first_i = (tile % tiles_across).to(tl.int64) * BLOCK_I
-    i = tl.arange(0, BLOCK_I)
     if GROUPED:
         w_row = (o // rows_per_group).to(tl.int64) * group_stride + (o % rows_per_group).to(
             tl.int64
@@ -102,21 +97,10 @@ def _merge_kernel(
     else:
         w_row = o.to(tl.int64) * row_stride
     w_ptrs = w_ptr + first_i + w_row[:, None] + i[None, :]
-    out_ptrs = (
-        (out_ptr + out_offset).to(tl.pointer_type(DTYPE))
-        + first_i
-        + o.to(tl.int64)[:, None] * out_stride
-        + i[None, :]
-    )
-    left_i = tl.minimum(num_columns - first_i, BLOCK_I).to(tl.int32)
-    if VECTOR > 1:
-        left_i = tl.multiple_of(left_i, VECTOR)
-    inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     if EVEN:
         w = tl.load(w_ptrs, eviction_policy="evict_first")
     else:
         w = tl.load(w_ptrs, mask=inside, other=0, eviction_policy="evict_first")
-
     if RANK > 0:
         a_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
         b_ptr = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
@@ -152,11 +136,83 @@ def _merge_kernel(
             )
             product = tl.dot(b_OR, a_RI, input_precision=PRECISION)
         w = (product * scale + w.to(tl.float32)).to(DTYPE)
+    return w
 
+
+@triton.jit
+def _merge_kernel(
+    table_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    rows_per_group,
+    group_stride,
+    row_stride,
+    out_stride,
+    tiles_across,
+    tiles,
+    scale,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tile = program % tiles
+    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
+    first_i = (tile % tiles_across).to(tl.int64) * BLOCK_I
+    i = tl.arange(0, BLOCK_I)
+    left_i = tl.minimum(num_columns - first_i, BLOCK_I).to(tl.int32)
+    if VECTOR > 1:
+        left_i = tl.multiple_of(left_i, VECTOR)
+    inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
+    w = merged_tile(
+        entry,
+        o,
+        first_i,
+        i,
+        left_i,
+        inside,
+        num_rows,
+        num_columns,
+        rows_per_group,
+        group_stride,
+        row_stride,
+        scale,
+        DTYPE,
+        RANK,
+        PADDED_RANK,
+        PRECISION,
+        GROUPED,
+        EVEN,
+        VECTOR,
+        BLOCK_O,
+        BLOCK_I,
+    )
+    # After the product: addresses that wait beside it make 130 registers of 96 (Triton 3.6). With
+    # more than 128 an SM holds one program instead of two.
+    out_offset = tl.load(entry + 3)
+    if VECTOR > 1:
+        out_offset = tl.multiple_of(out_offset, 16)
+    out_ptrs = (
+        (out_ptr + out_offset).to(tl.pointer_type(DTYPE))
+        + first_i
+        + o.to(tl.int64)[:, None] * out_stride
+        + i[None, :]
+    )
     if EVEN:
         tl.store(out_ptrs, w, eviction_policy="evict_first")
     else:
         tl.store(out_ptrs, w, mask=inside, eviction_policy="evict_first")
+
+
+_launches = Launches(_merge_kernel)
 
 
 def launch(
@@ -186,32 +242,35 @@ def launch(
     rows_per_group, group_stride, row_stride = groups
     tile = tile or default_tile(rows=rows, rank=rank)
     across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
+    kind = (shape, groups, out_stride, dtype, rank, vectors, tile)
+    constants = {
+        "DTYPE": FLOATS[dtype] if rank else BITS[dtype.itemsize],
+        "RANK": rank,
+        "PADDED_RANK": max(16, triton.next_power_of_2(rank)),
+        "PRECISION": tile.precision,
+        "GROUPED": rows_per_group < rows,
+        "EVEN": rows % tile.rows == 0 and columns % tile.columns == 0,
+        "VECTOR": VECTOR_BYTES // dtype.itemsize if vectors else 1,
+        "BLOCK_O": tile.rows,
+        "BLOCK_I": tile.columns,
+    }
+    args = (
+        table_T4,
+        out_B,
+        rows,
+        columns,
+        rows_per_group,
+        group_stride,
+        row_stride,
+        out_stride,
+        across,
+        across * down,
+        scale,
+    )
     with torch.cuda.device_of(out_B):
-        _merge_kernel[(len(table_T4) * across * down,)](
-            table_T4,
-            out_B,
-            rows,
-            columns,
-            rows_per_group,
-            group_stride,
-            row_stride,
-            out_stride,
-            across,
-            across * down,
-            scale,
-            DTYPE=FLOATS[dtype] if rank else BITS[dtype.itemsize],
-            RANK=rank,
-            PADDED_RANK=max(16, triton.next_power_of_2(rank)),
-            PRECISION=tile.precision,
-            GROUPED=rows_per_group < rows,
-            EVEN=rows % tile.rows == 0 and columns % tile.columns == 0,
-            VECTOR=VECTOR_BYTES // dtype.itemsize if vectors else 1,
-            BLOCK_O=tile.rows,
-            BLOCK_I=tile.columns,
-            num_warps=tile.num_warps,
-            # The product's chain is fused by name; scale and W are not to be.
-            enable_fp_fusion=False,
-        )
+        # The product's chain is fused by name; scale and W are not to be.
+        options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+        _launches(kind, len(table_T4) * across * down, args, constants, **options)
 
 
 def default_tile(*, rows: int, rank: int) -> Tile:

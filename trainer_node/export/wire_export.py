@@ -39,7 +39,7 @@ from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node import objects
 from trainer_node.adapters.linears import stack_of
-from trainer_node.adapters.merge import LoraDelta, plan_merge
+from trainer_node.adapters.merge import LoraDelta, merge_tensor, plan_merge
 from trainer_node.export.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
 from trainer_node.export.gathering import Exchange
 from trainer_node.export.probe import HfTensor, Probed, probe
@@ -337,6 +337,10 @@ class Merger:
         """Bytes of a chunk."""
         return self._chunks[chunk].nbytes
 
+    def members(self, chunk: int) -> list[Member]:
+        """The tensors of a chunk, or the pieces of them."""
+        return [m for launch in self._chunks[chunk].launches for m in launch.members]
+
     def resident(self, chunk: int) -> torch.Tensor | None:
         """Return the chunk's bytes [B] if they are one run of a parameter without an adapter, else
         None.
@@ -438,6 +442,23 @@ class Merger:
             for member, product_OI in zip(batch, products_TOI, strict=True):
                 weight = member.source.view()
                 _put(out_B, member, product_OI.view(weight.shape).add_(weight).to(weight.dtype))
+
+
+def merged_as_sent(weight: torch.Tensor, delta: LoraDelta, scale: float) -> torch.Tensor:
+    """`merge_tensor`; of a matrix on a GPU by the kernel that publications use, to the bit."""
+    if not weight.is_cuda or weight.dim() != 2 or delta.transposed or _kernels() is None:
+        return merge_tensor(weight, delta, scale)
+    source = Source.whole(weight.detach().contiguous())
+    adapter = Delta(
+        lora_A=delta.lora_A_RI.detach().float().contiguous(),
+        lora_B=delta.lora_B_OR.detach().float().contiguous(),
+        expert=None,
+    )
+    member = Member(source=source, delta=adapter, offset=0, row_stride=source.columns)
+    merged = torch.empty_like(source.param)
+    merger = Merger([(merged.nbytes, [member])], scale=scale, device=weight.device)
+    merger.fill(0, merged.view(-1).view(torch.uint8))
+    return merged
 
 
 # ------------------------------------------------------------ over the ranks
@@ -574,6 +595,12 @@ class WireExport:
         """
         self._streamed.take()
         self._exchange.start(limit=limit)
+
+    @property
+    def merger(self) -> Merger | None:
+        """On rank 0: what fills every chunk alone. None: other ranks have pieces."""
+        chunks = range(self._placed.num_chunks)
+        return None if any(self._placed.members(k) for k in chunks) else self._own
 
     def resident(self, chunk: int) -> torch.Tensor | None:
         """On rank 0: see `Merger.resident`. The caller calls `fill` for this chunk too."""

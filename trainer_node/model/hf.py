@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol import topology
-from trainer_node.model import language_part
+from trainer_node.model import fp8_blocks, language_part
 
 
 def read_config(folder: Path) -> Any:
@@ -34,6 +34,8 @@ def read_config(folder: Path) -> Any:
         raise ConfigError(f"no config.json in {folder}; `model` must be an HF checkpoint folder")
     raw = json.loads(file.read_text())
     config = AutoConfig.from_pretrained(folder)
+    if fp8_blocks.is_block_scaled(folder):
+        del config.quantization_config  # the trainer has bf16
     raw = topology.language_part(raw)
     experts = {raw[k] for k in ("num_experts", "num_local_experts") if raw.get(k) is not None}
     if len(experts) > 1:
@@ -78,7 +80,10 @@ class _Keys:
 
 
 class _State(Mapping[str, torch.Tensor]):
-    """Name -> tensor, read when asked for; KeyError without one, because Bridge probes."""
+    """Name -> tensor, read when asked for; KeyError without one, because Bridge probes.
+
+    Block-scaled FP8 is read as bf16.
+    """
 
     def __init__(
         self,
@@ -89,18 +94,24 @@ class _State(Mapping[str, torch.Tensor]):
         source: _Keys,
     ) -> None:
         self.source, self._files = source, files
+        self._scaled = fp8_blocks.weights_of(files)
         self._vocab_tensors, self._padded_vocab = vocab_tensors, padded_vocab
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor = file.get_tensor(name)
+        tensor = self._read(name)
+        if name in self._scaled:
+            tensor = fp8_blocks.dequantised(tensor, self._read(name + fp8_blocks.SUFFIX))
         missing = self._padded_vocab - tensor.shape[0]
         if name in self._vocab_tensors and missing > 0:
             tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
         return tensor
+
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -144,7 +155,8 @@ class HfCheckpoint:
         self.vocab_tensors = vocab_tensors
         files = tensor_files(folder)
         hidden = vocab_tensors[1] if tied and len(vocab_tensors) > 1 else None
-        source = _Keys(files if with_weights else None, hidden=hidden)
+        scales = {name + fp8_blocks.SUFFIX for name in fp8_blocks.weights_of(files)}
+        source = _Keys(files.keys() - scales if with_weights else None, hidden=hidden)
         self.state = _State(
             files, vocab_tensors=vocab_tensors, padded_vocab=padded_vocab, source=source
         )

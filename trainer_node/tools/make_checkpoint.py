@@ -3,6 +3,7 @@ weights.
 
     python -m trainer_node.tools.make_checkpoint --arch qwen3_moe --out runs/tiny-moe
     python -m trainer_node.tools.make_checkpoint --shape qwen3-30b-a3b --config-only --out runs/30b
+    python -m trainer_node.tools.make_checkpoint --fp8-blocks --out runs/tiny-fp8
 
 The tokenizer is a real byte-level BPE, trained on the corpus below. "yes", "no" and "maybe" are one
 token each, with and without a leading space. Every folder loads with transformers 4.57 and 5,
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -86,9 +88,19 @@ TINY_SHAPES: dict[Arch, Shape] = {
     "qwen3": _TINY,
     "qwen3_moe": replace(_TINY, num_experts=8, experts_per_token=2, moe_intermediate=32),
 }
+_WIDE = replace(_TINY, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512)
+BLOCK_SHAPES: dict[Arch, Shape] = {
+    "qwen3": _WIDE,
+    "qwen3_moe": replace(_WIDE, num_experts=8, experts_per_token=2, moe_intermediate=128),
+}
+"""Tiny shapes whose matrices end where blocks of 128 x 128 do."""
 REAL_SHAPES: dict[str, Shape] = {
     "qwen3-8b": Shape(
         hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288,
+        vocab=151936, max_positions=40960
+    ),
+    "qwen3-14b": Shape(
+        hidden=5120, layers=40, heads=40, kv_heads=8, head_dim=128, intermediate=17408,
         vocab=151936, max_positions=40960
     ),
     "qwen3-30b-a3b": Shape(
@@ -211,6 +223,21 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def is_projection(name: str) -> bool:
+    """Whether an FP8 release has this tensor in FP8."""
+    return name.endswith("_proj.weight")
+
+
+def fp8_settings(names: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of an FP8 checkpoint with these tensors."""
+    from trainer_node.model import fp8_blocks
+
+    kept = [n for n in names if n.endswith((".gate.weight", "lm_head.weight"))]
+    return fp8_blocks.SETTINGS | {
+        "modules_to_not_convert": [n.removesuffix(".weight") for n in kept]
+    }
+
+
 def initial_std(name: str, shape: tuple[int, ...], *, tied: bool) -> float:
     """Return the spread of a tensor's random values, around 0 (norms: around 1).
 
@@ -276,30 +303,43 @@ def write_tokenizer(folder: Path) -> tuple[int, int]:
 
 
 def write_checkpoint(
-    folder: Path, shape: Shape, *, seed: int = 0, dtype: str = "float32", config_only: bool = False
+    folder: Path,
+    shape: Shape,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    config_only: bool = False,
+    fp8: bool = False,
 ) -> None:
     """A whole checkpoint folder; with `config_only` everything but the weights.
+
+    With `fp8` the projections are block-scaled FP8, as Qwen's FP8 releases have them.
 
     `model.safetensors.index.json` is there in any case: Megatron-Bridge takes the list of keys from
     it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     end_id, pad_id = write_tokenizer(folder)
-    _write_json(folder / "config.json", hf_config(shape, dtype=dtype, end_id=end_id, pad_id=pad_id))
-    _write_json(folder / "generation_config.json", {"eos_token_id": end_id, "pad_token_id": pad_id})
     shapes = tensor_shapes(shape)
-    _write_index(folder, shapes, dtype)
+    config = hf_config(shape, dtype=dtype, end_id=end_id, pad_id=pad_id)
+    if fp8:
+        config["quantization_config"] = fp8_settings(shapes)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"eos_token_id": end_id, "pad_token_id": pad_id})
+    scaled = [name for name in shapes if is_projection(name)] if fp8 else []
+    _write_index(folder, [*shapes, *(f"{name}_scale_inv" for name in scaled)], shapes, dtype)
     if not config_only:
-        _write_weights(
-            folder / "model.safetensors", shapes, tied=shape.tied, seed=seed, dtype=dtype
-        )
+        tensors = _weights(shapes, tied=shape.tied, seed=seed, dtype=dtype)
+        _save(folder / "model.safetensors", tensors, scaled)
 
 
-def _write_index(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
+def _write_index(
+    folder: Path, names: Iterable[str], shapes: dict[str, tuple[int, ...]], dtype: str
+) -> None:
     total_size = sum(map(math.prod, shapes.values())) * (4 if dtype == "float32" else 2)
     index = {
         "metadata": {"total_size": total_size},
-        "weight_map": dict.fromkeys(shapes, "model.safetensors"),
+        "weight_map": dict.fromkeys(names, "model.safetensors"),
     }
     _write_json(folder / "model.safetensors.index.json", index)
 
@@ -329,15 +369,14 @@ def write_other(folder: Path, name: str) -> int:
     config, shapes = _other(name)
     config.save_pretrained(folder)
     write_tokenizer(folder)
-    _write_index(folder, shapes, "bfloat16")
+    _write_index(folder, shapes, shapes, "bfloat16")
     return len(shapes)
 
 
-def _write_weights(
-    path: Path, shapes: dict[str, tuple[int, ...]], *, tied: bool, seed: int, dtype: str
-) -> None:
+def _weights(
+    shapes: dict[str, tuple[int, ...]], *, tied: bool, seed: int, dtype: str
+) -> dict[str, Any]:
     import torch
-    from safetensors.torch import save_file
 
     # Not `seed` itself: noise that a test draws with seed 0 would be these very weights, and
     # scaling q or k changes nothing.
@@ -346,22 +385,34 @@ def _write_weights(
     for name, shape in shapes.items():
         values = torch.randn(shape, generator=generator) * initial_std(name, shape, tied=tied)
         tensors[name] = (values + 1.0 if len(shape) == 1 else values).to(getattr(torch, dtype))
-    save_file(tensors, path, metadata={"format": "pt"})
+    return tensors
+
+
+def _save(path: Path, tensors: dict[str, Any], scaled: Collection[str]) -> None:
+    from safetensors.torch import save_file
+
+    from trainer_node.model import fp8_blocks
+
+    written = dict(fp8_blocks.quantising(iter(tensors.items()), scaled))
+    save_file(written, path, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def chosen_shape(*, name: str, arch: Arch | None, tied: bool) -> Shape:
+def chosen_shape(*, name: str, arch: Arch | None, tied: bool, fp8: bool = False) -> Shape:
     """The shape that the command line asks for.
+
+    With `fp8` the tiny one has matrices that blocks of 128 x 128 fill.
 
     Raises:
         ConfigError: the architecture is not the shape's, or a real model is asked for with tied
             embeddings.
     """
     if name == "tiny":
-        return replace(TINY_SHAPES[arch or "qwen3"], tied=tied)
+        shapes = BLOCK_SHAPES if fp8 else TINY_SHAPES
+        return replace(shapes[arch or "qwen3"], tied=tied)
     shape = REAL_SHAPES[name]
     if arch not in (None, shape.arch):
         raise ConfigError(f"--shape {name} is a {shape.arch}, not a {arch}; leave --arch out")
@@ -399,9 +450,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--config-only", action="store_true", help="config, tokenizer and list of keys; no weights"
     )
+    parser.add_argument(
+        "--fp8-blocks",
+        action="store_true",
+        help="projections in FP8 with a scale for each 128 x 128, the rest in bfloat16",
+    )
     arguments = parser.parse_args(argv)
-    dtype = arguments.dtype or ("float32" if arguments.shape == "tiny" else "bfloat16")
+    is_small = arguments.shape == "tiny" and not arguments.fp8_blocks
+    dtype = arguments.dtype or ("float32" if is_small else "bfloat16")
     try:
+        if arguments.fp8_blocks and (dtype != "bfloat16" or arguments.shape in OTHER_SHAPES):
+            raise ConfigError("--fp8-blocks goes with --dtype bfloat16 and a Qwen3")
         if arguments.shape != "tiny" and not arguments.config_only:
             raise ConfigError(
                 f"--shape {arguments.shape} is written with --config-only; random weights are "
@@ -415,6 +474,7 @@ def main(argv: list[str] | None = None) -> None:
             name=arguments.shape,
             arch=cast("Arch | None", arguments.arch),
             tied=arguments.tie_word_embeddings,
+            fp8=arguments.fp8_blocks,
         )
         write_checkpoint(
             arguments.out,
@@ -422,6 +482,7 @@ def main(argv: list[str] | None = None) -> None:
             seed=arguments.seed,
             dtype=dtype,
             config_only=arguments.config_only,
+            fp8=arguments.fp8_blocks,
         )
     except ConfigError as error:
         parser.error(str(error))

@@ -1,0 +1,274 @@
+"""Merges and quantises a chunk's FP8 weights in one go, on a GPU.
+
+    plan(merger, batches, ...)    which chunks of a merging export can be filled so
+    FusedFp8.fill(chunk, out_B)   e4m3, scales and what is sent as it is, on the current stream
+
+It takes chunks whose tensors all come whole from this rank's parameters. Others (pieces of other
+ranks, transposed sources, odd offsets) go through a bf16 scratch: see `fp8_export`.
+
+Axes: B = bytes, T = tensors of a launch, S = slots of magnitudes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from orchestrator.protocol.messages import FP8_BLOCK
+from trainer_node.export.fp8_export import Batch, Copy
+from trainer_node.export.wire_export import VECTOR_BYTES, Member, Merger
+
+MAX_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a matrix and its scales are in the chunk, and its first slot."""
+
+    kind: str
+    shape: tuple[int, ...]
+    weight: int
+    scales: int
+    slot: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Launch:
+    shape: Any
+    """`fp8_fused_kernels.Shape`."""
+    members: list[Member] = field(default_factory=list)
+    places: list[_Place] = field(default_factory=list)
+
+    @property
+    def align(self) -> int:
+        """Power of two, at most 16, that divides every row's place in the chunk."""
+        bits = self.shape.columns | MAX_ALIGN
+        for place in self.places:
+            bits |= place.weight
+        return bits & -bits
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """The kernels' table, with present addresses."""
+        return [
+            (m.source.address(), *(m.delta.addresses() if m.delta else (0, 0)),
+             p.weight, p.scales, p.slot)
+            for m, p in zip(self.members, self.places, strict=True)
+        ]  # fmt: skip # a table
+
+    def has_vectors(self, rows: Sequence[tuple[int, ...]]) -> bool:
+        """Whether weights and matrices can be read in 16-byte pieces."""
+        shape, bits = self.shape, 0
+        for w, a, b, *_ in rows:
+            bits |= w | a | b
+        bits |= 2 * (shape.columns | shape.row_stride | shape.group_stride)
+        return bits % VECTOR_BYTES == 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chunk:
+    launches: list[_Launch]
+    slots: int
+    tensors: list[torch.Tensor]
+    """Every parameter and adapter matrix that the chunk reads."""
+    addresses: list[int] = field(default_factory=list)
+    tables: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
+    """For each launch its table on the device, and whether it has vectors."""
+
+
+def plan(
+    merger: Merger,
+    steps: Sequence[Sequence[Batch | Copy]],
+    nbytes: Sequence[int],
+    *,
+    scale: float,
+    device: torch.device,
+) -> FusedFp8 | None:
+    """Plan the chunks that can be merged and quantised in one go; None if there are none.
+
+    Args:
+        merger: fills the scratch of every chunk alone.
+        steps: of each chunk, as `fp8_export` plans them.
+        nbytes: of each chunk that is sent.
+        scale: alpha / rank.
+    """
+    kernels = _kernels()
+    if kernels is None:
+        return None
+    chunks, plain = dict[int, _Chunk](), dict[int, list[Member]]()
+    for number, of_chunk in enumerate(steps):
+        found = _plan_chunk(merger.members(number), of_chunk, kernels)
+        if found is not None:
+            chunks[number], plain[number] = found
+    if not chunks:
+        return None
+    return FusedFp8(chunks, plain, nbytes, scale=scale, device=device, kernels=kernels)
+
+
+def _kernels() -> ModuleType | None:
+    try:
+        from trainer_node.export import fp8_fused_kernels
+    except ImportError:
+        return None
+    return fp8_fused_kernels
+
+
+def _plan_chunk(
+    members: Sequence[Member], steps: Sequence[Batch | Copy], kernels: ModuleType
+) -> tuple[_Chunk, list[Member]] | None:
+    """The launches of a chunk, and the members that are sent as they are."""
+    batches = [step for step in steps if isinstance(step, Batch)]
+    places: dict[int, _Place] = {}
+    slots = 0
+    for batch in batches:
+        slots = _place(batch, slots, places)
+    copies = [step for step in steps if isinstance(step, Copy)]
+    launches: dict[Any, _Launch] = {}
+    plain, tensors, count = list[Member](), dict[int, torch.Tensor](), 0
+    for member in members:
+        place = places.get(member.offset)
+        if place is None:
+            moved = _moved(member, copies)
+            if moved is None:
+                return None
+            plain.append(moved)
+            continue
+        shape = _shape_of(member, place, kernels)
+        if shape is None or place.scales % 4:
+            return None
+        launch = launches.setdefault(shape, _Launch(shape=shape))
+        launch.members.append(member)
+        launch.places.append(place)
+        count += 1
+        delta = member.delta
+        reads = [member.source.param, *((delta.lora_A, delta.lora_B) if delta else ())]
+        tensors.update((id(t), t) for t in reads)
+    if not batches or count != len(places):
+        return None
+    chunk = _Chunk(launches=list(launches.values()), slots=slots, tensors=list(tensors.values()))
+    return chunk, plain
+
+
+def _place(batch: Batch, slots: int, places: dict[int, _Place]) -> int:
+    """Add the batch's matrices by their offset in the scratch; returns the next free slot."""
+    source, weight, scales = batch.source, batch.target, batch.scales
+    for _ in range(batch.count):
+        for height, width in batch.shapes:
+            places[source] = _Place(
+                kind=batch.kind, shape=(height, width), weight=weight, scales=scales, slot=slots
+            )
+            source, weight = source + 2 * height * width, weight + height * width
+            if batch.kind == "per_tensor":
+                scales += 4
+            elif batch.kind == "per_channel":
+                scales, slots = scales + 4 * height, slots + height
+            else:
+                scales += 4 * -(-height // FP8_BLOCK) * -(-width // FP8_BLOCK)
+        slots += batch.kind == "per_tensor"
+    return slots
+
+
+def _moved(member: Member, copies: Sequence[Copy]) -> Member | None:
+    """A member that is sent as it is, at its place in the chunk."""
+    for copy in copies:
+        if copy.source <= member.offset < copy.source + copy.nbytes:
+            return replace(member, offset=member.offset - copy.source + copy.target)
+    return None
+
+
+def _shape_of(member: Member, place: _Place, kernels: ModuleType) -> Any:
+    """What its launch shares; None if the kernels cannot take it."""
+    source, delta = member.source, member.delta
+    rows = source.groups * source.rows
+    fits = (rows, source.columns) == place.shape and member.row_stride == source.columns
+    if not fits or not source.in_rows or source.param.dtype != torch.bfloat16:
+        return None
+    if delta is not None and not delta.in_rows:
+        return None
+    return kernels.Shape(
+        kind=place.kind,
+        rank=0 if delta is None else delta.rank,
+        rows=rows,
+        columns=source.columns,
+        rows_per_group=source.rows,
+        group_stride=source.group_stride if source.groups > 1 else 0,
+        row_stride=source.row_stride,
+    )
+
+
+class FusedFp8:
+    """See the module and `plan`."""
+
+    def __init__(
+        self,
+        chunks: Mapping[int, _Chunk],
+        plain: Mapping[int, list[Member]],
+        nbytes: Sequence[int],
+        *,
+        scale: float,
+        device: torch.device,
+        kernels: ModuleType,
+    ) -> None:
+        self._chunks, self._scale, self._device = chunks, scale, device
+        self._kernels: Any = kernels
+        members = ((count, plain.get(k, [])) for k, count in enumerate(nbytes))
+        self._plain = Merger(members, scale=scale, device=device)
+        self._has_plain = {k for k, found in plain.items() if found}
+        slots = max(chunk.slots for chunk in chunks.values())
+        self._largest_S = torch.zeros(max(slots, 1), dtype=torch.int32, device=device)
+        for chunk in chunks.values():
+            self._make_tables(chunk)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # fills may run on another stream
+
+    def takes(self, chunk: int) -> bool:
+        """Whether `fill` can fill a chunk."""
+        return chunk in self._chunks
+
+    @torch.no_grad()
+    def fill(self, chunk: int, out_B: torch.Tensor) -> None:
+        """Write a chunk whose buffer begins at a multiple of 16. On CUDA the work is queued on the
+        current stream."""
+        found = self._chunks[chunk]
+        if chunk in self._has_plain:
+            self._plain.fill(chunk, out_B)
+        if [t.data_ptr() for t in found.tensors] != found.addresses:
+            self._make_tables(found)
+        largest_S = self._largest_S[: found.slots]
+        if found.slots:
+            largest_S.zero_()
+        steps: dict[str, Callable[[str], bool]] = {
+            "block": lambda kind: kind == "per_block",
+            "largest": lambda kind: kind != "per_block",
+            "round": lambda kind: kind != "per_block",
+        }
+        for step, is_for in steps.items():
+            for launch, (table_T6, vectors) in zip(found.launches, found.tables, strict=True):
+                if is_for(launch.shape.kind):
+                    self._kernels.launch(
+                        step,
+                        launch.shape,
+                        table_T6=table_T6,
+                        out_B=out_B,
+                        largest_S=largest_S,
+                        scale=self._scale,
+                        vectors=vectors,
+                        align=launch.align,
+                    )
+
+    def _make_tables(self, chunk: _Chunk) -> None:
+        chunk.addresses = [t.data_ptr() for t in chunk.tensors]
+        for table_T6, _ in chunk.tables if self._device.type == "cuda" else ():
+            table_T6.record_stream(torch.cuda.current_stream(self._device))
+        chunk.tables = list(self._tables(chunk))
+
+    def _tables(self, chunk: _Chunk) -> Iterator[tuple[torch.Tensor, bool]]:
+        for launch in chunk.launches:
+            rows = launch.rows()
+            table_T6 = torch.tensor(rows, dtype=torch.int64)
+            if self._device.type == "cuda":  # from pinned memory the host does not wait
+                table_T6 = table_T6.pin_memory().to(self._device, non_blocking=True)
+            yield table_T6, launch.has_vectors(rows)

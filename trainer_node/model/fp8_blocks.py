@@ -1,0 +1,104 @@
+"""Checkpoints in block-scaled FP8, as DeepSeek's and Qwen's FP8 releases.
+
+    X.weight              e4m3 [O, I]
+    X.weight_scale_inv    fp32, one for each block of 128 x 128
+    config.json           "quantization_config": see `SETTINGS`
+
+A weight is its e4m3 times its block's scale. The trainer reads it as bf16 and trains that.
+Quantised again, a weight that was not trained keeps its codes. Its scales move by bf16's rounding.
+
+Axes: O = out features, I = in features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import (
+    FP8_BLOCK,
+    Fp8Group,
+    Fp8Weights,
+    Manifest,
+    fp8_manifest,
+    fp8_scale,
+)
+from weight_transfer import fp8
+
+SETTINGS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
+SUFFIX = fp8_scale("", "per_block")
+
+
+def is_block_scaled(folder: Path) -> bool:
+    """Whether a checkpoint's weights are block-scaled FP8.
+
+    Raises:
+        ConfigError: they are quantised in another way, which the trainer does not read.
+    """
+    found = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if found is None:
+        return False
+    wanted = ("quant_method", "weight_block_size")
+    if any(found.get(key) != SETTINGS[key] for key in wanted):
+        raise ConfigError(
+            f"{folder}/config.json: quantization_config is {json.dumps(found)[:200]}; the trainer "
+            f"reads bf16, and FP8 with weight_block_size {SETTINGS['weight_block_size']}. Give it "
+            "the bf16 model of this architecture"
+        )
+    return True
+
+
+def weights_of(names: Collection[str]) -> frozenset[str]:
+    """The tensors of a checkpoint that have scales."""
+    there = frozenset(names)
+    scaled = (n.removesuffix(SUFFIX) for n in there if n.endswith(SUFFIX))
+    return frozenset(n for n in scaled if n in there)
+
+
+def dequantised(weight_OI: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The bf16 weight of e4m3 and its blocks' scales."""
+    height, width = weight_OI.shape
+    each = scales.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return (weight_OI.float() * each[:height, :width]).bfloat16()
+
+
+def quantised(name: str, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    """e4m3 and scales of a bf16 weight, by name: the bytes of a publication."""
+    values_1OI, scales = fp8.per_block(weight_OI[None])
+    return {name: values_1OI[0], name + SUFFIX: scales[0]}
+
+
+def manifest_like(manifest: Manifest, weights: Collection[str]) -> Manifest:
+    """The manifest of a checkpoint in which these matrices are block-scaled. Pure.
+
+    Raises:
+        ConfigError: the model lacks one of them, or has it in another dtype than bf16.
+    """
+    specs = {spec.name: (i, spec.dtype) for i, spec in enumerate(manifest.tensors)}
+    wrong = sorted(n for n in weights if n not in specs or specs[n][1] != "bfloat16")
+    if wrong or not weights:
+        what = f"{wrong[0]} is FP8 there, and no bf16 tensor here" if wrong else "it has no FP8"
+        raise ConfigError(f"cannot write FP8 like this checkpoint: {what}")
+    groups = (Fp8Group(kind="per_block", tensors=(specs[n][0],)) for n in sorted(weights))
+    return fp8_manifest(manifest, Fp8Weights(groups=tuple(groups)))
+
+
+def quantising(
+    stream: Iterator[tuple[str, torch.Tensor]], weights: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bf16 export, these weights as e4m3 and scales."""
+    for name, tensor in stream:
+        if name in weights:
+            yield from quantised(name, tensor).items()
+        else:
+            yield name, tensor

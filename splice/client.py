@@ -406,16 +406,26 @@ class SpliceClient:
         *,
         loss_weight: float = 1.0,
         grad_accumulation_sequences: int | None = None,
+        returns_logprobs: bool = False,
         **run: Any,
     ) -> dict[str, Any]:
-        """Add the batch's gradient to the pending gradients. "metrics": those of this batch."""
+        """Add the batch's gradient to the pending gradients. "metrics": those of this batch.
+
+        Args:
+            returns_logprobs: "logprobs" has every token's log-prob, as this pass computed it.
+        """
         job = ForwardBackwardJob(
             loss=loss or LossSpec(),
             tensors=tuple(batch.specs),
             loss_weight=loss_weight,
             grad_accumulation_sequences=grad_accumulation_sequences,
+            returns_logprobs=returns_logprobs,
         )
-        return self.run(job, buffers=batch.buffers, **run)
+        envelope = self._run(job, batch.buffers, **run)
+        result = _outcome(envelope.message)
+        if not returns_logprobs:
+            return result
+        return result | {"logprobs": array.array("f", envelope.buffers[0])}
 
     def optim_step(self, optim: OptimParams | None = None, **run: Any) -> dict[str, Any]:
         """Take one optimizer step with the pending gradients. "metrics": over all their batches."""

@@ -157,7 +157,10 @@ class Jobs:
         request.progress("training")
         started = time.monotonic()
         batch = steps.batch_of(self._trainer, request.message, request.buffers)
-        sums = trainer.forward_backward(batch, message.loss, loss_weight=message.loss_weight)
+        batch = batch.scoring_all() if message.returns_logprobs else batch
+        sums, logprobs_T = trainer.scored_forward_backward(
+            batch, message.loss, loss_weight=message.loss_weight
+        )
         warnings = []
         if trainer.steps_since_sent == 0:
             warnings = self._warnings(request, sums, batch, message.loss)
@@ -169,7 +172,8 @@ class Jobs:
                 "warnings": warnings,
                 "pending_batches": trainer.pending.num_batches,
                 "seconds": seconds | self._to_first_forward(request),
-            }
+            },
+            **(_buffers(logprobs=logprobs_T) if message.returns_logprobs else {}),
         )
 
     def optim_step(self, request: Request[OptimStep]) -> Outcome:
@@ -192,17 +196,12 @@ class Jobs:
             max_length=self._model.max_length,
             allowed_token_ids=message.allowed_token_ids,
         )
-        results: Sequence[torch.Tensor] = self._trainer.forward(
+        logprobs_T, entropy_T = self._trainer.forward(
             batch, allowed_token_ids=message.allowed_token_ids, adapters=message.adapters
         )
         seconds = {"forward": time.monotonic() - started} | self._to_first_forward(request)
         return Outcome(
-            result={"seconds": seconds},
-            tensors=tuple(
-                TensorSpec(name=n, dtype=d, shape=tuple(t.shape))  # type: ignore[arg-type]
-                for (n, d), t in zip(FORWARD_RESULTS.items(), results, strict=True)
-            ),
-            buffers=tuple(t.contiguous().numpy().tobytes() for t in results),
+            result={"seconds": seconds}, **_buffers(logprobs=logprobs_T, entropy=entropy_T)
         )
 
     # ------------------------------------------------------------ saving and loading
@@ -259,6 +258,16 @@ class Jobs:
         return Outcome(
             result={"adapter_dir": folder, "dropped_batches": dropped, "seconds": seconds}
         )
+
+
+def _buffers(**results: torch.Tensor) -> dict[str, Any]:
+    """The fields of an outcome with these of FORWARD_RESULTS."""
+    tensors = tuple(
+        TensorSpec(name=n, dtype=FORWARD_RESULTS[n], shape=tuple(t.shape))  # type: ignore[arg-type]
+        for n, t in results.items()
+    )
+    buffers = tuple(t.contiguous().numpy().tobytes() for t in results.values())
+    return {"tensors": tensors, "buffers": buffers}
 
 
 def _delete(request: Request[Any], folders: Sequence[str]) -> dict[str, Any]:

@@ -260,7 +260,13 @@ async def running(config: TinkerConfig) -> AsyncIterator[Service]:
     await asyncio.to_thread(client.__enter__)
     try:
         lora = trainer.lora if trainer.finetuning_type == "lora" else None
-        training = Training(client, books, lora=lora, timeout_s=config.job_timeout_s)
+        training = Training(
+            client,
+            books,
+            lora=lora,
+            temperature=config.temperature,
+            timeout_s=config.job_timeout_s,
+        )
         status = await asyncio.to_thread(client.status)
         await asyncio.to_thread(training.prepare)
         turns = Turns(books, config, training.work)

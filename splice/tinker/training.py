@@ -6,6 +6,7 @@ functions below `_Jobs` are the only ones that know how splice does it.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from splice.tinker import losses, wire
 from splice.tinker.books import INITIAL, Books, Request, Result, json_result
 from splice.tinker.refused import malformed, unsupported
 
+log = logging.getLogger("splice.tinker")
 FOLDER = "tinker"
 """Folder of the server's checkpoints, within the run's."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -33,12 +35,20 @@ class Training:
 
     Args:
         lora: the run's adapter; None: the run trains all parameters.
+        temperature: of the policy that trains.
     """
 
     def __init__(
-        self, client: SpliceClient, books: Books, *, lora: LoraConfig | None, timeout_s: float
+        self,
+        client: SpliceClient,
+        books: Books,
+        *,
+        lora: LoraConfig | None,
+        temperature: float,
+        timeout_s: float,
     ) -> None:
         self._jobs, self._books, self._lora = _Jobs(client, timeout_s), books, lora
+        self._temperature = temperature
         self._kinds: dict[str, Callable[[Request], Result]] = {
             "create_model": self._create,
             "load_weights": self._load,
@@ -86,15 +96,14 @@ class Training:
 
     def _pass(self, request: Request) -> Result:
         asked = wire.read_pass(request.body)
-        plan = losses.plan(asked)
-        found = self._jobs.logprobs(f"{request.request_id}.forward", plan)
-        logprobs = plan.by_datum(found)
+        plan = losses.plan(asked, temperature=self._temperature)
         if asked.is_forward_only:
+            logprobs = plan.by_datum(self._jobs.logprobs(request.request_id, plan))
             metrics = losses.forward_metrics(plan, logprobs)
         else:
             self._books.set_unsaved(request.model_id, True)
-            positions = np.concatenate(logprobs)
-            result = self._jobs.backward(f"{request.request_id}.backward", plan, positions)
+            found, result = self._jobs.backward(request.request_id, plan)
+            logprobs = plan.by_datum(found)
             metrics = losses.metrics_of(result, is_linear=plan.is_linear)
         body = wire.pass_output(logprobs, metrics)
         return Result(body=body, media="application/x-protobuf")
@@ -278,18 +287,23 @@ class _Jobs:
         return int(self._client.publish(job_id=job_id, timeout_s=self._timeout_s)["version"])
 
     def logprobs(self, job_id: str, plan: losses.Pass) -> wire.Array:
-        """Return the trainer's log-prob of every token, [T]: a pass of its own."""
-        batch = plan.batch()
-        result = self._client.forward(batch, job_id=job_id, timeout_s=self._timeout_s)
+        """Return the trainer's log-prob of every token, [T]."""
+        result = self._client.forward(plan.batch(), job_id=job_id, timeout_s=self._timeout_s)
         return np.asarray(result.logprobs, "f4")
 
-    def backward(self, job_id: str, plan: losses.Pass, logprobs_N: wire.Array) -> dict[str, float]:
-        """Add the gradient of the batch's loss; returns the job's metrics."""
-        batch = plan.batch(logprobs_N if plan.is_linear else None)
+    def backward(self, job_id: str, plan: losses.Pass) -> tuple[wire.Array, dict[str, float]]:
+        """Add the gradient of the batch's loss; returns every token's log-prob, [T], and the job's
+        metrics."""
         result = self._client.forward_backward(
-            batch, plan.loss, job_id=job_id, timeout_s=self._timeout_s
+            plan.batch(),
+            plan.loss,
+            returns_logprobs=True,
+            job_id=job_id,
+            timeout_s=self._timeout_s,
         )
-        return dict(result["metrics"])
+        for text in result.get("warnings", ()):
+            log.warning("%s: %s", job_id, text)
+        return np.asarray(result["logprobs"], "f4"), dict(result["metrics"])
 
     def step(self, job_id: str, optim: OptimParams) -> dict[str, float]:
         """Take an optimizer step; returns its metrics."""

@@ -80,6 +80,14 @@ def test_forward_brings_its_buffers_back(run):
     assert asked.adapters is False and asked.allowed_token_ids == (3, 4)
 
 
+def test_forward_backward_brings_its_log_probs_back_where_asked(run):
+    trainer = run.trainer()
+    assert "logprobs" not in run.client.forward_backward(SmallBatch())
+    result = run.client.forward_backward(SmallBatch(), returns_logprobs=True)
+    assert result["logprobs"] == array.array("f", [0, 1]) and result["pending_batches"] == 2
+    assert [asked.returns_logprobs for asked in trainer.messages] == [False, True]
+
+
 def test_forward_takes_the_batch_s_temperatures_along(run):
     trainer = run.trainer()
     spec = batch_specs(num_sequences=1, num_tokens=2, optional=["temperatures"])[-1]

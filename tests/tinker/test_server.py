@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import ConfigError
 from splice.tinker.endpoints import REFUSED, router
 from splice.tinker.server import api_key, check_address
-from tests.tinker.messages import sft
+from tests.tinker.messages import TARGETS, datum, passing, sft
 from tests.tinker.serving import KEY, fake_run, serving
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,7 +58,7 @@ def test_requests_run_in_the_order_of_their_numbers(run):
             assert (await caller.result(step))["metrics"] == {"loss": 1.0}
             return kinds(run)[done:]
 
-    assert asyncio.run(go()) == ["Forward", "ForwardBackward"] * 2 + ["OptimStep"]
+    assert asyncio.run(go()) == ["ForwardBackward"] * 2 + ["OptimStep"]
 
 
 def test_a_repeated_request_is_the_first_one(run):
@@ -97,6 +98,33 @@ def test_a_refused_request_takes_its_number(run):
             assert isinstance(await caller.result(future), bytes)
 
     asyncio.run(go())
+
+
+def test_policy_losses_train_the_policy_at_the_servers_temperature(run, caplog):
+    async def go():
+        async with serving(run.dir, temperature=0.5) as caller:
+            await with_model(caller)
+            rl = {"logprobs": [0.0, 0.0, -1.0, -1.0], "advantages": [0.0, 0.0, 1.0, 1.0]}
+            data = datum(target_tokens=TARGETS, **rl)
+            named = []
+            for seq_id, make in ((1, sft), (2, partial(passing, data, loss="ppo"))):
+                body = make(model_id=caller.model, seq_id=seq_id)
+                await caller.result(await caller.post("forward_backward", body))
+                named.append([spec.name for spec in run.fake_trainer.messages[-1].tensors])
+            assert "temperatures" not in named[0] and named[1][-1] == "temperatures"
+            made = {"session_id": caller.session, "sampling_session_seq_id": 9, "base_model": "m"}
+            sampler = (await caller.post("create_sampling_session", made))["sampling_session_id"]
+            for seq_id, temperature in enumerate((0.5, 0.0, 1.0, 1.0)):
+                params = {"max_tokens": 4, "temperature": temperature}
+                body = {**SAMPLE, "sampling_session_id": sampler, "sampling_params": params}
+                await caller.post("asample", {**body, "seq_id": seq_id})
+
+    asyncio.run(go())
+    said = [r.getMessage() for r in caplog.records if "--temperature" in r.getMessage()]
+    assert (
+        len(said) == 1
+        and "at temperature 1.0, and policy losses train the policy at 0.5" in (said[0])
+    )
 
 
 def test_a_request_waits_for_an_earlier_one_only_so_long(run):
@@ -145,7 +173,7 @@ def test_futures_survive_the_servers_restart(run):
             return kinds(run)[done:]
 
     state = asyncio.run(first())
-    assert asyncio.run(second(*state)) == ["Forward", "ForwardBackward", "OptimStep"]
+    assert asyncio.run(second(*state)) == ["ForwardBackward", "OptimStep"]
 
 
 def test_a_slow_client_holds_up_nobody(run):

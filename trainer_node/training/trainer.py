@@ -106,6 +106,18 @@ class Trainer:
 
         The caller runs `check` on the batch first. Returns the batch's own sums.
 
+        Raises: as `scored_forward_backward`.
+        """
+        return self.scored_forward_backward(batch, loss, loss_weight=loss_weight)[0]
+
+    def scored_forward_backward(
+        self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
+    ) -> tuple[StepSums, torch.Tensor]:
+        """Do `forward_backward`; return the log-probs that the pass computed as well.
+
+        They are [T] on the CPU of every rank, with the adapters' dropout, and 0 where `scored_T`
+        is. A batch that names no `scored_T` gets none.
+
         Raises:
             LogprobGapError: trainer and sampler are further apart than the loss allows.
             Exception: any later failure. Both drop pending gradients, and a note says so.
@@ -115,7 +127,7 @@ class Trainer:
             if loss.kl is not None and loss.kl.reference != "given":
                 with self.references.in_place(loss.kl.adapter_dir):
                     base_T, _ = self.forward(
-                        batch,
+                        replace(batch, scored_T=None),
                         allowed_token_ids=loss.allowed_token_ids,
                         adapters=loss.kl.reference == "adapter",
                     )
@@ -128,9 +140,14 @@ class Trainer:
                     self._allowed(loss.allowed_token_ids),
                     loss_weight,
                 )
-                reports = self._run(self._cut(batch), of_pack)
+                packs = self._cut(batch)
+                reports = self._run(packs, of_pack)
             sums = passes.reduce_sums(self.model, reports, batch, loss)
             gap.check(sums, loss)
+            logprobs_T = torch.zeros(0)
+            if batch.scored_T is not None:
+                values = [report.log_probs_N[None] for report in reports]
+                (logprobs_T,) = passes.gather_scores(self.model, batch, packs, values, rows=1)
         except BaseException as error:
             dropped = self.drop_pending()
             error.add_note(
@@ -143,7 +160,7 @@ class Trainer:
             rows=len(batch.tokens_T),
             seconds=time.monotonic() - started,
         )
-        return sums
+        return sums, logprobs_T
 
     def drop_pending(self) -> int:
         """Forget accumulated gradients. Returns how many batches they came from."""
@@ -172,14 +189,15 @@ class Trainer:
         with self.model.adapters.switched(on=adapters):
             of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
             values = self._run(packs, of_pack, forward_only=True)
-        return passes.gather_scores(self.model, batch, packs, values)
+        logprobs_T, entropy_T = passes.gather_scores(self.model, batch, packs, values, rows=2)
+        return logprobs_T, entropy_T
 
     def _cut(self, batch: Batch) -> Packs:
         return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
 
     def _run(
         self, packs: Packs, of_pack: Callable[..., Any], *, forward_only: bool = False
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         return passes.run(
             self.model,
             packs,

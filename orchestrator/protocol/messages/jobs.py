@@ -113,6 +113,9 @@ class ForwardBackward(Operation, _Batch):
     kind: Literal["ForwardBackward"] = "ForwardBackward"
     loss_weight: float = Field(default=1.0, allow_inf_nan=False)
     """Multiplies this batch's loss, but not its share of the divisor."""
+    returns_logprobs: bool = False
+    """`Completed` carries the buffer `logprobs` of FORWARD_RESULTS: those that this pass computed,
+    with the adapters' dropout, of every token, with loss or without."""
 
 
 class OptimStep(Operation):

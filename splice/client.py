@@ -50,6 +50,7 @@ from orchestrator.protocol.messages import (
     LoadAdapterJob,
     LoadCheckpointJob,
     LossSpec,
+    NewAdapterJob,
     OptimParams,
     OptimStepJob,
     Progress,
@@ -460,13 +461,33 @@ class SpliceClient:
         """
         return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **run)
 
+    def new_adapter(
+        self,
+        *,
+        rank: int | None = None,
+        alpha: float | None = None,
+        targets: Sequence[str] | None = None,
+        seed: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Replace the trainer's adapter by a fresh one. What is left out stays as it is.
+
+        "dropped_batches" as in `load_checkpoint`; "rank", "alpha" and "targets" of the adapter.
+        """
+        wanted = None if targets is None else tuple(targets)
+        return self.run(NewAdapterJob(rank=rank, alpha=alpha, targets=wanted, seed=seed), **run)
+
     def export_hf(self, output_dir: str, **run: Any) -> dict[str, Any]:
         """Write the merged model as an HF checkpoint into a new folder on the trainer's host."""
         return self.run(ExportHfJob(output_dir=output_dir), **run)
 
-    def publish(self, **run: Any) -> dict[str, Any]:
-        """Publish the trainer's current state as the next version."""
-        return self.run(PublishJob(), **run)
+    def publish(self, *, refuses_pending: bool = False, **run: Any) -> dict[str, Any]:
+        """Publish the trainer's current state as the next version. Pending gradients stay.
+
+        Args:
+            refuses_pending: fail while gradients are pending, such as another client's.
+        """
+        return self.run(PublishJob(refuses_pending=refuses_pending), **run)
 
     def status(self, *, timeout_s: float = 10.0) -> Status:
         """The served version, the nodes and the queue."""
@@ -598,6 +619,10 @@ class AsyncSpliceClient:
     async def load_adapter(self, adapter_dir: str, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.load_adapter`."""
         return await asyncio.to_thread(self._client.load_adapter, adapter_dir, **kwargs)
+
+    async def new_adapter(self, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.new_adapter`."""
+        return await asyncio.to_thread(self._client.new_adapter, **kwargs)
 
     async def export_hf(self, output_dir: str, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.export_hf`."""

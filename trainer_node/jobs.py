@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
     ExportHf,
@@ -19,6 +22,7 @@ from orchestrator.protocol.messages import (
     LoadAdapter,
     LoadCheckpoint,
     LossSpec,
+    NewAdapter,
     OptimStep,
     SaveCheckpoint,
     TensorSpec,
@@ -59,6 +63,7 @@ class Jobs:
             SaveCheckpoint: self.save_checkpoint,
             LoadCheckpoint: self.load_checkpoint,
             LoadAdapter: self.load_adapter,
+            NewAdapter: self.new_adapter,
         }
         return {kind: partial(self._noted, handler) for kind, handler in handlers.items()}
 
@@ -244,6 +249,7 @@ class Jobs:
                 "client_state": loaded.client_state,
                 "dropped_batches": loaded.dropped_batches,
                 "rng_restored": loaded.rng_restored,
+                "adapter_changed": loaded.adapter_changed,
                 "warnings": list(loaded.notes),
                 "seconds": {"load": time.monotonic() - started},
             }
@@ -259,6 +265,25 @@ class Jobs:
             result={"adapter_dir": folder, "dropped_batches": dropped, "seconds": seconds}
         )
 
+    def new_adapter(self, request: Request[NewAdapter]) -> Outcome:
+        """Replace the adapter by a fresh one."""
+        request.progress("making an adapter")
+        started, trainer = time.monotonic(), self._trainer
+        lora = _new_lora(request.message, trainer.model.config.lora)
+        checkpoint.settle(trainer)
+        dropped = trainer.new_adapter(lora, seed=request.message.seed)
+        return Outcome(
+            result={
+                "rank": lora.rank,
+                "alpha": lora.alpha,
+                "targets": list(lora.targets),
+                "trainable_parameters": trainer.model.num_parameters,
+                "adapter_changed": True,
+                "dropped_batches": dropped,
+                "seconds": {"make": time.monotonic() - started},
+            }
+        )
+
 
 def _buffers(**results: torch.Tensor) -> dict[str, Any]:
     """The fields of an outcome with these of FORWARD_RESULTS."""
@@ -268,6 +293,19 @@ def _buffers(**results: torch.Tensor) -> dict[str, Any]:
     )
     buffers = tuple(t.contiguous().numpy().tobytes() for t in results.values())
     return {"tensors": tensors, "buffers": buffers}
+
+
+def _new_lora(message: NewAdapter, present: LoraConfig) -> LoraConfig:
+    """The present settings with what the message names.
+
+    Raises:
+        ConfigError: they do not go together; names the field.
+    """
+    asked = message.model_dump(include={"rank", "alpha", "targets"}, exclude_none=True)
+    try:
+        return LoraConfig.model_validate(present.model_dump() | asked)
+    except ValidationError as error:
+        raise ConfigError(f"NewAdapter: {error.errors(include_url=False)[0]['msg']}") from error
 
 
 def _delete(request: Request[Any], folders: Sequence[str]) -> dict[str, Any]:

@@ -243,6 +243,12 @@ class FakeTrainer(FakeNode):
             result={"version": 0, "client_state": {}, "dropped_batches": dropped},
         )
 
+    def on_NewAdapter(self, message) -> None:
+        self.messages.append(message)
+        dropped, self.pending = self.pending, 0
+        result = {"rank": message.rank, "adapter_changed": True, "dropped_batches": dropped}
+        self.link.complete(message.request_id, result=result)
+
     def on_PlanPublication(self, message) -> None:
         self.link.complete(message.request_id, result=self.manifest.model_dump())
 

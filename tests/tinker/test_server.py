@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ErrorCode
 from splice.tinker.endpoints import REFUSED, router
 from splice.tinker.server import api_key, check_address
 from tests.tinker.messages import TARGETS, datum, passing, sft
@@ -293,6 +293,49 @@ def test_states_and_snapshots(run):
     asyncio.run(go())
 
 
+def test_a_model_chooses_its_adapter(run):
+    """Another rank is a job; a checkpoint of it comes back with it, and into no other model."""
+
+    async def go():
+        async with serving(run.dir) as caller:
+            await caller.new_session()
+            body = {"session_id": caller.session, "model_seq_id": 0, "base_model": "m"}
+            lora = {"rank": 7, "train_mlp": False, "seed": 3}
+            made = await caller.post("create_model", {**body, "lora_config": lora})
+            await caller.result(made)
+            asked = run.fake_trainer.messages[-1]
+            assert (asked.rank, asked.alpha, asked.seed) == (7, 16.0, 3)
+            assert asked.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+            save = {"model_id": made["model_id"], "path": "a", "seq_id": 1}
+            path = (await caller.result(await caller.post("save_weights", save)))["path"]
+            info = await caller.post("weights_info", {"tinker_path": path})
+            assert (info["lora_rank"], info["train_attn"], info["train_mlp"]) == (7, True, False)
+
+            await caller.new_model(1)  # rank 4, the run's
+            assert (await caller.post("get_info", {"model_id": caller.model}))["lora_rank"] == 4
+            assert run.fake_trainer.log[-1] == "LoadCheckpoint", "the first state has that adapter"
+            load = {"model_id": caller.model, "path": path, "optimizer": True, "seq_id": 1}
+            why = await caller.refused("load_weights", load)
+            assert "rank 7 on q_proj, k_proj, v_proj, o_proj" in why and "of rank 4" in why
+            body = {"session_id": caller.session, "model_seq_id": 2, "path": path}
+            run.fake_trainer.script["LoadAdapter"] = lambda m: run.fake_trainer.link.complete(
+                m.request_id, result={}
+            )
+            again = await caller.post("load_weights", {**body, "optimizer": False})
+            assert (await caller.result(again))["path"] == path
+            assert run.fake_trainer.log[-2:] == ["NewAdapter", "LoadAdapter"]
+            run.fake_trainer.script["NewAdapter"] = lambda m: run.fake_trainer.refuse(
+                m, code=ErrorCode.BAD_INPUT
+            )
+            body = {"session_id": caller.session, "model_seq_id": 3, "base_model": "m"}
+            bad = await caller.post("create_model", {**body, "lora_config": {"rank": 9}})
+            assert (await caller.result(bad))["category"] == "user"
+            step = {"adam_params": {}, "model_id": bad["model_id"], "seq_id": 1}
+            assert "its adapter was refused" in await caller.refused("optim_step", step)
+
+    asyncio.run(go())
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -349,10 +392,14 @@ REFUSALS = {
         {**CREATE, "session_id": "x", "base_model": "Qwen/Qwen3-8B"},
         "base_model 'Qwen/Qwen3-8B': this run has m",
     ),
-    "another rank": (
+    "no linears": (
         "create_model",
-        {**CREATE, "session_id": "x", "lora_config": {"rank": 32}},
-        "pass rank=4, or start the run with trainer.lora.rank = 32",
+        {
+            **CREATE,
+            "session_id": "x",
+            "lora_config": {"rank": 32, "train_attn": False, "train_mlp": False},
+        },
+        "train_attn and train_mlp are false",
     ),
     "another optimizer": (
         "create_model",

@@ -34,6 +34,7 @@ DROPOUT = "tests/trainer_node/test_dropout.py"
 GATHER = "tests/trainer_node/test_gather.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
 EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
+READAPTED = "tests/trainer_node/test_readapted.py::test_a_new_adapter_is_one_from_the_start"
 PROBE = "tests/trainer_node/test_probe.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
@@ -131,6 +132,13 @@ MUTANTS = [
         old="-(advantages_N * log_probs_N).sum()",
         new="-(advantages_N.abs() * log_probs_N).sum()",
         killer=f"{LOSSES}::TestByHand::test_linear",
+    ),
+    Mutant(
+        name="a partial update keeps the deltas of the adapter before",
+        file="trainer_node/export/merged.py",
+        old="self._ever |= targets",
+        new="self._ever = set(targets)",
+        killer=f"{READAPTED}[dense_tied-1-sizes0]",
     ),
     Mutant(
         name="off-by-one log-prob shift",

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from trainer_node import objects
 from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
 from trainer_node.adapters.merge import strip_wrappers
@@ -243,6 +243,7 @@ def trainable(
         seed=config.seed,
         device=device,
     )
+    adapters.attach()
     if not trains_all:
         params = adapters.params()
         if _experts_obstacle(config, provider, device, module, adapters) is None:
@@ -253,6 +254,42 @@ def trainable(
     return adapters, model_parameters(
         module, tasks, config=provider, bridge=bridge, checkpoint=checkpoint
     )
+
+
+def adapt(model: Model, lora: LoraConfig, *, seed: int) -> None:
+    """Give the model fresh adapters in the place of its own. A collective.
+
+    Raises:
+        ConfigError: the adapters do not fit, or cannot be changed; nothing changed.
+    """
+    model.need_adapters("a new adapter")
+    module, config, provider = model.modules[0], model.config, model.provider
+    has_experts = bool(_moe_layers(module, model.adapters))
+    stacked = _experts_obstacle(config, provider, model.device, module, model.adapters) is None
+    if config.compile or (has_experts and stacked):
+        what = "compiled layers" if config.compile else "stacked experts"
+        raise ConfigError(
+            f"a new adapter: this model has {what}, which keep the adapter that they began with; "
+            "start the trainer with the adapter that you want (trainer.lora)"
+        )
+    adapters = AdapterSet(
+        tasks=model.conversion_tasks,
+        bridge=model.bridge,
+        state=model.checkpoint.state,
+        layers=[m for m in module.modules() if isinstance(m, TransformerLayer)],
+        config=provider,
+        lora=lora,
+        seed=seed,
+        device=model.device,
+    )
+    params = adapters.params()
+    num_parameters = count(params, model.device)
+    if num_parameters == 0:
+        raise ConfigError(f"no linear of the model is among the lora targets {lora.targets}")
+    model.adapters.close()
+    adapters.attach()
+    model.adapters, model.params, model.num_parameters = adapters, params, num_parameters
+    model.config = config.model_copy(update={"lora": lora})
 
 
 def _moe_layers(

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Model:
     """Megatron's modules with their adapters, and the process groups of all ranks. Use `close` at
-    the end."""
+    the end.
+
+    Only `build.adapt` changes it: `adapters`, `params`, `num_parameters` and `config.lora`.
+    """
 
     config: TrainerConfig
     hf_config: Any

@@ -22,10 +22,12 @@ import torch
 from megatron.core import parallel_state
 
 from orchestrator.errors import ErrorCode, SpliceError
+from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.adapters.references import References
+from trainer_node.model.build import adapt
 from trainer_node.model.model import Model
 from trainer_node.model.offload import (
     HostCopies,
@@ -46,6 +48,7 @@ from trainer_node.training.batch import (
 )
 from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
+from trainer_node.training.pack_size import tokens_for
 from trainer_node.training.sums import Pending, StepSums
 
 DEFAULT_TOKENS = 4096
@@ -88,6 +91,8 @@ class Trainer:
         """The last checkpoint that was saved or loaded. It may still be written."""
         self.notes: list[str] = []
         """What the next result must tell the client."""
+        self.when_adapted: Callable[[], None] = lambda: None
+        """Called after the model got other adapters."""
 
     # ------------------------------------------------------------ a step
 
@@ -348,6 +353,30 @@ class Trainer:
         self.on_disk = None
         self.steps_since_sent = 0
         return self.drop_pending()
+
+    def new_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> int:
+        """Put a fresh adapter in the place of the present one; the optimizer starts afresh.
+
+        The caller has settled the save in the background, which reads the moments.
+
+        Returns the batches whose gradients were dropped.
+
+        Raises:
+            ConfigError: it does not fit the model; nothing changed.
+        """
+        model = self.model
+        adapt(model, lora, seed=model.config.seed if seed is None else seed)
+        dropped, self.pending = self.pending.num_batches, Pending()
+        self.optimizer = ShardedAdamW(model.params)
+        self.references = References(model)
+        self._host_copies = None
+        self.on_disk = None
+        self.steps_since_sent = 0
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.micro_batch_tokens = tokens_for(self)
+        self.when_adapted()
+        return dropped
 
     # ------------------------------------------------------------ memory between jobs
 

@@ -36,7 +36,7 @@ from trainer_node.lockstep import packed
 from trainer_node.request import Outcome, Request
 from trainer_node.state import checkpoint, remake
 from trainer_node.state.behind import OnDisk
-from trainer_node.training import gap, steps
+from trainer_node.training import gap, pack_size, steps
 from trainer_node.training.batch import Batch, decode_forward
 from trainer_node.training.sums import StepSums
 from trainer_node.training.trainer import Trainer
@@ -272,6 +272,7 @@ class Jobs:
         lora = _new_lora(request.message, trainer.model.config.lora)
         checkpoint.settle(trainer)
         dropped = trainer.new_adapter(lora, seed=request.message.seed)
+        trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
         return Outcome(
             result={
                 "rank": lora.rank,

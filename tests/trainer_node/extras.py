@@ -55,7 +55,7 @@ def check_wrappers(model: Path) -> None:
     del trainer.model.bridge._cached_param_names
     built = trainer.model
     tasks = built.bridge.build_conversion_tasks(built.checkpoint, modules)
-    adapters, params = build.trainable(
+    adapters, params, _ = build.trainable(
         modules[0],
         tasks,
         config=built.config,

@@ -80,7 +80,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     language_part.export_towers(bridge, checkpoint.state, tasks[-1])
     if not with_weights:
         _random_weights(modules, tasks, bridge=bridge, config=config, provider=provider)
-    adapters, params = trainable(
+    adapters, params, experts = trainable(
         modules[0],
         tasks,
         config=config,
@@ -108,6 +108,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         conversion_tasks=tasks,
         adapters=adapters,
         params=params,
+        experts=experts,
         num_parameters=num_parameters,
         fallbacks=_fallbacks(config, provider, device, modules[0], adapters),
     )
@@ -229,9 +230,9 @@ def trainable(
     bridge: Any,
     checkpoint: HfCheckpoint,
     device: torch.device,
-) -> tuple[AdapterSet, list[TrainedParam]]:
+) -> tuple[AdapterSet, list[TrainedParam], list[StackedExperts]]:
     """Hook adapters on the frozen module; with finetuning_type "full" let the module itself train.
-    Returns what trains."""
+    Returns what trains, and the layers whose experts are stacked."""
     trains_all = config.finetuning_type == "full"
     adapters = AdapterSet(
         tasks=() if trains_all else tasks,
@@ -245,15 +246,16 @@ def trainable(
     )
     adapters.attach()
     if not trains_all:
-        params = adapters.params()
+        experts = []
         if _experts_obstacle(config, provider, device, module, adapters) is None:
-            for layer, of_layer in _moe_layers(module, adapters):
+            experts = [
                 StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)
-        return adapters, params
+                for layer, of_layer in _moe_layers(module, adapters)
+            ]
+        return adapters, adapters.params(), experts
     module.requires_grad_(True)
-    return adapters, model_parameters(
-        module, tasks, config=provider, bridge=bridge, checkpoint=checkpoint
-    )
+    params = model_parameters(module, tasks, config=provider, bridge=bridge, checkpoint=checkpoint)
+    return adapters, params, []
 
 
 def adapt(model: Model, lora: LoraConfig, *, seed: int) -> None:
@@ -264,13 +266,10 @@ def adapt(model: Model, lora: LoraConfig, *, seed: int) -> None:
     """
     model.need_adapters("a new adapter")
     module, config, provider = model.modules[0], model.config, model.provider
-    has_experts = bool(_moe_layers(module, model.adapters))
-    stacked = _experts_obstacle(config, provider, model.device, module, model.adapters) is None
-    if config.compile or (has_experts and stacked):
-        what = "compiled layers" if config.compile else "stacked experts"
+    if config.compile:
         raise ConfigError(
-            f"a new adapter: this model has {what}, which keep the adapter that they began with; "
-            "start the trainer with the adapter that you want (trainer.lora)"
+            "a new adapter: compiled layers keep the adapter that they began with; start the "
+            "trainer with the adapter that you want (trainer.lora), or without compile"
         )
     adapters = AdapterSet(
         tasks=model.conversion_tasks,
@@ -286,8 +285,18 @@ def adapt(model: Model, lora: LoraConfig, *, seed: int) -> None:
     num_parameters = count(params, model.device)
     if num_parameters == 0:
         raise ConfigError(f"no linear of the model is among the lora targets {lora.targets}")
+    why = _experts_obstacle(config, provider, model.device, module, adapters)
+    if model.experts and why is not None:
+        raise ConfigError(
+            f"a new adapter: the experts are stacked, and with it could not be, because {why}; "
+            "start the trainer with it (trainer.lora)"
+        )
     model.adapters.close()
     adapters.attach()
+    for experts, (_, of_layer) in zip(
+        model.experts, _moe_layers(module, adapters) if model.experts else (), strict=True
+    ):
+        experts.use(of_layer, is_on=lambda: adapters.is_on)
     model.adapters, model.params, model.num_parameters = adapters, params, num_parameters
     model.config = config.model_copy(update={"lora": lora})
 

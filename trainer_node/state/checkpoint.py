@@ -446,6 +446,7 @@ def _take_adapter(trainer: Trainer, folder: Path, saved: Mapping[str, Any] | Non
         return ""
     lora = LoraConfig.model_validate({**saved, "dropout": present.dropout})
     trainer.new_adapter(lora)
+    trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
     text = (
         f"the adapter is now that of {folder}: rank {lora.rank}, alpha {lora.alpha:g} on "
         f"{', '.join(lora.targets)}; it was rank {present.rank}, alpha {present.alpha:g} on "

@@ -48,7 +48,6 @@ from trainer_node.training.batch import (
 )
 from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
-from trainer_node.training.pack_size import tokens_for
 from trainer_node.training.sums import Pending, StepSums
 
 DEFAULT_TOKENS = 4096
@@ -357,7 +356,8 @@ class Trainer:
     def new_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> int:
         """Put a fresh adapter in the place of the present one; the optimizer starts afresh.
 
-        The caller has settled the save in the background, which reads the moments.
+        The caller has settled the save in the background, which reads the moments, and finds the
+        pack size anew.
 
         Returns the batches whose gradients were dropped.
 
@@ -374,7 +374,6 @@ class Trainer:
         self.steps_since_sent = 0
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.micro_batch_tokens = tokens_for(self)
         self.when_adapted()
         return dropped
 

@@ -25,7 +25,7 @@ class Model:
     """Megatron's modules with their adapters, and the process groups of all ranks. Use `close` at
     the end.
 
-    Only `build.adapt` changes it: `adapters`, `params`, `num_parameters` and `config.lora`.
+    Only `trainable.adapt` changes it: `adapters`, `params`, `num_parameters` and `config.lora`.
     """
 
     config: TrainerConfig

@@ -27,7 +27,6 @@ from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.adapters.references import References
-from trainer_node.model.build import adapt
 from trainer_node.model.model import Model
 from trainer_node.model.offload import (
     HostCopies,
@@ -36,6 +35,7 @@ from trainer_node.model.offload import (
     tensors_in,
 )
 from trainer_node.model.parameters import finalize_gradients, global_norm
+from trainer_node.model.trainable import adapt
 from trainer_node.state.behind import Behind, OnDisk
 from trainer_node.training import gap, passes
 from trainer_node.training.batch import (

@@ -27,11 +27,12 @@ BENCHMARKS = {
     "sync": "whole publications, against vLLM's nccl engine",
     "pause": "gaps between tokens of many streams during a publication",
     "train": "tokens per second of a LoRA step, against a bare Megatron-Bridge loop and PEFT",
+    "tinker": "a training cycle through the Tinker server, against SpliceClient",
     "loop": "whole RL steps: seconds by phase, share of idle time",
     "soak": "hundreds of jobs with crashes of the trainer: what grows, what is lost",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
 }
-WITH_INFERENCE = ("sync", "pause", "loop", "soak", "convergence")
+WITH_INFERENCE = ("sync", "pause", "tinker", "loop", "soak", "convergence")
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or
 .venv-inference).
 """

@@ -13,6 +13,7 @@ from orchestrator.protocol.messages import (
     ForwardBackward,
     LoadAdapter,
     LoadCheckpoint,
+    NewAdapter,
     OperationJob,
     OptimStep,
     SaveCheckpoint,
@@ -29,6 +30,7 @@ _PHASES: dict[type, str] = {
     SaveCheckpointJob: "saving",
     LoadCheckpoint: "loading",
     LoadAdapter: "loading an adapter",
+    NewAdapter: "making an adapter",
     ExportHf: "exporting",
 }
 
@@ -42,6 +44,7 @@ class Operations:
     def __init__(self, run: Run) -> None:
         self._config, self._folder = run.config, run.folder
         self._facts, self._trainer, self._router = run.facts, run.trainer, run.router
+        self._publisher = run.publisher
 
     async def run(self, job: Job, spec: OperationJob | SaveCheckpointJob) -> Outcome:
         """Check the job's folders, ask the trainer, and note the new state."""
@@ -97,10 +100,14 @@ class Operations:
 
     def _note(self, spec: OperationJob | SaveCheckpointJob, result: Mapping[str, Any]) -> None:
         memory = self._trainer.memory
+        if result.get("adapter_changed"):
+            self._publisher.forget_plan()
         if isinstance(spec, TrainLora | OptimStep):
             memory.stepped(steps_taken(result))
         elif isinstance(spec, LoadAdapter):
             memory.took_adapter(spec.adapter_dir)
+        elif isinstance(spec, NewAdapter):
+            memory.took_adapter(f"of rank {result.get('rank')}")
         elif isinstance(spec, ForwardBackward):
             memory.pending = int(result.get("pending_batches", memory.pending + 1))
         elif isinstance(spec, SaveCheckpointJob):

@@ -119,6 +119,8 @@ class Resync:
         completed, _ = await self._trainer.ask(load, phase="loading", report=report)
         self._trainer.memory.heard(completed.result)
         self._trainer.memory.loaded(folder)
+        if completed.result.get("adapter_changed"):
+            self._publisher.forget_plan()
         self._facts.put_aside(None) if is_put_back else self._facts.remember()
 
 

@@ -57,7 +57,7 @@ class Versions:
         elif isinstance(spec, TrainMergedJob):
             result = await self._train_merged(job, spec)
         elif isinstance(spec, PublishJob):
-            result = await self._publish_present_state(job)
+            result = await self._publish_present_state(job, spec)
         else:
             result = await self._resync_all(job)
         return Outcome(result=result)
@@ -86,8 +86,14 @@ class Versions:
             await self._trainer.ready(job.report)
         return await self._publish(job, version, self._dir(version), replicas, made)
 
-    async def _publish_present_state(self, job: Job) -> dict[str, object]:
+    async def _publish_present_state(self, job: Job, spec: PublishJob) -> dict[str, object]:
         self._refuse_before_initial_sync()
+        pending = self._trainer.memory.pending
+        if spec.refuses_pending and pending and "made" not in self._facts.of_job(job.id):
+            raise ConfigError(
+                f"gradients of {pending} batches are pending, and the job refuses them "
+                "(refuses_pending); submit OptimStep to use them, or LoadCheckpoint to drop them"
+            )
         replicas = await self._replicas(job)
         version = self._next_version(job)
         await self._save(job, version)
@@ -177,13 +183,6 @@ class Versions:
         if "made" in self._facts.of_job(job.id):
             await self._trainer.ready(job.report)
             return
-        if self._trainer.memory.pending:
-            # A repeated publication starts from the checkpoint, which has no pending gradients.
-            raise ConfigError(
-                f"gradients of {self._trainer.memory.pending} batches are pending, which a "
-                "publication could lose; submit OptimStep to use them, or LoadCheckpoint to drop "
-                "them, first"
-            )
         going = self._expired(version)
         self._facts.note(job.id, version=version)
         job.report("saving", {"checkpoint_dir": self._dir(version)})
@@ -243,6 +242,7 @@ class Versions:
             replicas=replicas,
             report=report,
             holder=self._trainer.memory.incarnation,
+            keeps_pending=self._trainer.memory.pending > 0,
         )
         log.info(
             "%s@%d is served: %s, %d bytes, pause %.3f s, %d of %d tensors verified, by %s",

@@ -50,6 +50,7 @@ from orchestrator.protocol.messages import (
     LoadAdapterJob,
     LoadCheckpointJob,
     LossSpec,
+    NewAdapterJob,
     OptimParams,
     OptimStepJob,
     Progress,
@@ -406,16 +407,26 @@ class SpliceClient:
         *,
         loss_weight: float = 1.0,
         grad_accumulation_sequences: int | None = None,
+        returns_logprobs: bool = False,
         **run: Any,
     ) -> dict[str, Any]:
-        """Add the batch's gradient to the pending gradients. "metrics": those of this batch."""
+        """Add the batch's gradient to the pending gradients. "metrics": those of this batch.
+
+        Args:
+            returns_logprobs: "logprobs" has every token's log-prob, as this pass computed it.
+        """
         job = ForwardBackwardJob(
             loss=loss or LossSpec(),
             tensors=tuple(batch.specs),
             loss_weight=loss_weight,
             grad_accumulation_sequences=grad_accumulation_sequences,
+            returns_logprobs=returns_logprobs,
         )
-        return self.run(job, buffers=batch.buffers, **run)
+        envelope = self._run(job, batch.buffers, **run)
+        result = _outcome(envelope.message)
+        if not returns_logprobs:
+            return result
+        return result | {"logprobs": array.array("f", envelope.buffers[0])}
 
     def optim_step(self, optim: OptimParams | None = None, **run: Any) -> dict[str, Any]:
         """Take one optimizer step with the pending gradients. "metrics": over all their batches."""
@@ -450,6 +461,22 @@ class SpliceClient:
         """
         return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **run)
 
+    def new_adapter(
+        self,
+        *,
+        rank: int | None = None,
+        alpha: float | None = None,
+        targets: Sequence[str] | None = None,
+        seed: int | None = None,
+        **run: Any,
+    ) -> dict[str, Any]:
+        """Replace the trainer's adapter by a fresh one. What is left out stays as it is.
+
+        "dropped_batches" as in `load_checkpoint`; "rank", "alpha" and "targets" of the adapter.
+        """
+        wanted = None if targets is None else tuple(targets)
+        return self.run(NewAdapterJob(rank=rank, alpha=alpha, targets=wanted, seed=seed), **run)
+
     def export_hf(
         self, output_dir: str, *, fp8_like: str | None = None, **run: Any
     ) -> dict[str, Any]:
@@ -460,9 +487,13 @@ class SpliceClient:
         """
         return self.run(ExportHfJob(output_dir=output_dir, fp8_like=fp8_like), **run)
 
-    def publish(self, **run: Any) -> dict[str, Any]:
-        """Publish the trainer's current state as the next version."""
-        return self.run(PublishJob(), **run)
+    def publish(self, *, refuses_pending: bool = False, **run: Any) -> dict[str, Any]:
+        """Publish the trainer's current state as the next version. Pending gradients stay.
+
+        Args:
+            refuses_pending: fail while gradients are pending, such as another client's.
+        """
+        return self.run(PublishJob(refuses_pending=refuses_pending), **run)
 
     def status(self, *, timeout_s: float = 10.0) -> Status:
         """The served version, the nodes and the queue."""
@@ -594,6 +625,10 @@ class AsyncSpliceClient:
     async def load_adapter(self, adapter_dir: str, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.load_adapter`."""
         return await asyncio.to_thread(self._client.load_adapter, adapter_dir, **kwargs)
+
+    async def new_adapter(self, **kwargs: Any) -> dict[str, Any]:
+        """See `SpliceClient.new_adapter`."""
+        return await asyncio.to_thread(self._client.new_adapter, **kwargs)
 
     async def export_hf(self, output_dir: str, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.export_hf`."""

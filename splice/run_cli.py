@@ -456,6 +456,9 @@ def tinker(
     model_name: Annotated[
         str | None, typer.Option(help="A further name of the model, such as Qwen/Qwen3-8B.")
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature at which the recipe samples what it trains on.")
+    ] = 1.0,
 ) -> None:
     """Serve Tinker's API in front of a run that is up, until interrupted.
 
@@ -471,7 +474,14 @@ def tinker(
         from splice.tinker import server  # needs the extra
 
         run_dir = _run_dir(run)
-        server.serve(run_dir, host=host, port=port, model_name=model_name, on_url=on_url)
+        server.serve(
+            run_dir,
+            on_url,
+            host=host,
+            port=port,
+            model_name=model_name,
+            temperature=temperature,
+        )
     except ModuleNotFoundError as error:
         _die(ConfigError(f'{error}; `splice tinker` needs pip install "splice[tinker]"'))
     except (SpliceError, OSError) as error:

@@ -183,7 +183,8 @@ def test_what_a_user_may_import_stays() -> None:
     assert " ".join(splice.__all__) == (
         "ASK ASK_CHAT AsyncSpliceClient Batch BatchBuffers Completion ConfigError ContentChanged "
         "ExportHfJob ForwardBackwardJob ForwardJob ForwardResult "
-        "InitialSyncJob JobFailed LinkLost LoadAdapterJob LoadCheckpointJob LossSpec NodeLost "
+        "InitialSyncJob JobFailed LinkLost LoadAdapterJob LoadCheckpointJob LossSpec NewAdapterJob "
+        "NodeLost "
         "OptimParams OptimStepJob ProtocolError PublishJob ResyncJob SaveCheckpointJob "
         "SpliceClient SpliceError Status TensorSpec TrainLoraJob TrainMergedJob VerificationError "
         "batch_specs completions_of group_advantages grpo_batch sft_batch"

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import (
     FORWARD_RESULTS,
     ExportHf,
@@ -19,6 +22,7 @@ from orchestrator.protocol.messages import (
     LoadAdapter,
     LoadCheckpoint,
     LossSpec,
+    NewAdapter,
     OptimStep,
     SaveCheckpoint,
     TensorSpec,
@@ -32,7 +36,7 @@ from trainer_node.lockstep import packed
 from trainer_node.request import Outcome, Request
 from trainer_node.state import checkpoint, remake
 from trainer_node.state.behind import OnDisk
-from trainer_node.training import gap, steps
+from trainer_node.training import gap, pack_size, steps
 from trainer_node.training.batch import Batch, decode_forward
 from trainer_node.training.sums import StepSums
 from trainer_node.training.trainer import Trainer
@@ -59,6 +63,7 @@ class Jobs:
             SaveCheckpoint: self.save_checkpoint,
             LoadCheckpoint: self.load_checkpoint,
             LoadAdapter: self.load_adapter,
+            NewAdapter: self.new_adapter,
         }
         return {kind: partial(self._noted, handler) for kind, handler in handlers.items()}
 
@@ -157,7 +162,10 @@ class Jobs:
         request.progress("training")
         started = time.monotonic()
         batch = steps.batch_of(self._trainer, request.message, request.buffers)
-        sums = trainer.forward_backward(batch, message.loss, loss_weight=message.loss_weight)
+        batch = batch.scoring_all() if message.returns_logprobs else batch
+        sums, logprobs_T = trainer.scored_forward_backward(
+            batch, message.loss, loss_weight=message.loss_weight
+        )
         warnings = []
         if trainer.steps_since_sent == 0:
             warnings = self._warnings(request, sums, batch, message.loss)
@@ -169,7 +177,8 @@ class Jobs:
                 "warnings": warnings,
                 "pending_batches": trainer.pending.num_batches,
                 "seconds": seconds | self._to_first_forward(request),
-            }
+            },
+            **(_buffers(logprobs=logprobs_T) if message.returns_logprobs else {}),
         )
 
     def optim_step(self, request: Request[OptimStep]) -> Outcome:
@@ -192,17 +201,12 @@ class Jobs:
             max_length=self._model.max_length,
             allowed_token_ids=message.allowed_token_ids,
         )
-        results: Sequence[torch.Tensor] = self._trainer.forward(
+        logprobs_T, entropy_T = self._trainer.forward(
             batch, allowed_token_ids=message.allowed_token_ids, adapters=message.adapters
         )
         seconds = {"forward": time.monotonic() - started} | self._to_first_forward(request)
         return Outcome(
-            result={"seconds": seconds},
-            tensors=tuple(
-                TensorSpec(name=n, dtype=d, shape=tuple(t.shape))  # type: ignore[arg-type]
-                for (n, d), t in zip(FORWARD_RESULTS.items(), results, strict=True)
-            ),
-            buffers=tuple(t.contiguous().numpy().tobytes() for t in results),
+            result={"seconds": seconds}, **_buffers(logprobs=logprobs_T, entropy=entropy_T)
         )
 
     # ------------------------------------------------------------ saving and loading
@@ -249,6 +253,7 @@ class Jobs:
                 "client_state": loaded.client_state,
                 "dropped_batches": loaded.dropped_batches,
                 "rng_restored": loaded.rng_restored,
+                "adapter_changed": loaded.adapter_changed,
                 "warnings": list(loaded.notes),
                 "seconds": {"load": time.monotonic() - started},
             }
@@ -263,6 +268,49 @@ class Jobs:
         return Outcome(
             result={"adapter_dir": folder, "dropped_batches": dropped, "seconds": seconds}
         )
+
+    def new_adapter(self, request: Request[NewAdapter]) -> Outcome:
+        """Replace the adapter by a fresh one."""
+        request.progress("making an adapter")
+        started, trainer = time.monotonic(), self._trainer
+        lora = _new_lora(request.message, trainer.model.config.lora)
+        checkpoint.settle(trainer)
+        dropped = trainer.new_adapter(lora, seed=request.message.seed)
+        trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
+        return Outcome(
+            result={
+                "rank": lora.rank,
+                "alpha": lora.alpha,
+                "targets": list(lora.targets),
+                "trainable_parameters": trainer.model.num_parameters,
+                "adapter_changed": True,
+                "dropped_batches": dropped,
+                "seconds": {"make": time.monotonic() - started},
+            }
+        )
+
+
+def _buffers(**results: torch.Tensor) -> dict[str, Any]:
+    """The fields of an outcome with these of FORWARD_RESULTS."""
+    tensors = tuple(
+        TensorSpec(name=n, dtype=FORWARD_RESULTS[n], shape=tuple(t.shape))  # type: ignore[arg-type]
+        for n, t in results.items()
+    )
+    buffers = tuple(t.contiguous().numpy().tobytes() for t in results.values())
+    return {"tensors": tensors, "buffers": buffers}
+
+
+def _new_lora(message: NewAdapter, present: LoraConfig) -> LoraConfig:
+    """The present settings with what the message names.
+
+    Raises:
+        ConfigError: they do not go together; names the field.
+    """
+    asked = message.model_dump(include={"rank", "alpha", "targets"}, exclude_none=True)
+    try:
+        return LoraConfig.model_validate(present.model_dump() | asked)
+    except ValidationError as error:
+        raise ConfigError(f"NewAdapter: {error.errors(include_url=False)[0]['msg']}") from error
 
 
 def _delete(request: Request[Any], folders: Sequence[str]) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class Node:
         self.lockstep = Lockstep(model.control_group)
         self.transfer = Transfer(host=config.host, device=model.device)
         publication = Publication(self.trainer, exporter, self.transfer, self.lockstep)
+        self.trainer.when_adapted = publication.forget_plans
         self._handlers = Jobs(self.trainer, exporter).handlers | publication.handlers
         self._request_id = ""
         """The request that runs now."""

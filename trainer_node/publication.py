@@ -69,6 +69,12 @@ class Publication:
         request.progress("planning")
         return Outcome(result=self._exporter.manifest().model_dump(mode="python"))
 
+    def forget_plans(self) -> None:
+        """Send nothing before the next plan, because the model has other adapters."""
+        self._exporter.forget()
+        for changed_only in (False, True):
+            self._transfer.use_chunks(None, changed_only=changed_only)
+
     # ------------------------------------------------------------ groups
 
     def open_group(self, request: Request[OpenTransferGroup]) -> Outcome:

@@ -62,6 +62,8 @@ class Publication:
     """Replicas that serve the version already."""
     holder: str | None
     """Incarnation of the trainer that holds the version. None: not known."""
+    keeps_pending: bool = False
+    """The holder has gradients that loading the version would drop."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Replica that earlier attempts gave up -> the reason."""
     report: Report

@@ -66,6 +66,7 @@ class Publisher:
         self._abort_first = False
         self.forget_unserved = self._ledger.forget_unserved
         self.leave_all = self._members.leave_all
+        self.forget_plan = self._planner.forget
 
     @property
     def state(self) -> State:
@@ -102,6 +103,7 @@ class Publisher:
         report: Report,
         holder: str | None = None,
         others: Sequence[str] = (),
+        keeps_pending: bool = False,
     ) -> PublicationReport:
         """Publish `version` to all healthy `replicas` or to none, with at most `attempts` attempts.
 
@@ -112,6 +114,8 @@ class Publisher:
                 first loads `checkpoint_dir`.
             others: replicas that serve `version` already, when it is published again for a joiner.
                     They continue even if this publication fails.
+            keeps_pending: the holder has gradients that no checkpoint has, so a further attempt
+                does not load the version again while that process lives.
 
         Raises:
             JobFailed | PublicationError | NodeLost: the publication failed; `self.state` says
@@ -128,6 +132,7 @@ class Publisher:
             replicas=tuple(replicas),
             others=tuple(others),
             holder=holder,
+            keeps_pending=keeps_pending,
             report=report,
             members=self._members,
             planner=self._planner,
@@ -202,7 +207,8 @@ class Publisher:
         publication.replicas = tuple(there)
 
     async def _recover(self, publication: Publication) -> list[str]:
-        """Wait for the trainer (its launcher restarts it) and load the version into it.
+        """Wait for the trainer (its launcher restarts it) and load the version into it, unless it
+        kept both the version and pending gradients.
 
         Returns: the replicas that are ready.
 
@@ -216,15 +222,16 @@ class Publisher:
         await router.wait_ready([trainer_id], timeout_s=timeout_s)
         await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True)
         holder = self._members.trainer_process
-        load = LoadCheckpoint(
-            request_id=new_id("load"),
-            deadline_s=self._load_timeout_s,
-            checkpoint_dir=publication.checkpoint_dir,
-        )
-        answer, _ = await router.request(
-            trainer_id, load, phase="restoring the version to be published"
-        )
-        self._heard(answer.result)
+        if not (publication.keeps_pending and publication.holder == holder):
+            load = LoadCheckpoint(
+                request_id=new_id("load"),
+                deadline_s=self._load_timeout_s,
+                checkpoint_dir=publication.checkpoint_dir,
+            )
+            answer, _ = await router.request(
+                trainer_id, load, phase="restoring the version to be published"
+            )
+            self._heard(answer.result)
         publication.holder = holder
         deadline_s = time.monotonic() + timeout_s
         # Replicas may have gone while the trainer was loading.

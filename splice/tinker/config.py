@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from orchestrator.protocol.config import Settings
+from orchestrator.protocol.messages import MIN_TEMPERATURE
 
 
 class TinkerConfig(Settings):
@@ -22,6 +23,9 @@ class TinkerConfig(Settings):
     """What clients send as X-API-Key. The SDK takes only keys that begin with `tml-`."""
     model_name: str | None = None
     """A further name of the model, such as `Qwen/Qwen3-8B`, for recipes that derive from it."""
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, allow_inf_nan=False)
+    """Temperature of the policy that importance_sampling, ppo and cispo train. Set what your recipe
+    samples at. Tinker's batches name no temperature."""
     poll_s: float = Field(default=30.0, gt=0)
     """Longest wait of one `retrieve_future`. The SDK's own limit is 45 s."""
     session_timeout_s: float = Field(default=30.0, gt=0)

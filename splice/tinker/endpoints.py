@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ValidationError
 from tinker import types
 
-from splice.tinker import losses
+from splice.tinker import adapters, losses
 from splice.tinker.books import json_result
 from splice.tinker.refused import Refused, malformed, unsupported
 from splice.tinker.service import Service, checkpoint_of, new_session_id
@@ -183,11 +183,10 @@ async def create_model(request: Request, here: Here) -> Json:
     body = await request.body()
     asked = parsed(types.CreateModelRequest, body)
     here.check_base_model(asked.base_model)
-    warnings = here.training.check_model(asked.lora_config, asked.optimizer_config.type)
     facts = {
         "base_model": asked.base_model,
         "user_metadata": asked.user_metadata,
-        "warnings": warnings,
+        **here.training.check_model(asked.lora_config, asked.optimizer_config.type),
     }
     model_id = await here.new_model(asked.session_id, asked.model_seq_id, facts)
     request_id = here.accept("create_model", model_id, 0, body, first=0)
@@ -202,8 +201,8 @@ async def get_info(request: Request, here: Here) -> Json:
     return {
         "type": "get_info",
         "model_id": model["model_id"],
-        "is_lora": here.lora_rank is not None,
-        "lora_rank": here.lora_rank,
+        "is_lora": here.lora_of(model) is not None,
+        "lora_rank": adapters.info(here.lora_of(model))["lora_rank"],
         "model_name": name,
         "model_data": {"model_name": name, "tokenizer_id": str(here.trainer.model)},
     }
@@ -261,12 +260,13 @@ async def load_weights(request: Request, here: Here) -> Json:
     asked = parsed(types.LoadWeightsRequest, body)
     model_id, seq_id, first = asked.model_id, asked.seq_id, 1
     with here.numbered(model_id, seq_id):
-        here.training.check_load(asked.path)
+        here.training.check_load(asked.path, model_id)
     if asked.session_id is not None and asked.model_seq_id is not None:
         source = here.model_of(asked.path)["facts"]["base_model"]
         base_model = asked.base_model or source
         here.check_base_model(base_model)
-        facts = {"base_model": base_model, "user_metadata": asked.user_metadata, "warnings": []}
+        lora = here.model_of(asked.path)["facts"].get("lora")
+        facts = {"base_model": base_model, "user_metadata": asked.user_metadata, "lora": lora}
         model_id = await here.new_model(asked.session_id, asked.model_seq_id, facts)
         seq_id = first = 0
     if model_id is None:
@@ -397,14 +397,7 @@ async def list_all_checkpoints(here: Here, limit: int = 100, offset: int = 0) ->
 async def weights_info(request: Request, here: Here) -> Json:
     """What a checkpoint's model is."""
     model = here.model_of(str((await _object(request)).get("tinker_path")))
-    return {
-        "base_model": model["facts"]["base_model"],
-        "is_lora": here.lora_rank is not None,
-        "lora_rank": here.lora_rank,
-        "train_attn": True,
-        "train_mlp": True,
-        "train_unembed": False,
-    }
+    return {"base_model": model["facts"]["base_model"], **adapters.info(here.lora_of(model))}
 
 
 async def _object(request: Request) -> Json:

@@ -49,7 +49,8 @@ class Pass:
     """A checked request. Arrays are float32 [N], the data end to end."""
 
     loss: LossSpec
-    is_linear: bool
+    temperature: float
+    """Divides the logits of the policy that trains; 1 for a linear loss."""
     tokens: tuple[Array, ...]
     """Each sequence, input and last target."""
     is_asked: tuple[Array, ...]
@@ -60,23 +61,23 @@ class Pass:
     mask: Array
 
     @property
+    def is_linear(self) -> bool:
+        """Whether the loss is minus the sum of factor times log-prob."""
+        return self.loss.name == "linear"
+
+    @property
     def lengths(self) -> list[int]:
         """Positions of each datum."""
         return [len(asked) for asked in self.is_asked]
 
-    def batch(self, trainer_logprobs: Array | None = None) -> Batch:
-        """Return the batch to train on.
-
-        Args:
-            trainer_logprobs: for a linear loss, which has no sampler's. They keep the trainer's
-                measure of the gap between the two at 0.
-        """
-        sampler = self.sampler_logprobs if trainer_logprobs is None else trainer_logprobs
-        mask = self.mask
-        rows = [self._rows(values * mask) for values in (mask, self.factors, sampler)]
+    def batch(self) -> Batch:
+        """Return the batch to train on."""
+        rows = [self._rows(v * self.mask) for v in (self.mask, self.factors, self.sampler_logprobs)]
         tokens, lengths = self._sequences()
-        specs = batch_specs(num_sequences=len(lengths), num_tokens=len(tokens))
-        return _batch(specs, [tokens, lengths, *rows])
+        temperatures = [np.full(len(lengths), self.temperature, "<f4")]
+        optional = ("temperatures",) if self.temperature != 1.0 else ()
+        specs = batch_specs(num_sequences=len(lengths), num_tokens=len(tokens), optional=optional)
+        return _batch(specs, [tokens, lengths, *rows, *temperatures[: len(optional)]])
 
     def _sequences(self) -> tuple[Array, Array]:
         lengths = np.array([len(tokens) for tokens in self.tokens], "<i4")
@@ -98,8 +99,11 @@ def _batch(specs: tuple[TensorSpec, ...], arrays: Sequence[Array]) -> Batch:
     return Batch(specs=specs, buffers=tuple(array.tobytes() for array in arrays))
 
 
-def plan(request: PassRequest) -> Pass:
+def plan(request: PassRequest, *, temperature: float = 1.0) -> Pass:
     """Check a request against its loss.
+
+    Args:
+        temperature: of the policy that a loss with sampler log-probs trains.
 
     Raises:
         Refused: a loss, a parameter or an input that this server lacks; targets that are not the
@@ -110,7 +114,7 @@ def plan(request: PassRequest) -> Pass:
             f"loss_fn {request.loss!r} is not supported; there are {', '.join(sorted(INPUTS))}"
         )
     spec = loss_spec(request.loss, request.config)
-    is_linear = request.loss == "cross_entropy"
+    is_linear = spec.name == "linear"
     columns: dict[str, list[Array]] = {"factors": [], "sampler": [], "mask": []}
     tokens, asked = [], []
     for i, datum in enumerate(request.data):
@@ -130,7 +134,7 @@ def plan(request: PassRequest) -> Pass:
         )
     return Pass(
         loss=spec,
-        is_linear=is_linear,
+        temperature=1.0 if is_linear else temperature,
         tokens=tuple(tokens),
         is_asked=tuple(asked),
         factors=joined["factors"],
@@ -179,8 +183,8 @@ def shifted(index: int, datum: Datum, mask: Array, *, is_strict: bool) -> tuple[
 def loss_spec(loss: str, config: Mapping[str, float | str]) -> LossSpec:
     """Return splice's loss.
 
-    Tinker's losses are sums over tokens, so the divisor is 1. cross_entropy is linear: minus the
-    sum of weight times log-prob, with weights of any sign. That is cispo whose ratio is held at 1.
+    Tinker's losses are sums over tokens, so the divisor is 1. Its cross_entropy is linear: minus
+    the sum of weight times log-prob, with weights of any sign.
 
     Raises:
         Refused: a parameter that the loss does not have.
@@ -198,7 +202,7 @@ def loss_spec(loss: str, config: Mapping[str, float | str]) -> LossSpec:
             raise malformed(f"loss_fn_config: {name} is {value!r}; send a number")
         given[name] = value
     if loss == "cross_entropy":
-        return LossSpec(name="cispo", clip_low=0.0, clip_high=0.0, normalize_by=1.0)
+        return LossSpec(name="linear", normalize_by=1.0)
     if loss == "importance_sampling":
         return LossSpec(name="importance_sampling", normalize_by=1.0)
     low, high = 1.0 - given["clip_low_threshold"], given["clip_high_threshold"] - 1.0

@@ -64,6 +64,8 @@ class Sampling:
         )
         self._streams = Sampler(self._status, name=self._name, max_in_flight=256)
         self._context_length = 0
+        self._temperatures = {config.temperature, 0.0}
+        """Temperatures that need no warning: the policy's, greedy, and those that had one."""
 
     async def __aenter__(self) -> Sampling:
         await self._streams.__aenter__()
@@ -105,6 +107,7 @@ class Sampling:
             Refused: it asks for what this server lacks, or another request has its number.
         """
         check(asked)
+        self._note_temperature(asked)
         sampler = self._books.sampler(str(asked.sampling_session_id))
         future_id = f"{sampler['sampler_id']}:{asked.seq_id}"
         digest = hashlib.sha256(body).hexdigest()
@@ -119,6 +122,20 @@ class Sampling:
             self._futures[future_id] = _Future(digest=digest, task=task)
             self._forget()
         return future_id, [f"{future_id}:{i}" for i in range(asked.num_samples)]
+
+    def _note_temperature(self, asked: types.SampleRequest) -> None:
+        """Say once of each temperature that the trained policy has another one."""
+        given = asked.sampling_params.temperature
+        if only_scores(asked) or given in self._temperatures:
+            return
+        self._temperatures.add(given)
+        log.warning(
+            "a recipe samples at temperature %s, and policy losses train the policy at %s: these "
+            "samples are off policy. If it trains on them, start with --temperature %s",
+            given,
+            self._config.temperature,
+            given,
+        )
 
     def _forget(self) -> None:
         for future_id in list(itertools.islice(self._futures, max(0, len(self._futures) - KEPT))):

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -166,19 +167,21 @@ def api_key(run_dir: Path) -> tuple[str, bool]:
 
 
 def serve(
-    run_dir: Path, *, host: str, port: int, model_name: str | None, on_url: Callable[[str], None]
+    run_dir: Path, on_url: Callable[[str], None], *, host: str, port: int, **settings: Any
 ) -> None:
     """Serve until interrupted.
 
+    Args:
+        on_url: called once with the URL.
+        settings: further ones of `TinkerConfig`.
+
     Raises:
-        ConfigError: the address or the key will not do, or the run is not up.
+        ConfigError: a setting will not do, or the run is not up.
     """
     key, is_own = api_key(run_dir)
     check_address(host, has_own_key=is_own)
     try:
-        config = TinkerConfig(
-            run_dir=run_dir, host=host, port=port, api_key=key, model_name=model_name
-        )
+        config = TinkerConfig(run_dir=run_dir, host=host, port=port, api_key=key, **settings)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -9,15 +9,16 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinker import types
 
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from splice.client import SpliceClient
+from splice.tinker import adapters
 from splice.tinker.books import Books, Request
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import BUSY, Refused, malformed, unknown, unsupported
@@ -52,10 +53,10 @@ class Service:
         names = [self.config.model_name, self.name, str(self.trainer.model)]
         return [name for name in names if name]
 
-    @property
-    def lora_rank(self) -> int | None:
-        """Rank of the run's adapter; None: it trains all parameters."""
-        return self.trainer.lora.rank if self.trainer.finetuning_type == "lora" else None
+    def lora_of(self, model: Mapping[str, Any]) -> LoraConfig | None:
+        """Return a model's adapter; None: the run trains all parameters."""
+        ours = self.trainer.lora if self.trainer.finetuning_type == "lora" else None
+        return adapters.of_model(model["facts"], ours)
 
     def check_base_model(self, name: str) -> None:
         """Refuse another model than the run's.
@@ -206,8 +207,8 @@ class Service:
             "training_run_id": model_id,
             "base_model": model["facts"]["base_model"],
             "model_owner": "splice",
-            "is_lora": self.lora_rank is not None,
-            "lora_rank": self.lora_rank,
+            "is_lora": self.lora_of(model) is not None,
+            "lora_rank": adapters.info(self.lora_of(model))["lora_rank"],
             "last_request_time": iso(model["used"]),
             "last_checkpoint": newest.get("training"),
             "last_sampler_checkpoint": newest.get("sampler"),
@@ -260,7 +261,13 @@ async def running(config: TinkerConfig) -> AsyncIterator[Service]:
     await asyncio.to_thread(client.__enter__)
     try:
         lora = trainer.lora if trainer.finetuning_type == "lora" else None
-        training = Training(client, books, lora=lora, timeout_s=config.job_timeout_s)
+        training = Training(
+            client,
+            books,
+            lora=lora,
+            temperature=config.temperature,
+            timeout_s=config.job_timeout_s,
+        )
         status = await asyncio.to_thread(client.status)
         await asyncio.to_thread(training.prepare)
         turns = Turns(books, config, training.work)

@@ -6,6 +6,7 @@ functions below `_Jobs` are the only ones that know how splice does it.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -16,13 +17,15 @@ import numpy as np
 from tinker import types
 
 from orchestrator.errors import ErrorCode, JobFailed
-from orchestrator.protocol.config import ALL_LINEAR, LoraConfig
+from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import InitialSyncJob, OptimParams
 from splice.client import SpliceClient
 from splice.tinker import losses, wire
+from splice.tinker.adapters import of_model, wanted
 from splice.tinker.books import INITIAL, Books, Request, Result, json_result
 from splice.tinker.refused import malformed, unsupported
 
+log = logging.getLogger("splice.tinker")
 FOLDER = "tinker"
 """Folder of the server's checkpoints, within the run's."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -33,12 +36,20 @@ class Training:
 
     Args:
         lora: the run's adapter; None: the run trains all parameters.
+        temperature: of the policy that trains.
     """
 
     def __init__(
-        self, client: SpliceClient, books: Books, *, lora: LoraConfig | None, timeout_s: float
+        self,
+        client: SpliceClient,
+        books: Books,
+        *,
+        lora: LoraConfig | None,
+        temperature: float,
+        timeout_s: float,
     ) -> None:
         self._jobs, self._books, self._lora = _Jobs(client, timeout_s), books, lora
+        self._temperature = temperature
         self._kinds: dict[str, Callable[[Request], Result]] = {
             "create_model": self._create,
             "load_weights": self._load,
@@ -65,6 +76,7 @@ class Training:
         self._books.set_fact("state", INITIAL)
         self._books.set_served(version, INITIAL)
         self._books.set_fact("initial", {"folder": folder, "is_base": is_base})
+        self._set_lora(self._lora)
 
     def work(self, request: Request) -> Result:
         """Carry out a request.
@@ -80,21 +92,29 @@ class Training:
     # ------------------------------------------------------------ the requests
 
     def _create(self, request: Request) -> Result:
-        self._jobs.load(request.request_id, self._books.fact("initial")["folder"])
+        initial = self._books.fact("initial")
+        self._jobs.load(request.request_id, initial["folder"])
+        self._set_lora(self._lora)
         self._books.set_fact("state", INITIAL)
+        asked = types.CreateModelRequest.model_validate_json(request.body).lora_config
+        seed = None if asked is None or not initial["is_base"] else asked.seed
+        try:
+            self._adopt(request, seed=seed)
+        except JobFailed as error:
+            self._books.end_model(request.model_id, f"its adapter was refused ({error.message})")
+            raise
         return json_result(type="create_model", model_id=request.model_id)
 
     def _pass(self, request: Request) -> Result:
         asked = wire.read_pass(request.body)
-        plan = losses.plan(asked)
-        found = self._jobs.logprobs(f"{request.request_id}.forward", plan)
-        logprobs = plan.by_datum(found)
+        plan = losses.plan(asked, temperature=self._temperature)
         if asked.is_forward_only:
+            logprobs = plan.by_datum(self._jobs.logprobs(request.request_id, plan))
             metrics = losses.forward_metrics(plan, logprobs)
         else:
             self._books.set_unsaved(request.model_id, True)
-            positions = np.concatenate(logprobs)
-            result = self._jobs.backward(f"{request.request_id}.backward", plan, positions)
+            found, result = self._jobs.backward(request.request_id, plan)
+            logprobs = plan.by_datum(found)
             metrics = losses.metrics_of(result, is_linear=plan.is_linear)
         body = wire.pass_output(logprobs, metrics)
         return Result(body=body, media="application/x-protobuf")
@@ -121,7 +141,9 @@ class Training:
         folder = self._books.checkpoint(asked.path)["folder"]
         if asked.optimizer:
             self._jobs.load(request.request_id, folder)
+            self._set_lora(self._lora_of(request))
         else:
+            self._adopt(request)
             self._jobs.load_weights_alone(request.request_id, folder)
         self._books.set_fact("state", request.request_id)
         return json_result(type="load_weights", path=asked.path, model_id=request.model_id)
@@ -140,6 +162,23 @@ class Training:
         return json_result(type="save_weights_for_sampler", path=path)
 
     # ------------------------------------------------------------ inside
+
+    def _lora_of(self, request: Request) -> LoraConfig | None:
+        return of_model(self._books.model(request.model_id)["facts"], self._lora)
+
+    def _set_lora(self, lora: LoraConfig | None) -> None:
+        """Note which adapter the trainer has."""
+        self._books.set_fact("lora", None if lora is None else lora.model_dump(mode="json"))
+
+    def _adopt(self, request: Request, *, seed: int | None = None) -> None:
+        """Have the trainer hold an adapter as the model's; a fresh one if it had another, or if
+        there is a seed."""
+        lora = self._lora_of(request)
+        present = self._books.fact("lora")
+        if lora is None or (seed is None and present in (None, lora.model_dump(mode="json"))):
+            return
+        self._jobs.new_adapter(f"{request.request_id}.adapter", lora, seed=seed)
+        self._set_lora(lora)
 
     def _serve(self, request_id: str) -> int:
         """Return the version that serves the trainer's state; publish it if none does."""
@@ -164,28 +203,28 @@ class Training:
 
     # ------------------------------------------------------------ before a request is accepted
 
-    def check_model(self, lora: types.LoraConfig | None, optimizer: str) -> list[str]:
-        """Check what a new model asks for; returns warnings.
+    def check_model(self, lora: types.LoraConfig | None, optimizer: str) -> dict[str, Any]:
+        """Check what a new model asks for; returns its adapter and warnings.
 
         Raises:
-            Refused: another adapter than the run's, or another optimizer.
+            Refused: another optimizer, or another adapter than the run's although that is trained.
         """
         if optimizer != "adamw":
             raise unsupported(f"optimizer_config: {optimizer!r} is not supported; use adamw")
-        if lora is None or self._lora is None:
-            return []
-        ours = self._lora
-        if lora.rank != ours.rank:
+        if self._lora is None:
+            return {"lora": None, "warnings": []}
+        ours, found = self._lora, wanted(lora, self._lora)
+        if found != ours and not self._books.fact("initial")["is_base"]:
             raise unsupported(
-                f"lora_config: rank {lora.rank} is asked for, but this run trains rank {ours.rank};"
-                f" pass rank={ours.rank}, or start the run with trainer.lora.rank = {lora.rank}"
+                f"lora_config: rank {found.rank} on {', '.join(found.targets)} is asked for, but "
+                f"models start from this run's trained adapter, of rank {ours.rank} on "
+                f"{', '.join(ours.targets)}; pass rank={ours.rank}, or start a new run"
             )
-        if ours.targets == (ALL_LINEAR,) and not (lora.train_mlp and lora.train_attn):
-            raise unsupported(
-                "lora_config: train_mlp and train_attn must be true, because this run's adapter is "
-                "on all linears; set trainer.lora.targets for another one"
-            )
-        return ["train_unembed: the unembedding gets no adapter"] if lora.train_unembed else []
+        warns = lora is not None and lora.train_unembed
+        return {
+            "lora": found.model_dump(mode="json"),
+            "warnings": ["train_unembed: the unembedding gets no adapter"] if warns else [],
+        }
 
     def check_save(self, model_id: str, asked: types.SaveWeightsRequest) -> None:
         """Check a checkpoint's name.
@@ -198,13 +237,25 @@ class Training:
         if not asked.overwrite and self._books.find_checkpoint(path) is not None:
             raise malformed(f"checkpoint {path} exists; pass overwrite=True or another name")
 
-    def check_load(self, path: str) -> None:
-        """Check that weights can be loaded from a path.
+    def check_load(self, path: str, model_id: str | None) -> None:
+        """Check that weights can be loaded from a path, into a model or (None) into a new one.
 
         Raises:
-            Refused: there is no such checkpoint, or it is a sampler's.
+            Refused: there is no such checkpoint, it is a sampler's, or the model's adapter is
+                another one.
         """
-        if self._books.checkpoint(path)["folder"] is None:
+        checkpoint = self._books.checkpoint(path)
+        model = None if model_id is None else self._books.find_model(model_id)
+        if model is not None:
+            saved = of_model(self._books.model(checkpoint["model_id"])["facts"], self._lora)
+            present = of_model(model["facts"], self._lora)
+            if saved is not None and present is not None and saved != present:
+                raise unsupported(
+                    f"{path} has an adapter of rank {saved.rank} on {', '.join(saved.targets)}, "
+                    f"and {model_id} one of rank {present.rank} on {', '.join(present.targets)}; "
+                    "make a model of it (create_training_client_from_state)"
+                )
+        if checkpoint["folder"] is None:
             raise unsupported(
                 f"{path} is a sampler's checkpoint, which holds no trainer state; load one of "
                 "save_state (tinker://.../weights/...)"
@@ -278,18 +329,23 @@ class _Jobs:
         return int(self._client.publish(job_id=job_id, timeout_s=self._timeout_s)["version"])
 
     def logprobs(self, job_id: str, plan: losses.Pass) -> wire.Array:
-        """Return the trainer's log-prob of every token, [T]: a pass of its own."""
-        batch = plan.batch()
-        result = self._client.forward(batch, job_id=job_id, timeout_s=self._timeout_s)
+        """Return the trainer's log-prob of every token, [T]."""
+        result = self._client.forward(plan.batch(), job_id=job_id, timeout_s=self._timeout_s)
         return np.asarray(result.logprobs, "f4")
 
-    def backward(self, job_id: str, plan: losses.Pass, logprobs_N: wire.Array) -> dict[str, float]:
-        """Add the gradient of the batch's loss; returns the job's metrics."""
-        batch = plan.batch(logprobs_N if plan.is_linear else None)
+    def backward(self, job_id: str, plan: losses.Pass) -> tuple[wire.Array, dict[str, float]]:
+        """Add the gradient of the batch's loss; returns every token's log-prob, [T], and the job's
+        metrics."""
         result = self._client.forward_backward(
-            batch, plan.loss, job_id=job_id, timeout_s=self._timeout_s
+            plan.batch(),
+            plan.loss,
+            returns_logprobs=True,
+            job_id=job_id,
+            timeout_s=self._timeout_s,
         )
-        return dict(result["metrics"])
+        for text in result.get("warnings", ()):
+            log.warning("%s: %s", job_id, text)
+        return np.asarray(result["logprobs"], "f4"), dict(result["metrics"])
 
     def step(self, job_id: str, optim: OptimParams) -> dict[str, float]:
         """Take an optimizer step; returns its metrics."""
@@ -303,6 +359,17 @@ class _Jobs:
     def load(self, job_id: str, folder: str) -> None:
         """Restore adapter, optimizer and random numbers. Pending gradients are dropped."""
         self._client.load_checkpoint(folder, job_id=job_id, timeout_s=self._timeout_s)
+
+    def new_adapter(self, job_id: str, lora: LoraConfig, *, seed: int | None) -> None:
+        """Give the trainer a fresh adapter. Pending gradients are dropped."""
+        self._client.new_adapter(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=lora.targets,
+            seed=seed,
+            job_id=job_id,
+            timeout_s=self._timeout_s,
+        )
 
     def load_weights_alone(self, job_id: str, folder: str) -> None:
         """Restore the adapter, with a fresh optimizer. Pending gradients are dropped."""

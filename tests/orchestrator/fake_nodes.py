@@ -192,8 +192,16 @@ class FakeTrainer(FakeNode):
     def on_ForwardBackward(self, message) -> None:
         self.messages.append(message)
         self.pending += 1
+        result = {"metrics": {"loss": 1.0}, "pending_batches": self.pending}
+        if not message.returns_logprobs:
+            self.link.complete(message.request_id, result=result)
+            return
+        count = message.tensors[0].numel
         self.link.complete(
-            message.request_id, result={"metrics": {"loss": 1.0}, "pending_batches": self.pending}
+            message.request_id,
+            result=result,
+            tensors=(TensorSpec(name="logprobs", dtype="float32", shape=(count,)),),
+            buffers=[array.array("f", range(count)).tobytes()],
         )
 
     def on_OptimStep(self, message) -> None:
@@ -234,6 +242,12 @@ class FakeTrainer(FakeNode):
             message.request_id,
             result={"version": 0, "client_state": {}, "dropped_batches": dropped},
         )
+
+    def on_NewAdapter(self, message) -> None:
+        self.messages.append(message)
+        dropped, self.pending = self.pending, 0
+        result = {"rank": message.rank, "adapter_changed": True, "dropped_batches": dropped}
+        self.link.complete(message.request_id, result=result)
 
     def on_PlanPublication(self, message) -> None:
         self.link.complete(message.request_id, result=self.manifest.model_dump())

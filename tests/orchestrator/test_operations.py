@@ -80,6 +80,14 @@ def test_forward_brings_its_buffers_back(run):
     assert asked.adapters is False and asked.allowed_token_ids == (3, 4)
 
 
+def test_forward_backward_brings_its_log_probs_back_where_asked(run):
+    trainer = run.trainer()
+    assert "logprobs" not in run.client.forward_backward(SmallBatch())
+    result = run.client.forward_backward(SmallBatch(), returns_logprobs=True)
+    assert result["logprobs"] == array.array("f", [0, 1]) and result["pending_batches"] == 2
+    assert [asked.returns_logprobs for asked in trainer.messages] == [False, True]
+
+
 def test_forward_takes_the_batch_s_temperatures_along(run):
     trainer = run.trainer()
     spec = batch_specs(num_sequences=1, num_tokens=2, optional=["temperatures"])[-1]
@@ -138,7 +146,7 @@ def test_steps_of_ones_own_are_published(run):
     run.client.forward_backward(SmallBatch())
     run.client.forward_backward(SmallBatch())
     with pytest.raises(JobFailed, match="gradients of 2 batches are pending"):
-        run.client.publish()
+        run.client.publish(refuses_pending=True)
     run.client.optim_step()
     assert replica.served == [(0, [10, 20, 30])]
     assert run.client.publish()["alias"] == "m@1"
@@ -148,6 +156,73 @@ def test_steps_of_ones_own_are_published(run):
         run.client.run(JOB, buffers=BUFFERS)["version"] == 2
     )  # what was pending is part of the step
     assert replica.served[-1] == (2, [14, 24, 34])
+
+
+def test_a_publication_keeps_pending_gradients_in_every_attempt(run):
+    """The version is the state without them; a failed attempt does not reload the trainer."""
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    run.client.forward_backward(SmallBatch())
+
+    def fail_late(message):
+        replica.stand_still(message)
+        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    replica.script["ReceiveWeights"] = fail_late
+    assert run.client.publish()["attempts"] == 2
+    assert replica.served[-1] == (1, [10, 20, 30]) and "LoadCheckpoint" not in trainer.log
+    run.client.optim_step()
+    assert trainer.weights == [11, 21, 31]
+
+
+def test_a_new_adapter_is_planned_and_published_anew(run):
+    trainer = run.trainer()
+    replica = run.replica(trainer)
+    run.client.run(InitialSyncJob())
+    run.client.publish()
+    assert trainer.log.count("PlanPublication") == 1, "the plan is kept"
+    run.client.forward_backward(SmallBatch())
+    made = run.client.new_adapter(rank=3, targets=["q_proj"], seed=5)
+    assert (made["dropped_batches"], made["rank"]) == (1, 3)
+    asked = trainer.messages[-1]
+    assert (asked.rank, asked.alpha, asked.targets, asked.seed) == (3, None, ("q_proj",), 5)
+    run.client.publish()
+    assert trainer.log.count("PlanPublication") == 2 and replica.log.count("PrepareUpdate") == 2
+
+
+def test_a_new_adapter_is_lost_with_its_trainer_and_named(run):
+    first = run.trainer()
+    run.client.new_adapter(rank=3)
+    first.die()
+    run.trainer()
+    with pytest.raises(JobFailed, match=r"the adapter of rank 3, 0 optimizer steps .* are lost"):
+        run.client.forward_backward(SmallBatch())
+
+
+def test_gradients_lost_in_a_publication_are_named_by_the_next_job(run):
+    """The version comes from its checkpoint; what was pending went with the process."""
+    current = [run.trainer()]
+    replica = run.replica(lambda: current[0])
+    run.client.run(InitialSyncJob())
+    run.client.forward_backward(SmallBatch())
+    current[0].script["SendWeights"] = lambda _: None  # silence: it will be dead
+
+    def peer_gone(message):
+        replica.stand_still(message)
+        threading.Thread(target=replace).start()
+        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    def replace():
+        current[0].die()
+        current[0] = run.trainer()
+
+    replica.script["ReceiveWeights"] = peer_gone
+    assert run.client.publish()["attempts"] == 2
+    assert replica.served[-1] == (1, [10, 20, 30])
+    with pytest.raises(JobFailed, match=r"gradients of 1 batches since .* are lost"):
+        run.client.optim_step()
+    assert run.client.forward_backward(SmallBatch())["pending_batches"] == 1
 
 
 def replace(run, first, then):

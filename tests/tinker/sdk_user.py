@@ -144,6 +144,56 @@ def state(service: tinker.ServiceClient) -> dict:
     }
 
 
+def publishing(service: tinker.ServiceClient) -> dict:
+    """A step with a publication between its gradients and itself, and the same without."""
+    paths = []
+    for publishes in (True, False):
+        client = trainer_of(service)
+        client.forward_backward([sft_datum()], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        client.forward_backward([sft_datum([1.0, -0.5, 0.25, 2.0])], "cross_entropy").result()
+        if publishes:
+            client.save_weights_and_get_sampling_client().result()
+        client.forward_backward([sft_datum()], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        paths.append(client.save_state(f"publishes-{publishes}").result().path)
+    return {"paths": paths}
+
+
+def adapters(service: tinker.ServiceClient) -> dict:
+    """Models of other adapters than the run's, each trained and served; one comes back."""
+    gaps, trained, paths = [], [], []
+    prompt = types.ModelInput.from_ints(PROMPT + ANSWER)
+    for more in ({"rank": 9}, {"rank": 2, "train_mlp": False}, {"rank": 3, "train_attn": False}):
+        client = service.create_lora_training_client(base_model=MODEL, **more).result()
+        fresh = logprobs_of(client)
+        for _ in range(2):
+            client.forward_backward([sft_datum()], "cross_entropy").result()
+            client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        ours = logprobs_of(client)
+        sampler = client.save_weights_and_get_sampling_client().result()
+        served = sampler.compute_logprobs(prompt).result()[1:]
+        gaps.append(float(np.abs(np.array(served) - np.array(ours)).max()))
+        trained.append(float(np.abs(np.array(fresh) - np.array(ours)).max()))
+        paths.append(client.save_state("it").result().path)
+        if len(paths) == 1:
+            wide = ours
+    back = service.create_training_client_from_state_with_optimizer(paths[0]).result()
+    sampler = back.save_weights_and_get_sampling_client().result()
+    served = sampler.compute_logprobs(prompt).result()[1:]
+    gaps.append(float(np.abs(np.array(served) - np.array(wide)).max()))
+    info = tinker.RestClient().get_weights_info_by_tinker_path(paths[1]).result()
+    return {
+        "gaps": gaps,
+        "trained": trained,
+        "back": logprobs_of(back) == wide,
+        "info": [info.lora_rank, info.train_attn, info.train_mlp],
+        "rank": back.get_info().model_data.lora_rank
+        if hasattr(back.get_info().model_data, "lora_rank")
+        else back.get_info().lora_rank,
+    }
+
+
 def custom(service: tinker.ServiceClient) -> dict:
     """A loss of the user's own, with the same gradient as a weighted cross_entropy."""
     weights = [1.0, -0.5, 0.25, 2.0]
@@ -200,7 +250,9 @@ def refused(service: tinker.ServiceClient) -> dict:
     """What the SDK's user reads."""
     said = {}
     for name, ask in {
-        "rank": lambda: service.create_lora_training_client(MODEL, rank=64).result(),
+        "linears": lambda: service.create_lora_training_client(
+            MODEL, rank=64, train_attn=False, train_mlp=False
+        ).result(),
         "model": lambda: service.create_lora_training_client("Qwen/Qwen3-8B", rank=RANK).result(),
         "loss": lambda: trainer_of(service).forward_backward([sft_datum()], "dro").result(),
         "path": lambda: service.create_sampling_client("tinker://a/sampler_weights/b").result(),
@@ -240,7 +292,8 @@ def sample(service: tinker.ServiceClient) -> dict:
     return {"loss": passed.result().metrics["loss:sum"]}
 
 
-PARTS = {p.__name__: p for p in (sft, rl, state, custom, inflight, refused, hold, sample)}
+_ALL = (sft, rl, state, publishing, adapters, custom, inflight, refused, hold, sample)
+PARTS = {part.__name__: part for part in _ALL}
 
 if __name__ == "__main__":
     client = tinker.ServiceClient()

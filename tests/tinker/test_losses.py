@@ -19,8 +19,8 @@ def planned(body: bytes) -> losses.Pass:
     return losses.plan(wire.read_pass(body))
 
 
-def buffers(done: losses.Pass, **more) -> dict[str, list[float]]:
-    batch = done.batch(**more)
+def buffers(done: losses.Pass) -> dict[str, list[float]]:
+    batch = done.batch()
     pairs = zip(batch.specs, batch.buffers, strict=True)
     return {s.name: np.frombuffer(b, s.dtype).tolist() for s, b in pairs}
 
@@ -62,9 +62,16 @@ def test_a_linear_loss_is_minus_the_sum_of_weight_times_logprob():
     done = planned(body)
     logprobs = done.by_datum(np.array([0.0, -1, -2, -3, -4], "f4"))
     assert losses.forward_metrics(done, logprobs) == {"loss:sum": 3.0 - 2.0}
-    assert (done.loss.name, done.loss.clip_low, done.loss.clip_high) == ("cispo", 0.0, 0.0)
-    rows = buffers(done, trainer_logprobs=np.array([-1, -2, -3, -4], "f4"))
-    assert rows["sampler_logprobs"] == [0, 0, 0, -3, -4], "the gap to the sampler is 0"
+    rows = buffers(done)
+    assert done.loss.name == "linear" and rows["advantages"] == [0, 0, 0, 1, -0.5]
+    assert rows["loss_mask"] == [0, 0, 0, 1, 1] and "temperatures" not in rows
+
+
+def test_a_policy_has_the_servers_temperature_and_a_linear_loss_has_1():
+    body = passing(datum(**RL, advantages=[0.0, 0.0, 1.0, -1.0]), loss="ppo")
+    done = losses.plan(wire.read_pass(body), temperature=0.7)
+    assert buffers(done)["temperatures"] == [pytest.approx(0.7)], "one for each sequence"
+    assert "temperatures" not in buffers(losses.plan(wire.read_pass(sft()), temperature=0.7))
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])

@@ -9,6 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
+from splice.tinker.books import Books
+
 pytestmark = pytest.mark.timeout(900)
 SHARP = 2e-5
 """fp32: trainer and vLLM agree to a few 1e-6 nats on this model (`make smoke`)."""
@@ -55,6 +57,24 @@ def test_states_come_back(server, sdk_python):
     assert found["num_runs"] >= 3 and len(found["checkpoints"]) >= 4
 
 
+def test_a_publication_does_not_touch_pending_gradients(server, sdk_python):
+    """To the bit, the optimizer included."""
+    found = facts_of(server, sdk_python, "publishing")
+    books = Books(server.run_dir / "tinker" / "books.sqlite")
+    folders = [server.run_dir / books.checkpoint(path)["folder"] for path in found["paths"]]
+    books.close()
+    for name in ("adapter/adapter_model.safetensors", "state/__0_0.distcp"):
+        with_it, without = ((folder / name).read_bytes() for folder in folders)
+        assert with_it == without, name
+
+
+def test_models_choose_their_adapters(server, sdk_python):
+    """Rank and linears change without a restart; what is served is what was trained."""
+    found = facts_of(server, sdk_python, "adapters")
+    assert max(found["gaps"]) < SHARP < 1e-2 < min(found["trained"])
+    assert found["back"] and found["rank"] == 9 and found["info"] == [2, True, False]
+
+
 def test_inflight_and_old_snapshots(server, sdk_python):
     found = facts_of(server, sdk_python, "inflight")
     assert found["before"] == 2 and found["lengths"] == [4] * 4
@@ -79,7 +99,7 @@ def test_inflight_and_old_snapshots(server, sdk_python):
 
 def test_what_a_user_reads(server, sdk_python):
     found = facts_of(server, sdk_python, "refused")
-    assert found["rank"][0] == 422 and "pass rank=4" in found["rank"][1]
+    assert found["linears"][0] == 422 and "nothing would train" in found["linears"][1]
     assert found["model"][0] == 422 and "this run has tiny" in found["model"][1]
     assert found["loss"][0] == 422 and "loss_fn 'dro' is not supported" in found["loss"][1]
     assert found["path"][0] == 404 and "no checkpoint" in found["path"][1]

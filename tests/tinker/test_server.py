@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -12,10 +13,10 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ErrorCode
 from splice.tinker.endpoints import REFUSED, router
 from splice.tinker.server import api_key, check_address
-from tests.tinker.messages import sft
+from tests.tinker.messages import TARGETS, datum, passing, sft
 from tests.tinker.serving import KEY, fake_run, serving
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,7 +58,7 @@ def test_requests_run_in_the_order_of_their_numbers(run):
             assert (await caller.result(step))["metrics"] == {"loss": 1.0}
             return kinds(run)[done:]
 
-    assert asyncio.run(go()) == ["Forward", "ForwardBackward"] * 2 + ["OptimStep"]
+    assert asyncio.run(go()) == ["ForwardBackward"] * 2 + ["OptimStep"]
 
 
 def test_a_repeated_request_is_the_first_one(run):
@@ -97,6 +98,33 @@ def test_a_refused_request_takes_its_number(run):
             assert isinstance(await caller.result(future), bytes)
 
     asyncio.run(go())
+
+
+def test_policy_losses_train_the_policy_at_the_servers_temperature(run, caplog):
+    async def go():
+        async with serving(run.dir, temperature=0.5) as caller:
+            await with_model(caller)
+            rl = {"logprobs": [0.0, 0.0, -1.0, -1.0], "advantages": [0.0, 0.0, 1.0, 1.0]}
+            data = datum(target_tokens=TARGETS, **rl)
+            named = []
+            for seq_id, make in ((1, sft), (2, partial(passing, data, loss="ppo"))):
+                body = make(model_id=caller.model, seq_id=seq_id)
+                await caller.result(await caller.post("forward_backward", body))
+                named.append([spec.name for spec in run.fake_trainer.messages[-1].tensors])
+            assert "temperatures" not in named[0] and named[1][-1] == "temperatures"
+            made = {"session_id": caller.session, "sampling_session_seq_id": 9, "base_model": "m"}
+            sampler = (await caller.post("create_sampling_session", made))["sampling_session_id"]
+            for seq_id, temperature in enumerate((0.5, 0.0, 1.0, 1.0)):
+                params = {"max_tokens": 4, "temperature": temperature}
+                body = {**SAMPLE, "sampling_session_id": sampler, "sampling_params": params}
+                await caller.post("asample", {**body, "seq_id": seq_id})
+
+    asyncio.run(go())
+    said = [r.getMessage() for r in caplog.records if "--temperature" in r.getMessage()]
+    assert (
+        len(said) == 1
+        and "at temperature 1.0, and policy losses train the policy at 0.5" in (said[0])
+    )
 
 
 def test_a_request_waits_for_an_earlier_one_only_so_long(run):
@@ -145,7 +173,7 @@ def test_futures_survive_the_servers_restart(run):
             return kinds(run)[done:]
 
     state = asyncio.run(first())
-    assert asyncio.run(second(*state)) == ["Forward", "ForwardBackward", "OptimStep"]
+    assert asyncio.run(second(*state)) == ["ForwardBackward", "OptimStep"]
 
 
 def test_a_slow_client_holds_up_nobody(run):
@@ -265,6 +293,49 @@ def test_states_and_snapshots(run):
     asyncio.run(go())
 
 
+def test_a_model_chooses_its_adapter(run):
+    """Another rank is a job; a checkpoint of it comes back with it, and into no other model."""
+
+    async def go():
+        async with serving(run.dir) as caller:
+            await caller.new_session()
+            body = {"session_id": caller.session, "model_seq_id": 0, "base_model": "m"}
+            lora = {"rank": 7, "train_mlp": False, "seed": 3}
+            made = await caller.post("create_model", {**body, "lora_config": lora})
+            await caller.result(made)
+            asked = run.fake_trainer.messages[-1]
+            assert (asked.rank, asked.alpha, asked.seed) == (7, 16.0, 3)
+            assert asked.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+            save = {"model_id": made["model_id"], "path": "a", "seq_id": 1}
+            path = (await caller.result(await caller.post("save_weights", save)))["path"]
+            info = await caller.post("weights_info", {"tinker_path": path})
+            assert (info["lora_rank"], info["train_attn"], info["train_mlp"]) == (7, True, False)
+
+            await caller.new_model(1)  # rank 4, the run's
+            assert (await caller.post("get_info", {"model_id": caller.model}))["lora_rank"] == 4
+            assert run.fake_trainer.log[-1] == "LoadCheckpoint", "the first state has that adapter"
+            load = {"model_id": caller.model, "path": path, "optimizer": True, "seq_id": 1}
+            why = await caller.refused("load_weights", load)
+            assert "rank 7 on q_proj, k_proj, v_proj, o_proj" in why and "of rank 4" in why
+            body = {"session_id": caller.session, "model_seq_id": 2, "path": path}
+            run.fake_trainer.script["LoadAdapter"] = lambda m: run.fake_trainer.link.complete(
+                m.request_id, result={}
+            )
+            again = await caller.post("load_weights", {**body, "optimizer": False})
+            assert (await caller.result(again))["path"] == path
+            assert run.fake_trainer.log[-2:] == ["NewAdapter", "LoadAdapter"]
+            run.fake_trainer.script["NewAdapter"] = lambda m: run.fake_trainer.refuse(
+                m, code=ErrorCode.BAD_INPUT
+            )
+            body = {"session_id": caller.session, "model_seq_id": 3, "base_model": "m"}
+            bad = await caller.post("create_model", {**body, "lora_config": {"rank": 9}})
+            assert (await caller.result(bad))["category"] == "user"
+            step = {"adam_params": {}, "model_id": bad["model_id"], "seq_id": 1}
+            assert "its adapter was refused" in await caller.refused("optim_step", step)
+
+    asyncio.run(go())
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -321,10 +392,14 @@ REFUSALS = {
         {**CREATE, "session_id": "x", "base_model": "Qwen/Qwen3-8B"},
         "base_model 'Qwen/Qwen3-8B': this run has m",
     ),
-    "another rank": (
+    "no linears": (
         "create_model",
-        {**CREATE, "session_id": "x", "lora_config": {"rank": 32}},
-        "pass rank=4, or start the run with trainer.lora.rank = 32",
+        {
+            **CREATE,
+            "session_id": "x",
+            "lora_config": {"rank": 32, "train_attn": False, "train_mlp": False},
+        },
+        "train_attn and train_mlp are false",
     ),
     "another optimizer": (
         "create_model",

@@ -36,7 +36,7 @@ def check_wrappers(model: Path) -> None:
     """A compiled layer and Megatron's bf16 wrapper change no name, no tensor and no adapter."""
     from megatron.core.transformer.module import Float16Module
 
-    from trainer_node.model import build
+    from trainer_node.model import trainable
 
     trainer = make_trainer(model, 1, 1, 1, dtype="bfloat16")
     random_adapters(trainer)
@@ -55,7 +55,7 @@ def check_wrappers(model: Path) -> None:
     del trainer.model.bridge._cached_param_names
     built = trainer.model
     tasks = built.bridge.build_conversion_tasks(built.checkpoint, modules)
-    adapters, params = build.trainable(
+    adapters, params, _ = trainable.trainable(
         modules[0],
         tasks,
         config=built.config,
@@ -125,7 +125,13 @@ def check_checkpoints(model: Path, out: Path) -> None:
     assert (foreign / "thesis.tex").exists()
     trainer.model.close()
     other = make_trainer(model, 1, 1, 1, lora=LoraConfig(rank=4, alpha=9))
-    refuses(other, whole, "lora", "9.0")
+    partial = out / "partial"
+    shutil.copytree(whole, partial)
+    (partial / "rank_0.pt").unlink()
+    refuses(other, partial, "rank_0.pt")
+    assert other.model.config.lora.alpha == 9, "a broken one changes no adapter"
+    loaded = checkpoint.load(other, whole)
+    assert other.model.config.lora.alpha == 8 and "it was rank 4, alpha 9" in loaded.notes[0]
     other.model.close()
 
 

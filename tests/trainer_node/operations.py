@@ -241,6 +241,32 @@ def check_failures_drop(trainer: Trainer, out: Path) -> None:
     assert all(p.param.grad is None for p in trainer.model.params)
 
 
+def check_returned_logprobs(trainer: Trainer) -> None:
+    """A pass that returns its log-probs returns those of `forward`, of tokens without loss too, and
+    adds the same gradient and sums. A sequence without loss is among them.
+
+    To the bit where `forward` takes the same kernels: attention has others without autograd.
+    """
+    with_autograd = Trainer.forward.__wrapped__
+    for name, spec in SPECS.items():
+        batch = batch_for(name)
+        sums = trainer.forward_backward(batch, spec)
+        plain = take_gradients(trainer)
+        asked = batch.scoring_all()
+        same_sums, logprobs_T = trainer.scored_forward_backward(asked, spec)
+        scoring = take_gradients(trainer)
+        every = replace(batch, loss_mask_T=asked.scored_T)
+        wanted_T, _ = with_autograd(trainer, every, allowed_token_ids=spec.allowed_token_ids)
+        assert torch.equal(logprobs_T, wanted_T), name
+        forward_T, _ = trainer.forward(every, allowed_token_ids=spec.allowed_token_ids)
+        assert (logprobs_T - forward_T).nan_to_num().abs().max() <= bounds.scores(), name
+        assert logprobs_T[batch.loss_mask_T == 0].count_nonzero() >= batch.lengths[-1] - 1
+        close(scoring, plain, relative=bounds.gradients())
+        assert same_sums.num_tokens == sums.num_tokens
+        slack = bounds.loss(count=batch.num_loss_tokens)
+        assert abs(same_sums.loss - sums.loss) <= slack, name
+
+
 def check_composition(trainer: Trainer) -> None:
     """train_step is forward_backward and optim_step, and takes along what is pending."""
     batch, spec, optim = batch_for("cross_entropy"), SPECS["cross_entropy"], OptimParams(lr=1e-3)
@@ -528,6 +554,7 @@ def main() -> None:
     assert trainer.pending.num_batches == 0, "a forward pass leaves no gradient"
     result |= with_peft_adapter(trainer, scored, Path(sys.argv[6]), out / "random")
     check_refusals(trainer)
+    check_returned_logprobs(trainer)
     if dist.get_world_size() == 1:
         check_composition(trainer)
         check_skipped_step(trainer, out)

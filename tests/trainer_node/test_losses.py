@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def value(
 class TestByHand:
     def test_cross_entropy(self) -> None:
         assert value("cross_entropy")[0] == pytest.approx(12.0 - math.log(2 * 2 * 0.5 * 0.5 * 8))
+
+    def test_linear(self) -> None:
+        """Log-probs -1, -1, -0.5, -1, -1 and -2 times weights 2, -1, 0, 3, 0.5 and -4."""
+        given = replace(
+            inputs(log_probs=torch.tensor([-1.0, -1.0, -0.5, -1.0, -1.0, -2.0])),
+            advantages_N=torch.tensor([2.0, -1.0, 0.0, 3.0, 0.5, -4.0]),
+        )
+        out = bind_loss(LossSpec(name="linear"))(given)
+        assert (out.loss.item(), out.num_clipped.item()) == (2.0 - 1.0 + 3.0 + 0.5 - 8.0, 0)
 
     def test_importance_sampling(self) -> None:
         """2 - 2 + 0.5 - 0.5 + 0.5 - 8 = -7.5."""
@@ -192,6 +202,8 @@ def plain(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
             r = (lp - o).exp()
             if name == "cross_entropy":
                 terms.append(-lp)
+            elif name == "linear":
+                terms.append(-a * lp)
             elif name == "importance_sampling":
                 terms.append(-r * a)
             elif name in ("grpo", "dapo"):
@@ -240,7 +252,7 @@ def test_gradients_equal_autograd_of_the_plain_formula(name: str, with_old: bool
     assert unclipped
     assert (
         clipped
-        or name in ("cross_entropy", "importance_sampling")
+        or name in ("cross_entropy", "linear", "importance_sampling")
         or (name, with_old) == ("cispo", False)
         or name == "cispo"
     )
@@ -295,6 +307,37 @@ def test_log_probs_and_entropy_with_gradients(
         for gradient, other in zip(gradients, expected, strict=True):
             assert torch.allclose(gradient, other, rtol=1e-10, atol=1e-13)
         assert gradients[1][10:].abs().max() == 0
+
+
+@pytest.mark.parametrize("logits_per_chunk", [1, 24, 1000])
+def test_the_backward_pass_leaves_out_what_is_not_learned(logits_per_chunk: int) -> None:
+    """The results are those of all positions, the gradient that of the learned ones, whatever
+    comes back for the others."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(12, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    temperatures = torch.tensor((0.1, 0.7, 1.0, 1.5, 3.0))
+    some = torch.randn(5, generator=generator, dtype=torch.float64)
+    learned = torch.tensor([1, 3, 4])
+    found = []
+    for only in (None, learned):
+        log_probs, entropy = linear_statistics(
+            hidden,
+            weight,
+            torch.tensor([5, 2, 7, 7, 5]),
+            vocab_size=10,
+            temperatures_N=temperatures,
+            learned_N=only,
+            logits_per_chunk=logits_per_chunk,
+        )
+        values = log_probs * some - entropy
+        loss = values[learned].sum() if only is None else values.sum()
+        found.append((values, torch.autograd.grad(loss, (hidden, weight))))
+    (plain, expected), (ours, gradients) = found
+    assert torch.equal(ours, plain)
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert torch.allclose(gradient, other, rtol=1e-10, atol=1e-13)
+    assert gradients[0][[0, 2]].count_nonzero() == 0
 
 
 def test_saved_memory_does_not_grow_with_the_vocabulary() -> None:

@@ -36,6 +36,7 @@ PEFT = "tests/trainer_node/test_peft_io.py"
 EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
 FUSED = "tests/trainer_node/test_fp8_export.py::test_the_fused_kernels_interpreted"
 BLOCKS = "tests/trainer_node/test_fp8_blocks.py"
+READAPTED = "tests/trainer_node/test_readapted.py::test_a_new_adapter_is_one_from_the_start"
 PROBE = "tests/trainer_node/test_probe.py"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
@@ -150,6 +151,34 @@ MUTANTS = [
         killer=f"{PURE}::TestSums::test_sequences_without_loss_do_not_count",
     ),
     Mutant(
+        name="tokens that are only scored carry loss",
+        file="trainer_node/training/batch.py",
+        old="values_N if self.loss_N is None else values_N.index_select(0, self.loss_N)",
+        new="values_N",
+        killer=ONE_RANK,
+    ),
+    Mutant(
+        name="the gradient of the learned positions lands on others",
+        file="trainer_node/training/losses.py",
+        old="others_NH.index_copy_(0, whole.learned_N, grad_hidden_NH)",
+        new="others_NH.index_copy_(0, whole.learned_N - 1, grad_hidden_NH)",
+        killer=f"{LOSSES}::test_the_backward_pass_leaves_out_what_is_not_learned",
+    ),
+    Mutant(
+        name="weights of the linear loss without their sign",
+        file="trainer_node/training/losses.py",
+        old="-(advantages_N * log_probs_N).sum()",
+        new="-(advantages_N.abs() * log_probs_N).sum()",
+        killer=f"{LOSSES}::TestByHand::test_linear",
+    ),
+    Mutant(
+        name="a partial update keeps the deltas of the adapter before",
+        file="trainer_node/export/merged.py",
+        old="self._ever |= targets",
+        new="self._ever = set(targets)",
+        killer=f"{READAPTED}[dense_tied-1-sizes0]",
+    ),
+    Mutant(
         name="off-by-one log-prob shift",
         file="trainer_node/training/batch.py",
         old="targets_N=of(batch.tokens_T)",
@@ -180,8 +209,8 @@ MUTANTS = [
     Mutant(
         name="forward results returned a row early",
         file="trainer_node/training/passes.py",
-        old="result_2T[:, one.rows_N] = value_2N",
-        new="result_2T[:, one.rows_N - 1] = value_2N",
+        old="result_RT[:, one.rows_N] = value_RN",
+        new="result_RT[:, one.rows_N - 1] = value_RN",
         killer=reference("dense_tied-lora-sft"),
     ),
     Mutant(
@@ -264,8 +293,8 @@ MUTANTS = [
     Mutant(
         name="the reference's log-probs at temperature 1",
         file="trainer_node/training/trainer.py",
-        old="                    base_T, _ = self.forward(\n                        batch,",
-        new="                    base_T, _ = self.forward(\n                        replace(batch, temperatures_T=None),",
+        old="replace(batch, scored_T=None)",
+        new="replace(batch, scored_T=None, temperatures_T=None)",
         killer=ONE_RANK,
     ),
     Mutant(
@@ -594,8 +623,8 @@ MUTANTS = [
     Mutant(
         name="padded rows counted",
         file="trainer_node/training/batch.py",
-        old="    carries_R = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])\n    places_N, loss_rows_N = places_R[carries_R], rows_R[carries_R]\n    owners_R = np.repeat(np.arange(len(sequences)), np.array(sizes, dtype=np.int64))\n",
-        new="    carries_R = np.flatnonzero(np.resize(batch.loss_mask_T.numpy()[rows_R], length))\n    places_N, loss_rows_N = carries_R, np.resize(rows_R, length)[carries_R]\n    owners_R = np.resize(np.repeat(np.arange(len(sequences)), sizes), length)\n",
+        old="    scored_R = np.flatnonzero(scored_T.numpy()[rows_R])\n    places_N, rows_N = places_R[scored_R], rows_R[scored_R]\n    owners_R = np.repeat(np.arange(len(sequences)), np.array(sizes, dtype=np.int64))\n",
+        new="    scored_R = np.flatnonzero(np.resize(scored_T.numpy()[rows_R], length))\n    places_N, rows_N = scored_R, np.resize(rows_R, length)[scored_R]\n    owners_R = np.resize(np.repeat(np.arange(len(sequences)), sizes), length)\n",
         killer=parity("dense_tied-pp2-lora-sft"),
     ),
     Mutant(

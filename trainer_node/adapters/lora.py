@@ -249,7 +249,7 @@ class _Groups:
 
 
 class AdapterSet:
-    """All adapters of this rank, hooked into its model.
+    """All adapters of this rank. `attach` hooks them into its model.
 
     Args:
         tasks: Bridge's conversion tasks for the model; none, if there are to be no adapters.
@@ -282,6 +282,9 @@ class AdapterSet:
         """Stacked HF tensors of the whole model whose experts have adapters."""
         self.transposed: set[str] = set()
         """Those of this rank that are [experts, in, out]."""
+        self._wanted: list[tuple[nn.Module, str, Callable[..., Any], dict[str, Any]]] = []
+        self._normed: list[Any] = []
+        """Linears that must return their norm's output."""
         self._hooks: list[Any] = []
         self._on = True
         self.dropout = Dropout(
@@ -382,7 +385,7 @@ class AdapterSet:
         )
         if hasattr(module, "return_layernorm_output"):
             # A fused norm-and-linear: the adapter's input is the norm's output.
-            module.return_layernorm_output = True
+            self._normed.append(module)
         self.adapters.append(adapter)
         self.by_module[module] = adapter
         norms = [c for c in module.children() if next(c.parameters(), None) is not None]
@@ -434,7 +437,15 @@ class AdapterSet:
         self._hook(module, "register_forward_hook", _add_delta(adapter, lambda: self._on))
 
     def _hook(self, module: nn.Module, kind: str, hook: Callable[..., Any], **options: Any) -> None:
-        self._hooks.append((module, getattr(module, kind)(hook, **options)))
+        self._wanted.append((module, kind, hook, options))
+
+    def attach(self) -> None:
+        """Put the hooks on the model."""
+        for module in self._normed:
+            module.return_layernorm_output = True
+        self._hooks = [
+            getattr(module, kind)(hook, **options) for module, kind, hook, options in self._wanted
+        ]
 
     @property
     def is_on(self) -> bool:
@@ -477,10 +488,10 @@ class AdapterSet:
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        for module, hook in self._hooks:
+        for hook in self._hooks:
             hook.remove()
-            if hasattr(module, "return_layernorm_output"):
-                module.return_layernorm_output = False
+        for module in self._normed:
+            module.return_layernorm_output = False
         self._hooks.clear()
 
 

@@ -38,6 +38,8 @@ class Exporter:
         ] = []  # for each tensor of the manifest, the conversion task that brings it
         self._task = -1  # the one whose tensors come now
         self._adapter_of: dict[str, str] = {}
+        self._ever: set[str] = set()
+        """Tensors that had an adapter since the process began: served versions may have them."""
         self.merge_s = 0.0
         """Seconds that the last `merged_tensors` spent merging (on CUDA: queueing the merge)."""
 
@@ -91,11 +93,17 @@ class Exporter:
                 self._tasks.append(self._task)
             manifest = Manifest(tensors=tuple(specs))
             targets = self._plan(manifest)
-            changed = tuple(i for i, spec in enumerate(specs) if spec.name in targets)
+            self._ever |= targets
+            changed = tuple(i for i, spec in enumerate(specs) if spec.name in self._ever)
             self._manifest = Manifest(tensors=manifest.tensors, changed=changed or None)
             if self._model.device.type == "cuda":
                 torch.cuda.empty_cache()  # what this export took is not needed again
         return self._manifest
+
+    def forget(self) -> None:
+        """Plan anew, because the model has other adapters. Tensors that had one before stay among
+        those that change, so that a partial update takes the old one's delta away."""
+        self._manifest = None
 
     def _plan(self, manifest: Manifest) -> frozenset[str]:
         """Plan the merge on rank 0; returns the tensors with an adapter.

@@ -23,25 +23,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node import objects
-from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
+from trainer_node.adapters.lora import AdapterSet
 from trainer_node.adapters.merge import strip_wrappers
 from trainer_node.export.layouts import layouts
 from trainer_node.model import language_part, providers, topology
-from trainer_node.model.experts import StackedExperts, obstacle
 from trainer_node.model.hf import HfCheckpoint, tensor_files
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import (
     VOCAB_PARAMS,
-    TrainedParam,
     count,
     is_split,
-    model_parameters,
 )
+from trainer_node.model.trainable import experts_obstacle, trainable
 
 log = logging.getLogger("splice.trainer")
 
@@ -80,7 +77,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     language_part.export_towers(bridge, checkpoint.state, tasks[-1])
     if not with_weights:
         _random_weights(modules, tasks, bridge=bridge, config=config, provider=provider)
-    adapters, params = trainable(
+    adapters, params, experts = trainable(
         modules[0],
         tasks,
         config=config,
@@ -108,6 +105,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         conversion_tasks=tasks,
         adapters=adapters,
         params=params,
+        experts=experts,
         num_parameters=num_parameters,
         fallbacks=_fallbacks(config, provider, device, modules[0], adapters),
     )
@@ -217,70 +215,7 @@ def _conversion_tasks(
     return tasks
 
 
-# ---------------------------------------------------------------- what trains
-
-
-def trainable(
-    module: Any,
-    tasks: Sequence[Any],
-    *,
-    config: TrainerConfig,
-    provider: Any,
-    bridge: Any,
-    checkpoint: HfCheckpoint,
-    device: torch.device,
-) -> tuple[AdapterSet, list[TrainedParam]]:
-    """Hook adapters on the frozen module; with finetuning_type "full" let the module itself train.
-    Returns what trains."""
-    trains_all = config.finetuning_type == "full"
-    adapters = AdapterSet(
-        tasks=() if trains_all else tasks,
-        bridge=bridge,
-        state=checkpoint.state,
-        layers=[m for m in module.modules() if isinstance(m, TransformerLayer)],
-        config=provider,
-        lora=config.lora,
-        seed=config.seed,
-        device=device,
-    )
-    if not trains_all:
-        params = adapters.params()
-        if _experts_obstacle(config, provider, device, module, adapters) is None:
-            for layer, of_layer in _moe_layers(module, adapters):
-                StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)
-        return adapters, params
-    module.requires_grad_(True)
-    return adapters, model_parameters(
-        module, tasks, config=provider, bridge=bridge, checkpoint=checkpoint
-    )
-
-
-def _moe_layers(
-    module: Any, adapters: AdapterSet
-) -> list[tuple[Any, tuple[ExpertAdapter | None, ExpertAdapter | None]]]:
-    """Each layer with experts, and their adapters of linear_fc1 and linear_fc2."""
-    found: Any = adapters.by_module.get
-    return [
-        (layer, (found(layer.experts.linear_fc1), found(layer.experts.linear_fc2)))
-        for layer in module.modules()
-        if isinstance(layer, MoELayer)
-    ]
-
-
-def _experts_obstacle(
-    config: TrainerConfig, provider: Any, device: torch.device, module: Any, adapters: AdapterSet
-) -> str | None:
-    """Why the experts stay Megatron's; None: `StackedExperts` takes them, or there are none."""
-    layers = _moe_layers(module, adapters)
-    if not layers:
-        return None
-    if config.finetuning_type == "full":
-        return "all parameters train"
-    if config.lora.dropout:
-        return "lora.dropout is not 0"
-    if any(fc1 is not None and len(fc1.names) != 2 for _, (fc1, _) in layers):
-        return "one adapter spans gate and up"
-    return obstacle(provider, device)
+# ---------------------------------------------------------------- what runs slower than it could
 
 
 def _fallbacks(
@@ -288,7 +223,7 @@ def _fallbacks(
 ) -> dict[str, str]:
     """Parts of the model that run slower than they could -> what they do instead, and why."""
     found = providers.fallbacks(provider, config)
-    why = _experts_obstacle(config, provider, device, module, adapters)
+    why = experts_obstacle(config, provider, device, module, adapters)
     if why is not None:
         found["experts"] = f"run in one product for each expert, because {why}"
     for part, what in found.items():

@@ -340,13 +340,23 @@ class StackedExperts:
         *,
         is_on: Callable[[], bool],
     ) -> None:
-        self._layer, self._adapters, self._is_on = layer, adapters, is_on
+        self._layer = layer
+        self.use(adapters, is_on=is_on)
         self.fc1_E2FH = _stack(layer.experts.linear_fc1, layer.num_local_experts)
         self.fc2_EHF = _stack(layer.experts.linear_fc2, layer.num_local_experts)
         if layer.ep_group.size() == 1:
             layer.forward = torch.compiler.disable(self.layer_forward)
         else:
             layer.experts.forward = torch.compiler.disable(self.experts_forward)
+
+    def use(
+        self,
+        adapters: tuple[ExpertAdapter | None, ExpertAdapter | None],
+        *,
+        is_on: Callable[[], bool],
+    ) -> None:
+        """Run with these adapters from now on."""
+        self._adapters, self._is_on = adapters, is_on
 
     def layer_forward(
         self,

@@ -14,15 +14,19 @@ from trainer_node.model.hf import HfCheckpoint
 
 if TYPE_CHECKING:
     from trainer_node.adapters.lora import AdapterSet
+    from trainer_node.model.experts import StackedExperts
     from trainer_node.model.parameters import TrainedParam
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Model:
     """Megatron's modules with their adapters, and the process groups of all ranks. Use `close` at
-    the end."""
+    the end.
+
+    Only `trainable.adapt` changes it: `adapters`, `params`, `num_parameters` and `config.lora`.
+    """
 
     config: TrainerConfig
     hf_config: Any
@@ -49,6 +53,8 @@ class Model:
     adapters: AdapterSet
     params: list[TrainedParam]
     """Trained parameters: the adapters, or all with finetuning_type "full"."""
+    experts: list[StackedExperts]
+    """Layers whose experts are stacked; empty: the experts are Megatron's, or there are none."""
     num_parameters: int
     """Trainable elements of the whole model."""
     fallbacks: dict[str, str]

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from orchestrator.protocol.config import LoraConfig
 from trainer_node import objects
 from trainer_node.adapters import peft_io
 from trainer_node.lockstep import Failure, agree
@@ -91,6 +92,8 @@ class Loaded:
     """False: another topology wrote it, and the generators were seeded anew."""
     notes: tuple[str, ...] = ()
     """Differences to the state that was saved."""
+    adapter_changed: bool = False
+    """Whether the trainer now has the checkpoint's adapter, with another rank, scale or place."""
 
 
 # ---------------------------------------------------------------- whole checkpoints
@@ -322,8 +325,7 @@ def lost_moments(trainer: Trainer, folder: Path) -> Lost | None:
     """Repair what a crash left, and say whether the checkpoint's moments are missing. A collective.
 
     Raises:
-        CheckpointError: on every rank, for no checkpoint, a partial one, or one of another model or
-            LoRA setting.
+        CheckpointError: on every rank, for no checkpoint, a partial one, or one of another model.
     """
     folder, model = _real(folder), trainer.model
     _repair(trainer, folder)
@@ -332,7 +334,7 @@ def lost_moments(trainer: Trainer, folder: Path) -> Lost | None:
     with _agree(model.control_group, f"checking {folder}"):
         generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
         meta = json.loads((folder / "meta.json").read_text())
-        _check_meta(folder, meta, _identity(model))
+        _check_meta(folder, meta, _identity(model) | {"lora": meta.get("lora")})
     made = meta["remake"]
     return Lost(
         base=Path(os.path.normpath(folder / made["base"])),
@@ -357,8 +359,9 @@ def load(
 ) -> Loaded:
     """Restore what `save` wrote, at any topology, and drop pending gradients. A collective.
 
-    It first repairs what a crash left. Nothing changes unless all of it can be read. This rank's
-    state is in CPU memory twice for a moment.
+    It first repairs what a crash left. Nothing changes unless all of it can be read. A trainer
+    whose adapter has another rank, scale or place takes on the checkpoint's once the files are
+    checked. This rank's state is in CPU memory twice for a moment.
 
     Args:
         with_moments: False: the trainer keeps its moments.
@@ -366,19 +369,23 @@ def load(
 
     Raises:
         CheckpointError: on every rank, for no checkpoint, a partial one, a mixture, or one of
-            another model or LoRA setting.
+            another model.
+        ConfigError: the trainer cannot take on the checkpoint's adapter; nothing changed.
     """
     folder, model = _real(folder), trainer.model
     settle(trainer)
     _repair(trainer, folder)
     whole: dict[peft_io.Key, torch.Tensor] = {}
-    expected = {} if model.trains_all else peft_io.expected_tensors(model)
     # Check all files before any rank reads what another one checks.
     with _agree(model.control_group, f"checking {folder}"):
         generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
     with _agree(model.control_group, f"reading {folder}"):
         meta = json.loads((folder / "meta.json").read_text())
-        _check_meta(folder, meta, _identity(model))
+        _check_meta(folder, meta, _identity(model) | {"lora": meta.get("lora")})
+    dropped = trainer.pending.num_batches
+    switched = _take_adapter(trainer, folder, meta.get("lora"))
+    expected = {} if model.trains_all else peft_io.expected_tensors(model)
+    with _agree(model.control_group, f"reading {folder}"):
         if only_save is not None and meta.get("save") != only_save:
             raise CheckpointError(f"{folder} is another checkpoint than the one before it")
         note = _check_parts(folder, meta) if with_moments else ""
@@ -404,7 +411,7 @@ def load(
         ]
     for plan, where in plans:
         sharded_state.load(plan, where, group=model.control_group)
-    dropped = trainer.drop_pending()
+    trainer.drop_pending()
     if not model.trains_all:
         model.adapters.load(whole)
     del plans
@@ -423,8 +430,30 @@ def load(
         client_state=meta.get("client_state", {}),
         dropped_batches=dropped,
         rng_restored=same_place,
-        notes=(note,) if note else (),
+        notes=tuple(text for text in (note, switched) if text),
+        adapter_changed=bool(switched),
     )
+
+
+def _take_adapter(trainer: Trainer, folder: Path, saved: Mapping[str, Any] | None) -> str:
+    """Give the trainer an adapter as the checkpoint's, if it has another one. Returns a note.
+
+    Raises:
+        ConfigError: such an adapter does not fit the model; nothing changed.
+    """
+    present = trainer.model.config.lora
+    if saved is None or saved == _lora_identity(trainer.model):
+        return ""
+    lora = LoraConfig.model_validate({**saved, "dropout": present.dropout})
+    trainer.new_adapter(lora)
+    trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
+    text = (
+        f"the adapter is now that of {folder}: rank {lora.rank}, alpha {lora.alpha:g} on "
+        f"{', '.join(lora.targets)}; it was rank {present.rank}, alpha {present.alpha:g} on "
+        f"{', '.join(present.targets)}"
+    )
+    log.warning("%s", text)
+    return text
 
 
 def _check_parts(folder: Path, meta: Mapping[str, Any]) -> str:
@@ -493,12 +522,16 @@ def _identity(model: Model) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "finetuning_type": model.config.finetuning_type,
-        "lora": None
-        if model.trains_all
-        else model.config.lora.model_dump(mode="json", exclude={"dropout"}),
+        "lora": _lora_identity(model),
         "architecture": list(model.hf_config.architectures or ()),
         "sizes": {name: getattr(model.hf_config, name, None) for name in _SIZES},
     }
+
+
+def _lora_identity(model: Model) -> dict[str, Any] | None:
+    if model.trains_all:
+        return None
+    return model.config.lora.model_dump(mode="json", exclude={"dropout"})
 
 
 def _meta(trainer: Trainer, version: int) -> dict[str, Any]:

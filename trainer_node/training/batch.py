@@ -2,8 +2,8 @@
 model.
 
 Shapes: S = sequences, T = tokens of all sequences laid end to end; L = tokens of a micro-batch,
-padding included (under context parallelism: this rank's), N = those of its tokens that carry loss,
-M = those of the N whose predictor this rank has.
+padding included (under context parallelism: this rank's), N = those of its tokens that are scored
+(that carry loss, unless the batch asks for more), M = those of the N whose predictor this rank has.
 
 Context parallelism splits every sequence of a pack into twice as many chunks as ranks. Rank r has
 chunks r and 2 * size - 1 - r, as Megatron's rotary positions and TransformerEngine's attention
@@ -59,6 +59,12 @@ class Batch:
     """[T, layers, top_k]."""
     temperatures_T: torch.Tensor | None = None
     """What the sampler divided the logits by; None: 1 everywhere."""
+    scored_T: torch.Tensor | None = None
+    """Tokens whose log-probs are wanted, all those with loss among them; None: those with loss."""
+
+    def scoring_all(self) -> Batch:
+        """Return the same batch, which asks for the log-prob of every token that is predicted."""
+        return replace(self, scored_T=predicted(self.lengths))
 
     @property
     def num_loss_tokens(self) -> int:
@@ -77,7 +83,7 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Whole sequences laid end to end, then padding, or this rank's chunks of all that; what the
-    losses need is there for the N tokens with loss only, on every context-parallel rank for all of
+    losses need is there for the N scored tokens only, on every context-parallel rank for all of
     them.
 
     Padding is sequences of its own, so that nothing attends to it, and no longer ones than the
@@ -112,6 +118,19 @@ class MicroBatch:
     temperatures_N: torch.Tensor | None = None
     routed_experts_L: torch.Tensor | None = None
     """[L, layers, top_k]: the experts that each token of the pack goes to."""
+    loss_N: torch.Tensor | None = None
+    """Index of the tokens with loss among the N; None: all of them have it."""
+    loss_M: torch.Tensor | None = None
+    """The same among the M."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return len(self.rows_N if self.loss_N is None else self.loss_N)
+
+    def with_loss(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the values of the tokens with loss."""
+        return values_N if self.loss_N is None else values_N.index_select(0, self.loss_N)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on `device`; a GPU gets one asynchronous copy from pinned memory."""
@@ -187,19 +206,26 @@ def decode_forward(
         n: d for n, d in OPTIONAL_FORWARD_TENSORS.items() if any(s.name == n for s in specs)
     }
     arrays = _arrays(specs, buffers, wanted=FORWARD_TENSORS | optional)
-    starts = _check_sequences(arrays, vocab_size=vocab_size, max_length=max_length)
+    _check_sequences(arrays, vocab_size=vocab_size, max_length=max_length)
     if allowed_token_ids is not None:
         _check_allowed(allowed_token_ids, vocab_size)
-    mask_T = torch.ones(len(arrays["tokens"]))
-    mask_T[torch.from_numpy(starts)] = 0
+    lengths = tuple(int(n) for n in arrays["sequence_lengths"])
+    mask_T = predicted(lengths)
     return Batch(
         tokens_T=torch.from_numpy(arrays["tokens"].astype(np.int64)),
         loss_mask_T=mask_T,
         advantages_T=torch.zeros_like(mask_T),
         sampler_logprobs_T=torch.zeros_like(mask_T),
         temperatures_T=torch.from_numpy(arrays["temperatures"]) if optional else None,
-        lengths=tuple(int(n) for n in arrays["sequence_lengths"]),
+        lengths=lengths,
     )
+
+
+def predicted(lengths: Sequence[int]) -> torch.Tensor:
+    """Return 1 for every token that the model predicts, [T]: all but each sequence's first."""
+    mask_T = torch.ones(sum(lengths))
+    mask_T[torch.from_numpy(np.cumsum([0, *lengths[:-1]]))] = 0
+    return mask_T
 
 
 def _arrays(
@@ -544,12 +570,16 @@ def _lay_out(
     # numpy's indexing: torch's wakes its thread pool, which takes longer than the work.
     tokens_L.numpy()[places_R] = batch.tokens_T.numpy()[rows_R]
     rows_L = torch.from_numpy(_spread_out(rows_R, places_R, length))
-    carries_R = np.flatnonzero(batch.loss_mask_T.numpy()[rows_R])
-    places_N, loss_rows_N = places_R[carries_R], rows_R[carries_R]
+    scored_T = batch.loss_mask_T if batch.scored_T is None else batch.scored_T
+    scored_R = np.flatnonzero(scored_T.numpy()[rows_R])
+    places_N, rows_N = places_R[scored_R], rows_R[scored_R]
     owners_R = np.repeat(np.arange(len(sequences)), np.array(sizes, dtype=np.int64))
+    loss_N = None
+    if batch.scored_T is not None:
+        loss_N = torch.from_numpy(np.flatnonzero(batch.loss_mask_T.numpy()[rows_N]))
 
     def of(flat_T: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(flat_T.numpy()[loss_rows_N])
+        return torch.from_numpy(flat_T.numpy()[rows_N])
 
     return MicroBatch(
         tokens_L=tokens_L,
@@ -559,8 +589,8 @@ def _lay_out(
         predictors_N=torch.from_numpy(places_N - 1),
         here_M=None,
         rows_L=rows_L,
-        rows_N=torch.from_numpy(loss_rows_N),
-        sequence_N=torch.from_numpy(owners_R[carries_R]),
+        rows_N=torch.from_numpy(rows_N),
+        sequence_N=torch.from_numpy(owners_R[scored_R]),
         num_sequences=len(sequences),
         targets_N=of(batch.tokens_T),
         advantages_N=of(batch.advantages_T),
@@ -571,6 +601,8 @@ def _lay_out(
         else of(batch.reference_logprobs_T),
         temperatures_N=None if batch.temperatures_T is None else of(batch.temperatures_T),
         routed_experts_L=_routing(batch.routed_experts_T, rows_R, places_R, length),
+        loss_N=loss_N,
+        loss_M=loss_N,
     )
 
 
@@ -620,6 +652,10 @@ def _part(pack: MicroBatch, rank: int, size: int) -> MicroBatch:
     local = np.full(len(pack.tokens_L), -1)
     local[places_L] = np.arange(len(places_L))
     predictors_N = local[pack.predictors_N.numpy()]
+    here_M = np.flatnonzero(predictors_N >= 0)
+    loss_M = None
+    if pack.loss_N is not None:
+        loss_M = torch.from_numpy(np.flatnonzero(np.isin(here_M, pack.loss_N.numpy())))
     places = torch.from_numpy(places_L)
     return replace(
         pack,
@@ -627,6 +663,7 @@ def _part(pack: MicroBatch, rank: int, size: int) -> MicroBatch:
         positions_L=pack.positions_L[places],
         rows_L=pack.rows_L[places],
         predictors_N=torch.from_numpy(predictors_N),
-        here_M=torch.from_numpy(np.flatnonzero(predictors_N >= 0)),
+        here_M=torch.from_numpy(here_M),
+        loss_M=loss_M,
         routed_experts_L=None if pack.routed_experts_L is None else pack.routed_experts_L[places],
     )

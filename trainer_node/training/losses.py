@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ def linear_statistics(
     allowed_K: torch.Tensor | None = None,
     group: Any = None,
     temperatures_N: torch.Tensor | None = None,
+    learned_N: torch.Tensor | None = None,
     logits_per_chunk: int = LOGITS_PER_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p(target) and entropy of `softmax(hidden @ weight.T / temperature)`, fp32, in
@@ -69,6 +70,8 @@ def linear_statistics(
         vocab_size: the HF vocabulary's size, without padding.
         group: tensor-parallel group; None or of size 1: this rank holds all rows.
         temperatures_N: None: 1.
+        learned_N: index of the positions that the caller differentiates; None: all. The backward
+            pass leaves the others out.
     """
     num_rows = weight_VH.shape[0]
     head = _Head(
@@ -76,6 +79,7 @@ def linear_statistics(
         invalid_V=~_valid_rows(num_rows, vocab_start, vocab_size, allowed_K, weight_VH.device),
         group=group if group is not None and group.size() > 1 and len(targets_N) else None,
         temperatures_N1=None if temperatures_N is None else temperatures_N[:, None],
+        learned_N=learned_N,
         chunk=max(1, logits_per_chunk // num_rows),
     )
     log_probs_N, entropy_N = _LinearStatistics.apply(hidden_NH.to(weight_VH.dtype), weight_VH, head)
@@ -91,7 +95,20 @@ class _Head:
     invalid_V: torch.Tensor
     group: Any
     temperatures_N1: torch.Tensor | None
+    learned_N: torch.Tensor | None
+    """Index of the positions with a gradient; None: all."""
     chunk: int
+
+    def learned(self, values_N: Any) -> Any:
+        """Return the values of the positions with a gradient."""
+        if self.learned_N is None or values_N is None:
+            return values_N
+        return values_N.index_select(0, self.learned_N)
+
+    def of_learned(self) -> _Head:
+        """Return the head of the positions with a gradient alone."""
+        local_N, temperatures_N1 = map(self.learned, (self.local_N, self.temperatures_N1))
+        return replace(self, local_N=local_N, temperatures_N1=temperatures_N1, learned_N=None)
 
     def chunks(self) -> list[slice]:
         """Yield the slices of positions that form a chunk."""
@@ -151,9 +168,10 @@ class _LinearStatistics(torch.autograd.Function):
             target_N, sum_N, energy_N = sums_3N
         log_sum_N = sum_N.log()
         entropy_N = log_sum_N - energy_N / sum_N
-        ctx.head = head
+        ctx.head, ctx.shape = head, hidden_NH.shape
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden_NH, weight_VH, top_N, log_sum_N, entropy_N)
+        kept = map(head.learned, (hidden_NH, top_N, log_sum_N, entropy_N))
+        ctx.save_for_backward(weight_VH, *kept)
         return target_N - top_N - log_sum_N, entropy_N
 
     @staticmethod
@@ -162,8 +180,10 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """The logits again, chunk by chunk; no collective. A gradient is None where the loss does
         not use that output."""
-        hidden_NH, weight_VH, top_N, log_sum_N, entropy_N = ctx.saved_tensors
-        head: _Head = ctx.head
+        weight_VH, hidden_NH, top_N, log_sum_N, entropy_N = ctx.saved_tensors
+        whole: _Head = ctx.head
+        head = whole.of_learned()
+        grad_log_prob_N, grad_entropy_N = map(whole.learned, (grad_log_prob_N, grad_entropy_N))
         grad_hidden_NH = torch.empty_like(hidden_NH)
         sum_dtype = torch.promote_types(weight_VH.dtype, torch.float32)
         grad_weight = (
@@ -187,6 +207,9 @@ class _LinearStatistics(torch.autograd.Function):
             grad_hidden_NH[c] = grad_CV @ weight_VH
             if grad_weight is not None:
                 grad_weight += grad_CV.T @ hidden_NH[c]
+        if whole.learned_N is not None:
+            others_NH = grad_hidden_NH.new_zeros(ctx.shape)
+            grad_hidden_NH = others_NH.index_copy_(0, whole.learned_N, grad_hidden_NH)
         return (
             grad_hidden_NH,
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
@@ -434,6 +457,17 @@ def cross_entropy(log_probs_N: torch.Tensor) -> LossOutput:
     """Negative log-likelihood, summed: `-sum_t log p_t`. Supervised fine-tuning (Ouyang et al.
     2022, arXiv:2203.02155, section 3.5)."""
     return LossOutput(loss=-log_probs_N.sum(), num_clipped=log_probs_N.new_zeros(()))
+
+
+@register_loss("linear")
+def linear(log_probs_N: torch.Tensor, *, advantages_N: torch.Tensor) -> LossOutput:
+    """`-sum_t A_t log p_t`, with weights of any sign: weighted likelihood, REINFORCE (Williams
+    1992; for language models Ahmadian et al. 2024, arXiv:2402.14740), or any loss whose derivatives
+    the caller knows, as `A_t = -dL / d log p_t`.
+    """
+    return LossOutput(
+        loss=-(advantages_N * log_probs_N).sum(), num_clipped=log_probs_N.new_zeros(())
+    )
 
 
 @register_loss("importance_sampling")

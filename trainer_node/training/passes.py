@@ -7,15 +7,15 @@ scores.
 Megatron's schedule calls `loss` or `scores` with the hidden states of each pack. A pass never waits
 for the device: positions with loss and sequence bounds come from the CPU.
 
-Axes: L = a pack's positions, N = its positions with loss, M = those of them on this context rank, H
+Axes: L = a pack's positions, N = its scored positions, M = those of them on this context rank, H
 = hidden size, V = this rank's part of the vocabulary, K = a set of token ids or a token's experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,14 @@ from trainer_node.training.sums import StepSums
 NUM_REPORTED = 7
 """What `loss` reports of a micro-batch: loss, clipped tokens, log-prob gap, KL, entropy, KL to the
 sampler (sums) and the largest gap."""
+
+
+class Report(NamedTuple):
+    """What `loss` reports of a pack."""
+
+    sums: torch.Tensor
+    """NUM_REPORTED of them, fp64."""
+    log_probs_N: torch.Tensor
 
 
 def cut(model: Model, batch: Batch, *, budget: int) -> Packs:
@@ -70,7 +78,7 @@ def run(
     first_row: int,
     on_pack: Callable[[], None],
     forward_only: bool = False,
-) -> list[torch.Tensor]:
+) -> list[Any]:
     """Run Megatron's schedule over the packs. Returns what `loss(pack, hidden)` reports, on the
     last pipeline stage only.
 
@@ -91,7 +99,7 @@ def run(
         )
         return output, partial(loss, micro)
 
-    reports: list[torch.Tensor] = get_forward_backward_func()(
+    reports: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(packs),
         model=model.modules,
@@ -147,27 +155,21 @@ def loss(
     weight: float,
     micro: MicroBatch,
     hidden_1LH: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute a pack's summed loss. Returns it, its token count, and the NUM_REPORTED sums of the
-    report."""
-    count = torch.full((), len(micro.rows_N), dtype=torch.int, device=model.device)
-    if not len(micro.rows_N):
+) -> tuple[torch.Tensor, torch.Tensor, Report]:
+    """Compute a pack's summed loss. Returns it, its token count, and the report."""
+    count = torch.full((), micro.num_loss_tokens, dtype=torch.int, device=model.device)
+    log_probs_N = entropy_N = torch.zeros(0, device=model.device)
+    if len(micro.rows_N):
+        learns_entropy = spec.entropy_bonus != 0.0
+        log_probs_N, entropy_N = _statistics(
+            model, micro, allowed_K, hidden_1LH, learns_entropy=learns_entropy
+        )
+    scored_N = log_probs_N.detach()
+    if not micro.num_loss_tokens:
         zeros = torch.zeros(NUM_REPORTED, dtype=torch.float64, device=model.device)
-        return hidden_1LH.float().sum() * 0.0, count, zeros
-    log_probs_N, entropy_N = _statistics(
-        model, micro, allowed_K, hidden_1LH, learns_entropy=spec.entropy_bonus != 0.0
-    )
-    inputs = LossInputs(
-        log_probs_N=log_probs_N,
-        sampler_logprobs_N=micro.sampler_logprobs_N,
-        advantages_N=micro.advantages_N,
-        old_logprobs_N=micro.old_logprobs_N,
-        sequence_N=micro.sequence_N,
-        num_sequences=micro.num_sequences,
-    )
-    terms = total_loss(
-        inputs, spec, entropy_N=entropy_N, reference_logprobs_N=micro.reference_logprobs_N
-    )
+        return hidden_1LH.float().sum() * 0.0, count, Report(zeros, scored_N)
+    inputs, entropy_N, reference_N = _inputs(micro, log_probs_N, entropy_N)
+    terms = total_loss(inputs, spec, entropy_N=entropy_N, reference_logprobs_N=reference_N)
     total = terms.total * weight
     reported = (
         total.detach(),
@@ -178,7 +180,24 @@ def loss(
         terms.kl_sampler,
         terms.logprob_gap_max,
     )
-    return total, count, torch.stack([x.double() for x in reported])
+    return total, count, Report(torch.stack([x.double() for x in reported]), scored_N)
+
+
+def _inputs(
+    micro: MicroBatch, log_probs_N: torch.Tensor, entropy_N: torch.Tensor
+) -> tuple[LossInputs, torch.Tensor, torch.Tensor | None]:
+    """The loss's inputs, entropies and reference log-probs of the positions with loss."""
+    of = micro.with_loss
+    inputs = LossInputs(
+        log_probs_N=of(log_probs_N),
+        sampler_logprobs_N=of(micro.sampler_logprobs_N),
+        advantages_N=of(micro.advantages_N),
+        old_logprobs_N=None if micro.old_logprobs_N is None else of(micro.old_logprobs_N),
+        sequence_N=of(micro.sequence_N),
+        num_sequences=micro.num_sequences,
+    )
+    reference_N = micro.reference_logprobs_N
+    return inputs, of(entropy_N), None if reference_N is None else of(reference_N)
 
 
 def scores(
@@ -201,7 +220,7 @@ def _statistics(
     *,
     learns_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropy where the pack has loss, [N] each.
+    """Log-probs and entropy of the scored positions, [N] each.
 
     Context-parallel ranks join their positions, so a loss sees whole sequences on each rank.
 
@@ -235,6 +254,7 @@ def _statistics(
         allowed_K=allowed_K,
         group=group,
         temperatures_N=temperatures_M,
+        learned_N=micro.loss_M,
     )
     entropy_M = entropy_M if learns_entropy else entropy_M.detach()
     if micro.here_M is None:
@@ -262,26 +282,23 @@ def speaks() -> bool:
 
 
 def gather_scores(
-    model: Model, batch: Batch, packs: Packs, values: list[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put the packs' scores in the batch's order. Returns log-probs and entropies, [T] on the CPU
-    of every rank."""
-    result_2T = torch.zeros(2, len(batch.tokens_T), device=model.device)
+    model: Model, batch: Batch, packs: Packs, values: Sequence[torch.Tensor], *, rows: int
+) -> torch.Tensor:
+    """Put the packs' scores, [`rows`, N] each, in the batch's order: [`rows`, T] on the CPU of
+    every rank."""
+    result_RT = torch.zeros(rows, len(batch.tokens_T), device=model.device)
     if speaks():
-        for one, value_2N in zip(packs, values, strict=True):
-            result_2T[:, one.rows_N] = value_2N
-    dist.all_reduce(result_2T)
-    logprobs_T, entropy_T = result_2T.cpu()
-    return logprobs_T, entropy_T
+        for one, value_RN in zip(packs, values, strict=True):
+            result_RT[:, one.rows_N] = value_RN
+    dist.all_reduce(result_RT)
+    return result_RT.cpu()
 
 
-def reduce_sums(
-    model: Model, reports: list[torch.Tensor], batch: Batch, spec: LossSpec
-) -> StepSums:
+def reduce_sums(model: Model, reports: Sequence[Report], batch: Batch, spec: LossSpec) -> StepSums:
     """Add up the reports over packs and data-parallel ranks. Only ranks that speak contribute to
     the sums."""
     stacked = (
-        torch.stack(reports)
+        torch.stack([report.sums for report in reports])
         if reports
         else torch.zeros(1, NUM_REPORTED, dtype=torch.float64, device=model.device)
     )

@@ -22,6 +22,7 @@ import torch
 from megatron.core import parallel_state
 
 from orchestrator.errors import ErrorCode, SpliceError
+from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.peft_io import read_on_all_ranks
@@ -34,6 +35,7 @@ from trainer_node.model.offload import (
     tensors_in,
 )
 from trainer_node.model.parameters import finalize_gradients, global_norm
+from trainer_node.model.trainable import adapt
 from trainer_node.state.behind import Behind, OnDisk
 from trainer_node.training import gap, passes
 from trainer_node.training.batch import (
@@ -88,6 +90,8 @@ class Trainer:
         """The last checkpoint that was saved or loaded. It may still be written."""
         self.notes: list[str] = []
         """What the next result must tell the client."""
+        self.when_adapted: Callable[[], None] = lambda: None
+        """Called after the model got other adapters."""
 
     # ------------------------------------------------------------ a step
 
@@ -106,6 +110,18 @@ class Trainer:
 
         The caller runs `check` on the batch first. Returns the batch's own sums.
 
+        Raises: as `scored_forward_backward`.
+        """
+        return self.scored_forward_backward(batch, loss, loss_weight=loss_weight)[0]
+
+    def scored_forward_backward(
+        self, batch: Batch, loss: LossSpec, *, loss_weight: float = 1.0
+    ) -> tuple[StepSums, torch.Tensor]:
+        """Do `forward_backward`; return the log-probs that the pass computed as well.
+
+        They are [T] on the CPU of every rank, with the adapters' dropout, and 0 where `scored_T`
+        is. A batch that names no `scored_T` gets none.
+
         Raises:
             LogprobGapError: trainer and sampler are further apart than the loss allows.
             Exception: any later failure. Both drop pending gradients, and a note says so.
@@ -115,7 +131,7 @@ class Trainer:
             if loss.kl is not None and loss.kl.reference != "given":
                 with self.references.in_place(loss.kl.adapter_dir):
                     base_T, _ = self.forward(
-                        batch,
+                        replace(batch, scored_T=None),
                         allowed_token_ids=loss.allowed_token_ids,
                         adapters=loss.kl.reference == "adapter",
                     )
@@ -128,9 +144,14 @@ class Trainer:
                     self._allowed(loss.allowed_token_ids),
                     loss_weight,
                 )
-                reports = self._run(self._cut(batch), of_pack)
+                packs = self._cut(batch)
+                reports = self._run(packs, of_pack)
             sums = passes.reduce_sums(self.model, reports, batch, loss)
             gap.check(sums, loss)
+            logprobs_T = torch.zeros(0)
+            if batch.scored_T is not None:
+                values = [report.log_probs_N[None] for report in reports]
+                (logprobs_T,) = passes.gather_scores(self.model, batch, packs, values, rows=1)
         except BaseException as error:
             dropped = self.drop_pending()
             error.add_note(
@@ -143,7 +164,7 @@ class Trainer:
             rows=len(batch.tokens_T),
             seconds=time.monotonic() - started,
         )
-        return sums
+        return sums, logprobs_T
 
     def drop_pending(self) -> int:
         """Forget accumulated gradients. Returns how many batches they came from."""
@@ -172,14 +193,15 @@ class Trainer:
         with self.model.adapters.switched(on=adapters):
             of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
             values = self._run(packs, of_pack, forward_only=True)
-        return passes.gather_scores(self.model, batch, packs, values)
+        logprobs_T, entropy_T = passes.gather_scores(self.model, batch, packs, values, rows=2)
+        return logprobs_T, entropy_T
 
     def _cut(self, batch: Batch) -> Packs:
         return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
 
     def _run(
         self, packs: Packs, of_pack: Callable[..., Any], *, forward_only: bool = False
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         return passes.run(
             self.model,
             packs,
@@ -330,6 +352,30 @@ class Trainer:
         self.on_disk = None
         self.steps_since_sent = 0
         return self.drop_pending()
+
+    def new_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> int:
+        """Put a fresh adapter in the place of the present one; the optimizer starts afresh.
+
+        The caller has settled the save in the background, which reads the moments, and finds the
+        pack size anew.
+
+        Returns the batches whose gradients were dropped.
+
+        Raises:
+            ConfigError: it does not fit the model; nothing changed.
+        """
+        model = self.model
+        adapt(model, lora, seed=model.config.seed if seed is None else seed)
+        dropped, self.pending = self.pending.num_batches, Pending()
+        self.optimizer = ShardedAdamW(model.params)
+        self.references = References(model)
+        self._host_copies = None
+        self.on_disk = None
+        self.steps_since_sent = 0
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.when_adapted()
+        return dropped
 
     # ------------------------------------------------------------ memory between jobs
 

@@ -19,6 +19,7 @@ NormalizeBy = Literal["tokens", "sequences"] | Annotated[float, Field(gt=0, allo
 
 LOSS_PARAMETERS: dict[str, dict[str, float | None]] = {
     "cross_entropy": {},
+    "linear": {},
     "importance_sampling": {},
     "ppo": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
     "grpo": {"clip_low": 0.2, "clip_high": 0.2},
@@ -183,7 +184,8 @@ OPTIONAL_FORWARD_TENSORS: dict[str, str] = {"temperatures": "float32"}
 """Buffers that may follow FORWARD_TENSORS, as in OPTIONAL_BATCH_TENSORS."""
 
 FORWARD_RESULTS: dict[str, str] = {"logprobs": "float32", "entropy": "float32"}
-"""Buffers that a forward pass returns, [T] each, with the rows of BATCH_TENSORS.
+"""Buffers that a forward pass returns, [T] each, with the rows of BATCH_TENSORS. A
+`ForwardBackward` that asks returns the first.
 
 log p(token t | tokens before it), and the entropy in nats of the distribution of token t, both at
 the batch's temperatures. 0 for the first token of a sequence.

@@ -113,6 +113,9 @@ class ForwardBackward(Operation, _Batch):
     kind: Literal["ForwardBackward"] = "ForwardBackward"
     loss_weight: float = Field(default=1.0, allow_inf_nan=False)
     """Multiplies this batch's loss, but not its share of the divisor."""
+    returns_logprobs: bool = False
+    """`Completed` carries the buffer `logprobs` of FORWARD_RESULTS: those that this pass computed,
+    with the adapters' dropout, of every token, with loss or without."""
 
 
 class OptimStep(Operation):
@@ -160,6 +163,26 @@ class LoadAdapter(Operation):
     """A folder on each of the trainer's hosts."""
 
 
+class NewAdapter(Operation):
+    """Replace the trainer's adapter by a fresh one, which changes nothing yet, of another rank or
+    on other linears, with a fresh optimizer.
+
+    What is left out stays as it is. Pending gradients are dropped; the result has the number of
+    batches. A refused adapter changes nothing. The served version stays until the next job that
+    publishes. Checkpoints know their adapter: `LoadCheckpoint` takes it on.
+    """
+
+    kind: Literal["NewAdapter"] = "NewAdapter"
+    rank: int | None = Field(default=None, ge=1)
+    """As `lora.rank` in the trainer's settings."""
+    alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """As `lora.alpha`."""
+    targets: tuple[str, ...] | None = Field(default=None, max_length=1024)
+    """As `lora.targets`."""
+    seed: int | None = None
+    """Of the adapter's first values. None: the trainer's `seed`."""
+
+
 class ExportHf(Operation):
     """Write the merged model as an HF checkpoint into a new folder, which appears whole or not at
     all."""
@@ -176,9 +199,15 @@ class ExportHf(Operation):
 
 class PublishJob(Message):
     """Save the trainer's present state as the next version and publish it, as after `OptimStep`
-    jobs."""
+    jobs.
+
+    Pending gradients stay for the next `OptimStep`, and are no part of the version. If the trainer
+    is lost meanwhile, they are lost with it, and the next job fails and says so.
+    """
 
     kind: Literal["PublishJob"] = "PublishJob"
+    refuses_pending: bool = False
+    """Refuse the job while gradients are pending, such as another client's."""
 
 
 TrainLoraJob = TrainLora
@@ -187,11 +216,19 @@ ForwardBackwardJob = ForwardBackward
 OptimStepJob = OptimStep
 LoadCheckpointJob = LoadCheckpoint
 LoadAdapterJob = LoadAdapter
+NewAdapterJob = NewAdapter
 ExportHfJob = ExportHf
 """The operations under the names that `splice` exports to users, where every job ends in "Job"."""
 
 OperationJob = (
-    TrainLora | Forward | ForwardBackward | OptimStep | LoadCheckpoint | LoadAdapter | ExportHf
+    TrainLora
+    | Forward
+    | ForwardBackward
+    | OptimStep
+    | LoadCheckpoint
+    | LoadAdapter
+    | NewAdapter
+    | ExportHf
 )
 JobSpec = Annotated[
     InitialSyncJob | TrainMergedJob | SaveCheckpointJob | PublishJob | ResyncJob | OperationJob,

@@ -1,0 +1,54 @@
+"""Tinker's LoRA settings as splice's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tinker import types
+
+from orchestrator.protocol.config import LoraConfig
+from splice.tinker.refused import unsupported
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+"""Ends of the names of the linears that `train_attn` and `train_mlp` mean."""
+
+
+def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
+    """Return the adapter that a model asks for: the run's with another rank, or on fewer linears.
+
+    `alpha` is the run's whatever the rank, as in Tinker.
+
+    Raises:
+        Refused: it would train nothing.
+    """
+    if asked is None:
+        return ours
+    if not (asked.train_attn or asked.train_mlp):
+        raise unsupported(
+            "lora_config: train_attn and train_mlp are false, and the unembedding gets no adapter "
+            "here, so nothing would train"
+        )
+    targets = ours.targets
+    if not (asked.train_attn and asked.train_mlp):
+        targets = ATTENTION if asked.train_attn else MLP
+    return ours.model_copy(update={"rank": asked.rank, "targets": targets})
+
+
+def info(lora: LoraConfig | None) -> dict[str, Any]:
+    """Return what `weights_info` says of an adapter; None: all parameters train."""
+    if lora is None:
+        return {"is_lora": False, "lora_rank": None}
+    return {
+        "is_lora": True,
+        "lora_rank": lora.rank,
+        "train_attn": lora.targets != MLP,
+        "train_mlp": lora.targets != ATTENTION,
+        "train_unembed": False,
+    }
+
+
+def of_model(facts: Mapping[str, Any], ours: LoraConfig | None) -> LoraConfig | None:
+    """Return a model's adapter. A model of an older server has the run's."""
+    return ours if facts.get("lora") is None else LoraConfig.model_validate(facts["lora"])

@@ -31,8 +31,9 @@ BENCHMARKS = {
     "loop": "whole RL steps: seconds by phase, share of idle time",
     "soak": "hundreds of jobs with crashes of the trainer: what grows, what is lost",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
+    "learning": "a pretrained model learns, against a control in one process",
 }
-WITH_INFERENCE = ("sync", "pause", "tinker", "loop", "soak", "convergence")
+WITH_INFERENCE = ("sync", "pause", "tinker", "loop", "soak", "convergence", "learning")
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or
 .venv-inference).
 """

@@ -105,6 +105,7 @@ def test_without_a_name_all_are_listed_with_a_line_each():
         "pause",
         "loop",
         "convergence",
+        "learning",
         "compare",
         "plot",
         "show",

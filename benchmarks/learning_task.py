@@ -1,0 +1,77 @@
+"""The task of `benchmarks.learning`: arithmetic in words, from reasoning-gym, solved step by step.
+
+    python -m benchmarks.learning_task ROWS.json
+
+It writes the problems (`make .venv-trainer/.examples` installs reasoning-gym); whoever trains reads
+the file alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+HELD_OUT = 128
+ASK = "\nThink step by step. End with the answer alone on the last line, as: Answer: <number>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What splice and the control have in common."""
+
+    steps: int = 100
+    evaluate_every: int = 50
+    num_prompts: int = 8
+    group_size: int = 8
+    max_tokens: int = 256
+    rank: int = 16
+    alpha: float = 32.0
+    lora_lr: float = 1e-4
+    full_lr: float = 3e-6
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 8192
+
+
+SMALL = Task(steps=2, evaluate_every=2, num_prompts=2, group_size=2, max_tokens=16)
+
+
+def reward(row: Row, text: str) -> float:
+    """1 if the last "Answer: NUMBER" of the text is right."""
+    found = re.findall(r"Answer:\s*(-?\d[\d,]*)", text)
+    return float(bool(found) and found[-1].replace(",", "") == row["answer"])
+
+
+def read(path: Path, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows for training, shuffled by the seed, and the held-out rows."""
+    rows: list[Row] = json.loads(path.read_text())
+    held_out, training = rows[:HELD_OUT], rows[HELD_OUT:]
+    random.Random(seed).shuffle(training)
+    return training, held_out
+
+
+def row(question: str, answer: str) -> Row:
+    """A row as the loop takes it."""
+    return {"messages": [{"role": "user", "content": question + ASK}], "answer": answer}
+
+
+def problems(count: int = 2000) -> list[Row]:
+    """Different problems of gsm_symbolic with whole answers."""
+    import reasoning_gym
+
+    found: dict[str, Row] = {}
+    for problem in reasoning_gym.create_dataset("gsm_symbolic", size=3 * count, seed=11):
+        if re.fullmatch(r"-?\d+", problem["answer"]):
+            found.setdefault(problem["question"], row(problem["question"], problem["answer"]))
+    return list(found.values())[:count]
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(problems(), indent=0))

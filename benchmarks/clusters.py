@@ -18,6 +18,7 @@ from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerCon
 from orchestrator.protocol.messages import PauseMode, PublicationMode
 from orchestrator.publication.config import PublicationConfig
 from splice.cluster import Cluster, ClusterConfig
+from splice.preflight import share_a_gpu
 
 SHAPES = {
     "30b-a3b": ("qwen3_moe", "qwen3-30b-a3b"),
@@ -64,7 +65,7 @@ def model_in(folder: Path, shape: str) -> Path:
 
 
 def gpus() -> tuple[int, int]:
-    """Trainer's and inference's GPU from SPLICE_BENCH_GPUS (0,1)."""
+    """Trainer's and inference's GPU from SPLICE_BENCH_GPUS (0,1); 0,0: both share one, over tcp."""
     trainer, inference = os.environ.get("SPLICE_BENCH_GPUS", "0,1").split(",")
     return int(trainer), int(inference)
 
@@ -109,9 +110,10 @@ def cluster_config(
         if not served.exists():
             make_model(shape, served, fp8=True)
     cuda = device == "cuda"
-    transport: Literal["nccl", "tcp"] = "nccl" if cuda else "tcp"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
     trainer_gpu, inference_gpu = gpus()
+    shared = share_a_gpu((trainer_gpu,), [(inference_gpu,)])
+    transport: Literal["nccl", "tcp"] = "nccl" if cuda and not shared else "tcp"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if cuda else "float32"
     trainer = TrainerConfig(
         model=model,
         init="hf" if shape == "tiny" else "random",
@@ -132,6 +134,7 @@ def cluster_config(
         transport=transport,
         max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
         max_num_seqs=max_num_seqs,
+        gpu_memory_utilization=0.4 if shared else 0.85,
         enforce_eager=is_eager(device),
         extra_args=options,
     )

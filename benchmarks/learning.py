@@ -41,8 +41,8 @@ from orchestrator.protocol.config import FinetuningType, InferenceConfig, LoraCo
 from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
 from splice.batches import Completion
 from splice.cluster import Cluster, ClusterConfig
+from splice.preflight import share_a_gpu
 from splice.rl import Loop, LoopConfig, SamplingConfig
-from splice.smoke.config import share_a_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The task of `benchmarks.learning`: arithmetic in words, from reasoning-gym, solved step by step.
+"""The task of `benchmarks.learning`: chain_sum of reasoning-gym with three to five numbers of two or
+three digits, solved step by step.
 
     python -m benchmarks.learning_task ROWS.json
 
@@ -18,7 +19,11 @@ from typing import Any
 
 Row = dict[str, Any]
 HELD_OUT = 128
-ASK = "\nThink step by step. End with the answer alone on the last line, as: Answer: <number>"
+ASK = (
+    "\nWork it out step by step, one operation on each line. "
+    "End with the answer alone on the last line, as: Answer: <number>"
+)
+CHAIN_SUM = {"min_terms": 3, "max_terms": 5, "min_digits": 2, "max_digits": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +68,11 @@ def row(question: str, answer: str) -> Row:
 
 
 def problems(count: int = 2000) -> list[Row]:
-    """Different problems of gsm_symbolic with whole answers."""
+    """Different problems."""
     import reasoning_gym
 
-    found: dict[str, Row] = {}
-    for problem in reasoning_gym.create_dataset("gsm_symbolic", size=3 * count, seed=11):
-        if re.fullmatch(r"-?\d+", problem["answer"]):
-            found.setdefault(problem["question"], row(problem["question"], problem["answer"]))
+    made = reasoning_gym.create_dataset("chain_sum", size=count + 100, seed=11, **CHAIN_SUM)
+    found = {p["question"]: row(p["question"], p["answer"]) for p in made}
     return list(found.values())[:count]
 
 

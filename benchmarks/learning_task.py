@@ -1,4 +1,4 @@
-"""The task of `benchmarks.learning`: chain_sum of reasoning-gym with three to five numbers of two or
+"""The task of `benchmarks.learning`: chain_sum of reasoning-gym, three to five numbers of two or
 three digits, solved step by step.
 
     python -m benchmarks.learning_task ROWS.json

@@ -205,6 +205,7 @@ def _cluster_config(arm: Arm, run: Run) -> ClusterConfig:
         gpus=(inference_gpu,) if cuda else (),
         transport=transport,
         max_model_len=1024 if cuda else 512,
+        max_num_seqs=2 * task.num_prompts * task.group_size,
         gpu_memory_utilization=0.06 if cuda else 0.85,
         enforce_eager=clusters.is_eager(device),
         extra_args=(*memory, *arm.vllm_args),

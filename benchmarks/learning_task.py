@@ -21,7 +21,7 @@ Row = dict[str, Any]
 HELD_OUT = 128
 ASK = (
     "\nWork it out step by step, one operation on each line. "
-    "End with the answer alone on the last line, as: Answer: <number>"
+    "End with the answer alone on the last line."
 )
 CHAIN_SUM = {"min_terms": 3, "max_terms": 5, "min_digits": 2, "max_digits": 3}
 
@@ -49,9 +49,9 @@ SMALL = Task(steps=2, evaluate_every=2, num_prompts=2, group_size=2, max_tokens=
 
 
 def reward(row: Row, text: str) -> float:
-    """1 if the last "Answer: NUMBER" of the text is right."""
-    found = re.findall(r"Answer:\s*(-?\d[\d,]*)", text)
-    return float(bool(found) and found[-1].replace(",", "") == row["answer"])
+    """1 if the last whole number of the text is the answer."""
+    found = re.findall(r"-?\d+", text.replace(",", ""))
+    return float(bool(found) and found[-1] == row["answer"])
 
 
 def read(path: Path, seed: int) -> tuple[list[Row], list[Row]]:

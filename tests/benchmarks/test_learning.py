@@ -23,14 +23,20 @@ ROWS = [row(f"{a} + 1 =", str(a + 1)) for a in range(140)]
     ("text", "earned"),
     [
         ("3 + 4 = 7\nAnswer: 7", 1.0),
-        ("Answer: 6\nno, Answer: 7", 1.0),
-        ("Answer: 7\nAnswer: 8", 0.0),
-        ("Answer: 77", 0.0),
-        ("it is 7", 0.0),
+        ("first 6, then \\boxed{7}.", 1.0),
+        ("7\nor 8", 0.0),
+        ("77", 0.0),
+        ("-7", 0.0),
+        ("seven", 0.0),
     ],
 )
 def test_reward(text, earned):
     assert reward(row("3 + 4 =", "7"), text) == earned
+
+
+def test_reward_of_thousands_and_of_less_than_nothing():
+    assert reward(row("900 + 900 =", "1800"), "It is 1,800.") == 1.0
+    assert reward(row("3 - 10 =", "-7"), "3 - 10 = -7") == 1.0
 
 
 def test_a_seed_shuffles_the_training_rows_alone(tmp_path):

@@ -8,12 +8,14 @@ Python's, and `large-experts` few large ones (rank 256), so that it is the disk'
 to a new folder; the disk is idle before (`sync`) and what was written is on it after.
 SPLICE_BENCH_DIR chooses the disk (the temporary folder's).
 
-`behind` measures a step whose moments are written while the next one trains. Three ways to save
-follow each other, each for a few `TrainMerged` or `TrainLora` jobs in a row. There are no rollouts
-between them, so the trainer never idles and the disk has the least time. Of each job, `wait_s` is
-what the step waits for: the save itself, and the copy before the optimizer step. `step_s` is the
-whole job. `moments_share` is the part of the step that the moments cost, beyond a step that saves
-the adapter alone. SPLICE_BENCH_TOKENS sets the step, SPLICE_BENCH_ROLLOUT_S a pause before each.
+`behind` measures a step whose moments are written while the next one trains. A round has such a
+step, then one during which its moments are written (`behind`), one that saves the adapter alone and
+one that saves the whole. There are no rollouts between them, so the trainer never idles and the
+disk has the least time. Of each job, `wait_s` is what the step waits for: the save itself, and the
+copy before the optimizer step. `step_s` is the whole job. `moments_share` is the part of the step
+that the moments cost, beyond the step of the same round that saves the adapter alone.
+SPLICE_BENCH_TOKENS sets the step, SPLICE_BENCH_ROLLOUT_S a pause before each,
+SPLICE_BENCH_ROUNDS (SPLICE_BENCH_SAMPLES) the rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ import torch
 from benchmarks.harness import Case
 
 RANK = 16
+Step = tuple[float, float]
+"""Seconds of the step, and those that it waited for saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,28 +124,33 @@ def _cases(name: str, folder: Path, *, device: str, samples: int) -> list[Case]:
 def _behind(trainer: Any, folder: Path, name: str, *, device: str, samples: int) -> list[Case]:
     """The same steps with the moments behind, with a whole save, and with the adapter alone."""
     steps = _Steps(trainer, folder, device=device)
-    ways = (steps.whole, steps.behind, steps.adapter)
-    # The first of each is not counted: it starts without what the way before it left behind.
-    whole, behind, adapter = ([steps.run(way) for _ in range(samples + 1)][1:] for way in ways)
-    alone_s = median(step_s for step_s, _ in adapter)
+    rounds = int(os.environ.get("SPLICE_BENCH_ROUNDS", samples))
+    # The first round is not counted: it makes buffers, and warms caches up.
+    taken = [steps.round(number) for number in range(rounds + 1)][1:]
+    whole, behind, adapter = ([one[way] for one in taken] for way in ("whole", "behind", "adapter"))
+    settings = {
+        "tokens": steps.num_tokens,
+        "rollout_s": steps.rollout_s,
+        "adapter_step_s": [step_s for step_s, _ in adapter],
+        "adapter_wait_s": [wait_s for _, wait_s in adapter],
+    }
     label = "the same step, saved as a whole before it ends"
-    settings = {"tokens": steps.num_tokens, "rollout_s": steps.rollout_s, "adapter_step_s": alone_s}
 
-    def case(metric: str, unit: str, of: Callable[[tuple[float, float]], float]) -> Case:
+    def case(metric: str, unit: str, of: Callable[[Step, Step], float]) -> Case:
         return Case(
             name=f"save/{name}/behind",
             metric=metric,
             unit=unit,
-            samples=tuple(map(of, behind)),
+            samples=tuple(map(of, behind, adapter)),
             peer=label,
-            peer_samples=tuple(map(of, whole)),
+            peer_samples=tuple(map(of, whole, adapter)),
             settings=settings,
         )
 
     return [
-        case("wait_s", "s", lambda one: one[1]),
-        case("step_s", "s", lambda one: one[0]),
-        case("moments_share", "of the step", lambda one: (one[0] - alone_s) / one[0]),
+        case("wait_s", "s", lambda one, alone: one[1]),
+        case("step_s", "s", lambda one, alone: one[0]),
+        case("moments_share", "of the step", lambda one, alone: (one[0] - alone[0]) / one[0]),
     ]
 
 
@@ -180,7 +188,14 @@ class _Steps:
             return np.full(self.num_tokens // self._length, self._length, np.int32)
         return -is_marked if name == "sampler_logprobs" else is_marked
 
-    def run(self, way: Callable[[], dict[str, float]]) -> tuple[float, float]:
+    def round(self, number: int) -> dict[str, Step]:
+        """A step of each way. The last two change places from round to round."""
+        self.run(self.behind)
+        ways = [self.adapter, self.whole]
+        ways = [self.behind, *(ways if number % 2 else reversed(ways))]
+        return {way.__name__: self.run(way) for way in ways}
+
+    def run(self, way: Callable[[], dict[str, float]]) -> Step:
         """One job. Returns the seconds of the step, and those that it waited for saves."""
         time.sleep(self.rollout_s)
         self._version += 1

@@ -22,6 +22,7 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
+from orchestrator.publication.config import PublicationConfig
 from splice.cluster import Cluster, ClusterConfig
 from splice.smoke import served
 from splice.smoke.config import TAU
@@ -93,6 +94,7 @@ def test_two_publications(family: str, kind: FinetuningType, tmp_path: Path) -> 
                 model=model, name="tiny", dtype=dtype, load_format="dummy", max_model_len=128
             ),
         ),
+        publication=PublicationConfig(canary=family not in UNSERVED),  # a canary is a request
     )
     sequences = served.probe_sequences(vocab_size=VOCAB_SIZE, prompts=[PROMPT], count=4)
     specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + len(ANSWER))

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from benchmarks import memory
 from benchmarks.harness import inference_python
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
-from orchestrator.protocol.messages import PauseMode, PublicationMode
+from orchestrator.protocol.messages import PauseMode, PublicationMode, batch_specs
 from orchestrator.publication.config import PublicationConfig
+from splice.batches import Batch
 from splice.cluster import Cluster, ClusterConfig
 from splice.preflight import share_a_gpu
 
@@ -84,6 +87,27 @@ def is_eager(device: str) -> bool:
     return device == "cpu" or os.environ.get("SPLICE_BENCH_EAGER", "0") == "1"
 
 
+def kv_cache_bytes() -> int | None:
+    """Size of each server's KV cache on a GPU, from SPLICE_BENCH_KV_GB. None: vLLM takes what is
+    free, so one server alone is on the GPU.
+    """
+    given = os.environ.get("SPLICE_BENCH_KV_GB")
+    return int(float(given) * 2**30) if given else None
+
+
+def random_batch(sequences: int, length: int, *, logprob: float = -1.0) -> Batch:
+    """Random tokens, [sequences, length], with loss on all but the first of each."""
+    tokens_SL = np.random.default_rng(1).integers(10, 200, (sequences, length))
+    mask_SL = np.ones((sequences, length), "<f4")
+    mask_SL[:, 0] = 0
+    rows = [tokens_SL.astype("<i4"), np.full(sequences, length, "<i4")]
+    rows += [mask_SL, mask_SL, logprob * mask_SL]
+    return Batch(
+        specs=batch_specs(num_sequences=sequences, num_tokens=tokens_SL.size),
+        buffers=tuple(row.tobytes() for row in rows),
+    )
+
+
 def cluster_config(
     shape: str,
     folder: Path,
@@ -104,12 +128,14 @@ def cluster_config(
         lora: key of `TARGETS`.
     """
     model = model_in(folder, shape)
+    cuda = device == "cuda"
     served, options = model, ("--quantization", quantization()) if quantization() else ()
     if quantization() == BLOCKS:
         served, options = folder / "model-fp8", ()
         if not served.exists():
             make_model(shape, served, fp8=True)
-    cuda = device == "cuda"
+    kv_cache = kv_cache_bytes() if cuda else None
+    options += ("--kv-cache-memory-bytes", str(kv_cache)) if kv_cache else ()
     trainer_gpu, inference_gpu = gpus()
     shared = share_a_gpu((trainer_gpu,), [(inference_gpu,)])
     transport: Literal["nccl", "tcp"] = "nccl" if cuda and not shared else "tcp"
@@ -134,7 +160,7 @@ def cluster_config(
         transport=transport,
         max_model_len=max_model_len or (8192 if cuda and SHAPES[shape][1] != "tiny" else 512),
         max_num_seqs=max_num_seqs,
-        gpu_memory_utilization=0.4 if shared else 0.85,
+        gpu_memory_utilization=0.05 if kv_cache else 0.4 if shared else 0.85,
         enforce_eager=is_eager(device),
         extra_args=options,
     )
@@ -147,6 +173,7 @@ def cluster_config(
         inference=(inference,),
         trainer_gpus=(trainer_gpu,) if cuda else (),
         publication=PublicationConfig(pause_mode=pause_mode, mode=mode),
+        ready_timeout_s=float(os.environ.get("SPLICE_BENCH_READY_S", "600")),
     )
 
 

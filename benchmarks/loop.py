@@ -9,9 +9,11 @@ on one cluster, rollouts from the served alias, training and publication.
     discarded       rollouts that were asked for and not trained on, found by `splice.rl.checker`
 
 The peer of each is the strict loop, in the same run. Shapes from SPLICE_BENCH_SHAPES (8b on cuda,
-tiny else). The two sides' work should balance: choose SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU)
-and SPLICE_BENCH_PROMPTS (8), each with 8 answers. Answers have a fixed length, so no step waits for
-a long one. Steps from SPLICE_BENCH_SAMPLES (7).
+tiny else). The two sides' work should balance, so on a GPU a few strict steps of two sizes come
+first, and the number of prompts is chosen from their times; SPLICE_BENCH_PROMPTS sets it (8 on a
+CPU). Each prompt has 4 answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU) tokens. Answers
+have a fixed length, so no step waits for a long one. Steps from SPLICE_BENCH_SAMPLES (7).
+SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks import clusters
+from benchmarks import clusters, turns
 from benchmarks.harness import Case
 from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
 from splice.batches import Completion
@@ -33,9 +36,12 @@ from splice.cluster import Cluster
 from splice.rl import Loop, LoopConfig, SamplingConfig, Step, checker, decisions
 from splice.smoke import rollouts
 
-GROUP_SIZE, LR = 8, 1e-4
+GROUP_SIZE, LR = 4, 1e-4
 WARM_STEPS = 2
 """Not counted: kernels are loaded, and the asynchronous loop begins to overlap."""
+SIZES = (12, 20)
+"""Prompts of the steps that the balance is found with, each of them STEPS steps."""
+STEPS, MOST_PROMPTS = 2, 64
 ANSWER_TOKENS = {"cpu": 32, "cuda": 512}
 MODES = {"strict": 0, "async": 1}
 """Name -> max_staleness."""
@@ -53,32 +59,70 @@ def run(*, device: str, small: bool) -> list[Case]:
     for shape in shapes.split(","):
         with TemporaryDirectory(prefix="splice-bench-") as name:
             folder = Path(name)
-            with Cluster(clusters.cluster_config(shape, folder, device=device)) as cluster:
+            seqs = GROUP_SIZE * MOST_PROMPTS if device == "cuda" else 64
+            cluster_config = replace(
+                clusters.cluster_config(shape, folder, device=device, max_num_seqs=seqs),
+                keep_versions=3,
+            )
+            with turns.started(Cluster(cluster_config)) as cluster, turns.alone():
                 cluster.client.run(InitialSyncJob())
+                prompts = _prompts(cluster.client, folder, device)
                 found = {
-                    mode: asyncio.run(
-                        _measure(cluster.client, folder / mode, _config(device, stale), steps)
+                    mode: _measure(
+                        cluster.client, folder / mode, _config(device, stale, prompts), steps
                     )
                     for mode, stale in MODES.items()
                 }
-        cases += _cases(shape, found, _config(device, MODES["async"]))
+        cases += _cases(shape, found, _config(device, MODES["async"], prompts))
     return cases
 
 
-def _config(device: str, max_staleness: int) -> LoopConfig:
+def _prompts(client: SpliceClient, folder: Path, device: str) -> int:
+    """As many that rollouts take as long as training, saving and sending; see `balanced`."""
+    given = os.environ.get("SPLICE_BENCH_PROMPTS", "8" if device == "cpu" else "")
+    if given:
+        return int(given)
+    times = []
+    for prompts in SIZES:
+        config = _config(device, 0, prompts)
+        taken = _steps(client, folder / f"strict-{prompts}", config, WARM_STEPS + STEPS)
+        seconds = [step.seconds for step in taken[WARM_STEPS:]]
+        rollouts_s = fmean(s["trainer_waits"] + s["job.pause"] for s in seconds)
+        times.append((prompts, rollouts_s, fmean(s["step"] - s["trainer_waits"] for s in seconds)))
+    chosen = balanced(*times)
+    print(f"prompts, seconds of rollouts, of the job: {times}; chosen: {chosen}", flush=True)
+    return chosen
+
+
+def balanced(one: tuple[int, float, float], two: tuple[int, float, float]) -> int:
+    """Prompts with which both sides take the same time, from (prompts, seconds of rollouts, seconds
+    of the job) of two sizes, by straight lines through both. Pure.
+    """
+    (a, *seconds_a), (b, *seconds_b) = one, two
+    gap_a, gap_b = seconds_a[0] - seconds_a[1], seconds_b[0] - seconds_b[1]
+    if gap_a == gap_b:
+        return a
+    return min(MOST_PROMPTS, max(1, round(a + gap_a * (b - a) / (gap_a - gap_b))))
+
+
+def _config(device: str, max_staleness: int, prompts: int) -> LoopConfig:
     length = int(os.environ.get("SPLICE_BENCH_ANSWER_TOKENS", ANSWER_TOKENS[device]))
     return LoopConfig(
         max_staleness=max_staleness,
         group_size=GROUP_SIZE,
-        groups_per_step=int(os.environ.get("SPLICE_BENCH_PROMPTS", "8")),
+        groups_per_step=prompts,
         sampling=SamplingConfig(
             max_tokens=length, extra={"ignore_eos": True, "min_tokens": length}
         ),
     )
 
 
-async def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> Measured:
-    """Each metric, a value for each step."""
+def _steps(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> list[Step]:
+    """The first steps of a new loop."""
+    return asyncio.run(_taken(client, folder, config, count))
+
+
+async def _taken(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> list[Step]:
     taken: list[Step] = []
     prompts = [{"prompt": text} for text in rollouts.choose_prompts(count=64, seed=1)]
     loop = Loop(
@@ -93,8 +137,14 @@ async def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count
     async with loop:
         async for step in loop:
             taken.append(step)
-            if len(taken) == WARM_STEPS + count:
+            if len(taken) == count:
                 break
+    return taken
+
+
+def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> Measured:
+    """Each metric, a value for each step."""
+    taken = _steps(client, folder, config, WARM_STEPS + count)
     log = checker.check(decisions.read(folder / decisions.LOG))
     if log.violations:
         raise RuntimeError(f"the loop's log breaks its promises: {log.violations[:3]}")

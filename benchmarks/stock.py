@@ -48,6 +48,7 @@ class StockServer:
         more: Sequence[str] = (),
         device: str = "cuda",
         eager: bool = False,
+        kv_cache_bytes: int | None = None,
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -76,7 +77,8 @@ class StockServer:
                 "--dtype",
                 "bfloat16",
                 "--gpu-memory-utilization",
-                "0.85",
+                "0.05" if kv_cache_bytes else "0.85",
+                *(["--kv-cache-memory-bytes", str(kv_cache_bytes)] if kv_cache_bytes else []),
                 "--weight-transfer-config",
                 '{"backend": "nccl"}',
             ]

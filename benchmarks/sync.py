@@ -14,7 +14,7 @@ adapter. It is measured once for both LoRAs of a shape. `pause_to_resume_s` is t
 between tokens of the running stream: from the last token before the pause to the first one after
 the resume, so re-prefill and verification are inside. Ours exports, merges and verifies; the peer
 only sends random bytes and checks nothing. Memory is watched during the first two publications,
-which are not timed.
+which are not timed. Last, the trainer makes a step and publishes it (`first_step_s`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,13 +31,15 @@ from typing import Any
 
 import httpx
 
-from benchmarks import clusters, memory
+from benchmarks import clusters, memory, turns
 from benchmarks.harness import Case, inference_python
 from benchmarks.stream import TokenStream, warm_prefill
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     JobSpec,
+    LossSpec,
     Manifest,
+    OptimParams,
     PublishJob,
     ResyncJob,
     TensorSpec,
@@ -68,13 +71,18 @@ class Seen:
         return [{k: round(v, 5) for k, v in result["seconds"].items()} for result in self.results]
 
 
+Peers = dict[tuple[tuple[str, ...], bool], Seen]
+"""Linears that were sent, and whether the KV cache was kept -> the stock engine's."""
+
+
 def run(*, device: str, small: bool) -> Iterator[Case]:
     """SHAPE/LORA from SPLICE_BENCH_SYNC (comma-separated; default
     30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small and on a cpu);
     samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1);
     SPLICE_BENCH_EAGER=1: both vLLMs without compiling and CUDA graphs;
     SPLICE_BENCH_QUANTIZATION: `--quantization` of our vLLM, such as fp8, or blocks: it serves a
-    checkpoint in block-scaled FP8. The peer's stays bf16.
+    checkpoint in block-scaled FP8. The peer's stays bf16. SPLICE_BENCH_STOCK=0: no peer.
+    `benchmarks.turns` says how several benchmarks share a host.
     """
     usual = (
         ("tiny/lora-attn",)
@@ -122,14 +130,30 @@ def _shape(
 ) -> Iterator[Case]:
     """All of the peer's on one server, then ours for each kind of LoRA in a cluster of its own."""
     wanted = dict.fromkeys((way.linears, way.keep_kv) for lora in loras for way in _ways(lora))
-    stock: dict[tuple[tuple[str, ...], bool], Seen] = {}
-    if device == "cuda":
-        try:
-            stock = _stock(shape, folder, samples=samples, wanted=tuple(wanted))
-        except (RuntimeError, httpx.HTTPError) as error:
-            print(f"stock {shape} failed: {error}", flush=True)
-    for lora in loras:
-        yield from _ours(shape, lora, folder, device=device, samples=samples, stock=stock)
+    clusters.model_in(folder, shape)
+    with ThreadPoolExecutor(1) as thread:
+        peer = thread.submit(_peer, device, shape, folder, samples, tuple(wanted))
+        if not turns.is_shared():  # the two servers do not fit on a GPU together
+            peer.result()
+        for lora in loras:
+            yield from _ours(shape, lora, folder, device=device, samples=samples, peer=peer)
+
+
+def _peer(
+    device: str,
+    shape: str,
+    folder: Path,
+    samples: int,
+    wanted: Sequence[tuple[tuple[str, ...], bool]],
+) -> Peers:
+    """What the stock engine did; nothing on a CPU, without SPLICE_BENCH_STOCK, or if it failed."""
+    if device != "cuda" or os.environ.get("SPLICE_BENCH_STOCK", "1") == "0":
+        return {}
+    try:
+        return _stock(shape, folder, samples=samples, wanted=wanted)
+    except (RuntimeError, httpx.HTTPError) as error:
+        print(f"stock {shape} failed: {error}", flush=True)
+        return {}
 
 
 def _cases(
@@ -173,9 +197,9 @@ def _ours(
     *,
     device: str,
     samples: int,
-    stock: Mapping[tuple[tuple[str, ...], bool], Seen],
+    peer: Future[Peers],
 ) -> Iterator[Case]:
-    """One cluster's cases, each as soon as it is measured."""
+    """One cluster's cases, each as soon as it and the peer's are measured."""
     config = clusters.cluster_config(
         shape, folder, device=device, run=f"run-{lora}", lora=lora, max_num_seqs=SEQS
     )
@@ -184,8 +208,9 @@ def _ours(
         lines = (config.run_dir / "logs" / log).read_text().splitlines()
         return [line.partition(after)[2] for line in lines if after in line]
 
-    with Cluster(config) as cluster:
-        with memory.watched(clusters.memory_readers(cluster, device), poll_s=0.02) as peaks:
+    with turns.started(Cluster(config)) as cluster:
+        readers = clusters.memory_readers(cluster, device)
+        with turns.alone(), memory.watched(readers, poll_s=0.02) as peaks:
             cluster.client.run(InitialSyncJob())
             cluster.client.run(ResyncJob())  # the first one in a layout pays for making its tables
         for side, peak in peaks.items():
@@ -207,9 +232,10 @@ def _ours(
                 clusters.restart_orchestrator(
                     cluster, pause_mode="keep_kv", mode=config.publication.mode
                 )
-            cluster.client.run(way.job)
-            with TokenStream(base_url=url, model=clusters.NAME, max_tokens=LONGEST) as stream:
-                seen = _sampled(stream, samples, partial(cluster.client.run, way.job))
+            with turns.alone():
+                cluster.client.run(way.job)
+                with TokenStream(base_url=url, model=clusters.NAME, max_tokens=LONGEST) as stream:
+                    seen = _sampled(stream, samples, partial(cluster.client.run, way.job))
             print(
                 f"{shape}/{lora}/1to1{way.end}: pause to resume "
                 f"{[round(gap, 4) for gap in seen.gaps]} s",
@@ -227,14 +253,33 @@ def _ours(
                     line[:200] for line in said("inference-0.vllm.log", "JIT compilation")
                 ][:50],
             }
-            yield from _cases(
-                f"{shape}/{lora}/1to1{way.end}", lora, seen, stock.get((sent, way.keep_kv)), more
-            )
+            stock = peer.result().get((sent, way.keep_kv))
+            yield from _cases(f"{shape}/{lora}/1to1{way.end}", lora, seen, stock, more)
+        yield _trained(cluster, f"{shape}/{lora}/1to1")
+
+
+def _trained(cluster: Cluster, name: str) -> Case:
+    """A step on random tokens, and the publication of what it made: not the speed of either."""
+    batch, optim = clusters.random_batch(4, 256), OptimParams(lr=1e-4)
+    with turns.alone():
+        began = time.monotonic()
+        result = cluster.client.train_merged(batch, LossSpec(name="cross_entropy"), optim)
+        ended = time.monotonic()
+    settings = {
+        "alias": result["alias"],
+        "bytes_sent": result["bytes_sent"],
+        "unverified": result["unverified"],
+        "metrics": result["metrics"],
+        "warnings": result["warnings"],
+    }
+    return Case(
+        name=name, metric="first_step_s", unit="s", samples=(ended - began,), settings=settings
+    )
 
 
 def _stock(
     shape: str, folder: Path, *, samples: int, wanted: Sequence[tuple[tuple[str, ...], bool]]
-) -> dict[tuple[tuple[str, ...], bool], Seen]:
+) -> Peers:
     """The peer, sending the weights of these linears ((): all tensors), and whether it keeps the KV
     cache.
     """
@@ -245,15 +290,17 @@ def _stock(
     everything = tuple(TensorSpec(name=n, dtype="bfloat16", shape=s) for n, s in shapes.items())
     model = clusters.model_in(folder, shape)
     trainer_gpu, inference_gpu = clusters.gpus()
-    seen: dict[tuple[tuple[str, ...], bool], Seen] = {}
-    with StockServer(
+    seen: Peers = {}
+    stock = StockServer(
         python=inference_python(),
         model=model,
         gpu=inference_gpu,
         log=folder / "stock.log",
         more=("--max-num-seqs", str(SEQS)),
         eager=clusters.is_eager("cuda"),
-    ) as server:
+        kv_cache_bytes=clusters.kv_cache_bytes(),
+    )
+    with turns.started(stock) as server, turns.alone():
         warm_prefill(server.base_url, "stock", longest=LONGEST)
         sender = StockSender(server, Manifest(tensors=everything), device=f"cuda:{trainer_gpu}")
         try:

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import clusters
+from benchmarks import clusters, turns
 from benchmarks.harness import Case
 from orchestrator.processes.launch import NodeProcess
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, batch_specs
+from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
 from splice.batches import Batch
 from splice.client import SpliceClient
 from splice.cluster import Cluster
@@ -49,7 +49,7 @@ def run(*, device: str, small: bool) -> list[Case]:
     for shape in shapes.split(","):
         with TemporaryDirectory(prefix="splice-bench-") as name:
             config = clusters.cluster_config(shape, Path(name), device=device)
-            with Cluster(config) as cluster:
+            with turns.started(Cluster(config)) as cluster, turns.alone():
                 cluster.client.run(InitialSyncJob())
                 cases += _cases(shape, *_measure(cluster, config.run_dir, device, count))
     return cases
@@ -61,10 +61,11 @@ def _measure(
     """Cycles through the server, cycles by the client, and what both did."""
     sequences = int(os.environ.get("SPLICE_BENCH_PROMPTS", 16 if device == "cuda" else 8))
     length = int(os.environ.get("SPLICE_BENCH_ANSWER_TOKENS", 4096 if device == "cuda" else 128))
-    tokens_SL = np.random.default_rng(1).integers(10, 200, (sequences, length))
+    batch = clusters.random_batch(sequences, length, logprob=LOGPROB)
+    tokens_SL = np.frombuffer(batch.buffers[0], "<i4").reshape(sequences, length)
     through, direct = [], []
     with _server(run_dir) as url, _sdk(url, run_dir) as sdk:
-        phases = _sdk_phases(sdk, tokens_SL), _client_phases(cluster.client, tokens_SL)
+        phases = _sdk_phases(sdk, tokens_SL), _client_phases(cluster.client, batch)
         for number in range(WARM_CYCLES + count):
             for taken, steps in zip((through, direct), phases, strict=True):
                 cycle = _timed(steps)
@@ -85,16 +86,7 @@ def _timed(steps: dict[str, Callable[[], Any]]) -> Cycle:
 # ---------------------------------------------------------------- both ways
 
 
-def _client_phases(client: SpliceClient, tokens_SL: Any) -> dict[str, Callable[[], Any]]:
-    count, length = tokens_SL.shape
-    mask_SL = np.ones((count, length), "<f4")
-    mask_SL[:, 0] = 0
-    rows = [tokens_SL.astype("<i4"), np.full(count, length, "<i4")]
-    rows += [mask_SL, mask_SL, LOGPROB * mask_SL]
-    batch = Batch(
-        specs=batch_specs(num_sequences=count, num_tokens=tokens_SL.size),
-        buffers=tuple(row.tobytes() for row in rows),
-    )
+def _client_phases(client: SpliceClient, batch: Batch) -> dict[str, Callable[[], Any]]:
     loss = LossSpec(name="importance_sampling", normalize_by=1.0)
     optim = OptimParams(lr=LR, max_grad_norm=None)
     return {

@@ -39,9 +39,9 @@ from splice.smoke import rollouts
 GROUP_SIZE, LR = 4, 1e-4
 WARM_STEPS = 2
 """Not counted: kernels are loaded, and the asynchronous loop begins to overlap."""
-SIZES = (12, 20)
-"""Prompts of the steps that the balance is found with, each of them STEPS steps."""
-STEPS, MOST_PROMPTS = 2, 64
+SIZES = {12: WARM_STEPS, 20: 1}
+"""Prompts of the steps that the balance is found with -> steps before the one that counts."""
+MOST_PROMPTS = 64
 ANSWER_TOKENS = {"cpu": 32, "cuda": 512}
 MODES = {"strict": 0, "async": 1}
 """Name -> max_staleness."""
@@ -83,12 +83,11 @@ def _prompts(client: SpliceClient, folder: Path, device: str) -> int:
     if given:
         return int(given)
     times = []
-    for prompts in SIZES:
+    for prompts, warm in SIZES.items():
         config = _config(device, 0, prompts)
-        taken = _steps(client, folder / f"strict-{prompts}", config, WARM_STEPS + STEPS)
-        seconds = [step.seconds for step in taken[WARM_STEPS:]]
-        rollouts_s = fmean(s["trainer_waits"] + s["job.pause"] for s in seconds)
-        times.append((prompts, rollouts_s, fmean(s["step"] - s["trainer_waits"] for s in seconds)))
+        seconds = _steps(client, folder / f"strict-{prompts}", config, warm + 1)[-1].seconds
+        rollouts_s, job_s = seconds["trainer_waits"], seconds["step"] - seconds["trainer_waits"]
+        times.append((prompts, rollouts_s + seconds["job.pause"], job_s))
     chosen = balanced(*times)
     print(f"prompts, seconds of rollouts, of the job: {times}; chosen: {chosen}", flush=True)
     return chosen

@@ -129,8 +129,10 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         self._corrected: dict[str, list[placement.Region]] = {}
         self._corrections: dict[placement.Region, int] = {}
         self._is_reloading = False
-        self._proves_cache = True
-        """Whether its scales were the constant at the start; else `allow_unverified` is set."""
+        self._cache_layers: dict[str, torch.nn.Module] | None = None
+        """Layers whose FP8 cache has scales that every update proves; None: not looked up yet. None
+        of a cache that was refused at the start, which `allow_unverified` lets run.
+        """
         self.applied = _Applied()
         self._shadow: shadow.Shadow | None = None
         self._shadow_stream: torch.cuda.Stream | None = None
@@ -212,8 +214,11 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
     def refusals(self) -> list[str]:
         """Why this model cannot be updated and verified, each naming its layers."""
         refused = kv_cache.refusals(self.model, self.vllm_config.cache_config)
-        self._proves_cache = not refused
+        self._cache_layers = {} if refused else self._scaled_layers()
         return [*self._weight_refusals(), *refused]
+
+    def _scaled_layers(self) -> dict[str, torch.nn.Module]:
+        return kv_cache.scaled_layers(self.model, self.vllm_config.cache_config)
 
     def _weight_refusals(self) -> list[str]:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
@@ -530,8 +535,9 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             raise RuntimeError("no update was started; send PrepareUpdate and ReceiveWeights first")
         with torch.no_grad():
             derived.check(self._deriving)
-            if self._proves_cache:
-                kv_cache.check(self.model, self.vllm_config.cache_config)
+            if self._cache_layers is None:
+                self._cache_layers = self._scaled_layers()
+            kv_cache.check(self._cache_layers)
         plan, receiver = self._update.plan, self._update.receiver
         arrived = receiver.digests()
         if arrived is not None and not receiver.needs_reload:

@@ -6,13 +6,15 @@ cannot make them wrong. Scales that were calibrated belong to the weights of tha
 with such scales is refused.
 
     refusals(model, config)    at the start
-    check(model)               after each update: all scales are still 1.0
+    scaled_layers(model, config)    once; walking over a model's modules takes milliseconds
+    check(layers)              after each update, within the pause: all scales are still 1.0
 
 The pause mode drops or keeps the entries of the old version, as with any cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ def refusals(model: torch.nn.Module, cache_config: Any) -> list[str]:
             "the KV cache's scales are calculated of the first request's keys and values, which "
             "new weights make wrong. Start vLLM without --calculate-kv-scales"
         ]
-    wrong = _wrong(model)
+    wrong = _wrong(_layers(model))
     if not wrong:
         return []
     return [
@@ -56,13 +58,18 @@ def refusals(model: torch.nn.Module, cache_config: Any) -> list[str]:
     ]
 
 
-def check(model: torch.nn.Module, cache_config: Any) -> None:
-    """Prove that the scales of an FP8 cache are the constant.
+def scaled_layers(model: torch.nn.Module, cache_config: Any) -> dict[str, torch.nn.Module]:
+    """The layers whose cache is FP8 or may be; none of a plain cache."""
+    return _layers(model) if _dtypes(model, cache_config) & FP8 else {}
+
+
+def check(layers: Mapping[str, torch.nn.Module]) -> None:
+    """Prove that the scales of `scaled_layers` are the constant.
 
     Raises:
         VerificationError: names a layer, its scale and the value.
     """
-    if _dtypes(model, cache_config) & FP8 and (wrong := _wrong(model)):
+    if layers and (wrong := _wrong(layers)):
         raise VerificationError(
             f"the KV cache's scales have changed: {wrong}, not {CONSTANT}. Restart vLLM"
         )
@@ -78,11 +85,11 @@ def _dtypes(model: torch.nn.Module, cache_config: Any) -> set[str]:
     return {str(cache_config.cache_dtype), *map(str, layers)}
 
 
-def _wrong(model: torch.nn.Module) -> str:
+def _wrong(layers: Mapping[str, torch.nn.Module]) -> str:
     """A scale that is not the constant, and its value; empty if all are."""
     names: list[str] = []
     live: list[torch.Tensor] = []
-    for path, layer in _layers(model).items():
+    for path, layer in layers.items():
         for scale in SCALES:
             for name in (scale, *(f"{scale}_{kind}" for kind in _COPIES)):
                 value = getattr(layer, name, None)

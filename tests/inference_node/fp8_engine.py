@@ -37,8 +37,12 @@ WIDE: dict[str, Any] = {
     "intermediate_size": 512,
     "head_dim": 64,
     "moe_intermediate_size": 128,
+    "num_experts": 16,
 }
-"""Blocks of 128 x 128 end where tensors do."""
+"""Blocks of 128 x 128 end where tensors do. A router's rows are a multiple of 16, as real ones:
+vLLM 0.26 quantises it too, and its CUTLASS kernel would pad it.
+"""
+OF_EXPERTS = ("moe_intermediate_size", "num_experts")
 
 
 def lend_kernel() -> None:
@@ -332,7 +336,7 @@ class Outcome:
 def weights_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
     """Write a bf16 checkpoint; returns its tensors."""
     is_moe = "moe" in name
-    wide = {k: v for k, v in WIDE.items() if is_moe or not k.startswith("moe_")}
+    wide = {k: v for k, v in WIDE.items() if is_moe or k not in OF_EXPERTS}
     return checkpoint(name, folder, "bfloat16", **wide)
 
 

@@ -40,7 +40,7 @@ def cache(dtype: str, **more: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_constant_scales_are_taken(model: torch.nn.Module, dtype: str) -> None:
     assert kv_cache.refusals(model, cache(dtype)) == []
-    kv_cache.check(model, cache(dtype))
+    kv_cache.check(kv_cache.scaled_layers(model, cache(dtype)))
 
 
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8_ds_mla", "int8_per_token_head"])
@@ -74,7 +74,7 @@ def test_a_scale_of_its_own_is_refused_and_found(
     (why,) = kv_cache.refusals(model, cache("fp8"))
     assert f"model.layers.1.self_attn.attn.{name} is 0.5" in why
     with pytest.raises(VerificationError, match=f"{name} is 0.5"):
-        kv_cache.check(model, cache("fp8"))
+        kv_cache.check(kv_cache.scaled_layers(model, cache("fp8")))
     assert kv_cache.refusals(model, cache("auto")) == [], "a plain cache uses none"
 
 

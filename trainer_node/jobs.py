@@ -36,6 +36,7 @@ from trainer_node.lockstep import packed
 from trainer_node.request import Outcome, Request
 from trainer_node.state import checkpoint, remake
 from trainer_node.state.behind import OnDisk
+from trainer_node.state.removal import Removal
 from trainer_node.training import gap, pack_size, steps
 from trainer_node.training.batch import Batch, decode_forward
 from trainer_node.training.sums import StepSums
@@ -49,6 +50,7 @@ class Jobs:
 
     def __init__(self, trainer: Trainer, exporter: Exporter) -> None:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
+        self.removal = Removal()
 
     @property
     def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
@@ -93,7 +95,16 @@ class Jobs:
         seconds = self._seconds(request, train_s, started)
         seconds["wait_for_save"] = behind.step_waited_s + behind.save_waited_s
         result |= {"version": message.version, "seconds": seconds}
-        return Outcome(result=result | _delete(request, message.delete_after))
+        return Outcome(result=result | self._delete(request, message.delete_after))
+
+    def _delete(self, request: Request[Any], folders: Sequence[str]) -> dict[str, Any]:
+        """Begin to delete old checkpoints, on rank 0, once the new one is complete."""
+        if request.link is None:
+            return {}
+        not_deleted = self.removal.start([Path(folder) for folder in folders])
+        for folder, reason in not_deleted.items():
+            log.warning("cannot delete the old checkpoint %s: %s", folder, reason)
+        return {"not_deleted": not_deleted} if not_deleted else {}
 
     def _base(self) -> OnDisk | None:
         """Return the checkpoint from which this job's step could be made again. None: the job saves
@@ -240,7 +251,7 @@ class Jobs:
             "pending_batches": trainer.pending.num_batches,
             "seconds": {"save": time.monotonic() - started},
         }
-        return Outcome(result=result | _delete(request, message.delete_after))
+        return Outcome(result=result | self._delete(request, message.delete_after))
 
     def load_checkpoint(self, request: Request[LoadCheckpoint]) -> Outcome:
         """Load the trainer's state."""
@@ -311,11 +322,3 @@ def _new_lora(message: NewAdapter, present: LoraConfig) -> LoraConfig:
         return LoraConfig.model_validate(present.model_dump() | asked)
     except ValidationError as error:
         raise ConfigError(f"NewAdapter: {error.errors(include_url=False)[0]['msg']}") from error
-
-
-def _delete(request: Request[Any], folders: Sequence[str]) -> dict[str, Any]:
-    """Delete old checkpoints, on rank 0, once the new one is complete."""
-    not_deleted = checkpoint.delete(map(Path, folders)) if request.link is not None else {}
-    for folder, reason in not_deleted.items():
-        log.warning("cannot delete the old checkpoint %s: %s", folder, reason)
-    return {"not_deleted": not_deleted} if not_deleted else {}

@@ -84,7 +84,8 @@ class Node:
         self.transfer = Transfer(host=config.host, device=model.device)
         publication = Publication(self.trainer, exporter, self.transfer, self.lockstep)
         self.trainer.when_adapted = publication.forget_plans
-        self._handlers = Jobs(self.trainer, exporter).handlers | publication.handlers
+        self._jobs = Jobs(self.trainer, exporter)
+        self._handlers = self._jobs.handlers | publication.handlers
         self._request_id = ""
         """The request that runs now."""
         self._aborts: dict[str, str] = {}
@@ -251,6 +252,7 @@ class Node:
         """End communicators and process groups. Returns whether that was possible: a save in the
         background uses them, and has `SAVE_END_S` to end."""
         self.transfer.close()
+        self._jobs.removal.wait(timeout_s=SAVE_END_S)
         if not self.trainer.behind.wait(timeout_s=SAVE_END_S):
             log.warning(
                 "the moments of the last version were not written within %.0f s; the next load "

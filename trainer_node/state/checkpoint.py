@@ -480,22 +480,33 @@ def _check_parts(folder: Path, meta: Mapping[str, Any]) -> str:
     return note
 
 
-def delete(folders: Iterable[Path]) -> dict[str, str]:
-    """Delete checkpoints of ours, on rank 0 alone; a missing one is skipped.
+def delete(folder: Path) -> None:
+    """Delete a checkpoint of ours, on rank 0 alone; a missing one is skipped.
 
-    Returns folder -> why it was not deleted. The save that came before still counts.
+    Raises:
+        CheckpointError: it is not ours.
     """
-    kept = {}
-    for folder in folders:
-        try:
-            real = _real(folder)
-            # First what a crash left beside it: a load of this name could find an older state.
-            for one in (generations.new_folder(real), generations.old_folder(real), real):
-                generations.refuse_foreign(one, names=_names())
-                generations.discard(one)
-        except OSError as error:
-            kept[str(folder)] = str(error)
-    return kept
+    for one in _generations(folder):
+        generations.refuse_foreign(one, names=_names())
+        generations.discard(one)
+
+
+def check_ours(folder: Path) -> None:
+    """Refuse a folder that `delete` would refuse.
+
+    Raises:
+        CheckpointError: it is not ours.
+    """
+    for one in _generations(folder):
+        generations.refuse_foreign(one, names=_names())
+
+
+def _generations(folder: Path) -> tuple[Path, Path, Path]:
+    """A checkpoint's folders, first what a crash left beside it: a load of this name could find an
+    older state.
+    """
+    real = _real(folder)
+    return generations.new_folder(real), generations.old_folder(real), real
 
 
 def _real(folder: Path) -> Path:

@@ -19,7 +19,7 @@ class TrainMerged(Request, TrainStep):
     version: int = Field(ge=1)
     checkpoint_dir: str
     delete_after: tuple[str, ...] = ()
-    """Checkpoints to delete once the new one is complete."""
+    """Checkpoints to delete once the new one is complete. The answer does not wait for that."""
 
 
 class SaveCheckpoint(Request):
@@ -33,7 +33,7 @@ class SaveCheckpoint(Request):
     checkpoint_dir: str
     client_state: ClientState = Field(default={})
     delete_after: tuple[str, ...] = ()
-    """Checkpoints to delete once the new one is complete."""
+    """Checkpoints to delete once the new one is complete. The answer does not wait for that."""
 
 
 class ReleaseMemory(Request):

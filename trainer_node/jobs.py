@@ -86,6 +86,7 @@ class Jobs:
         base, behind = self._base(), trainer.behind
         behind.step_waited_s = behind.save_waited_s = 0.0
         result, train_s = self._train(request)
+        trainer.before_save()
         started = time.monotonic()
         step = None
         if base is not None:
@@ -241,6 +242,7 @@ class Jobs:
         """Save the trainer's state."""
         message, trainer = request.message, self._trainer
         request.progress("saving")
+        trainer.before_save()
         started, folder = time.monotonic(), message.checkpoint_dir
         checkpoint.save(
             trainer, Path(folder), version=message.version, client_state=message.client_state

@@ -84,7 +84,9 @@ class Node:
         self.transfer = Transfer(host=config.host, device=model.device)
         publication = Publication(self.trainer, exporter, self.transfer, self.lockstep)
         self.trainer.when_adapted = publication.forget_plans
+        self.trainer.before_save = self.transfer.prepare
         self._jobs = Jobs(self.trainer, exporter)
+        self._may_change_weights = frozenset(self._jobs.handlers)
         self._handlers = self._jobs.handlers | publication.handlers
         self._request_id = ""
         """The request that runs now."""
@@ -172,6 +174,8 @@ class Node:
         if self.trainer.is_offloaded and not isinstance(request.message, _KEEPS_OFFLOADED):
             request.progress("reloading")
             self.trainer.reload()
+        if type(request.message) in self._may_change_weights:
+            self.transfer.forget_prepared()
         return handler(request)
 
     def _fail(

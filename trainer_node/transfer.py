@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from orchestrator.protocol.messages import Manifest, OpenTransferGroup
+from trainer_node.export.fp8_export import Fp8Export
 from weight_transfer.chunks import ChunkSender, SendReport
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
 if TYPE_CHECKING:
     from trainer_node.export.bridge_export import BridgeExport
-    from trainer_node.export.fp8_export import Fp8Export
     from trainer_node.export.wire_export import WireExport
 
 Export: TypeAlias = "WireExport | BridgeExport | Fp8Export"
@@ -139,6 +139,18 @@ class Transfer:
             self.free_buffers()
         self._changed_only = changed_only
         return self._chunks.get(changed_only)
+
+    def prepare(self) -> None:
+        """Queue what the next send needs of new weights, if it is of the kind of the last one."""
+        chunks = self._chunks.get(self._changed_only)
+        if chunks is not None and isinstance(chunks.export, Fp8Export):
+            chunks.export.prepare()
+
+    def forget_prepared(self) -> None:
+        """Trust nothing that was prepared, because the weights may change now."""
+        for chunks in self._chunks.values():
+            if isinstance(chunks.export, Fp8Export):
+                chunks.export.forget_prepared()
 
     def free_buffers(self) -> None:
         """Free the buffers of the sender and of the exchange between ranks; groups stay joined."""

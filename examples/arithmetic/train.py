@@ -85,7 +85,7 @@ async def main(arguments):
         reward=reward,
         config=config,
         loss=LossSpec(name="truncated_importance_sampling"),
-        optim=OptimParams(lr=arguments.lr),
+        optim=lambda step: OptimParams(lr=arguments.lr * max(0.1, 1 - step / arguments.steps)),
     )
     curve = Curve(arguments.out or arguments.run_dir / "curve.json")
     held_out = held_out[: arguments.held_out]
@@ -110,11 +110,11 @@ def arguments_of(argv=None):
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--groups", type=int, default=8, help="problems in each step")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--max-staleness", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, default=2e-4, help="falls to a tenth over the steps")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples")
     parser.add_argument("--seed", type=int, default=1, help="of the problems' order")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help="problems to evaluate on")

@@ -100,9 +100,11 @@ BLOCKS = "blocks"
 
 
 def in_blocks(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path) -> Path:
-    """The checkpoint of `folder` with these bf16 tensors, block-scaled."""
+    """The checkpoint of `folder` with these bf16 tensors, block-scaled as on this device."""
     scaled = [n for n in tensors if is_projection(n)]
-    write_like(folder, dict(fp8_blocks.quantising(iter(tensors.items()), scaled)), out)
+    device = "cuda" if CUDA else "cpu"  # a GPU's scales differ from a CPU's in the last bit
+    made = fp8_blocks.quantising(((n, t.to(device)) for n, t in tensors.items()), scaled)
+    write_like(folder, {n: t.cpu() for n, t in made}, out)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = fp8_settings(tensors)
     (out / "config.json").write_text(json.dumps(config))

@@ -110,13 +110,24 @@ def check(kind: str, device: str, **sizes: int) -> None:
     common: Any = {"specs": specs, "sent": sent, "order": order, "device": target}
     plain = fp8_export.Fp8Export(Filling(merger), base, **common)  # type: ignore[arg-type]
     quick = fp8_export.Fp8Export(Filling(None), base, **common, fused=fused)  # type: ignore[arg-type]
-    for k, size in enumerate(nbytes):
-        want_B, got_B = (torch.full((size,), 0xA5, dtype=torch.uint8, device=device) for _ in "ab")
-        for _ in range(2):  # twice: what a fill leaves behind must not show
-            quick.fill(k, got_B)
-        plain.fill(k, want_B)
-        wrong = (want_B != got_B).nonzero()
-        assert len(wrong) == 0, f"{kind}: {len(wrong)} of {size} bytes, first at {int(wrong[0])}"
+    quick.prepare()
+    for change in (None, "counted", "told"):  # then magnitudes differ from those that were found
+        for source, delta in found.values() if change else ():
+            changed = source.param if delta is None else delta.lora_B
+            # torch counts changes of a tensor, not those of its `data`.
+            (changed.detach() if change == "counted" else changed.data).mul_(0.375)
+        if change == "told":
+            quick.forget_prepared()
+        for k, size in enumerate(nbytes):
+            want_B, got_B = (
+                torch.full((size,), 0xA5, dtype=torch.uint8, device=device) for _ in "ab"
+            )
+            for _ in range(2):  # twice: what a fill leaves behind must not show
+                quick.fill(k, got_B)
+            plain.fill(k, want_B)
+            wrong = (want_B != got_B).nonzero()
+            text = f"{kind}: {len(wrong)} of {size} bytes"
+            assert len(wrong) == 0, f"{text}, first at {int(wrong[0])}"
 
 
 def check_export(device: str) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,17 @@ from orchestrator.protocol.messages import (
     Fp8Group,
     Fp8Weights,
     Manifest,
+    OptimStep,
+    SendWeights,
     TensorSpec,
     fp8_manifest,
 )
 from tests.trainer_node import fused
 from tests.trainer_node.conftest import REPO, child_env
 from trainer_node.export import fp8_export
+from trainer_node.node import Node
+from trainer_node.request import Outcome
+from trainer_node.transfer import Chunks, Transfer
 from weight_transfer import fp8
 from weight_transfer.layout import as_bytes, chunk_offsets, view_of
 
@@ -232,3 +238,60 @@ def test_the_fused_kernels_compile_for_an_h200(step: str) -> None:
     assert ("div.rn.f32" in ptx) == (name == "round")
     assert bool(re.search(r"\b(?:atom|red)\.\S*global", ptx)) == (name == "largest")
     assert ptx.count("mul.rn.f32") >= ptx.count("add.rn.f32") > 0  # W and the delta: no fusion
+
+
+# ---------------------------------------------------------------- prepared before the pause
+
+
+class Recorded:
+    """Stands for `FusedFp8`: what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def measure(self) -> None:
+        self.told.append("measure")
+
+    def forget(self) -> None:
+        self.told.append("forget")
+
+    def takes(self, chunk: int) -> bool:
+        return True
+
+    def fill(self, chunk: int, out_B: torch.Tensor) -> None:
+        self.told.append("fill")
+
+
+def planned(kind: str) -> tuple[Chunks, Recorded]:
+    base, recorded = manifest("bfloat16"), Recorded()
+    sent = fp8_manifest(base, weights(kind))
+    order = fused.chunk_order(base, weights(kind))
+    export = fp8_export.Fp8Export(
+        SimpleNamespace(longest_s=1.0, release=lambda: None),  # type: ignore[arg-type]
+        fp8_export.plan(base, sent, weights(kind), order, None),
+        specs=base.tensors,
+        sent=sent,
+        order=order,
+        device=torch.device("cpu"),
+        fused=recorded,
+    )
+    return Chunks(manifest=sent, order=order, export=export), recorded
+
+
+def test_what_is_prepared_is_forgotten_by_whatever_may_change_weights() -> None:
+    transfer = Transfer(host="127.0.0.1", device=torch.device("cpu"))
+    (whole, of_whole), (part, of_part) = planned("per_tensor"), planned("per_tensor")
+    transfer.use_chunks(whole, changed_only=False)
+    transfer.use_chunks(part, changed_only=True)
+    transfer.choose(changed_only=True)
+    transfer.prepare()
+    assert (of_whole.told, of_part.told) == ([], ["measure"])
+
+    node = Node.__new__(Node)
+    node.transfer, node.trainer = transfer, SimpleNamespace(is_offloaded=False)  # type: ignore[assignment]
+    node._may_change_weights = frozenset([OptimStep])
+    node._handlers = dict.fromkeys([OptimStep, SendWeights], lambda _: Outcome())
+    node._dispatch(SimpleNamespace(message=SendWeights.model_construct()))  # type: ignore[arg-type]
+    assert of_part.told == ["measure"], "sending changes no weights"
+    node._dispatch(SimpleNamespace(message=OptimStep.model_construct()))  # type: ignore[arg-type]
+    assert (of_whole.told, of_part.told) == (["forget"], ["measure", "forget"])

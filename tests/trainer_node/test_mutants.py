@@ -103,8 +103,22 @@ MUTANTS = [
     Mutant(
         name="magnitudes of an earlier fill stay",
         file="trainer_node/export/fp8_fused.py",
-        old="largest_S.zero_()",
+        old="chunk.largest_S.zero_()",
         new="pass",
+        killer=FUSED,
+    ),
+    Mutant(
+        name="magnitudes of other weights are used",
+        file="trainer_node/export/fp8_fused.py",
+        old="if state == chunk.measured:",
+        new="if chunk.measured is not None:",
+        killer=FUSED,
+    ),
+    Mutant(
+        name="magnitudes are not forgotten",
+        file="trainer_node/export/fp8_fused.py",
+        old="            chunk.measured = None\n",
+        new="            pass\n",
         killer=FUSED,
     ),
     Mutant(

@@ -199,6 +199,14 @@ class Fused(Protocol):
         """Whether it can fill a chunk."""
         ...
 
+    def measure(self) -> None:
+        """Find what the fills need of whole tensors, queued on the current stream."""
+        ...
+
+    def forget(self) -> None:
+        """Measure anew."""
+        ...
+
     def fill(self, chunk: int, out_B: torch.Tensor) -> None:
         """Write a chunk, queued on the current stream."""
         ...
@@ -242,6 +250,16 @@ class Fp8Export:
 
     def _is_plain(self, chunk: int) -> bool:
         return not any(isinstance(step, Batch) for step in self._base.batches[chunk])
+
+    def prepare(self) -> None:
+        """Queue what a send of the present weights needs and no pause has to wait for."""
+        if self._fused is not None:
+            self._fused.measure()
+
+    def forget_prepared(self) -> None:
+        """Called before the weights may change."""
+        if self._fused is not None:
+            self._fused.forget()
 
     def start(self, *, limit: float) -> None:
         """See `WireExport.start`."""

@@ -1,7 +1,13 @@
 """Merges and quantises a chunk's FP8 weights in one go, on a GPU.
 
     plan(merger, batches, ...)    which chunks of a merging export can be filled so
+    FusedFp8.measure()            find the largest magnitudes of all chunks, ahead of the fills
     FusedFp8.fill(chunk, out_B)   e4m3, scales and what is sent as it is, on the current stream
+
+A scale of a group or a row needs all of it before the first value is rounded. What was found stays
+valid until the weights change. So the pass that finds it runs after a step, while the checkpoint is
+saved, and not within a pause. Whoever changes weights calls `forget` first. Changes that torch
+counts (`Tensor._version`) are noticed all the same.
 
 It takes chunks whose tensors all come whole from this rank's parameters. Others (pieces of other
 ranks, transposed sources, odd offsets) go through a bf16 scratch: see `fp8_export`.
@@ -11,7 +17,7 @@ Axes: B = bytes, T = tensors of a launch, S = slots of magnitudes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -74,9 +80,17 @@ class _Chunk:
     slots: int
     tensors: list[torch.Tensor]
     """Every parameter and adapter matrix that the chunk reads."""
+    largest_S: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    """Bits of the largest magnitude of each group or row."""
+    measured: list[tuple[int, int]] | None = None
+    """`state` when `largest_S` was found. None: it is not found."""
     addresses: list[int] = field(default_factory=list)
     tables: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     """For each launch its table on the device, and whether it has vectors."""
+
+    def state(self) -> list[tuple[int, int]]:
+        """Address and number of changes of each tensor: other values have another one."""
+        return [(t.data_ptr(), t._version) for t in self.tensors]
 
 
 def plan(
@@ -217,9 +231,8 @@ class FusedFp8:
         members = ((count, plain.get(k, [])) for k, count in enumerate(nbytes))
         self._plain = Merger(members, scale=scale, device=device)
         self._has_plain = {k for k, found in plain.items() if found}
-        slots = max(chunk.slots for chunk in chunks.values())
-        self._largest_S = torch.zeros(max(slots, 1), dtype=torch.int32, device=device)
         for chunk in chunks.values():
+            chunk.largest_S = torch.zeros(chunk.slots, dtype=torch.int32, device=device)
             self._make_tables(chunk)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # fills may run on another stream
@@ -229,35 +242,52 @@ class FusedFp8:
         return chunk in self._chunks
 
     @torch.no_grad()
+    def measure(self) -> None:
+        """Find the largest magnitudes where they are not known. On CUDA the work is queued on the
+        current stream."""
+        nowhere_B = torch.empty(MAX_ALIGN, dtype=torch.uint8, device=self._device)
+        for chunk in self._chunks.values():
+            self._measure(chunk, nowhere_B)
+
+    def forget(self) -> None:
+        """Find them anew, because the weights may have changed."""
+        for chunk in self._chunks.values():
+            chunk.measured = None
+
+    @torch.no_grad()
     def fill(self, chunk: int, out_B: torch.Tensor) -> None:
         """Write a chunk whose buffer begins at a multiple of 16. On CUDA the work is queued on the
         current stream."""
         found = self._chunks[chunk]
         if chunk in self._has_plain:
             self._plain.fill(chunk, out_B)
-        if [t.data_ptr() for t in found.tensors] != found.addresses:
-            self._make_tables(found)
-        largest_S = self._largest_S[: found.slots]
-        if found.slots:
-            largest_S.zero_()
-        steps: dict[str, Callable[[str], bool]] = {
-            "block": lambda kind: kind == "per_block",
-            "largest": lambda kind: kind != "per_block",
-            "round": lambda kind: kind != "per_block",
-        }
-        for step, is_for in steps.items():
-            for launch, (table_T6, vectors) in zip(found.launches, found.tables, strict=True):
-                if is_for(launch.shape.kind):
-                    self._kernels.launch(
-                        step,
-                        launch.shape,
-                        table_T6=table_T6,
-                        out_B=out_B,
-                        largest_S=largest_S,
-                        scale=self._scale,
-                        vectors=vectors,
-                        align=launch.align,
-                    )
+        self._measure(found, out_B)
+        self._launch("block", found, out_B)
+        self._launch("round", found, out_B)
+
+    def _measure(self, chunk: _Chunk, out_B: torch.Tensor) -> None:
+        state = chunk.state()
+        if state == chunk.measured:
+            return
+        if [address for address, _ in state] != chunk.addresses:
+            self._make_tables(chunk)
+        chunk.largest_S.zero_()
+        self._launch("largest", chunk, out_B)
+        chunk.measured = state
+
+    def _launch(self, step: str, chunk: _Chunk, out_B: torch.Tensor) -> None:
+        for launch, (table_T6, vectors) in zip(chunk.launches, chunk.tables, strict=True):
+            if (launch.shape.kind == "per_block") == (step == "block"):
+                self._kernels.launch(
+                    step,
+                    launch.shape,
+                    table_T6=table_T6,
+                    out_B=out_B,
+                    largest_S=chunk.largest_S,
+                    scale=self._scale,
+                    vectors=vectors,
+                    align=launch.align,
+                )
 
     def _make_tables(self, chunk: _Chunk) -> None:
         chunk.addresses = [t.data_ptr() for t in chunk.tensors]

@@ -92,6 +92,8 @@ class Trainer:
         """What the next result must tell the client."""
         self.when_adapted: Callable[[], None] = lambda: None
         """Called after the model got other adapters."""
+        self.before_save: Callable[[], None] = lambda: None
+        """Called before a version is saved, with its weights in place."""
 
     # ------------------------------------------------------------ a step
 

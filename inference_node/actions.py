@@ -80,7 +80,7 @@ class PlannedUpdate:
     layout: WireLayout
     arrivals: verify.Arrivals
 
-    def combine(self, answers: Sequence[Answer]) -> tuple[list[int], dict[str, str]]:
+    def combine(self, answers: Sequence[Answer]) -> tuple[Sequence[int], dict[str, str]]:
         """Digests of the live tensors, summed over all workers, and what could not be read back."""
         return verify.combine(self.manifest, [_worker_digests(a) for a in answers], self.arrivals)
 

@@ -23,6 +23,7 @@ Axes: B = bytes, N = tensors, P = parts of tensors on this worker.
 
 from __future__ import annotations
 
+import array
 import itertools
 import re
 import time
@@ -560,12 +561,14 @@ class DirectReceiver:
             for s, at in zip(specs, chunk_offsets(specs), strict=True)
         ]
 
-    def digests(self) -> list[int] | None:
-        """Digests taken on arrival in the last receive, in the order of `verify.Arrivals`.
+    def digests(self) -> array.array[int] | None:
+        """Digests (int64) taken on arrival in the last receive, in the order of `verify.Arrivals`.
 
         None: the tensors must be read back.
         """
-        return self._digests_P.tolist() if self._is_digested else None
+        if not self._is_digested:
+            return None
+        return array.array("q", self._digests_P.cpu().numpy().tobytes())
 
 
 def _wide(flat_B: torch.Tensor) -> torch.Tensor:

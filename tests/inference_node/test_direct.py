@@ -311,7 +311,7 @@ def test_what_came_beside_is_copied_to_its_places_and_the_rest_loaded(moe, devic
         receiver.apply(beside.buffers, load=lambda t: loaded.update(t), on_written=written.append)
         if stream is not None:
             torch.cuda.synchronize()
-            assert receiver.digests() == [
+            assert list(receiver.digests() or ()) == [
                 w for i, w in enumerate(wanted) if manifest.tensors[i].name != "norm"
             ]
     finally:

@@ -207,10 +207,9 @@ class Replica:
         return [int(tensor_digest(t)) for t in self.weights.values()]
 
     def combine(self, *, came: list[list[int]] | None = None) -> list[int]:
-        came = [r.digests() or [] for r in self.receivers] if came is None else came
-        return verify.combine(
-            self.manifest, [verify.WorkerDigests(parts={}, arrived=c) for c in came], self.arrivals
-        )[0]
+        came = [list(r.digests() or ()) for r in self.receivers] if came is None else came
+        workers = [verify.WorkerDigests(parts={}, arrived=c) for c in came]
+        return list(verify.combine(self.manifest, workers, self.arrivals)[0])
 
     def check_live(self) -> None:
         for worker in self.workers:

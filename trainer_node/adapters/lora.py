@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ from trainer_node.export.strides import Layout, NotStridedError
 from trainer_node.model.parameters import Piece, TrainedParam, tensor_group
 
 log = logging.getLogger(__name__)
+_NUMBER = re.compile(r"\.\d+\.")
 
 Adapter = DenseAdapter | WeightAdapter
 
@@ -309,6 +311,7 @@ class AdapterSet:
         )
         experts: dict[Any, list[Any]] = defaultdict(list)
         by_param: dict[Any, Any] = {}
+        without = Counter[str]()
         for task in in_layers:
             wanted = [name for name in _hf_names(task) if targets.wants(name)]
             self.stacked += [
@@ -319,11 +322,13 @@ class AdapterSet:
             if refusal := _refusal(task, self._settings["lora"]):
                 if not targets.all_linear:
                     raise ConfigError(f"lora.targets: {wanted[0]} {refusal}")
-                log.info("no adapter: %s %s", wanted[0], refusal)
+                without[f"{_NUMBER.sub('.*.', wanted[0])} {refusal}"] += 1
                 continue
             if task.mapping.is_expert:
                 experts[task.megatron_module].append(task)
             by_param[task.param_weight] = task
+        for what, count in without.items():
+            log.info("no adapter on %d tensors: %s", count, what)
         for param, task in by_param.items():
             if not task.mapping.is_expert:
                 self._adapt_dense(param, task, targets)

@@ -151,7 +151,7 @@ def _peer(
         return {}
     try:
         return _stock(shape, folder, samples=samples, wanted=wanted)
-    except (RuntimeError, httpx.HTTPError) as error:
+    except (RuntimeError, TimeoutError, httpx.HTTPError) as error:
         print(f"stock {shape} failed: {error}", flush=True)
         return {}
 

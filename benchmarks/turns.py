@@ -13,8 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 POLL_S = 0.05
@@ -34,14 +34,17 @@ def started(server: AbstractContextManager[T]) -> Iterator[T]:
     """
     with _locked(fcntl.LOCK_SH):
         entered = server.__enter__()
+    error: tuple[Any, Any, Any] = (None, None, None)
     try:
         yield entered
     except BaseException:
-        with _locked(fcntl.LOCK_SH):
-            server.__exit__(*sys.exc_info())
+        error = sys.exc_info()
         raise
-    with _locked(fcntl.LOCK_SH):
-        server.__exit__(None, None, None)
+    finally:
+        with ExitStack() as stack:
+            with suppress(TimeoutError):  # it is stopped all the same
+                stack.enter_context(_locked(fcntl.LOCK_SH))
+            server.__exit__(*error)
 
 
 @contextmanager
@@ -49,7 +52,7 @@ def alone() -> Iterator[None]:
     """Wait until nothing else starts, stops or measures, and keep it so for the block.
 
     Raises:
-        TimeoutError: others did so for longer than SPLICE_BENCH_LOCK_S (900) seconds.
+        TimeoutError: others did so for longer than SPLICE_BENCH_LOCK_S (3600) seconds.
     """
     with _locked(fcntl.LOCK_EX):
         yield
@@ -61,7 +64,7 @@ def _locked(kind: int) -> Iterator[None]:
     if path is None:
         yield
         return
-    limit_s = float(os.environ.get("SPLICE_BENCH_LOCK_S", "900"))
+    limit_s = float(os.environ.get("SPLICE_BENCH_LOCK_S", "3600"))
     deadline_s = time.monotonic() + limit_s
     with open(path, "a") as file:
         while True:

@@ -43,6 +43,8 @@ class Versions:
         self._journal, self._facts, self._publisher = run.journal, run.facts, run.publisher
         self._trainer, self._resync = run.trainer, resync
         self._on_disk: list[int] = []
+        self._named: Sequence[int] = ()
+        """The versions that the last save was told to delete."""
 
     def restore(self) -> None:
         """Find the versions on disk after a restart."""
@@ -213,7 +215,9 @@ class Versions:
     def _made(self, job: Job, version: int, gone: Sequence[int], **result: object) -> None:
         """Note that `version` is durable and in the trainer, and the job's result so far."""
         self._trainer.memory.version = version
-        self._on_disk = [v for v in self._on_disk if v not in gone and v != version] + [version]
+        # The trainer deletes behind its answer, and may end first. So each version is named twice.
+        left = [v for v in self._on_disk if v not in gone or v not in self._named]
+        self._on_disk, self._named = [v for v in left if v != version] + [version], gone
         self._trainer.memory.saved(self._dir(version))
         self._facts.note(job.id, made=result)
 

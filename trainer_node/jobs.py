@@ -92,6 +92,7 @@ class Jobs:
         if base is not None:
             step = checkpoint.Step(base=base, request=packed(message, request.buffers))
         folder = Path(message.checkpoint_dir)
+        self.removal.wait_for(folder)
         checkpoint.save(trainer, folder, version=message.version, step=step)
         seconds = self._seconds(request, train_s, started)
         seconds["wait_for_save"] = behind.step_waited_s + behind.save_waited_s
@@ -244,6 +245,7 @@ class Jobs:
         request.progress("saving")
         trainer.before_save()
         started, folder = time.monotonic(), message.checkpoint_dir
+        self.removal.wait_for(Path(folder))
         checkpoint.save(
             trainer, Path(folder), version=message.version, client_state=message.client_state
         )
@@ -259,6 +261,7 @@ class Jobs:
         """Load the trainer's state."""
         request.progress("loading")
         started = time.monotonic()
+        self.removal.wait_for(Path(request.message.checkpoint_dir))
         loaded = remake.load(self._trainer, Path(request.message.checkpoint_dir))
         return Outcome(
             result={
@@ -276,6 +279,7 @@ class Jobs:
         """Replace the adapter by one in PEFT's format."""
         request.progress("loading")
         started, folder = time.monotonic(), request.message.adapter_dir
+        self.removal.wait_for(Path(folder))
         dropped = self._trainer.load_adapter(Path(folder))
         seconds = {"load": time.monotonic() - started}
         return Outcome(

@@ -256,7 +256,7 @@ class Node:
         """End communicators and process groups. Returns whether that was possible: a save in the
         background uses them, and has `SAVE_END_S` to end."""
         self.transfer.close()
-        self._jobs.removal.wait(timeout_s=SAVE_END_S)
+        until = time.monotonic() + SAVE_END_S
         if not self.trainer.behind.wait(timeout_s=SAVE_END_S):
             log.warning(
                 "the moments of the last version were not written within %.0f s; the next load "
@@ -264,6 +264,8 @@ class Node:
                 SAVE_END_S,
             )
             return False
+        # What is left is deleted after a later save.
+        self._jobs.removal.wait(timeout_s=max(0.0, until - time.monotonic()))
         self.trainer.model.close()
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trainer_node.export.bridge_export import BridgeExport
     from trainer_node.export.wire_export import WireExport
 
+log = logging.getLogger("splice.trainer")
 Export: TypeAlias = "WireExport | BridgeExport | Fp8Export"
 """What fills the chunks of an update."""
 NO_GROUP = "no transfer group is open; send OpenTransferGroup first"
@@ -143,8 +145,13 @@ class Transfer:
     def prepare(self) -> None:
         """Queue what the next send needs of new weights, if it is of the kind of the last one."""
         chunks = self._chunks.get(self._changed_only)
-        if chunks is not None and isinstance(chunks.export, Fp8Export):
+        if chunks is None or not isinstance(chunks.export, Fp8Export):
+            return
+        try:
             chunks.export.prepare()
+        except (RuntimeError, MemoryError) as error:  # a save must not fail for it; the send tries
+            log.warning("the send is not prepared: %s", error)
+            chunks.export.forget_prepared()
 
     def forget_prepared(self) -> None:
         """Trust nothing that was prepared, because the weights may change now."""
@@ -182,6 +189,7 @@ class Transfer:
                 finally:
                     chunks.export.drain()
         except BaseException as error:
+            self.forget_prepared()  # its work may still be queued on streams of its own
             self.close()
             self._why_not = f"the last transfer failed ({error}); send OpenTransferGroup first"
             raise

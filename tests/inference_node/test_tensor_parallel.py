@@ -134,7 +134,7 @@ def check_parts(
         came.append(verify.WorkerDigests(parts={}, arrived=receiver.digests()))
     loaded = [placement.local_findings(placed, manifest).loaded for placed in plans]
     digests, _ = verify.combine(manifest, came, verify.Arrivals(manifest, order, loaded))
-    assert digests == [int(tensor_digest(t)) for t in tensors.values()]
+    assert list(digests) == [int(tensor_digest(t)) for t in tensors.values()]
     strided = {
         r.name.split(".")[-2]
         for r in plans[1].regions

@@ -73,3 +73,19 @@ def test_it_deletes(tmp_path: Path) -> None:
     removal, folder = Removal(), a_checkpoint(tmp_path / "1")
     assert removal.start([folder]) == {}
     assert removal.wait(timeout_s=30) and not folder.exists()
+
+
+def test_a_folder_is_neither_read_nor_written_while_it_is_deleted(
+    disk: Disk, tmp_path: Path
+) -> None:
+    removal, folder = Removal(), a_checkpoint(tmp_path / "1")
+    removal.wait_for(folder)
+    removal.start([folder])
+    removal.wait_for(tmp_path / "2")  # another one waits for nothing
+    waiting = threading.Thread(target=lambda: removal.wait_for(folder / "adapter"))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    disk.go.set()
+    waiting.join(30)
+    assert not waiting.is_alive() and disk.deleted == ["1"]

@@ -5,9 +5,9 @@
     FusedFp8.fill(chunk, out_B)   e4m3, scales and what is sent as it is, on the current stream
 
 A scale of a group or a row needs all of it before the first value is rounded. What was found stays
-valid until the weights change. So the pass that finds it runs after a step, while the checkpoint is
-saved, and not within a pause. Whoever changes weights calls `forget` first. Changes that torch
-counts (`Tensor._version`) are noticed all the same.
+valid until the weights change. So the pass that finds it runs after a step, before its save, and
+not within a pause. Whoever changes weights calls `forget` first. Changes that torch counts
+(`Tensor._version`) are noticed all the same.
 
 It takes chunks whose tensors all come whole from this rank's parameters. Others (pieces of other
 ranks, transposed sources, odd offsets) go through a bf16 scratch: see `fp8_export`.
@@ -271,6 +271,7 @@ class FusedFp8:
             return
         if [address for address, _ in state] != chunk.addresses:
             self._make_tables(chunk)
+        chunk.measured = None
         chunk.largest_S.zero_()
         self._launch("largest", chunk, out_B)
         chunk.measured = state

@@ -2,8 +2,8 @@
 
 Gigabytes take seconds to delete, above all beside a save that still writes. A new version does not
 wait for that. There is one removal at a time, and the next one waits for it, so the disk never
-holds more than one job's old checkpoints too many. If the process ends first, a folder is left that
-no load takes for a checkpoint.
+holds more than one job's old checkpoints too many. If the process ends first, folders are left, and
+the orchestrator names them again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Removal:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._folders: frozenset[Path] = frozenset()
+        """What is being deleted."""
         self._kept: dict[str, str] = {}
         """Folder -> why the last removal left it."""
 
@@ -47,11 +49,18 @@ class Removal:
                 ours.append(folder)
             except OSError as error:
                 kept[str(folder)] = str(error)
+        self._folders = frozenset(folder.resolve() for folder in ours)
         self._thread = threading.Thread(
             target=self._delete, args=(ours,), name="remove-checkpoints", daemon=True
         )
         self._thread.start()
         return kept
+
+    def wait_for(self, folder: Path) -> None:
+        """Before a folder is read or written: wait until it is not being deleted."""
+        folder = folder.resolve()
+        if not self._folders.isdisjoint((folder, *folder.parents)):
+            self.wait(timeout_s=TIMEOUT_S)
 
     def wait(self, *, timeout_s: float) -> bool:
         """Wait for the end of the removal. Returns whether it has ended."""

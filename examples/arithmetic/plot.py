@@ -36,7 +36,7 @@ def main(source, target):
     )
     axes.axhline(evaluations[0]["accuracy"], color="tab:blue", linestyle=":", label="untrained")
     axes.set(xlabel="minutes", ylim=(0, 1), title="SmolLM2-135M-Instruct, chain_sum, two CPU cores")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")
     figure.savefig(target, dpi=120)
 
 

@@ -42,9 +42,7 @@ def run(*, device: str, small: bool) -> list[Case]:
 
 
 def _experts(*, device: str, small: bool) -> list[Case]:
-    """Bytes per second of the merge and of its peers; on CUDA also the kernel's other ways to
-    multiply, for tuning.
-    """
+    """Bytes per second of the merge and of its peers."""
     layers, experts, hidden, inner = (1, 8, 256, 96) if small else (48, 128, 2048, 768)
     repeats = 3 if small else 5
     chunks = _model(layers, experts, hidden, inner, device)
@@ -87,7 +85,7 @@ def _experts(*, device: str, small: bool) -> list[Case]:
     _check(merger, chunks[0], ring[0])
     merged_s, copied_s = _times(merge, device, repeats), _times(copy, device, repeats)
     looped_s = _times(loop, device, 1 if layers > 1 else repeats)
-    cases = [
+    return [
         _rate(
             "merge/30b-a3b-experts",
             total,
@@ -121,7 +119,6 @@ def _experts(*, device: str, small: bool) -> list[Case]:
             settings=settings,
         ),
     ]
-    return cases + (_variants(merge, total, device, repeats, settings) if device == "cuda" else [])
 
 
 def _model(layers: int, experts: int, hidden: int, inner: int, device: str) -> list[list[Member]]:
@@ -232,38 +229,3 @@ def _rate(
         peer_samples=tuple(peer_nbytes / s for s in peer_seconds),
         settings=settings,
     )
-
-
-def _variants(
-    merge: Callable[[], None], total: int, device: str, repeats: int, settings: dict[str, int]
-) -> list[Case]:
-    """The same merge with other tiles and products than the default one."""
-    from trainer_node.export import merge_kernels
-    from trainer_node.export.merge_kernels import Tile
-
-    usual, cases = merge_kernels.MERGE_TILE, []
-    try:
-        for precision in ("chain", "ieee", "tf32x3"):
-            for rows, columns, num_warps in (
-                (32, 128, 8),
-                (64, 128, 4),
-                (64, 128, 8),
-                (128, 128, 8),
-            ):
-                merge_kernels.MERGE_TILE = Tile(
-                    rows=rows, columns=columns, num_warps=num_warps, precision=precision
-                )
-                name = f"merge/tile-{rows}x{columns}x{num_warps}-{precision}"
-                rates = tuple(total / s for s in _times(merge, device, repeats))
-                cases.append(
-                    Case(
-                        name=name,
-                        metric="bytes_per_s",
-                        unit="B/s",
-                        samples=rates,
-                        settings=settings,
-                    )
-                )
-    finally:
-        merge_kernels.MERGE_TILE = usual
-    return cases

@@ -10,8 +10,8 @@ all projections. `DISTINCT` layers take turns, more than any cache holds. Cases,
     merge/SHAPE/send        seconds of `ChunkSender`, merge and digests beside the wire; peer: the
                             wire alone. The wire is a copy by a few thread blocks of high priority,
                             at about NVLink's rate, as NCCL's. `send-fp8_KIND`: the same in FP8.
-    merge/SHAPE/tile-...    with SPLICE_BENCH_TILES=1: other tiles and products; `same_bits` says
-                            whether the bytes of the first chunk are the default's
+    merge/SHAPE/tile-...    with SPLICE_BENCH_TILES=1: other tiles; `same_bits` says whether the
+                            bytes of the first chunk are the default's
 
 Axes: B = bytes.
 """
@@ -44,7 +44,7 @@ from weight_transfer.chunks import ChunkSender
 SCALE, RANK, DISTINCT = 2.0, 16, 4
 CHUNK_BYTES = 192 * 2**20
 KINDS = ("per_tensor", "per_channel", "per_block")
-TILES = ((32, 128, 8), (64, 128, 4), (64, 128, 8), (64, 128, 16), (128, 128, 8), (128, 128, 16),
+TILES = ((32, 128, 4), (32, 128, 8), (64, 128, 4), (64, 128, 8), (128, 128, 8),
          (64, 64, 4), (64, 64, 8), (32, 256, 8), (64, 256, 16))  # fmt: skip # a table
 
 
@@ -340,7 +340,7 @@ def _tiles(
     total: int,
     repeats: int,
 ) -> list[Case]:
-    """The same merge with other tiles and products."""
+    """The same merge with other tiles."""
     from trainer_node.export import merge_kernels
     from trainer_node.export.merge_kernels import Tile
 
@@ -349,24 +349,20 @@ def _tiles(
     merger.fill(0, ring[0][:size])
     want_B = ring[0][:size].clone()
     try:
-        for precision in ("chain", "ieee"):
-            for rows, columns, warps in TILES:
-                merge_kernels.MERGE_TILE = Tile(
-                    rows=rows, columns=columns, num_warps=warps, precision=precision
+        for rows, columns, warps in TILES:
+            merge_kernels.MERGE_TILE = Tile(rows=rows, columns=columns, num_warps=warps)
+            merger.fill(0, ring[0][:size])
+            same = torch.equal(ring[0][:size], want_B)
+            samples = tuple(total / s for s in _times(merge, "cuda", repeats))
+            found.append(
+                Case(
+                    name=f"merge/{name}/tile-{rows}x{columns}x{warps}",
+                    metric="bytes_per_s",
+                    unit="B/s",
+                    samples=samples,
+                    settings={"same_bits": same},
                 )
-                merger.fill(0, ring[0][:size])
-                same = torch.equal(ring[0][:size], want_B)
-                samples = tuple(total / s for s in _times(merge, "cuda", repeats))
-                title = f"merge/{name}/tile-{rows}x{columns}x{warps}-{precision}"
-                found.append(
-                    Case(
-                        name=title,
-                        metric="bytes_per_s",
-                        unit="B/s",
-                        samples=samples,
-                        settings={"same_bits": same},
-                    )
-                )
+            )
     finally:
         merge_kernels.MERGE_TILE = usual
     return found

@@ -1,11 +1,16 @@
 """Digests that add up: the digest of a tensor is the sum of the digests of any partition of it.
 
-    digest(T) = sum_i mix(bits(T[i]), i)  mod 2^64          i = row-major index in the HF tensor
+    digest(T) = sum_i term(bits(T[i]), i)  mod 2^64         i = row-major index in the HF tensor
+
+    1 and 2 bytes    term = (bits + 1) * PLACES[i mod n] * key(i div n)     n = 8 / bytes
+    4 and 8 bytes    term = mix(bits, i), splitmix64's finaliser
 
 The trainer digests `q_proj` whole. The inference workers digest its slices in their fused, sharded
-kernel tensors. The sums must be equal. `mix(., i)` is a bijection of the bits, so one changed
-element always changes the digest. Any other change goes unseen with a chance of 2^-64. A digest
-reads bits: -0.0 differs from 0.0, and NaN payloads count.
+kernel tensors. The sums must be equal. A term is a bijection of the bits, so one changed element
+always changes the digest. Any other change goes unseen with a chance of 2^-64 (4 and 8 bytes) or
+less than 2^-40: keys are odd and pseudo-random, and a difference of 2-byte elements has at most 15
+trailing zeros. A key serves 8 bytes, which is a quarter of the work of a mix for each element. A
+digest reads bits: -0.0 differs from 0.0, and NaN payloads count.
 
     >>> w_OI = torch.randn(8, 4)
     >>> top, bottom = w_OI[:4], w_OI[4:]
@@ -27,9 +32,10 @@ from types import ModuleType
 
 import torch
 
-from weight_transfer.splitmix import GOLDEN, MUL_1, MUL_2, SPREAD
+from weight_transfer.splitmix import GOLDEN, MUL_1, MUL_2, PLACES, SPREAD
 from weight_transfer.strides import boxes_2d
 
+WORD_BYTES = 8
 CHUNK_ELEMENTS = 1 << 20
 """Elements that the torch path holds as int64 at a time, about 3 * 8 MiB of scratch."""
 
@@ -78,7 +84,7 @@ def region_digest(
         flat = _as_2d(bits, strides)
         if flat is not None:
             return _triton_digest(*flat, first_index=first_index)
-    return _sum_of_mixes(bits, first_index, strides)
+    return _sum_of_terms(bits, first_index, strides)
 
 
 def digest_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -175,10 +181,10 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 # ------------------------------------------------------------ torch path
 
 
-def _sum_of_mixes(
+def _sum_of_terms(
     bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """Sum of mixes over an integer tensor of any rank.
+    """Sum of terms over an integer tensor of any rank.
 
     Cuts the longest dimension until a piece has at most CHUNK_ELEMENTS.
     """
@@ -187,37 +193,72 @@ def _sum_of_mixes(
     dim = max(range(bits.dim()), key=lambda d: bits.shape[d])
     pieces = min(bits.shape[dim], -(-bits.numel() // CHUNK_ELEMENTS))
     step = -(-bits.shape[dim] // pieces)
+    step = max(step - step % WORD_BYTES, 1)  # whole words, where it can be
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.shape[dim], step):
         piece = bits.narrow(dim, start, min(step, bits.shape[dim] - start))
-        total += _sum_of_mixes(piece, first_index + start * index_strides[dim], index_strides)
+        total += _sum_of_terms(piece, first_index + start * index_strides[dim], index_strides)
     return total
 
 
 def _chunk_digest(
     bits: torch.Tensor, first_index: int, index_strides: tuple[int, ...]
 ) -> torch.Tensor:
-    z = torch.full(
-        (1,) * bits.dim(),
-        _signed(((first_index + 1) * GOLDEN) % (1 << 64)),
-        dtype=torch.int64,
-        device=bits.device,
-    )
-    for d, stride in enumerate(index_strides):
-        steps = torch.arange(bits.shape[d], dtype=torch.int64, device=bits.device)
-        steps *= _signed((stride * GOLDEN) % (1 << 64))
-        z = z + steps.view([-1 if e == d else 1 for e in range(bits.dim())])
     x = bits.to(torch.int64, copy=True)  # always a copy, since the rest works in place
     if bits.element_size() < 8:
         x &= (1 << (8 * bits.element_size())) - 1  # int16/int32 views are sign-extended
-    x *= _signed(SPREAD)
-    x ^= z
+    if bits.element_size() > 2:
+        x *= _signed(SPREAD)
+        x ^= _indices(bits, first_index + 1, index_strides) * _signed(GOLDEN)
+        return _finalised(x).sum(dtype=torch.int64)
+    in_word = WORD_BYTES // bits.element_size()
+    places = torch.tensor([_signed(p) for p in PLACES[:in_word]], device=bits.device)
+    x += 1
+    if is_whole_words(bits.shape, first_index, index_strides, in_word):
+        x = (x.view(*bits.shape[:-1], -1, in_word) * places).sum(-1)
+        words = _indices(
+            x, first_index // in_word, (*(s // in_word for s in index_strides[:-1]), 1)
+        )
+    else:
+        i = _indices(bits, first_index, index_strides)
+        x *= places[i % in_word]
+        words = i // in_word
+    return (x * _keys(words)).sum(dtype=torch.int64)
+
+
+def is_whole_words(
+    shape: Sequence[int], first_index: int, index_strides: Sequence[int], in_word: int
+) -> bool:
+    """Whether the last dimension of a region consists of whole words of `in_word` elements. Pure.
+
+    A word is elements n * in_word, ..., (n + 1) * in_word - 1 of the HF tensor.
+    """
+    *outer, last = index_strides or (0,)
+    return last == 1 and not any(n % in_word for n in (first_index, shape[-1], *outer))
+
+
+def _indices(like: torch.Tensor, first: int, strides: Sequence[int]) -> torch.Tensor:
+    """int64, of a region of `like`'s rank and device: first + sum_d j_d * strides[d]."""
+    i = torch.full((1,) * like.dim(), first, dtype=torch.int64, device=like.device)
+    for d, stride in enumerate(strides):
+        steps = torch.arange(like.shape[d], dtype=torch.int64, device=like.device) * stride
+        i = i + steps.view([-1 if e == d else 1 for e in range(like.dim())])
+    return i
+
+
+def _keys(words: torch.Tensor) -> torch.Tensor:
+    """Odd factors of words' contents, from their indices."""
+    return _finalised((words + 1) * _signed(GOLDEN)) | 1
+
+
+def _finalised(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finaliser, in place."""
     _xor_shift(x, 30)
     x *= _signed(MUL_1)
     _xor_shift(x, 27)
     x *= _signed(MUL_2)
     _xor_shift(x, 31)
-    return x.sum(dtype=torch.int64)
+    return x
 
 
 def _xor_shift(x: torch.Tensor, shift: int) -> None:

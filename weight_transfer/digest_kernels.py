@@ -1,8 +1,10 @@
 """Triton kernels of `digest`: the numbers of its torch path, at memory speed.
 
-Imported only where Triton is installed. Each program mixes and sums one block of elements. It adds
-the sum to the tensor's digest with one 64-bit atomic. Integer addition commutes, so the order does
-not matter. The kernels have no annotations, because Triton would take them for globals.
+Imported only where Triton is installed. Each program sums the terms of one block of elements. It
+adds the sum to the tensor's digest with one 64-bit atomic. Integer addition commutes, so the order
+does not matter. Where elements of 1 or 2 bytes lie in whole words, a program reads words of 8 bytes
+and makes one key for each. The kernels have no annotations, because Triton would take them for
+globals.
 Axes: R = rows of a region, C = its columns; N = tensors.
 """
 
@@ -24,17 +26,58 @@ GOLDEN: Any = tl.constexpr(splitmix.GOLDEN)
 SPREAD: Any = tl.constexpr(splitmix.SPREAD)
 MUL_1: Any = tl.constexpr(splitmix.MUL_1)
 MUL_2: Any = tl.constexpr(splitmix.MUL_2)
+PLACE_1: Any = tl.constexpr(splitmix.PLACE_1)
+PLACE_2: Any = tl.constexpr(splitmix.PLACE_2)
+PLACE_4: Any = tl.constexpr(splitmix.PLACE_4)
 BLOCK = 4096
 PREPARED_BLOCK = 8192
+WORDS_BLOCK = 2048
 UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 @triton.jit
-def _mix(bits, index):
-    x = (bits * SPREAD) ^ ((index.to(tl.uint64, bitcast=True) + 1) * GOLDEN)
+def _finalised(x):
     x = (x ^ (x >> 30)) * MUL_1
     x = (x ^ (x >> 27)) * MUL_2
-    return (x ^ (x >> 31)).to(tl.int64, bitcast=True)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _terms(bits, index, BYTES: tl.constexpr):
+    """Of elements, from their bits (uint64) and their indices in the HF tensor (int64)."""
+    index = index.to(tl.uint64, bitcast=True)
+    if BYTES > 2:
+        return _finalised((bits * SPREAD) ^ ((index + 1) * GOLDEN)).to(tl.int64, bitcast=True)
+    IN_WORD: tl.constexpr = 8 // BYTES
+    terms = (bits + 1) * _keys(index // IN_WORD)
+    terms *= tl.where(index & 1 != 0, PLACE_1, tl.full([1, 1], 1, tl.uint64))
+    terms *= tl.where(index & 2 != 0, PLACE_2, tl.full([1, 1], 1, tl.uint64))
+    if IN_WORD == 8:
+        terms *= tl.where(index & 4 != 0, PLACE_4, tl.full([1, 1], 1, tl.uint64))
+    return terms.to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _keys(words):
+    return _finalised((words + 1) * GOLDEN) | 1
+
+
+@triton.jit
+def _part(words, J: tl.constexpr, BYTES: tl.constexpr):
+    """Bits of the words' elements in place J, and 1."""
+    return ((words >> (8 * BYTES * J)) & ((1 << (8 * BYTES)) - 1)) + 1
+
+
+@triton.jit
+def _terms_of_words(words, index, BYTES: tl.constexpr):
+    """Sums of the terms of words' elements, from the words (uint64) and their indices (int64)."""
+    total = _part(words, 0, BYTES) + _part(words, 1, BYTES) * PLACE_1
+    total += (_part(words, 2, BYTES) + _part(words, 3, BYTES) * PLACE_1) * PLACE_2
+    if BYTES == 1:
+        more = _part(words, 4, BYTES) + _part(words, 5, BYTES) * PLACE_1
+        more += (_part(words, 6, BYTES) + _part(words, 7, BYTES) * PLACE_1) * PLACE_2
+        total += more * PLACE_4
+    return (total * _keys(index.to(tl.uint64, bitcast=True))).to(tl.int64, bitcast=True)
 
 
 @triton.jit
@@ -53,31 +96,33 @@ def _region_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     tile = tl.program_id(0).to(tl.int64)
     r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
     c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
     elements = bits_ptr.to(tl.pointer_type(DTYPE)) + r * row_memory + c * column_memory
     bits = tl.load(elements, mask=inside, other=0).to(tl.uint64)
-    mixed = _mix(bits, first_index + r * row_index + c * column_index)
-    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
-    tl.atomic_add(out_ptr, tl.sum(tl.sum(mixed, axis=1), axis=0), sem="relaxed")
+    terms = _terms(bits, first_index + r * row_index + c * column_index, BYTES)
+    terms = tl.where(inside, terms, tl.zeros_like(terms))
+    tl.atomic_add(out_ptr, tl.sum(tl.sum(terms, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
 def _many_kernel(table_ptr, block_table_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(block_table_ptr + 2 * program)
     block = tl.load(block_table_ptr + 2 * program + 1)
     address = tl.load(table_ptr + 3 * row)
     numel = tl.load(table_ptr + 3 * row + 1)
     out = tl.load(table_ptr + 3 * row + 2)
-    i = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    i = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[None, :]
     inside = i < numel
     bits = tl.load(address.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0).to(tl.uint64)
-    mixed = _mix(bits, i)
-    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
-    tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
+    terms = _terms(bits, i, BYTES)
+    terms = tl.where(inside, terms, tl.zeros_like(terms))
+    tl.atomic_add(out_ptr + out, tl.sum(tl.sum(terms, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -85,74 +130,47 @@ def _prepared_kernel(
     table_ptr,
     block_table_ptr,
     out_ptr,
-    ELEMENT_BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    row = tl.load(block_table_ptr + 2 * program).to(tl.int64)
-    block = tl.load(block_table_ptr + 2 * program + 1).to(tl.int64)
-    address = tl.load(table_ptr + 4 * row)
-    numel = tl.load(table_ptr + 4 * row + 1)
-    out = tl.load(table_ptr + 4 * row + 2)
-    first = tl.load(table_ptr + 4 * row + 3)
-    start = block * BLOCK
-    i = start + tl.arange(0, BLOCK).to(tl.int64)
-    if ELEMENT_BYTES == 2:  # Triton compiles one branch; the types differ
-        pointer = address.to(tl.pointer_type(tl.uint16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.uint32))
-    if ALIGNED:
-        # 16-byte loads: the address and the length are multiples of 16 bytes.
-        pointer = tl.multiple_of(pointer, 16)
-        numel = tl.multiple_of(numel, 16)
-    inside = i < numel
-    bits = tl.load(pointer + i, mask=inside, other=0).to(tl.uint64)
-    mixed = _mix(bits, first + i)
-    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
-    tl.atomic_add(out_ptr + out, tl.sum(mixed, axis=0), sem="relaxed")
-
-
-@triton.jit
-def _prepared_region_kernel(
-    table_ptr,
-    block_table_ptr,
-    out_ptr,
-    DTYPE: tl.constexpr,
+    BYTES: tl.constexpr,
+    UNIT: tl.constexpr,
     IS_DENSE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    """UNIT: what the table counts in, and a program reads: words (uint64), or elements."""
     program = tl.program_id(0).to(tl.int64)
     entry = table_ptr + 9 * tl.load(block_table_ptr + 2 * program).to(tl.int64)
     tile = tl.load(block_table_ptr + 2 * program + 1).to(tl.int64)
-    pointer = tl.load(entry).to(tl.pointer_type(DTYPE))
+    pointer = tl.load(entry).to(tl.pointer_type(UNIT))
     out = tl.load(entry + 1)
     rows = tl.load(entry + 2)
     columns = tl.load(entry + 3)
     row_memory = tl.load(entry + 4)
-    if ALIGNED:
-        # 16-byte loads: address, rows and the distance between rows are multiples of 16 bytes.
+    if ALIGN > 1:
+        # 16-byte loads: so many units are 16 bytes, and divide the columns and the row's stride.
         pointer = tl.multiple_of(pointer, 16)
-        columns = tl.multiple_of(columns, 16)
-        row_memory = tl.multiple_of(row_memory, 16)
+        columns = tl.multiple_of(columns, ALIGN)
+        row_memory = tl.multiple_of(row_memory, ALIGN)
     tiles_across = (columns + BLOCK_C - 1) // BLOCK_C
     r = (tile // tiles_across) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
     c = (tile % tiles_across) * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
     inside = (r < rows) & (c < columns)
-    elements = pointer + r * row_memory
+    units = pointer + r * row_memory
     if IS_DENSE:
-        elements += c
+        units += c
     else:
-        elements += c * tl.load(entry + 5)
-    bits = tl.load(elements, mask=inside, other=0).to(tl.uint64)
-    mixed = _mix(bits, tl.load(entry + 8) + r * tl.load(entry + 6) + c * tl.load(entry + 7))
-    mixed = tl.where(inside, mixed, tl.zeros_like(mixed))
-    tl.atomic_add(out_ptr + out, tl.sum(tl.sum(mixed, axis=1), axis=0), sem="relaxed")
+        units += c * tl.load(entry + 5)
+    bits = tl.load(units, mask=inside, other=0).to(tl.uint64)
+    index = tl.load(entry + 8) + r * tl.load(entry + 6) + c * tl.load(entry + 7)
+    if UNIT.primitive_bitwidth == 8 * BYTES:
+        terms = _terms(bits, index, BYTES)
+    else:
+        terms = _terms_of_words(bits, index, BYTES)
+    terms = tl.where(inside, terms, tl.zeros_like(terms))
+    tl.atomic_add(out_ptr + out, tl.sum(tl.sum(terms, axis=1), axis=0), sem="relaxed")
 
 
-_prepared, _prepared_region = Launches(_prepared_kernel), Launches(_prepared_region_kernel)
+_prepared = Launches(_prepared_kernel)
 
 
 def prepare(
@@ -164,73 +182,63 @@ def prepare(
 
     Their tables are made and uploaded here.
     """
-    runs: dict[tuple[int, bool], list[list[int]]] = {}
-    boxes: dict[_RegionKind, list[list[int]]] = {}
+    found: dict[_Kind, list[list[int]]] = {}
     for tensor, row, (first, strides) in zip(tensors, rows, origins, strict=True):
         size = tensor.element_size()
         for box in boxes_2d(tensor.shape, tensor.stride(), strides):
             address, at = tensor.data_ptr() + size * box.start[0], first + box.start[1]
-            if size in (2, 4) and box.rows == 1 and box.column == (1, 1):
-                aligned = address % 16 == 0 and box.columns % 16 == 0
-                runs.setdefault((size, aligned), []).append([address, box.columns, row, at])
-                continue
-            sides = [*zip(box.row, box.column, strict=True)]
-            entry = [address, row, box.rows, box.columns, *sides[0], *sides[1], at]
-            boxes.setdefault(_RegionKind.of(box, address, size), []).append(entry)
-    launches = [_prepared_launch(table, *kind, tensors[0].device) for kind, table in runs.items()]
-    return launches + [
-        _region_launch(table, kind, tensors[0].device) for kind, table in boxes.items()
-    ]
+            kind, per = _Kind.of(box, address, at, size)
+            memory, index = zip(box.row, box.column, strict=True)
+            sides = (memory[0] // per, memory[1], index[0] // per, index[1])
+            entry = [address, row, box.rows, box.columns // per, *sides, at // per]
+            found.setdefault(kind, []).append(entry)
+    return [_launch(table, kind, tensors[0].device) for kind, table in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
-class _RegionKind:
+class _Kind:
     """Properties that all boxes of one launch share."""
 
     size: int
+    unit: int
+    """Bytes that are read at once: a word's, or an element's."""
     is_dense: bool
-    aligned: bool
+    align: int
     tile: tuple[int, int]
 
     @staticmethod
-    def of(box: Box, address: int, size: int) -> _RegionKind:
-        is_dense = box.column[0] == 1
-        aligned = is_dense and (address | box.columns | box.row[0]) % 16 == 0
-        return _RegionKind(size, is_dense, aligned, tile_of(box.columns, PREPARED_BLOCK))
+    def of(box: Box, address: int, at: int, size: int) -> tuple[_Kind, int]:
+        """Also the elements of a unit."""
+        is_dense, per = box.column[0] == 1, 8 // size
+        places = (box.columns, at, *box.row)
+        is_whole = box.column == (1, 1) and not any(n % per for n in places)
+        if size > 2 or not is_whole or address % 8:
+            per = 1
+        unit, block = size * per, PREPARED_BLOCK if per == 1 else WORDS_BLOCK
+        align = max(1, 16 // unit)
+        is_aligned = (box.columns // per | box.row[0] // per) % align == 0 and address % 16 == 0
+        align = align if is_dense and is_aligned else 1
+        return _Kind(size, unit, is_dense, align, tile_of(box.columns // per, block)), per
 
 
-def _prepared_launch(
-    table: list[list[int]], size: int, aligned: bool, device: torch.device
-) -> Callable[[torch.Tensor], None]:
-    table_R4 = torch.tensor(table, dtype=torch.int64)
-    blocks_B2 = block_table(torch.ones_like(table_R4[:, 1]), table_R4[:, 1], (1, PREPARED_BLOCK))
-    on_device, grid = (table_R4.to(device), blocks_B2.to(device)), len(blocks_B2)
-    constants = {"ELEMENT_BYTES": size, "ALIGNED": aligned, "BLOCK": PREPARED_BLOCK}
-
-    def launch(out_N: torch.Tensor) -> None:
-        with torch.cuda.device_of(out_N):
-            _prepared((size, aligned), grid, (*on_device, out_N), constants, num_warps=8)
-
-    return launch
-
-
-def _region_launch(
-    table: list[list[int]], kind: _RegionKind, device: torch.device
+def _launch(
+    table: list[list[int]], kind: _Kind, device: torch.device
 ) -> Callable[[torch.Tensor], None]:
     table_R9 = torch.tensor(table, dtype=torch.int64)
     blocks_B2 = block_table(table_R9[:, 2], table_R9[:, 3], kind.tile)
     on_device, grid = (table_R9.to(device), blocks_B2.to(device)), len(blocks_B2)
     constants = {
-        "DTYPE": UNSIGNED[kind.size],
+        "BYTES": kind.size,
+        "UNIT": UNSIGNED[kind.unit],
         "IS_DENSE": kind.is_dense,
-        "ALIGNED": kind.aligned,
+        "ALIGN": kind.align,
         "BLOCK_R": kind.tile[0],
         "BLOCK_C": kind.tile[1],
     }
 
     def launch(out_N: torch.Tensor) -> None:
         with torch.cuda.device_of(out_N):
-            _prepared_region(kind, grid, (*on_device, out_N), constants, num_warps=8)
+            _prepared(kind, grid, (*on_device, out_N), constants, num_warps=8)
 
     return launch
 

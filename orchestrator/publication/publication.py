@@ -368,8 +368,9 @@ class Publication:
             await self.members.router.request(replica, request, phase="committing")
             resumed_s.append(time.monotonic())
 
-        replicas = self.result.replicas
+        replicas, began = self.result.replicas, time.monotonic()
         outcomes = await asyncio.gather(*map(commit, replicas), return_exceptions=True)
+        self.result.seconds["commit"] = time.monotonic() - began
         left_out: dict[str, SpliceError] = {}
         for replica, error in zip(replicas, outcomes, strict=True):
             gave_up = isinstance(error, JobFailed) and error.code == ErrorCode.NOT_READY

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +41,21 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
 
 def by_definition(t: torch.Tensor) -> int:
     """The digest in plain Python integers."""
-    mask = (1 << 64) - 1
+    mask, size = (1 << 64) - 1, t.element_size()
+
+    def finalised(x: int) -> int:
+        x = ((x & mask) ^ ((x & mask) >> 30)) * splitmix.MUL_1 & mask
+        x = (x ^ (x >> 27)) * splitmix.MUL_2 & mask
+        return x ^ (x >> 31)
+
     total = 0
     for i, value in enumerate(t.contiguous().view(digest._int_dtype(t.dtype)).reshape(-1).tolist()):
-        bits = value & ((1 << (8 * t.element_size())) - 1)
-        x = (bits * splitmix.SPREAD & mask) ^ ((i + 1) * splitmix.GOLDEN & mask)
-        x = (x ^ (x >> 30)) * splitmix.MUL_1 & mask
-        x = (x ^ (x >> 27)) * splitmix.MUL_2 & mask
-        total += x ^ (x >> 31)
+        bits = value & ((1 << (8 * size)) - 1)
+        if size > 2:
+            total += finalised((bits * splitmix.SPREAD & mask) ^ ((i + 1) * splitmix.GOLDEN & mask))
+            continue
+        word, place = divmod(i, 8 // size)
+        total += (bits + 1) * splitmix.PLACES[place] * (finalised((word + 1) * splitmix.GOLDEN) | 1)
     return digest._signed(total & mask)
 
 
@@ -68,7 +77,10 @@ def test_is_what_the_definition_says(dtype: torch.dtype, shape: tuple[int, ...])
 
 def test_known_number() -> None:
     """Both ends of a wire may run different releases: the numbers are part of the protocol."""
-    assert int(tensor_digest(torch.arange(10, dtype=torch.float32))) == -4927695213749056428
+    numbers = torch.arange(10, dtype=torch.float32)
+    assert int(tensor_digest(numbers)) == -4927695213749056428
+    assert int(tensor_digest(numbers.bfloat16())) == 8610182501064584054
+    assert int(tensor_digest(numbers.to(torch.float8_e4m3fn))) == 2648776874290872667
 
 
 @given(
@@ -162,11 +174,32 @@ def test_a_swap_of_two_elements_counts() -> None:
         assert int(tensor_digest(swapped)) != whole
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_two_changes_do_not_cancel(dtype: torch.dtype) -> None:
+    """Two signs flip, within a word of 8 bytes or far apart; so do those of whole words."""
+    t = random_bits((40,), dtype)
+    whole, raw, size = int(tensor_digest(t)), t.view(torch.uint8), dtype.itemsize
+    for a, b in itertools.combinations(range(40), 2):
+        for last in ((a, b), (a // 4 * 4, b // 4 * 4)):
+            changed = raw.clone()
+            for element in last:
+                changed[element * size + size - 1] ^= 0x80
+            same = changed.equal(raw)
+            assert (int(tensor_digest(changed.view(dtype))) == whole) == same
+    words = raw.view(-1, 8)
+    for a, b in itertools.combinations(range(len(words)), 2):
+        flipped = words.clone()
+        flipped[[a, b]] ^= 0x80
+        assert int(tensor_digest(flipped.view(-1).view(dtype))) != whole
+
+
 def test_zeros_have_signs_and_places() -> None:
     zeros, minus = torch.zeros(5), torch.tensor([0.0, 0.0, -0.0, 0.0, 0.0])
     assert zeros.equal(minus) and int(tensor_digest(zeros)) != int(tensor_digest(minus))
-    assert int(tensor_digest(torch.zeros(5))) != int(tensor_digest(torch.zeros(6)))
-    assert int(tensor_digest(torch.zeros(5))) != 0
+    for dtype in DTYPES:
+        assert int(tensor_digest(torch.zeros(5, dtype=dtype))) != 0
+        five, six = (tensor_digest(torch.zeros(n, dtype=dtype)) for n in (5, 6))
+        assert int(five) != int(six)
 
 
 def test_nan_payloads_count() -> None:
@@ -257,19 +290,23 @@ def test_the_cuda_kernels_give_the_same_numbers_interpreted() -> None:
     assert done.stdout.strip() == "same numbers", done.stderr[-2000:]
 
 
-LAYOUTS = ((True, True), (True, False), (False, False))
-"""(is_dense, aligned) of a region."""
-
-
-@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
-def test_the_cuda_kernels_compile(element_bytes: int) -> None:
-    """For an H100 or H200, by Triton's compiler alone: a kernel that does not compile shows where
-    there is no GPU, too.
-    """
+def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> str:
+    """PTX for an H100 or H200, by Triton's compiler alone."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    source = ASTSource(
+        fn=kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+def test_the_cuda_kernels_compile(element_bytes: int) -> None:
+    """A kernel that does not compile shows where there is no GPU, too."""
     from weight_transfer import digest_kernels
 
     dtype = digest_kernels.UNSIGNED[element_bytes]
@@ -288,29 +325,28 @@ def test_the_cuda_kernels_compile(element_bytes: int) -> None:
     )
     region = {"bits_ptr": f"*i{8 * element_bytes}", "out_ptr": "*i64", **integers}
     many = {"table_ptr": "*i64", "block_table_ptr": "*i64", "out_ptr": "*i64"}
-    prepared, tile = (
-        {**many, "block_table_ptr": "*i32"},
-        {"DTYPE": dtype, "BLOCK_R": 16, "BLOCK_C": 512},
-    )
     for kernel, signature, constants in (
         (digest_kernels._region_kernel, region, {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}),
         (digest_kernels._many_kernel, many, {"DTYPE": dtype, "BLOCK": 4096}),
-        *(
-            (digest_kernels._prepared_region_kernel, prepared, tile | {"IS_DENSE": d, "ALIGNED": a})
-            for d, a in LAYOUTS
-        ),
-        *(
-            (
-                digest_kernels._prepared_kernel,
-                prepared,
-                {"ELEMENT_BYTES": element_bytes, "ALIGNED": a, "BLOCK": 8192},
-            )
-            for a in ((True, False) if element_bytes in (2, 4) else ())
-        ),
     ):
-        source = ASTSource(
-            fn=kernel,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
+        assert compiled(kernel, signature, constants)
+    for unit, is_dense, align in (
+        (element_bytes, True, 16 // element_bytes),
+        (element_bytes, True, 1),
+        (element_bytes, False, 1),
+        *(((8, True, 2), (8, True, 1)) if element_bytes <= 2 else ()),
+    ):
+        constants = {
+            "BYTES": element_bytes,
+            "UNIT": digest_kernels.UNSIGNED[unit],
+            "IS_DENSE": is_dense,
+            "ALIGN": align,
+            "BLOCK_R": 1,
+            "BLOCK_C": 2048,
+        }
+        ptx = compiled(
+            digest_kernels._prepared_kernel, many | {"block_table_ptr": "*i32"}, constants
         )
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        if align > 1:
+            wide = re.search(r"ld\.global\.v(2\.[bu]64|4\.[bu]32)", ptx)
+            assert wide, "16 bytes are to be read at once"

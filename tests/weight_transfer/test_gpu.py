@@ -94,7 +94,7 @@ def test_more_than_2_to_31_elements() -> None:
     t = torch.randint(0, 256, (2**31 + 5000,), dtype=torch.uint8, device=CUDA)
     half = 2**30 + 77
     bits = t.view(torch.uint8)
-    by_torch = digest._sum_of_mixes(bits[:half], 0, (1,)) + digest._sum_of_mixes(
+    by_torch = digest._sum_of_terms(bits[:half], 0, (1,)) + digest._sum_of_terms(
         bits[half:], half, (1,)
     )
     assert int(tensor_digest(t)) == int(by_torch) == int(digest_many([t])[0])

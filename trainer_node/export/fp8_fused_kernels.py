@@ -31,7 +31,7 @@ from weight_transfer.launches import Launches
 ENTRY = 6
 """int64 words of a table row: addresses of W, A and B, byte offsets of the e4m3 and of the scales
 in the output, and the first slot of `largest`."""
-BLOCK_TILE = Tile(rows=FP8_BLOCK, columns=FP8_BLOCK, num_warps=16)
+BLOCK_TILE = Tile(rows=FP8_BLOCK, columns=FP8_BLOCK, num_warps=8)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _block_kernel(
     inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     w = merged_tile(
         entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
-        row_stride, scale, tl.bfloat16, RANK, 16, "chain", GROUPED, EVEN, VECTOR,
+        row_stride, scale, tl.bfloat16, RANK, GROUPED, EVEN, VECTOR,
         BLOCK_O, BLOCK_I
     ).to(tl.float32)  # fmt: skip
     if not EVEN:
@@ -104,7 +104,7 @@ def _largest_kernel(
     inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     w = merged_tile(
         entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
-        row_stride, scale, tl.bfloat16, RANK, 16, "chain", GROUPED, EVEN, VECTOR,
+        row_stride, scale, tl.bfloat16, RANK, GROUPED, EVEN, VECTOR,
         BLOCK_O, BLOCK_I
     ).to(tl.float32)  # fmt: skip
     if not EVEN:
@@ -145,7 +145,7 @@ def _round_kernel(
     inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     w = merged_tile(
         entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
-        row_stride, scale, tl.bfloat16, RANK, 16, "chain", GROUPED, EVEN, VECTOR,
+        row_stride, scale, tl.bfloat16, RANK, GROUPED, EVEN, VECTOR,
         BLOCK_O, BLOCK_I
     ).to(tl.float32)  # fmt: skip
     values = tl.div_rn(w, scale_O[:, None]) if ROWS else w * inverse

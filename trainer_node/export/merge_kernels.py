@@ -12,9 +12,9 @@ differs only where the fp32 value is that close to a tie. Without a delta the bi
 payloads included.
 
 Speed: bound by memory. A program makes one [BLOCK_O, BLOCK_I] tile: W is read once and `out`
-written once in 16-byte pieces, A and B come out of the caches. BLOCK_O and BLOCK_I are smaller than
-the number of threads, so that Triton loads a column of B and a row of A right into the registers
-where they are used, without a trip through shared memory (a test reads the PTX).
+written once in 16-byte pieces, A and B come out of the caches. Triton's "ieee" dot of fp32 is that
+chain: it multiplies and adds in registers, r by r, and fetches A and B through shared memory once
+for a tile (a test reads the PTX).
 
 Axes: T = tensors of a launch, O = out features, I = in features, R = rank; W's rows may lie in
 groups (q, k and v inside `linear_qkv`).
@@ -37,6 +37,8 @@ from weight_transfer.launches import Launches
 ENTRY = 4
 """int64 words of a table row: addresses of W, A and B, offset in the output in bytes."""
 VECTOR_BYTES = 16
+DOT_RANK: Any = tl.constexpr(16)
+"""Triton's smallest dot. A longer one takes registers of another program."""
 BITS: dict[int, Any] = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 FLOATS: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
@@ -52,12 +54,9 @@ class Tile:
     rows: int
     columns: int
     num_warps: int
-    precision: str = "chain"
-    """Order of the product's sum: "chain" as above; "ieee" or "tf32x3" are Triton's dots: other sum
-    orders, for measurements."""
 
 
-MERGE_TILE = Tile(rows=64, columns=128, num_warps=8)
+MERGE_TILE = Tile(rows=32, columns=128, num_warps=4)
 COPY_TILE = Tile(rows=32, columns=256, num_warps=4)
 FLAT_TILE = Tile(rows=1, columns=8192, num_warps=8)
 
@@ -78,8 +77,6 @@ def merged_tile(
     scale,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
-    PRECISION: tl.constexpr,
     GROUPED: tl.constexpr,
     EVEN: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -109,21 +106,9 @@ def merged_tile(
             b_ptr = tl.multiple_of(b_ptr, 16)
         a_ptrs = a_ptr + first_i + i
         b_ptrs = b_ptr + o.to(tl.int64) * RANK
-        if PRECISION == "chain":
-            product = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
-            for r in tl.static_range(RANK):
-                if EVEN:
-                    b = tl.load(b_ptrs + r)
-                    a = tl.load(a_ptrs + r * num_columns)
-                else:
-                    b = tl.load(b_ptrs + r, mask=o < num_rows, other=0.0)
-                    a = tl.load(a_ptrs + r * num_columns, mask=i < left_i, other=0.0)
-                product = tl.fma(b[:, None], a[None, :], product)
-                if r % 4 == 3 and r < RANK - 1:
-                    # Else all loads move to the front and take registers of a second program.
-                    tl.debug_barrier()
-        else:
-            r = tl.arange(0, PADDED_RANK)
+        product = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
+        for first_r in tl.static_range(0, RANK, DOT_RANK):
+            r = first_r + tl.arange(0, DOT_RANK)
             b_OR = tl.load(
                 b_ptrs[:, None] + r[None, :],
                 mask=(o < num_rows)[:, None] & (r < RANK)[None, :],
@@ -134,7 +119,7 @@ def merged_tile(
                 mask=(r < RANK)[:, None] & (i < left_i)[None, :],
                 other=0.0,
             )
-            product = tl.dot(b_OR, a_RI, input_precision=PRECISION)
+            product = tl.dot(b_OR, a_RI, product, input_precision="ieee")
         w = (product * scale + w.to(tl.float32)).to(DTYPE)
     return w
 
@@ -154,8 +139,6 @@ def _merge_kernel(
     scale,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
-    PRECISION: tl.constexpr,
     GROUPED: tl.constexpr,
     EVEN: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -187,8 +170,6 @@ def _merge_kernel(
         scale,
         DTYPE,
         RANK,
-        PADDED_RANK,
-        PRECISION,
         GROUPED,
         EVEN,
         VECTOR,
@@ -246,8 +227,6 @@ def launch(
     constants = {
         "DTYPE": FLOATS[dtype] if rank else BITS[dtype.itemsize],
         "RANK": rank,
-        "PADDED_RANK": max(16, triton.next_power_of_2(rank)),
-        "PRECISION": tile.precision,
         "GROUPED": rows_per_group < rows,
         "EVEN": rows % tile.rows == 0 and columns % tile.columns == 0,
         "VECTOR": VECTOR_BYTES // dtype.itemsize if vectors else 1,

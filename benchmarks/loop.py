@@ -13,7 +13,8 @@ tiny else). The two sides' work should balance, so on a GPU a few strict steps o
 first, and the number of prompts is chosen from their times; SPLICE_BENCH_PROMPTS sets it (8 on a
 CPU). Each prompt has 4 answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU) tokens. Answers
 have a fixed length, so no step waits for a long one. Steps from SPLICE_BENCH_SAMPLES (7).
-SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`.
+SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
+(default) computes the KV cache of running answers anew after each publication, `keep_kv` keeps it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from benchmarks import clusters, turns
 from benchmarks.harness import Case
-from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
+from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams, PauseMode
 from splice.batches import Completion
 from splice.client import SpliceClient
 from splice.cluster import Cluster
@@ -55,13 +56,20 @@ def run(*, device: str, small: bool) -> list[Case]:
     usual = "tiny" if small or device == "cpu" else "8b"
     shapes = usual if small else os.environ.get("SPLICE_BENCH_SHAPES", usual)
     steps = 3 if small else int(os.environ.get("SPLICE_BENCH_SAMPLES", "7"))
+    pause_mode = os.environ.get("SPLICE_BENCH_PAUSE_MODE", "keep")
     cases: list[Case] = []
     for shape in shapes.split(","):
         with TemporaryDirectory(prefix="splice-bench-") as name:
             folder = Path(name)
             seqs = GROUP_SIZE * MOST_PROMPTS if device == "cuda" else 64
             cluster_config = replace(
-                clusters.cluster_config(shape, folder, device=device, max_num_seqs=seqs),
+                clusters.cluster_config(
+                    shape,
+                    folder,
+                    device=device,
+                    max_num_seqs=seqs,
+                    pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
+                ),
                 keep_versions=3,
             )
             with turns.started(Cluster(cluster_config)) as cluster, turns.alone():
@@ -73,7 +81,8 @@ def run(*, device: str, small: bool) -> list[Case]:
                     )
                     for mode, stale in MODES.items()
                 }
-        cases += _cases(shape, found, _config(device, MODES["async"], prompts))
+        settings = _config(device, MODES["async"], prompts).model_dump(mode="json")
+        cases += _cases(shape, found, settings | {"pause_mode": pause_mode})
     return cases
 
 
@@ -187,8 +196,7 @@ UNITS: dict[str, str] = {
 }
 
 
-def _cases(shape: str, found: Mapping[str, Measured], config: LoopConfig) -> list[Case]:
-    settings = config.model_dump(mode="json")
+def _cases(shape: str, found: Mapping[str, Measured], settings: dict[str, Any]) -> list[Case]:
     return [
         Case(
             name=f"{shape}/lora-all/1to1",

@@ -40,6 +40,7 @@ from trainer_node.export import fp8_export, fp8_fused
 from trainer_node.export.wire_export import Delta, Member, Merger, Source
 from weight_transfer import chunks
 from weight_transfer.chunks import ChunkSender
+from weight_transfer.layout import in_vectors
 
 SCALE, RANK, DISTINCT = 2.0, 16, 4
 CHUNK_BYTES = 192 * 2**20
@@ -245,7 +246,7 @@ def _fp8(
             units.append(tuple(places[m][at] for at in (1, 0) for m in members))
         elif i not in within:
             units.append(found)
-    order = [_scales_first(chunk, sent) for chunk in _packed(sent, units)]
+    order = [list(in_vectors(chunk, sent)) for chunk in _packed(sent, units)]
     base = fp8_export.plan(model.manifest, sent, weights, order, None)
     merger = _merger(model, base.order, device)
     nbytes = [sum(sent.tensors[i].nbytes for i in chunk) for chunk in order]
@@ -270,11 +271,6 @@ def _fp8(
     fused_s = _times(run(export), device, repeats)
     host = _case(f"{title}/host", "host_s", _host(run(export), device, repeats), settings)
     return [_case(title, "whole_s", fused_s, settings, peer, plain_s), host], export, sent, order
-
-
-def _scales_first(chunk: Sequence[int], sent: Manifest) -> list[int]:
-    """A chunk's scales, then the rest, as servers ask for them."""
-    return sorted(chunk, key=lambda i: "_scale" not in sent.tensors[i].name.rpartition(".")[2])
 
 
 def _check_same(

@@ -38,7 +38,7 @@ from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
 from weight_transfer.copies import PreparedCopy
 from weight_transfer.digest import PreparedDigest, row_major_strides
 from weight_transfer.groups import TransferGroup
-from weight_transfer.layout import chunk_offsets, view_of
+from weight_transfer.layout import chunk_offsets, in_vectors, view_of
 from weight_transfer.strides import Part
 
 MAX_CHUNK_BYTES = 192 * 2**20
@@ -246,10 +246,7 @@ def _units(indices: Sequence[int], together: Sequence[tuple[int, ...]]) -> list[
 
 
 def _packed(units: Sequence[tuple[int, ...]], manifest: Manifest) -> list[tuple[int, ...]]:
-    """Pack units into chunks of at most MAX_CHUNK_BYTES; a larger unit is a chunk of its own.
-
-    Wide elements come first, so that each tensor is aligned.
-    """
+    """Pack units into chunks of at most MAX_CHUNK_BYTES; a larger unit is a chunk of its own."""
     chunks: list[list[int]] = []
     size = 0
     for unit in units:
@@ -260,7 +257,7 @@ def _packed(units: Sequence[tuple[int, ...]], manifest: Manifest) -> list[tuple[
         else:
             chunks.append(list(unit))
             size = nbytes
-    return [tuple(sorted(p, key=lambda i: -DTYPE_BYTES[manifest.tensors[i].dtype])) for p in chunks]
+    return [in_vectors(chunk, manifest) for chunk in chunks]
 
 
 def _same(strides: Sequence[int], dense: Sequence[int], size: Sequence[int]) -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from weight_transfer.digest_kernels import UNSIGNED
+from weight_transfer.launches import Launches
 from weight_transfer.strides import Box, Part, block_table, boxes_2d, tile_of
 
 BLOCK = 4096
@@ -57,6 +58,9 @@ def _copy_kernel(
     tl.store(targets, tl.load(sources, mask=inside, other=0), mask=inside)
 
 
+_copies = Launches(_copy_kernel)
+
+
 def prepare(parts: Sequence[Part]) -> list[Callable[[torch.Tensor], None]]:
     """Launches that copy every part from a buffer. Their tables are made and uploaded here."""
     kinds: dict[tuple[int, bool, tuple[int, int]], list[list[int]]] = {}
@@ -92,7 +96,7 @@ def _launch(
 ) -> Callable[[torch.Tensor], None]:
     table_R8 = torch.tensor(table, dtype=torch.int64).view(len(table), FIELDS)
     blocks_B2 = block_table(table_R8[:, 2], table_R8[:, 3], tile)
-    on_device, grid = (table_R8.to(device), blocks_B2.to(device)), (len(blocks_B2),)
+    on_device, grid = (table_R8.to(device), blocks_B2.to(device)), len(blocks_B2)
     constants = {
         "DTYPE": UNSIGNED[width],
         "IS_DENSE": is_dense,
@@ -102,6 +106,6 @@ def _launch(
 
     def launch(buffer_B: torch.Tensor) -> None:
         with torch.cuda.device_of(buffer_B):
-            _copy_kernel[grid](*on_device, buffer_B, **constants, num_warps=8)
+            _copies((width, is_dense, tile), grid, (*on_device, buffer_B), constants, num_warps=8)
 
     return launch

@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.protocol.messages import Manifest, TensorSpec
 from weight_transfer.copies import PreparedCopy
+from weight_transfer.layout import VECTOR_BYTES, chunk_offsets, in_vectors
 from weight_transfer.strides import Part, block_table, boxes_2d, tile_of
 
 
@@ -178,3 +180,21 @@ def test_the_cuda_kernel_compiles(element_bytes: int) -> None:
             constexprs=constants,
         )
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_scales_do_not_shift_the_weights_of_their_chunk() -> None:
+    """Whatever the order that they are given in: kernels read and write whole vectors."""
+    specs = [TensorSpec(name="bias", dtype="bfloat16", shape=(3,))]
+    for k in range(3):
+        specs += [
+            TensorSpec(name=f"{k}.scale", dtype="float32", shape=()),
+            TensorSpec(name=f"{k}.weight", dtype="float8_e4m3fn", shape=(4, 8)),
+            TensorSpec(name=f"{k}.norm", dtype="bfloat16", shape=(8,)),
+        ]
+    manifest = Manifest(tensors=tuple(specs))
+    order = in_vectors(range(len(specs)), manifest)
+    assert sorted(order) == list(range(len(specs)))
+    ordered = [specs[i] for i in order]
+    for spec, offset in zip(ordered, chunk_offsets(ordered), strict=True):
+        whole = spec.nbytes % VECTOR_BYTES == 0
+        assert offset % (VECTOR_BYTES if whole else spec.nbytes // spec.numel) == 0, spec.name

@@ -200,6 +200,10 @@ class Publication:
 
         After any failure every rank still reaches the end and learns of it.
         """
+        with self._trainer.behind.held():
+            return self._send(request)
+
+    def _send(self, request: Request[SendWeights]) -> Outcome:
         message, transfer = request.message, self._transfer
         deadline = time.monotonic() + message.deadline_s
         chunks = transfer.choose(changed_only=message.changed_only)

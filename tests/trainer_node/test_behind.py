@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,8 +15,11 @@ from orchestrator.protocol.messages import LoadCheckpoint, SaveCheckpoint, Shutd
 from tests.trainer_node import slow_save
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.served_node import node, rank_process
+from trainer_node.publication import Publication
+from trainer_node.request import Outcome
 from trainer_node.state import generations
 from trainer_node.state.behind import Behind
+from trainer_node.state.bulk_files import Extent, bulk_writer
 
 
 @pytest.mark.parametrize(
@@ -62,6 +67,31 @@ def _written(moments: list[torch.Tensor]) -> tuple[bool, str]:
     why = behind.settle()
     assert len(given) == len(moments)
     return given[0] is not moments[0], why
+
+
+def test_nothing_is_written_while_weights_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies and hashes beside a send take milliseconds of the pause."""
+    behind, file = Behind(), tmp_path / "state"
+
+    def write(copies: Sequence[torch.Tensor]) -> None:
+        extents = [Extent(offset=0, nbytes=400, source=lambda: copies[0])]
+        with bulk_writer(torch.device("cpu"), wait_turn=behind.wait_turn) as writer:
+            writer.start(file, extents).wait()
+
+    def send(_: Publication, request: Any) -> Outcome:
+        behind.start(file, [torch.ones(100)], write)
+        assert not behind.wait(timeout_s=0.5)
+        assert not any(file.read_bytes())
+        return Outcome()
+
+    monkeypatch.setattr(Publication, "_send", send)
+    publication = object.__new__(Publication)
+    publication._trainer = SimpleNamespace(behind=behind)  # type: ignore[assignment]
+    publication.send(None)  # type: ignore[arg-type]
+    assert behind.settle() == ""
+    assert file.read_bytes() == torch.ones(100).numpy().tobytes()
 
 
 def job(version: int, folder: Path) -> tuple[dict[str, Any], list[bytes]]:

@@ -5,11 +5,12 @@
     may_step   waits until the copy is taken
     settle     waits for the end of the save, and says how it ended
 
-There is one save at a time. Without room for a copy the thread reads the live moments, and
-`may_step` waits for the whole save. The copy is always on the host, because packs are as large as
-the device's memory takes. The thread's collectives have a process group of their own, so the
-trainer's requests need not wait for them. If the process ends first, the moments are not there;
-`remake` says what a load then does.
+There is one save at a time. While weights are sent it begins no write: its threads would keep the
+sending one from its next launch, and generation pauses meanwhile. Without room for a copy the
+thread reads the live moments, and `may_step` waits for the whole save. The copy is always on the
+host, because packs are as large as the device's memory takes. The thread's collectives have a
+process group of their own, so the trainer's requests need not wait for them. If the process ends
+first, the moments are not there; `remake` says what a load then does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +64,8 @@ class Behind:
     def __init__(self) -> None:
         self._save: _Save | None = None
         self._pinned: list[torch.Tensor] = []
+        self._may_write = threading.Event()
+        self._may_write.set()
         self.step_waited_s = self.save_waited_s = 0.0
         """Seconds in `may_step` and in `settle` since they were set to 0."""
 
@@ -70,6 +73,19 @@ class Behind:
     def is_writing(self) -> bool:
         """Whether a save was started and not settled."""
         return self._save is not None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin no write within the block."""
+        self._may_write.clear()
+        try:
+            yield
+        finally:
+            self._may_write.set()
+
+    def wait_turn(self) -> None:
+        """Wait while the save is held; called before each write."""
+        self._may_write.wait()
 
     def start(
         self,
@@ -89,14 +105,15 @@ class Behind:
         if device.type == "cuda":
             queued = torch.cuda.Event()
             queued.record(torch.cuda.current_stream(device))
+            # Not on the save's thread: pinning holds up all launches, also those of a send.
+            with _or_reads_them():
+                self._pin(moments)
 
         def run() -> None:
             try:
                 copies = None
-                try:
+                with _or_reads_them():
                     copies = self._copies(moments, device, queued)
-                except (RuntimeError, MemoryError) as error:  # else the other ranks wait for us
-                    log.warning("no memory for a copy of the moments (%s); reading them", error)
                 if copies is not None:
                     save.read.set()
                 write(moments if copies is None else copies)
@@ -121,12 +138,9 @@ class Behind:
         if queued is None:
             is_room = _is_room(sum(t.nbytes for t in moments))
             return [t.detach().clone() for t in moments] if is_room else None
+        if not self._has_pinned(moments):
+            return None
         torch.cuda.set_device(device)
-        if [t.shape for t in self._pinned] != [t.shape for t in moments]:
-            self._pinned = []
-            if not _is_room(sum(t.nbytes for t in moments)):
-                return None
-            self._pinned = [torch.empty(t.shape, pin_memory=True) for t in moments]
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
             stream.wait_event(queued)
@@ -134,6 +148,16 @@ class Behind:
                 copy.copy_(tensor.detach(), non_blocking=True)
         stream.synchronize()
         return self._pinned
+
+    def _pin(self, moments: Sequence[torch.Tensor]) -> None:
+        """Have pinned memory for a copy, if there is room. The first time takes seconds."""
+        if not self._has_pinned(moments):
+            self._pinned = []
+            if _is_room(sum(t.nbytes for t in moments)):
+                self._pinned = [torch.empty(t.shape, pin_memory=True) for t in moments]
+
+    def _has_pinned(self, moments: Sequence[torch.Tensor]) -> bool:
+        return [t.shape for t in self._pinned] == [t.shape for t in moments]
 
     def may_step(self) -> None:
         """Wait until the moments may change.
@@ -175,6 +199,15 @@ class Behind:
                 "its disk answers"
             )
         return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _or_reads_them() -> Iterator[None]:
+    """Without memory go on: a rank that left would keep the others waiting."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        log.warning("no memory for a copy of the moments (%s); reading them", error)
 
 
 def _is_room(nbytes: int) -> bool:

@@ -106,9 +106,14 @@ class BulkWriter:
     """Threads that write; made by `bulk_writer`."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, hashers: ThreadPoolExecutor, device: torch.device
+        self,
+        pool: ThreadPoolExecutor,
+        hashers: ThreadPoolExecutor,
+        device: torch.device,
+        wait_turn: Callable[[], None],
     ) -> None:
         self._pool, self._hashers, self._device = pool, hashers, device
+        self._wait_turn = wait_turn
         self._local = threading.local()
         self._started: list[Writing] = []
         self._ready: torch.cuda.Event | None = None
@@ -135,6 +140,7 @@ class BulkWriter:
     @torch.no_grad()
     def _write(self, handle: int, span: Span) -> bytes:
         """Returns the span's hash."""
+        self._wait_turn()
         staging, stream = self._buffers()
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             if stream is not None and self._ready is not None:
@@ -186,14 +192,20 @@ def _bytes_of(extent: Extent) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def bulk_writer(device: torch.device) -> Iterator[BulkWriter]:
+def bulk_writer(
+    device: torch.device, *, wait_turn: Callable[[], None] = lambda: None
+) -> Iterator[BulkWriter]:
     """Writes files of tensors on `device` or the CPU; at the end its threads are gone and its files
-    closed."""
+    closed.
+
+    Args:
+        wait_turn: called on a writing thread before each span.
+    """
     with (
         ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bulk-hasher") as hashers,
         ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bulk-writer") as pool,
     ):
-        writer = BulkWriter(pool, hashers, device)
+        writer = BulkWriter(pool, hashers, device, wait_turn)
         try:
             yield writer
         finally:

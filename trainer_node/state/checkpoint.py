@@ -265,7 +265,9 @@ def _write_behind(trainer: Trainer, folder: Path, meta: Mapping[str, Any]) -> No
             for (p, _), own in zip(found, kinds, strict=True)
         ]
         device = copies[0].device if copies else torch.device("cpu")
-        _write_state(_shards(tensors, MOMENTS), folder, meta, group=group, device=device)
+        wait_turn = trainer.behind.wait_turn
+        shards = _shards(tensors, MOMENTS)
+        _write_state(shards, folder, meta, group=group, device=device, wait_turn=wait_turn)
 
     moments = [found[n][1][kind] for n, own in enumerate(kinds) for kind in own]
     trainer.behind.start(folder, moments, write)
@@ -294,6 +296,7 @@ def _write_state(
     *,
     group: Any,
     device: torch.device,
+    wait_turn: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the moments into their checkpoint, as a generation of their own. A collective over a
     CPU group."""
@@ -304,7 +307,7 @@ def _write_state(
         with _agree(group, f"making {temp}"):
             if is_root:
                 generations.begin(state)
-        with bulk_writer(device) as writer:
+        with bulk_writer(device, wait_turn=wait_turn) as writer:
             hashes = sharded_state.save(shards, temp, group=group, writer=writer)
         everyones = objects.all_gather(hashes, group=group)
         with _agree(group, f"moving {temp} to {state}"):

@@ -20,6 +20,8 @@ FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear but the output layer."""
+LM_HEAD = "lm_head"
+"""The output layer."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a decoder layer in many families."""
 
@@ -91,8 +93,9 @@ class LoraConfig(Settings):
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """HF modules with an adapter, by the ends of their names, as in PEFT.
 
-    all-linear: every linear of the decoder layers, experts included, routers not. A tensor that
-    stacks all experts is named with a dot: `experts.down_proj`."""
+    all-linear: every linear of the decoder layers, experts included, routers not. `lm_head`, beside
+    it or others, is the output layer. A tensor that stacks all experts is named with a dot:
+    `experts.down_proj`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an element of an adapter's input, in training passes only.
 
@@ -101,14 +104,13 @@ class LoraConfig(Settings):
     @field_validator("targets")
     @classmethod
     def _named(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        outside = sorted({"lm_head", "embed_tokens"} & {t.rpartition(".")[2] for t in targets})
-        if not targets or not all(targets) or outside:
+        if not targets or {"", "embed_tokens"} & {t.rpartition(".")[2] for t in targets}:
             raise ValueError(
-                "lora targets must name linears of the decoder layers (or be all-linear); got "
-                f"{targets}"
+                "lora targets must name linears of the decoder layers, lm_head, or be all-linear; "
+                f"got {targets}"
             )
-        if ALL_LINEAR in targets and len(targets) > 1:
-            raise ValueError(f"lora targets {targets}: all-linear stands alone")
+        if ALL_LINEAR in targets and set(targets) - {ALL_LINEAR, LM_HEAD}:
+            raise ValueError(f"lora targets {targets}: beside all-linear only lm_head can stand")
         return targets
 
 

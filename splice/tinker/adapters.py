@@ -7,7 +7,7 @@ from typing import Any
 
 from tinker import types
 
-from orchestrator.protocol.config import LoraConfig
+from orchestrator.protocol.config import LM_HEAD, LoraConfig
 from splice.tinker.refused import unsupported
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -18,22 +18,25 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
     """Return the adapter that a model asks for: the run's with another rank, or on fewer linears.
 
-    `alpha` is the run's whatever the rank, as in Tinker.
+    `alpha` is the run's whatever the rank, as in Tinker. The unembedding has an adapter if the
+    run's has one there.
 
     Raises:
         Refused: it would train nothing.
     """
     if asked is None:
         return ours
-    if not (asked.train_attn or asked.train_mlp):
-        raise unsupported(
-            "lora_config: train_attn and train_mlp are false, and the unembedding gets no adapter "
-            "here, so nothing would train"
-        )
-    targets = ours.targets
+    head = (LM_HEAD,) if asked.train_unembed and LM_HEAD in ours.targets else ()
+    targets = tuple(t for t in ours.targets if t != LM_HEAD)
     if not (asked.train_attn and asked.train_mlp):
-        targets = ATTENTION if asked.train_attn else MLP
-    return ours.model_copy(update={"rank": asked.rank, "targets": targets})
+        targets = ATTENTION if asked.train_attn else MLP if asked.train_mlp else ()
+    if not targets + head:
+        raise unsupported(
+            "lora_config: train_attn and train_mlp are false, and the unembedding gets no adapter: "
+            f"the run's trainer.lora.targets are {', '.join(ours.targets)}, without {LM_HEAD}, or "
+            "train_unembed is false too. So nothing would train"
+        )
+    return ours.model_copy(update={"rank": asked.rank, "targets": targets + head})
 
 
 def info(lora: LoraConfig | None) -> dict[str, Any]:
@@ -43,10 +46,14 @@ def info(lora: LoraConfig | None) -> dict[str, Any]:
     return {
         "is_lora": True,
         "lora_rank": lora.rank,
-        "train_attn": lora.targets != MLP,
-        "train_mlp": lora.targets != ATTENTION,
-        "train_unembed": False,
+        "train_attn": _has_other_than(MLP, lora),
+        "train_mlp": _has_other_than(ATTENTION, lora),
+        "train_unembed": LM_HEAD in lora.targets,
     }
+
+
+def _has_other_than(linears: tuple[str, ...], lora: LoraConfig) -> bool:
+    return bool(set(lora.targets) - {*linears, LM_HEAD})
 
 
 def of_model(facts: Mapping[str, Any], ours: LoraConfig | None) -> LoraConfig | None:

@@ -17,7 +17,7 @@ import numpy as np
 from tinker import types
 
 from orchestrator.errors import ErrorCode, JobFailed
-from orchestrator.protocol.config import LoraConfig
+from orchestrator.protocol.config import LM_HEAD, LoraConfig
 from orchestrator.protocol.messages import InitialSyncJob, OptimParams
 from splice.client import SpliceClient
 from splice.tinker import losses, wire
@@ -220,10 +220,11 @@ class Training:
                 f"models start from this run's trained adapter, of rank {ours.rank} on "
                 f"{', '.join(ours.targets)}; pass rank={ours.rank}, or start a new run"
             )
-        warns = lora is not None and lora.train_unembed
+        why = f"train_unembed: the unembedding gets no adapter, as {LM_HEAD} is not in the run's "
+        warns = lora is not None and lora.train_unembed and LM_HEAD not in found.targets
         return {
             "lora": found.model_dump(mode="json"),
-            "warnings": ["train_unembed: the unembedding gets no adapter"] if warns else [],
+            "warnings": [why + "trainer.lora.targets"] if warns else [],
         }
 
     def check_save(self, model_id: str, asked: types.SaveWeightsRequest) -> None:

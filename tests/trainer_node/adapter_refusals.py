@@ -27,6 +27,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"targets": ("shared_expert_gate",), "dropout": 0.1},
         r"within SharedExpertMLP.*set lora\.dropout to 0",
     ),
+    ("llama_tied", {"targets": ("all-linear", "lm_head")}, r"lm_head is its embedding"),
+    ("llama", {"targets": ("lm_head",), "dropout": 0.1}, r"lm_head.*set lora\.dropout to 0"),
     ("gpt_oss", {"targets": ("down_proj",)}, r"stacked tensor.*name 'experts\.down_proj'"),
     (
         "gpt_oss",

@@ -25,6 +25,8 @@ ONE_RANK = [
     # family and targets
     ("llama", ALL),
     ("llama", "q_proj,down_proj"),
+    ("llama", f"{ALL},lm_head"),
+    ("qwen3_moe", "lm_head"),
     ("qwen2", ALL),
     ("gemma3", ALL),
     ("olmoe", ALL),
@@ -52,6 +54,8 @@ SEVERAL = [
     # family, targets, sequence parallelism, then (tensor, context, expert, expert_tensor)
     ("llama", ALL, 1, (2, 1, 1, 1)),
     ("llama", ALL, 0, (2, 1, 1, 1)),
+    ("llama", f"{ALL},lm_head", 1, (2, 1, 1, 1)),
+    ("llama", f"{ALL},lm_head", 0, (2, 1, 1, 1)),
     ("gemma3", ALL, 1, (2, 1, 1, 1)),
     ("qwen3_5", ALL, 1, (2, 1, 1, 1)),
     ("qwen3_5_moe", ALL, 1, (2, 1, 1, 1)),

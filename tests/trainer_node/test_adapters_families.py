@@ -23,9 +23,10 @@ Cell = Callable[..., dict[str, Any]]
 
 def topology(case: tuple[str, str, int, tuple[int, ...]]) -> str:
     """A case's name: family-tp2."""
-    family, _, sequence, sizes = case
+    family, targets, sequence, sizes = case
     split = [f"{n}{s}" for n, s in zip(("tp", "cp", "ep", "etp"), sizes, strict=True) if s > 1]
-    return "-".join([family, *split, *["no-sequence"] * (not sequence)])
+    head = ["lm_head"] * ("lm_head" in targets)
+    return "-".join([family, *head, *split, *["no-sequence"] * (not sequence)])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,9 @@ def test_adapters_are_pefts(cell: Cell, family: str, targets: str, tmp_path: Pat
                 linear_shapes(config, [ALL])
         else:
             assert set(linear_shapes(config, [ALL])) == set(result["names"])
-    if targets != ALL and "experts." not in targets.replace("shared_expert", ""):
+    if "lm_head" in targets:
+        assert "lm_head" in result["names"]
+    if ALL not in targets and "experts." not in targets.replace("shared_expert", ""):
         ends = targets.split(",")
         assert {n for n in result["names"] if not n.endswith(tuple(ends))} == set()
         assert all(any(n.endswith(e) for n in result["names"]) for e in ends)

@@ -530,6 +530,22 @@ MUTANTS = [
         killer=parity("dense_tied-dp2-full-sft"),
     ),
     Mutant(
+        name="the output layer's adapter is not used",
+        file="trainer_node/adapters/lora.py",
+        old="return weight_VH if self._head is None or not self._on else self._head.sum()",
+        new="return weight_VH",
+        killer="tests/trainer_node/test_topologies.py"
+        "::test_two_steps_equal_transformers_and_peft[dense_untied_head]",
+    ),
+    Mutant(
+        name="without sequence parallelism, each tensor rank keeps its part of the head's gradient",
+        file="trainer_node/adapters/dense_lora.py",
+        old='self.has_partial_a = linear.place.split == "rows"',
+        new="self.has_partial_a = False",
+        killer="tests/trainer_node/test_adapters_families.py"
+        "::test_adapters_over_several_ranks[llama-lm_head-tp2-no-sequence]",
+    ),
+    Mutant(
         name="the reference adapter is the policy's own",
         file="trainer_node/training/trainer.py",
         old="with self.references.in_place(loss.kl.adapter_dir):",

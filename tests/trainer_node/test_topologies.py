@@ -17,10 +17,12 @@ from tests.trainer_node import bounds
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.references import peft_merged, reference_loss
 from tests.trainer_node.tiny import VOCAB, hf_model
+from tests.trainer_node.worker import HEAD
 
 TOPOLOGIES = {
     "tp2": ("dense_tied", 2, (2, 1, 1)),
     "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
+    "tp2pp2_head": ("dense_untied", 4, (2, 2, 1), HEAD),
     "dp2": ("dense_tied", 2, (1, 1, 1)),
     "moe_ep2": ("moe", 2, (1, 1, 2)),
     "moe_tp2pp2ep2": ("moe", 4, (2, 2, 2)),
@@ -31,12 +33,12 @@ TOPOLOGIES = {
 
 @pytest.fixture(scope="session")
 def single(models, torchrun, tmp_path_factory):
-    """Model name -> folder with what one rank did; made once."""
+    """Model name and flags -> folder with what one rank did; made once."""
 
     @functools.cache
-    def get(name: str) -> Path:
+    def get(name: str, *flags: str) -> Path:
         out = tmp_path_factory.mktemp(name)
-        torchrun(1, "worker", out, models[name], 1, 1, 1)
+        torchrun(1, "worker", out, models[name], 1, 1, 1, *flags)
         return out
 
     return get
@@ -67,8 +69,9 @@ def test_topology_changes_nothing(topology: str, models, single, torchrun, tmp_p
     third once more, from one rank's checkpoint of two steps (adapters and moments).
     """
     name, ranks, sizes, *flags = TOPOLOGIES[topology]
-    torchrun(ranks, "worker", tmp_path, models[name], *sizes, single(name) / "trained", *flags)
-    one, other = facts(single(name)), facts(tmp_path)
+    alone = single(name, *(f for f in flags if f == HEAD))
+    torchrun(ranks, "worker", tmp_path, models[name], *sizes, alone / "trained", *flags)
+    one, other = facts(alone), facts(tmp_path)
     assert one["num_parameters"] == other["num_parameters"]
     for a, b in zip([*one["steps"], one["steps"][2]], other["steps"], strict=True):
         for key in (
@@ -84,15 +87,21 @@ def test_topology_changes_nothing(topology: str, models, single, torchrun, tmp_p
             ), key
     ours, theirs = (
         load_file(tmp_path / "merged.safetensors"),
-        load_file(single(name) / "merged.safetensors"),
+        load_file(alone / "merged.safetensors"),
     )
     assert set(ours) == set(theirs)
     for tensor_name, tensor in ours.items():
         assert torch.equal(tensor, theirs[tensor_name]), tensor_name
 
 
-@pytest.mark.parametrize("name", ["dense_tied", "moe"])
-def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> None:
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("dense_tied", ()), ("moe", ()), ("dense_untied", (HEAD,))],
+    ids=["dense_tied", "moe", "dense_untied_head"],
+)
+def test_two_steps_equal_transformers_and_peft(
+    name: str, flags: tuple[str, ...], models, single
+) -> None:
     """Loss, norm and the adapters after two AdamW steps, against a plain loop over transformers +
     PEFT from the same initial A.
     """
@@ -101,6 +110,8 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
 
     base = hf_model(models[name])
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets += ["lm_head"] if HEAD in flags else []
+    out = single(name, *flags)
     model = get_peft_model(
         base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     )
@@ -116,7 +127,7 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
         eps=OPTIM.eps,
         weight_decay=OPTIM.weight_decay,
     )
-    steps = facts(single(name))["steps"]
+    steps = facts(out)["steps"]
     for step in range(2):
         optimizer.zero_grad()
         loss = reference_loss(model, LOSS.clip_low, LOSS.clip_high)
@@ -129,7 +140,7 @@ def test_two_steps_equal_transformers_and_peft(name: str, models, single) -> Non
         optimizer.step()
         assert steps[step]["loss"] == pytest.approx(loss.item(), abs=bounds.SLOPE * bounds.scores())
         assert steps[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    ours = load_file(single(name) / "trained" / "adapter" / "adapter_model.safetensors")
+    ours = load_file(out / "trained" / "adapter" / "adapter_model.safetensors")
     assert len(ours) == len(trainable)
     for n, p in trainable.items():
         # Adam divides by the square root of a gradient's square: where a gradient is near eps, its

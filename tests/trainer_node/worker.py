@@ -19,7 +19,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
+from orchestrator.protocol.config import (
+    ALL_LINEAR,
+    LM_HEAD,
+    LoraConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.trainer_node.data import make_batch
 from trainer_node.export.merged import Exporter
@@ -31,6 +37,8 @@ LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-2, weight_decay=0.01, max
 SEED_RANDOM_B = 77
 FLAGS: dict[str, dict[str, int]] = {"cp2": {"context": 2}, "etp2": {"expert_tensor": 2}}
 """What a launch's arguments may say of the topology beside the three sizes."""
+HEAD = "head"
+"""The flag for an adapter on the output layer too."""
 
 
 def make_trainer(
@@ -48,11 +56,14 @@ def make_trainer(
     parallel = ParallelConfig(
         tensor=tensor, pipeline=pipeline, expert=expert, sequence=sequence, world_size=world, **more
     )
+    lora = LoraConfig(rank=4, alpha=8)
+    if HEAD in sys.argv:
+        lora = lora.model_copy(update={"targets": (ALL_LINEAR, LM_HEAD)})
     config = TrainerConfig(
         model=model,
         parallel=parallel,
         collective_timeout_s=60,
-        **{"lora": LoraConfig(rank=4, alpha=8), "micro_batch_tokens": 16, **options},
+        **{"lora": lora, "micro_batch_tokens": 16, **options},
     )
     return start(config)
 
@@ -88,7 +99,7 @@ def main() -> None:
         again,
         steps[2],
     )
-    for folder in (a for a in sys.argv[6:] if a not in FLAGS):
+    for folder in (a for a in sys.argv[6:] if a not in (*FLAGS, HEAD)):
         assert not checkpoint.load(trainer, Path(folder)).rng_restored
         steps.append(trainer.train_step(batch, LOSS, OPTIM))
     random_adapters(trainer)
@@ -123,7 +134,8 @@ def check_part(exporter: Exporter, merged: dict[str, torch.Tensor], *, root: boo
     """
     names = [s.name for s in exporter.manifest().tensors]
     changed = exporter.manifest().changed
-    assert {names[i] for i in changed} == {n for n in names if "_proj." in n}
+    ends = ("_proj.", "lm_head.") if HEAD in sys.argv else ("_proj.",)
+    assert {names[i] for i in changed} == {n for n in names if any(e in n for e in ends)}
     part = [i for i in changed if "self_attn" in names[i]]
     tasks: set[int] = set()
     got = {}

@@ -33,6 +33,9 @@ from trainer_node.model.parameters import Piece, TrainedParam
 class _Adapter(nn.Module):
     """A and B of each HF linear in a Megatron parameter, cut as the parameter is."""
 
+    has_partial_a = False
+    """A tensor rank's gradient of a whole A is of its rows of B alone."""
+
     def __init__(
         self, *, linears: Sequence[Linear], lora: LoraConfig, seed: int, device: torch.device
     ) -> None:
@@ -64,7 +67,11 @@ class _Adapter(nn.Module):
             b = tuple(_row_pieces(f"{name}.lora_B", place, lora_B.shape[1]))
             for param, pieces, dim in ((lora_A, (a,), "columns"), (lora_B, b, "rows")):
                 yield TrainedParam(
-                    param=param, pieces=pieces, split=place.split == dim, expert=False
+                    param=param,
+                    pieces=pieces,
+                    split=place.split == dim,
+                    expert=False,
+                    partial=param is lora_A and self.has_partial_a,
                 )
 
 
@@ -80,8 +87,10 @@ def _row_pieces(key: str, place: Place, rank: int) -> Iterator[Piece]:
 
 
 class WeightAdapter(_Adapter):
-    """The adapter of a matrix that its module multiplies with by itself, as the gate of shared
-    experts: within the module's forward pass the parameter is W + scale * B A.
+    """The adapter of a matrix that others multiply with: W + scale * B A takes its place.
+
+    The gate of shared experts is multiplied with within its module's forward pass, and the output
+    layer's weight by the chunked head.
 
     Args:
         module: it has the parameter.
@@ -92,14 +101,21 @@ class WeightAdapter(_Adapter):
         super().__init__(linears=[linear], **settings)
         self._module, self._name = [module], name  # a list: the module is no part of this one
         self._rows_N = self.places[0].rows_N.to(self.lora_B["0"].device)
+        self.has_partial_a = linear.place.split == "rows"
+
+    def sum(self) -> torch.Tensor:
+        """W + scale * B A, of the parameter's shape and dtype."""
+        weight = self._module[0]._parameters[self._name]
+        assert weight is not None
+        lora_A, lora_B = self.lora_A["0"].to(weight.dtype), self.lora_B["0"].to(weight.dtype)
+        if len(self._rows_N) == len(weight):
+            lora_B = lora_B.new_zeros(lora_B.shape).index_copy(0, self._rows_N, lora_B)
+            return torch.addmm(weight, lora_B, lora_A, alpha=self.scale)
+        return weight.index_add(0, self._rows_N, lora_B @ lora_A * self.scale)
 
     def put(self) -> None:
         """Let the module see the sum: what is in its `__dict__` hides its parameter."""
-        module, name = self._module[0], self._name
-        weight = module._parameters[name]
-        assert weight is not None
-        delta = self.lora_B["0"].to(weight.dtype) @ self.lora_A["0"].to(weight.dtype)
-        module.__dict__[name] = weight.index_add(0, self._rows_N, delta * self.scale)
+        self._module[0].__dict__[self._name] = self.sum()
 
     def take(self) -> None:
         """Let the module see its parameter again."""

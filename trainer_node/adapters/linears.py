@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import ALL_LINEAR
+from orchestrator.protocol.config import ALL_LINEAR, LM_HEAD
 from trainer_node.adapters.merge import decoder_name
 from trainer_node.export.strides import Layout, NotStridedError
 
@@ -63,6 +63,24 @@ class Place:
             if len(layout.shape) != 3:
                 raise
             return replace(_placed(one.transposed(), part=part, columns=columns), transposed=True)
+
+    @staticmethod
+    def of_vocab(local: tuple[int, int], vocab_size: int, *, part: int, parts: int) -> Place:
+        """A rank's part of the output layer, without Megatron's padding at the vocabulary's end.
+
+        Args:
+            local: shape of the rank's parameter.
+            part: the rank in its tensor-parallel group of `parts` ranks.
+        """
+        first = min(part * local[0], vocab_size)
+        rows = min(local[0], vocab_size - first)
+        return Place(
+            shape=(vocab_size, local[1]),
+            split="rows" if parts > 1 else None,
+            rows_N=torch.arange(rows),
+            runs=((first, rows),),
+            columns=(0, local[1]),
+        )
 
 
 def _placed(layout: Layout, *, part: int, columns: int) -> Place:
@@ -130,12 +148,12 @@ class Targets:
     """Which HF linears get an adapter, as PEFT has it.
 
     A target is the end of a module's name. `all-linear` is every linear of the decoder layers but
-    the routers. A stacked tensor is no module: it wants a target with a dot, the end of its name,
-    as PEFT's `target_parameters` has it (`experts.gate_up_proj`).
+    the routers; `lm_head` is the output layer. A stacked tensor is no module: it wants a target
+    with a dot, the end of its name, as PEFT's `target_parameters` has it (`experts.gate_up_proj`).
 
     Args:
         targets: `LoraConfig.targets`.
-        hf_names: every tensor of the decoder layers, on all ranks.
+        hf_names: every tensor of the decoder layers, on all ranks, and of an output layer apart.
 
     Raises:
         ConfigError: a target matches nothing; names it, and what is nearest.
@@ -145,6 +163,10 @@ class Targets:
         self.all_linear = ALL_LINEAR in targets
         self._targets = targets
         names = list(hf_names)
+        if LM_HEAD in targets and not any(map(self.is_head, names)):
+            raise ConfigError(
+                "lora.targets: this model's lm_head is its embedding, which can have no adapter"
+            )
         for target in () if self.all_linear else targets:
             if not any(_ends(module_of(n), target) for n in names if self._is_meant(n, target)):
                 raise ConfigError(f"lora.targets: {target!r} {_nearest(target, names)}")
@@ -153,8 +175,15 @@ class Targets:
     def _is_meant(hf_name: str, target: str) -> bool:
         return hf_name.endswith(".weight") or "." in target
 
+    @staticmethod
+    def is_head(hf_name: str) -> bool:
+        """Whether an HF tensor is the output layer's weight."""
+        return _ends(module_of(hf_name), LM_HEAD)
+
     def wants(self, hf_name: str) -> bool:
         """Whether an HF tensor's linear gets an adapter."""
+        if self.is_head(hf_name):
+            return LM_HEAD in self._targets
         if self.all_linear:
             return hf_name.endswith(".weight")
         return any(

@@ -288,6 +288,7 @@ class AdapterSet:
         self._normed: list[Any] = []
         """Linears that must return their norm's output."""
         self._hooks: list[Any] = []
+        self._head: WeightAdapter | None = None
         self._on = True
         self.dropout = Dropout(
             lora.dropout,
@@ -306,9 +307,14 @@ class AdapterSet:
 
     def _adapt_all(self, tasks: Sequence[Any]) -> None:
         in_layers = [task for task in tasks if decoder_name(task.global_param_name) is not None]
+        heads = [task for task in tasks if any(map(Targets.is_head, _hf_names(task)))]
         targets = Targets(
-            self._settings["lora"].targets, [n for task in in_layers for n in _hf_names(task)]
+            self._settings["lora"].targets,
+            [n for task in (*in_layers, *heads) for n in _hf_names(task)],
         )
+        for task in heads:
+            if targets.wants(_hf_names(task)[0]) and task.param_weight is not None:
+                self._adapt_head(task)
         experts: dict[Any, list[Any]] = defaultdict(list)
         by_param: dict[Any, Any] = {}
         without = Counter[str]()
@@ -398,6 +404,26 @@ class AdapterSet:
             self._add_before(norms[0], module, adapter)
         else:
             self._hook(module, "register_forward_hook", _add_delta(adapter, lambda: self._on))
+
+    def _adapt_head(self, task: Any) -> None:
+        if self._settings["lora"].dropout:
+            raise ConfigError(
+                "lora.targets: lm_head's input cannot be dropped; set lora.dropout to 0"
+            )
+        module, weight_VH = task.megatron_module, task.param_weight
+        place = Place.of_vocab(
+            tuple(weight_VH.shape),
+            self._config.vocab_size,
+            part=parallel_state.get_tensor_model_parallel_rank(),
+            parts=parallel_state.get_tensor_model_parallel_world_size(),
+        )
+        linear = Linear(name=module_of(_hf_names(task)[0]), place=place)
+        self._head = WeightAdapter(module=module, name="weight", linear=linear, **self._settings)
+        self.adapters.append(self._head)
+
+    def of_head(self, weight_VH: torch.Tensor) -> torch.Tensor:
+        """The output layer's weight, or its sum with the delta while it has an adapter."""
+        return weight_VH if self._head is None or not self._on else self._head.sum()
 
     def _put(self, weight: WeightAdapter) -> None:
         if self._on:

@@ -60,6 +60,8 @@ _NAME = re.compile(
     r"^(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight$"
 )
 
+_PREFIX, _COPY = "base_model.model.", ".base_layer.weight"
+
 
 class AdapterError(ConfigError):
     """A PEFT adapter that cannot be loaded; names the file and the settings or tensors. Nothing was
@@ -416,12 +418,14 @@ def read_adapter(
     lora: LoraConfig,
     expected: Mapping[Key, tuple[int, ...]],
     stacked: Sequence[str] = (),
+    base: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[Key, torch.Tensor]:
     """A checked adapter's whole tensors, fp32 on the CPU.
 
     Args:
         expected: as `expected_tensors` has it.
         stacked: `AdapterSet.stacked`.
+        base: the model's tensors by HF name, of which PEFT may have copied the output layer's.
 
     Raises:
         AdapterError: see the functions above.
@@ -430,12 +434,40 @@ def read_adapter(
     singles = {expert_name(t, e) for t, count in experts.items() for e in range(count)}
     modules = {module for module, _ in expected} - singles
     check_config(read_config(folder), lora, modules=modules, stacked=stacked, path=folder / CONFIG)
-    found = as_expected(by_module(read_tensors(folder), path=folder), expected, stacked)
+    stored = _without_copies(read_tensors(folder), base or {}, expected, path=folder)
+    found = as_expected(by_module(stored, path=folder), expected, stacked)
     check_tensors(found, expected, path=folder)
     bad = [_stored_name(k) for k, t in found.items() if not t.isfinite().all()]
     if bad:
         raise AdapterError(f"{folder} holds values that are not finite: {_some(bad)}")
     return found
+
+
+def _without_copies(
+    stored: Mapping[str, torch.Tensor],
+    base: Mapping[str, torch.Tensor],
+    expected: Mapping[Key, tuple[int, ...]],
+    *,
+    path: Path,
+) -> dict[str, torch.Tensor]:
+    """The stored tensors without base weights. PEFT adds that of an output layer with an adapter.
+
+    Raises:
+        AdapterError: one is not the model's.
+    """
+    kept = dict(stored)
+    for name in [n for n in stored if n.endswith(_COPY)]:
+        module = name.removeprefix(_PREFIX).removesuffix(_COPY)
+        if (module, "A") not in expected:
+            continue
+        weight, own = kept.pop(name), base.get(f"{module}.weight")
+        # Without Megatron's padding.
+        if own is None or not torch.equal(weight.to(own.dtype), own[: expected[module, "B"][0]]):
+            raise AdapterError(
+                f"{path} has a base weight of its own for {module}, and it is not the model's; "
+                "remove it from the file, or train from the model that it belongs to"
+            )
+    return kept
 
 
 def as_expected(
@@ -472,7 +504,11 @@ def read_on_all_ranks(model: Model, folder: Path) -> dict[Key, torch.Tensor]:
     expected = expected_tensors(model)
     with agree(model.control_group, partial(_refusal, folder)):
         return read_adapter(
-            folder, lora=model.config.lora, expected=expected, stacked=model.adapters.stacked
+            folder,
+            lora=model.config.lora,
+            expected=expected,
+            stacked=model.adapters.stacked,
+            base=model.checkpoint.state,
         )
 
 

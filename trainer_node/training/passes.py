@@ -232,6 +232,7 @@ def _statistics(
     hidden_LH = hidden_1LH[0]
     tied = head.share_embeddings_and_output_weights
     weight_VH = head.shared_embedding_or_output_weight() if tied else head.output_layer.weight
+    weight_VH = model.adapters.of_head(weight_VH)
     # Each rank's part of the vocabulary gives the hidden states one term of their gradient; the
     # region's backward adds them up.
     if model.provider.sequence_parallel:

@@ -246,7 +246,10 @@ def _fp8(
             units.append(tuple(places[m][at] for at in (1, 0) for m in members))
         elif i not in within:
             units.append(found)
-    order = [list(in_vectors(chunk, sent)) for chunk in _packed(sent, units)]
+    order = [
+        list(in_vectors([unit for unit in units if unit[0] in chunk], sent))
+        for chunk in map(frozenset, _packed(sent, units))
+    ]
     base = fp8_export.plan(model.manifest, sent, weights, order, None)
     merger = _merger(model, base.order, device)
     nbytes = [sum(sent.tensors[i].nbytes for i in chunk) for chunk in order]

@@ -247,15 +247,15 @@ def _units(indices: Sequence[int], together: Sequence[tuple[int, ...]]) -> list[
 
 def _packed(units: Sequence[tuple[int, ...]], manifest: Manifest) -> list[tuple[int, ...]]:
     """Pack units into chunks of at most MAX_CHUNK_BYTES; a larger unit is a chunk of its own."""
-    chunks: list[list[int]] = []
+    chunks: list[list[tuple[int, ...]]] = []
     size = 0
     for unit in units:
         nbytes = sum(manifest.tensors[i].nbytes for i in unit)
         if chunks and size + nbytes <= MAX_CHUNK_BYTES:
-            chunks[-1].extend(unit)
+            chunks[-1].append(unit)
             size += nbytes
         else:
-            chunks.append(list(unit))
+            chunks.append([unit])
             size = nbytes
     return [in_vectors(chunk, manifest) for chunk in chunks]
 

@@ -128,16 +128,24 @@ def _versions(reply: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(reply.get("versions", named))
 
 
-def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Group-relative advantages (r - mean) / (std + 1e-6): GRPO, arXiv:2402.03300, 4.1.2."""
-    mean, std = fmean(rewards), pstdev(rewards)
-    return [(r - mean) / (std + 1e-6) for r in rewards]
+def group_advantages(rewards: Sequence[float], *, divides_by_std: bool = True) -> list[float]:
+    """Group-relative advantages (r - mean) / (std + 1e-6): GRPO, arXiv:2402.03300, 4.1.2. Without
+    the division: Dr. GRPO, arXiv:2503.20783, 3.2."""
+    mean = fmean(rewards)
+    scale = pstdev(rewards) + 1e-6 if divides_by_std else 1.0
+    return [(r - mean) / scale for r in rewards]
 
 
 def grpo_batch(
     groups: Sequence[Sequence[tuple[Completion | Sequence[Completion], float]]],
+    *,
+    divides_by_std: bool = True,
 ) -> Batch:
     """Return a batch of groups of (answer, reward). A group has the answers to one prompt.
+
+    Args:
+        divides_by_std: see `group_advantages`. Without it a group whose rewards differ little
+            counts little.
 
     Only sampled tokens carry loss. An answer of several sequences counts once in its group's mean,
     and each of its sequences has its advantage. An answer without tokens counts in the mean and is
@@ -151,7 +159,9 @@ def grpo_batch(
         for group in groups
         if group
         for (answer, _), advantage in zip(
-            group, group_advantages([reward for _, reward in group]), strict=True
+            group,
+            group_advantages([reward for _, reward in group], divides_by_std=divides_by_std),
+            strict=True,
         )
         for sequence in ((answer,) if isinstance(answer, Completion) else answer)
         if sequence.answer_ids

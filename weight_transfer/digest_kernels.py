@@ -2,9 +2,9 @@
 
 Imported only where Triton is installed. Each program sums the terms of one block of elements. It
 adds the sum to the tensor's digest with one 64-bit atomic. Integer addition commutes, so the order
-does not matter. Where elements of 1 or 2 bytes lie in whole words, a program reads words of 8 bytes
-and makes one key for each. The kernels have no annotations, because Triton would take them for
-globals.
+does not matter. Where elements of 1 or 2 bytes lie in whole words, a program of a prepared launch
+reads words of 8 bytes and makes one key for each. The kernels have no annotations, because Triton
+would take them for globals.
 Axes: R = rows of a region, C = its columns; N = tensors.
 """
 

@@ -21,18 +21,23 @@ def torch_dtype(name: Dtype) -> torch.dtype:
     return _DTYPES[name]
 
 
-def in_vectors(indices: Sequence[int], manifest: Manifest) -> tuple[int, ...]:
+def in_vectors(units: Sequence[Sequence[int]], manifest: Manifest) -> tuple[int, ...]:
     """A chunk's tensors in an order in which each is aligned, and most to VECTOR_BYTES.
 
     Those of whole vectors come first. An FP8 scale of 4 bytes would shift all that follow it.
+
+    Args:
+        units: indices; those of a unit that have one dtype follow each other.
     """
     specs = manifest.tensors
-    return tuple(
-        sorted(
-            indices,
-            key=lambda i: (specs[i].nbytes % VECTOR_BYTES != 0, -DTYPE_BYTES[specs[i].dtype]),
-        )
-    )
+
+    def place(unit: Sequence[int], index: int) -> tuple[bool, int]:
+        dtype = specs[index].dtype
+        alike = (specs[i].nbytes for i in unit if specs[i].dtype == dtype)
+        return any(n % VECTOR_BYTES for n in alike), -DTYPE_BYTES[dtype]
+
+    placed = [(place(unit, index), index) for unit in units for index in unit]
+    return tuple(index for _, index in sorted(placed, key=lambda pair: pair[0]))
 
 
 def chunk_offsets(specs: Iterable[TensorSpec]) -> list[int]:

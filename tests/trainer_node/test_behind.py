@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,16 +74,18 @@ def test_nothing_is_written_while_weights_are_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies and hashes beside a send take milliseconds of the pause."""
-    behind, file = Behind(), tmp_path / "state"
+    behind, file, begun = Behind(), tmp_path / "state", threading.Event()
 
     def write(copies: Sequence[torch.Tensor]) -> None:
         extents = [Extent(offset=0, nbytes=400, source=lambda: copies[0])]
         with bulk_writer(torch.device("cpu"), wait_turn=behind.wait_turn) as writer:
-            writer.start(file, extents).wait()
+            writing = writer.start(file, extents)
+            begun.set()
+            writing.wait()
 
     def send(_: Publication, request: Any) -> Outcome:
         behind.start(file, [torch.ones(100)], write)
-        assert not behind.wait(timeout_s=0.5)
+        assert begun.wait(30) and not behind.wait(timeout_s=0.3)
         assert not any(file.read_bytes())
         return Outcome()
 

@@ -192,9 +192,22 @@ def test_scales_do_not_shift_the_weights_of_their_chunk() -> None:
             TensorSpec(name=f"{k}.norm", dtype="bfloat16", shape=(8,)),
         ]
     manifest = Manifest(tensors=tuple(specs))
-    order = in_vectors(range(len(specs)), manifest)
+    order = in_vectors([(i,) for i in range(len(specs))], manifest)
     assert sorted(order) == list(range(len(specs)))
     ordered = [specs[i] for i in order]
     for spec, offset in zip(ordered, chunk_offsets(ordered), strict=True):
         whole = spec.nbytes % VECTOR_BYTES == 0
         assert offset % (VECTOR_BYTES if whole else spec.nbytes // spec.numel) == 0, spec.name
+
+
+def test_a_unit_stays_together_in_its_chunk() -> None:
+    """q, k and v with one scale follow each other, though k and v are no whole vectors."""
+    rows = {"q": 16, "k": 5, "v": 5}
+    specs = [
+        TensorSpec(name=f"{name}.weight", dtype="float8_e4m3fn", shape=(height, 24))
+        for name, height in rows.items()
+    ]
+    specs += [TensorSpec(name=f"{name}.scale", dtype="float32", shape=()) for name in rows]
+    specs += [TensorSpec(name="o.weight", dtype="float8_e4m3fn", shape=(24, 16))]
+    order = in_vectors([(3, 4, 5, 0, 1, 2), (6,)], Manifest(tensors=tuple(specs)))
+    assert order == (6, 3, 4, 5, 0, 1, 2)

@@ -266,6 +266,13 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         launch(out_N)
     wanted = [int(digest.region_digest(v, first_index=f, index_strides=s)) for v, (f, s) in zip(views, origins)]
     assert out_N.tolist() == wanted, dtype
+    # Words of 8 bytes in rows that are apart in memory, and at another index.
+    wide = torch.cat([t, t[:, :4]], dim=1)
+    views, origins = [wide[:, :256], wide[3:20, 8:264]], [(16, (304, 1)), (3 * 304 + 8, (304, 1))]
+    out_N = torch.zeros(2, dtype=torch.int64)
+    for launch in digest_kernels.prepare(views, range(2), origins):
+        launch(out_N)
+    assert out_N.tolist() == [int(digest.region_digest(v, first_index=f, index_strides=s)) for v, (f, s) in zip(views, origins)], dtype
     whole = [(0, digest.row_major_strides(x.shape)) for x in (*tensors, t)]
     out_N = torch.zeros(4, dtype=torch.int64)
     for launch in digest_kernels.prepare([*tensors, t], range(4), whole):

@@ -26,7 +26,8 @@ import torch
 
 from orchestrator.protocol.messages import FP8_BLOCK
 from trainer_node.export.fp8_export import Batch, Copy
-from trainer_node.export.wire_export import VECTOR_BYTES, Member, Merger
+from trainer_node.export.wire_export import Member, Merger
+from weight_transfer.layout import VECTOR_BYTES
 
 MAX_ALIGN = 16
 

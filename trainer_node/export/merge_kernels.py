@@ -14,7 +14,7 @@ payloads included.
 Speed: bound by memory. A program makes one [BLOCK_O, BLOCK_I] tile: W is read once and `out`
 written once in 16-byte pieces, A and B come out of the caches. Triton's "ieee" dot of fp32 is that
 chain: it multiplies and adds in registers, r by r, and fetches A and B through shared memory once
-for a tile (a test reads the PTX).
+for a tile (a test counts the multiply-adds in the PTX).
 
 Axes: T = tensors of a launch, O = out features, I = in features, R = rank; W's rows may lie in
 groups (q, k and v inside `linear_qkv`).
@@ -33,10 +33,10 @@ import triton
 import triton.language as tl
 
 from weight_transfer.launches import Launches
+from weight_transfer.layout import VECTOR_BYTES
 
 ENTRY = 4
 """int64 words of a table row: addresses of W, A and B, offset in the output in bytes."""
-VECTOR_BYTES = 16
 DOT_RANK: Any = tl.constexpr(16)
 """Triton's smallest dot. A longer one takes registers of another program."""
 BITS: dict[int, Any] = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
@@ -176,8 +176,7 @@ def _merge_kernel(
         BLOCK_O,
         BLOCK_I,
     )
-    # After the product: addresses that wait beside it make 130 registers of 96 (Triton 3.6). With
-    # more than 128 an SM holds one program instead of two.
+    # After the product: addresses that wait beside it take registers of another program.
     out_offset = tl.load(entry + 3)
     if VECTOR > 1:
         out_offset = tl.multiple_of(out_offset, 16)
@@ -247,7 +246,7 @@ def launch(
         scale,
     )
     with torch.cuda.device_of(out_B):
-        # The product's chain is fused by name; scale and W are not to be.
+        # The dot fuses its chain by itself; scale and W are not to be.
         options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
         _launches(kind, len(table_T4) * across * down, args, constants, **options)
 

@@ -45,12 +45,11 @@ from trainer_node.export.gathering import Exchange
 from trainer_node.export.probe import HfTensor, Probed, probe
 from trainer_node.export.streamed import Streamed
 from trainer_node.export.strides import Piece
-from weight_transfer.layout import torch_dtype
+from weight_transfer.layout import VECTOR_BYTES, torch_dtype
 
 if TYPE_CHECKING:
     from trainer_node.model.model import Model
 
-VECTOR_BYTES = 16
 BATCH_ELEMENTS = 1 << 26
 """Elements that the torch path merges at a time: 256 MiB of fp32 scratch."""
 STREAMED_BYTES = 1 << 28

@@ -5,8 +5,9 @@
     may_step   waits until the copy is taken
     settle     waits for the end of the save, and says how it ended
 
-There is one save at a time. While weights are sent it begins no write: its threads would keep the
-sending one from its next launch, and generation pauses meanwhile. Without room for a copy the
+There is one save at a time. While weights are sent its threads begin no span of a file: they would
+keep the sending one from its next launch, and generation pauses meanwhile. The copy and spans under
+way go on. Without room for a copy the
 thread reads the live moments, and `may_step` waits for the whole save. The copy is always on the
 host, because packs are as large as the device's memory takes. The thread's collectives have a
 process group of their own, so the trainer's requests need not wait for them. If the process ends
@@ -76,7 +77,7 @@ class Behind:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Begin no write within the block."""
+        """Begin no span of a file within the block."""
         self._may_write.clear()
         try:
             yield
@@ -84,7 +85,7 @@ class Behind:
             self._may_write.set()
 
     def wait_turn(self) -> None:
-        """Wait while the save is held; called before each write."""
+        """Wait while the save is held; called before each span."""
         self._may_write.wait()
 
     def start(

@@ -143,13 +143,13 @@ def grpo_batch(
 ) -> Batch:
     """Return a batch of groups of (answer, reward). A group has the answers to one prompt.
 
-    Args:
-        divides_by_std: see `group_advantages`. Without it a group whose rewards differ little
-            counts little.
-
     Only sampled tokens carry loss. An answer of several sequences counts once in its group's mean,
     and each of its sequences has its advantage. An answer without tokens counts in the mean and is
     then left out.
+
+    Args:
+        divides_by_std: see `group_advantages`. Without it a group whose rewards differ little
+            counts little.
 
     Raises:
         ConfigError: no answer has a token.

@@ -200,7 +200,7 @@ def _alive(process):
         (["--model", "/nowhere"], "model /nowhere does not exist"),
         (["--trainer-tp", "3"], "attention heads"),
         (["--steps", "0"], "--steps"),
-        (["--lora-targets", "lm_head"], "targets"),
+        (["--lora-targets", "embed_tokens"], "targets"),
         (["--inference-python", "/nowhere/python"], "no inference interpreter"),
         (["--random-init"], "--no-proof"),
     ],

@@ -77,5 +77,7 @@ def test_the_buffers_of_a_batch():
     assert found["advantages"] == pytest.approx([0, 0, 1, 0, 0, -1, -1, 0, 0, 1], abs=1e-5)
     assert found["sampler_logprobs"] == [0, 0, -0.5, 0, 0, -0.5, -0.5, 0, 0, -0.5]
     assert found["temperatures"] == [1.0, 0.5, 1.0]
+    advantages = grpo_batch(groups, divides_by_std=False).buffers[3]
+    assert array.array("f", advantages).tolist() == [0, 0, 0.5, 0, 0, -0.5, -0.5, 0, 0, 1]
     with pytest.raises(ConfigError, match="no answer has a token"):
         grpo_batch([[(completion(), 1.0)]])

@@ -123,6 +123,7 @@ def test_batch_by_hand():
         (2,),
     ]
     assert group_advantages([1.0, 1.0]) == [0.0, 0.0]
+    assert group_advantages([1.0, 0.8], divides_by_std=False) == pytest.approx([0.1, -0.1])
 
 
 def test_max_difference_never_hides_a_bad_value():
@@ -235,7 +236,7 @@ def test_a_port_in_use_is_found_before_anything_starts():
 
 def test_lora_and_parallel_configs_refuse_nonsense():
     with pytest.raises(ValueError, match="targets"):
-        LoraConfig(targets=("q_proj", "lm_head"))
+        LoraConfig(targets=("q_proj", "embed_tokens"))
     with pytest.raises(ValueError, match="multiple"):
         ParallelConfig(tensor=2, world_size=3)
 

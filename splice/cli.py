@@ -126,7 +126,8 @@ def smoke(
         float, typer.Option(help="Of the adapters' inputs, in training passes only.")
     ] = 0.0,
     lora_targets: Annotated[
-        str, typer.Option(help="Comma-separated ends of HF module names, or all-linear.")
+        str,
+        typer.Option(help="Comma-separated ends of HF module names; all-linear, or with lm_head."),
     ] = ALL_LINEAR,
     lr: float = 5e-3,
     random_init: Annotated[

@@ -104,13 +104,20 @@ class LoraConfig(Settings):
     @field_validator("targets")
     @classmethod
     def _named(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        if not targets or {"", "embed_tokens"} & {t.rpartition(".")[2] for t in targets}:
+        targets = tuple(t.strip() for t in targets)
+        ends = {t.rpartition(".")[2] for t in targets}
+        if not targets or "" in ends:
             raise ValueError(
                 "lora targets must name linears of the decoder layers, lm_head, or be all-linear; "
                 f"got {targets}"
             )
-        if ALL_LINEAR in targets and set(targets) - {ALL_LINEAR, LM_HEAD}:
-            raise ValueError(f"lora targets {targets}: beside all-linear only lm_head can stand")
+        if "embed_tokens" in ends:
+            raise ValueError(f"lora targets {targets}: an embedding can have no adapter")
+        more = sorted(set(targets) - {ALL_LINEAR, LM_HEAD})
+        if ALL_LINEAR in targets and more:
+            raise ValueError(
+                f"lora targets: beside all-linear only lm_head can stand, not {', '.join(more)}"
+            )
         return targets
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import KlSpec
 from tests.trainer_node.tiny import make_peft_adapter
+from trainer_node.adapters import peft_io
 from trainer_node.adapters.identity_adapter import linear_shapes
 from trainer_node.adapters.peft_io import AdapterError, read_adapter
 from trainer_node.model.hf import read_config
@@ -166,6 +167,24 @@ def test_files(peft, expected, tmp_path) -> None:
     ):
         with pytest.raises(AdapterError, match=says):
             read_adapter(folder, lora=LORA, expected=expected)
+
+
+def test_a_base_weight_in_the_file_is_the_models(tmp_path: Path) -> None:
+    """PEFT adds the output layer's where it has an adapter. A trained one would be lost here."""
+    expected = {("lm_head", "A"): (4, 8), ("lm_head", "B"): (6, 4)}
+    lora = LORA.model_copy(update={"targets": ("lm_head",)})
+    weight_VH, prefix = torch.randn(6, 8), "base_model.model.lm_head"
+    stored = {f"{prefix}.lora_{m}.weight": torch.randn(expected["lm_head", m]) for m in "AB"}
+    save_file(stored | {f"{prefix}.base_layer.weight": weight_VH}, tmp_path / peft_io.WEIGHTS)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]}
+    (tmp_path / peft_io.CONFIG).write_text(json.dumps(config))
+    padded_VH = torch.cat([weight_VH, torch.zeros(2, 8)])
+    base = {"lm_head.weight": padded_VH}
+    found = read_adapter(tmp_path, lora=lora, expected=expected, base=base)
+    assert torch.equal(found["lm_head", "B"], stored[f"{prefix}.lora_B.weight"])
+    for other in ({"lm_head.weight": padded_VH + 1}, {}):
+        with pytest.raises(AdapterError, match="a base weight of its own for lm_head"):
+            read_adapter(tmp_path, lora=lora, expected=expected, base=other)
 
 
 def test_a_reference_adapter_is_named() -> None:

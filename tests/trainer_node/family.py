@@ -127,16 +127,17 @@ def log_probs(model: Model, micro: MicroBatch) -> torch.Tensor:
     if model.config.parallel.context > 1:
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro.cu_seqlens
     head = model.head.output_layer
-    adapted_VH = model.adapters.of_head(head.weight)
-    if adapted_VH is not head.weight:
-        vars(head)["weight"] = adapted_VH
+    is_adapted = "lm_head" in model.config.lora.targets
+    if is_adapted:
+        vars(head)["weight"] = model.adapters.of_head(head.weight)
     logits_1LV = model.head(
         input_ids=micro.tokens_L[None],
         position_ids=micro.positions_L[None],
         attention_mask=None,
         packed_seq_params=packed,
     )
-    vars(head).pop("weight", None)
+    if is_adapted:
+        del vars(head)["weight"]
     whole_LV = tensor_parallel.gather_from_tensor_model_parallel_region(logits_1LV)[0, :, :VOCAB]
     return whole_LV.float().log_softmax(-1)
 

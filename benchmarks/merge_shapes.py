@@ -83,7 +83,7 @@ class Model:
 def cases(name: str, device: str, repeats: int) -> list[Case]:
     """All cases of a shape."""
     model = _model(SHAPES[name], device)
-    order = _packed(model.manifest, [(i,) for i in range(len(model.manifest.tensors))])
+    order = _order(model.manifest, [(i,) for i in range(len(model.manifest.tensors))])
     merger = _merger(model, order, device)
     ring = _ring(merger, device)
     settings = {
@@ -191,18 +191,18 @@ def _layer(shape: Shape, device: str) -> dict[str, tuple[Source, Delta | None]]:
     return found
 
 
-def _packed(manifest: Manifest, units: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Units in order, in chunks of at most CHUNK_BYTES unless one is larger."""
-    order: list[list[int]] = [[]]
+def _order(manifest: Manifest, units: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Chunks of at most CHUNK_BYTES unless a unit is larger, as servers ask for them."""
+    chunks: list[list[tuple[int, ...]]] = [[]]
     room = CHUNK_BYTES
     for unit in units:
         size = sum(manifest.tensors[i].nbytes for i in unit)
-        if order[-1] and size > room:
-            order.append([])
+        if chunks[-1] and size > room:
+            chunks.append([])
             room = CHUNK_BYTES
-        order[-1] += unit
+        chunks[-1].append(unit)
         room -= size
-    return order
+    return [in_vectors(chunk, manifest) for chunk in chunks]
 
 
 def _merger(model: Model, order: Sequence[Sequence[int]], device: str) -> Merger:
@@ -233,7 +233,7 @@ class _Filling:
 
 def _fp8(
     name: str, kind: str, model: Model, device: str, repeats: int
-) -> tuple[list[Case], fp8_export.Fp8Export, Manifest, list[list[int]]]:
+) -> tuple[list[Case], fp8_export.Fp8Export, Manifest, list[tuple[int, ...]]]:
     weights = model.weights[kind]
     sent = fp8_manifest(model.manifest, weights)
     places = fp8_places(model.manifest, weights)
@@ -246,10 +246,7 @@ def _fp8(
             units.append(tuple(places[m][at] for at in (1, 0) for m in members))
         elif i not in within:
             units.append(found)
-    order = [
-        list(in_vectors([unit for unit in units if unit[0] in chunk], sent))
-        for chunk in map(frozenset, _packed(sent, units))
-    ]
+    order = _order(sent, units)
     base = fp8_export.plan(model.manifest, sent, weights, order, None)
     merger = _merger(model, base.order, device)
     nbytes = [sum(sent.tensors[i].nbytes for i in chunk) for chunk in order]

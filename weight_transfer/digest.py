@@ -215,7 +215,7 @@ def _chunk_digest(
     in_word = WORD_BYTES // bits.element_size()
     places = _places(in_word, bits.device)
     x += 1
-    if is_whole_words(bits.shape, first_index, index_strides, in_word):
+    if _is_whole_words(bits.shape, first_index, index_strides, in_word):
         x = (x.view(*bits.shape[:-1], -1, in_word) * places).sum(-1)
         words = _indices(
             x, first_index // in_word, (*(s // in_word for s in index_strides[:-1]), 1)
@@ -233,7 +233,7 @@ def _places(in_word: int, device: torch.device) -> torch.Tensor:
         return torch.tensor([_signed(p) for p in PLACES[:in_word]], device=device)
 
 
-def is_whole_words(
+def _is_whole_words(
     shape: Sequence[int], first_index: int, index_strides: Sequence[int], in_word: int
 ) -> bool:
     """Whether the last dimension of a region consists of whole words of `in_word` elements. Pure.

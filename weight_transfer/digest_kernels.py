@@ -187,7 +187,8 @@ def prepare(
         size = tensor.element_size()
         for box in boxes_2d(tensor.shape, tensor.stride(), strides):
             address, at = tensor.data_ptr() + size * box.start[0], first + box.start[1]
-            kind, per = _Kind.of(box, address, at, size)
+            kind = _Kind.of(box, address, at, size)
+            per = kind.elements
             memory, index = zip(box.row, box.column, strict=True)
             sides = (memory[0] // per, memory[1], index[0] // per, index[1])
             entry = [address, row, box.rows, box.columns // per, *sides, at // per]
@@ -206,9 +207,14 @@ class _Kind:
     align: int
     tile: tuple[int, int]
 
+    @property
+    def elements(self) -> int:
+        """Of a unit."""
+        return self.unit // self.size
+
     @staticmethod
-    def of(box: Box, address: int, at: int, size: int) -> tuple[_Kind, int]:
-        """Also the elements of a unit."""
+    def of(box: Box, address: int, at: int, size: int) -> _Kind:
+        """Of a box at an address, whose first element has index `at`."""
         is_dense, per = box.column[0] == 1, 8 // size
         places = (box.columns, at, *box.row)
         is_whole = box.column == (1, 1) and not any(n % per for n in places)
@@ -218,7 +224,7 @@ class _Kind:
         align = max(1, 16 // unit)
         is_aligned = (box.columns // per | box.row[0] // per) % align == 0 and address % 16 == 0
         align = align if is_dense and is_aligned else 1
-        return _Kind(size, unit, is_dense, align, tile_of(box.columns // per, block)), per
+        return _Kind(size, unit, is_dense, align, tile_of(box.columns // per, block))
 
 
 def _launch(

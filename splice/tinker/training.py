@@ -220,12 +220,13 @@ class Training:
                 f"models start from this run's trained adapter, of rank {ours.rank} on "
                 f"{', '.join(ours.targets)}; pass rank={ours.rank}, or start a new run"
             )
-        why = f"train_unembed: the unembedding gets no adapter, as {LM_HEAD} is not in the run's "
-        warns = lora is not None and lora.train_unembed and LM_HEAD not in found.targets
-        return {
-            "lora": found.model_dump(mode="json"),
-            "warnings": [why + "trainer.lora.targets"] if warns else [],
-        }
+        warnings = []
+        if lora is not None and lora.train_unembed and LM_HEAD not in found.targets:
+            warnings.append(
+                f"train_unembed: the unembedding gets no adapter, as {LM_HEAD} is not in the run's "
+                "trainer.lora.targets"
+            )
+        return {"lora": found.model_dump(mode="json"), "warnings": warnings}
 
     def check_save(self, model_id: str, asked: types.SaveWeightsRequest) -> None:
         """Check a checkpoint's name.

@@ -108,10 +108,9 @@ class WeightAdapter(_Adapter):
         weight = self._module[0]._parameters[self._name]
         assert weight is not None
         lora_A, lora_B = self.lora_A["0"].to(weight.dtype), self.lora_B["0"].to(weight.dtype)
-        if len(self._rows_N) == len(weight):
-            lora_B = lora_B.new_zeros(lora_B.shape).index_copy(0, self._rows_N, lora_B)
-            return torch.addmm(weight, lora_B, lora_A, alpha=self.scale)
-        return weight.index_add(0, self._rows_N, lora_B @ lora_A * self.scale)
+        all_rows = lora_B.new_zeros(len(weight), lora_B.shape[1])
+        lora_B = all_rows.index_copy(0, self._rows_N, lora_B)
+        return torch.addmm(weight, lora_B, lora_A, alpha=self.scale)
 
     def put(self) -> None:
         """Let the module see the sum: what is in its `__dict__` hides its parameter."""

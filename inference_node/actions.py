@@ -253,30 +253,68 @@ class Actions:
         update = self._receiving = self._planned(message)
         if update is None:
             raise ActionFailed(ErrorCode.NOT_READY, "this update was not planned here")
-        began = time.monotonic()
-        await self._pause(engine, app, message)
-        left_s = max(1.0, message.deadline_s - (time.monotonic() - began))
-        rest = message.model_copy(update={"deadline_s": left_s}).model_dump_json()
-        return await self._bring(update, self._workers(engine, "splice_update", rest))
+        return await self._pause_and(engine, update, message, "splice_update")
 
     def _planned(self, message: ReceiveWeights | PrepareShadow) -> PlannedUpdate | None:
         return self._whole if message.base_version is None else self._part
 
-    async def _pause(self, engine: Any, app: Any, message: ReceiveWeights | SwapWeights) -> None:
-        """Pause, and say so.
+    async def _pause_and(
+        self,
+        engine: Any,
+        update: PlannedUpdate,
+        message: ReceiveWeights | SwapWeights,
+        method: str,
+    ) -> Answer:
+        """Pause, and have every worker bring the update into the live tensors by its `method`.
 
-        Pause and update are one call, because each call into this process waits until it has handed
-        out the last step's tokens.
+        Pause and update are one call of this process, because each call into it waits until it has
+        handed out the last step's tokens. They are one call of the engine too if vLLM keeps the
+        order of calls. The last step's tokens then wait for the commit.
         """
         began = time.monotonic()
-        await self._traffic.pause(
+        engine_mode, clear_cache = ENGINE_PAUSE[message.pause_mode]
+        is_one_call = engine_mode == "keep" and dialect.keeps_order(engine)
+        if is_one_call:
+            await self._traffic.make_way(message.version, message.drain_s, clear_cache=clear_cache)
+        else:
+            await self._traffic.pause(
+                engine,
+                mode=message.pause_mode,
+                version=message.version,
+                drain_s=message.drain_s,
+                deadline_s=message.deadline_s,
+            )
+        paused_s = time.monotonic() - began
+        await self._say({"progress": "paused", "seconds": paused_s})
+        left_s = max(1.0, message.deadline_s - paused_s)
+        rest = message.model_copy(update={"deadline_s": left_s}).model_dump_json()
+        try:
+            if is_one_call:
+                asked = self._paused_workers(engine, method, rest, clear_cache=clear_cache)
+            else:
+                asked = self._workers(engine, method, rest)
+            return await self._bring(update, asked)
+        except BaseException:
+            self._traffic.open_gate()
+            raise
+
+    async def _paused_workers(
+        self, engine: Any, method: str, request: str, *, clear_cache: bool
+    ) -> list[Answer]:
+        """Pause and call a method of every worker in one go; the first error raises."""
+        began = time.monotonic()
+        asked = dialect.pause_and_call(
             engine,
-            mode=message.pause_mode,
-            version=message.version,
-            drain_s=message.drain_s,
-            deadline_s=message.deadline_s,
+            clear_cache=clear_cache,
+            method=method,
+            args=(request,),
+            gate=self._traffic.gate,
+            on_send=self._traffic.note_pause,
         )
-        await self._say({"progress": "paused", "seconds": time.monotonic() - began})
+        answers = self._checked(await asked)
+        for answer in answers:  # the rest was the wait for the step under way
+            answer["phases"]["pause"] = time.monotonic() - began - float(answer["seconds"])
+        return answers
 
     async def _bring(self, update: PlannedUpdate, asked: Awaitable[list[Answer]]) -> Answer:
         """Await the workers' answers, which come once the update is in the live tensors.
@@ -351,58 +389,21 @@ class Actions:
             raise ActionFailed(ErrorCode.NOT_READY, "nothing was received beside the live tensors")
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        try:
-            answer = await self._swap(engine, app, update, message)
-            digests = base64.b64decode(answer["digests"])
-            answer["committed"] = message.commit_if is not None and digests == message.commit_if
-            if answer["committed"]:
-                try:
-                    await self._traffic.commit(engine, app, message.version)
-                except EngineDeadError:
-                    raise
-                except Exception as error:  # the new weights are live all the same
-                    raise _written(
-                        update, "commit", ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"
-                    ) from error
-            return answer
-        finally:
-            self._traffic.open_gate()
-
-    async def _swap(
-        self, engine: Any, app: Any, update: PlannedUpdate, message: SwapWeights
-    ) -> Answer:
-        """Pause and swap; in one go if vLLM keeps the order of calls.
-
-        Else the swap waits until this process, busy with the last step's tokens, hears that the
-        engine is paused.
-        """
-        request = message.model_copy(update={"commit_if": None}).model_dump_json()
-        engine_mode, clear_cache = ENGINE_PAUSE[message.pause_mode]
-        if engine_mode != "keep" or not dialect.keeps_order(engine):
-            await self._pause(engine, app, message)
-            return await self._bring(update, self._workers(engine, "splice_shadow_swap", request))
-        began = time.monotonic()
-        await self._traffic.make_way(message.version, message.drain_s, clear_cache=clear_cache)
-        await self._say({"progress": "paused", "seconds": time.monotonic() - began})
-        swap = self._pause_and_swap(engine, request, clear_cache, message.deadline_s)
-        return await self._bring(update, swap)
-
-    async def _pause_and_swap(
-        self, engine: Any, request: str, clear_cache: bool, deadline_s: float
-    ) -> list[Answer]:
-        began = time.monotonic()
-        asked = dialect.pause_and_call(
-            engine,
-            clear_cache=clear_cache,
-            method="splice_shadow_swap",
-            args=(request,),
-            gate=self._traffic.gate,
-            on_send=self._traffic.note_pause,
+        answer = await self._pause_and(
+            engine, update, message.model_copy(update={"commit_if": None}), "splice_shadow_swap"
         )
-        answers = await asyncio.wait_for(asked, deadline_s)
-        for answer in self._checked(answers):  # the rest was the wait for the step under way
-            answer["phases"]["pause"] = time.monotonic() - began - float(answer["seconds"])
-        return answers
+        digests = base64.b64decode(answer["digests"])
+        answer["committed"] = message.commit_if is not None and digests == message.commit_if
+        if answer["committed"]:
+            try:
+                await self._traffic.commit(engine, app, message.version)
+            except EngineDeadError:
+                raise
+            except Exception as error:  # the new weights are live all the same
+                raise _written(
+                    update, "commit", ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"
+                ) from error
+        return answer
 
     async def _do_shadow_drop(self, engine: Any, app: Any) -> Answer:
         await self._workers(engine, "splice_shadow_drop")
@@ -433,6 +434,7 @@ class Actions:
                 ErrorCode.NOT_READY,
                 "a canary runs between receiving and commit, where nothing is served meanwhile",
             )
+        self._traffic.open_gate()
         await engine.resume_generation()
         try:
             asked = dialect.prompt_logprobs(

@@ -191,6 +191,7 @@ class Traffic:
 
     async def resume(self, engine: Any) -> None:
         """Continue with the old version."""
+        self.open_gate()
         self.alias.moving_to = None
         await engine.resume_generation()
         self.is_paused = False
@@ -198,6 +199,7 @@ class Traffic:
 
     def poison(self, app: Any, reason: str) -> int:
         """End all requests with 503, and admit none until a commit; returns how many ended."""
+        self.open_gate()
         self.alias.poison(reason)
         _rename(app, self.alias.name)
         ended = list(self._flights)

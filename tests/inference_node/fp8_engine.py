@@ -42,6 +42,7 @@ WIDE: dict[str, Any] = {
 """Blocks of 128 x 128 end where tensors do. A router's rows are a multiple of 16, as real ones:
 vLLM 0.26 quantises it too, and its CUTLASS kernel would pad it.
 """
+VERSIONS = 20
 OF_EXPERTS = ("moe_intermediate_size", "num_experts")
 
 
@@ -343,7 +344,7 @@ def weights_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def run(name: str, folder: Path, quantization: str) -> Outcome:
-    """Publish, flip bits, recover, publish a part; then the live bytes."""
+    """Publish, flip bits, publish more versions, the last in part; then the live bytes."""
     if not CUDA:
         lend_kernel()
     base = weights_of(name, folder)
@@ -366,15 +367,17 @@ def run(name: str, folder: Path, quantization: str) -> Outcome:
     scale = next(s.name for s in engine.sent.tensors if "weight_scale" in s.name)
     for flip in (scale.rpartition("_scale")[0], scale):
         flipped[flip] = engine.send(2, second, flip)[0]
-    again = engine.send(3, second)
-    wrong, unverified = wrong + again[0], unverified | again[1]
+    for version in range(3, VERSIONS):
+        sent = second if version == VERSIONS - 1 else moved(base, version)
+        again = engine.send(version, sent)
+        wrong, unverified = wrong + again[0], unverified | again[1]
     served = engine.logprobs()[1].tolist()
     whole = engine.sent.nbytes
     assert engine.sent.changed is not None
     part = engine.call("splice_whole_layers", list(engine.sent.changed))["indices"]
     engine.lay_out_fp8(part)
     mixed = {n: third[n] if i in changed else second[n] for i, n in enumerate(names)}
-    last = engine.send(4, mixed)
+    last = engine.send(VERSIONS, mixed)
     wrong, unverified = wrong + last[0], unverified | last[1]
     return Outcome(
         fp8=sum(len(g.tensors) for g in weights.groups),

@@ -43,6 +43,7 @@ WIDE: dict[str, Any] = {
 vLLM 0.26 quantises it too, and its CUTLASS kernel would pad it.
 """
 VERSIONS = 20
+"""Published before the live bytes are compared with a cold load's."""
 OF_EXPERTS = ("moe_intermediate_size", "num_experts")
 
 

@@ -157,6 +157,8 @@ def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int)
     if log.violations:
         raise RuntimeError(f"the loop's log breaks its promises: {log.violations[:3]}")
     steps = taken[WARM_STEPS:]
+    for step in steps:
+        print(step.number, {name: round(s, 3) for name, s in step.seconds.items()}, flush=True)
     return {
         "tokens_per_s": tuple(_tokens(s) / s.seconds["step"] for s in steps),
         "step_s": tuple(s.seconds["step"] for s in steps),

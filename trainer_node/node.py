@@ -44,7 +44,7 @@ from orchestrator.protocol.messages import (
     check_node_id,
 )
 from orchestrator.protocol.node_link import NodeLink
-from trainer_node import admission
+from trainer_node import admission, heap
 from trainer_node.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
 from trainer_node.transfer import Transfer
@@ -92,6 +92,7 @@ class Node:
         """The request that runs now."""
         self._aborts: dict[str, str] = {}
         """Open request to abort -> reason. The link's thread adds entries."""
+        heap.freeze()
 
     # ------------------------------------------------------------ the loop
 

@@ -11,6 +11,7 @@ loaded (loaded_<n>) and one step later (resumed_<n>).
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -137,6 +138,7 @@ def check_bfloat16(model: Path, out: Path) -> None:
         micro_batch_tokens=16,
     )
     node = Node(config, None)
+    assert len(gc.get_objects()) < gc.get_freeze_count() // 10, "collections leave the start's out"
     trainer, exporter, batch = node.trainer, Exporter(node.trainer.model), make_batch()
     message = TrainLora(
         request_id="r", deadline_s=60, output_dir=str(out), tensors=(), loss=LOSS, optim=OPTIM

@@ -6,7 +6,9 @@ with it.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import LOSS, OPTIM, make_trainer
+from trainer_node import heap
 from trainer_node.export.merged import Exporter
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
@@ -74,7 +77,11 @@ def check(
     check_refused(trainer)
 
     trainer.num_steps = 0
+    heap.freeze()  # as the node does
+    replaced = [weakref.ref(adapter) for adapter in trainer.model.adapters.adapters]
     assert trainer.new_adapter(NARROW) == 1, "what was pending is dropped"
+    assert not any(ref() for ref in replaced), "the old adapter's memory is free"
+    assert len(gc.get_objects()) < gc.get_freeze_count() // 10
     fresh = exported(exporter)
     assert all(torch.equal(fresh[name], base[name]) for name in base), "it changes nothing yet"
     assert exporter.manifest().changed == wide_part, "a part takes the old deltas away"

@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 from orchestrator.errors import ErrorCode, SpliceError
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
+from trainer_node import heap
 from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.adapters.references import References
@@ -374,9 +375,10 @@ class Trainer:
         self._host_copies = None
         self.on_disk = None
         self.steps_since_sent = 0
+        self.when_adapted()
+        heap.free_replaced()  # modules and hooks refer to each other in cycles
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.when_adapted()
         return dropped
 
     # ------------------------------------------------------------ memory between jobs

@@ -6,9 +6,8 @@ Nothing of splice's is used but the task and the group-relative advantages.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from splice.batches import group_advantages
 
 Answer = tuple[list[int], list[int]]
 """Prompt ids, answer ids."""
+PROMPT_TOKENS = 128
+"""Prompts are padded to a multiple, so that compiled decoding has few shapes."""
 
 
 class Control:
@@ -36,8 +37,11 @@ class Control:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+        self.sampler: Any = self.model
+        """Plain transformers, with the weights of the present step."""
         self.generation = self.model.generation_config
         if not full:
+            self.sampler = copy.deepcopy(self.model)
             lora = LoraConfig(
                 r=task.rank, lora_alpha=task.alpha, target_modules="all-linear", lora_dropout=0.0
             )
@@ -52,32 +56,43 @@ class Control:
             weight_decay=0.0,
         )
 
-    @contextmanager
-    def merged(self) -> Iterator[Any]:
-        """The model without adapter layers. The base's weights come back as they were."""
-        if not hasattr(self.model, "merge_adapter"):
-            yield self.model
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Give the sampler the base's weights with the adapter merged in, by PEFT."""
+        if self.sampler is self.model:
             return
-        bases = [m.weight for n, m in self.model.named_modules() if n.endswith(".base_layer")]
-        before = [weight.detach().clone() for weight in bases]
+        bases = {
+            name.removeprefix("base_model.model.").removesuffix(".base_layer"): module.weight
+            for name, module in self.model.named_modules()
+            if name.endswith(".base_layer")
+        }
+        before = {name: weight.detach().clone() for name, weight in bases.items()}
         self.model.merge_adapter()
-        try:
-            yield self.model
-        finally:
-            self.model.unmerge_adapter()
-            for weight, old in zip(bases, before, strict=True):
-                weight.data.copy_(old)
+        for name, weight in bases.items():
+            self.sampler.get_submodule(name).weight.copy_(weight)
+        self.model.unmerge_adapter()
+        for name, weight in bases.items():
+            weight.copy_(before[name])
 
     @torch.no_grad()
     def sample(self, rows: list[Row], *, temperature: float) -> list[Answer]:
         """An answer to each row, the ending token included."""
+        self.merge()
+        size = self.task.num_prompts * self.task.group_size
+        return [
+            answer
+            for at in range(0, len(rows), size)
+            for answer in self._sample(rows[at : at + size], temperature=temperature)
+        ]
+
+    def _sample(self, rows: list[Row], *, temperature: float) -> list[Answer]:
         prompts = [
             self.tokenizer.apply_chat_template(
                 r["messages"], add_generation_prompt=True, return_dict=True
             )["input_ids"]
             for r in rows
         ]
-        width = max(map(len, prompts))
+        width = -(-max(map(len, prompts)) // PROMPT_TOKENS) * PROMPT_TOKENS
         ends = self.generation.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         pad = self.tokenizer.pad_token_id
@@ -86,18 +101,19 @@ class Control:
         mask = torch.tensor(
             [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device
         )
-        with self.merged() as model:
-            found = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=self.task.max_tokens,
-                pad_token_id=pad,
-                repetition_penalty=1.0,
-                top_k=0,
-                top_p=1.0,
-                **({"do_sample": False} if temperature == 0 else {"do_sample": True}),
-                temperature=temperature or 1.0,
-            )
+        found = self.sampler.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=self.task.max_tokens,
+            pad_token_id=pad,
+            repetition_penalty=1.0,
+            top_k=0,
+            top_p=1.0,
+            **({"do_sample": False} if temperature == 0 else {"do_sample": True}),
+            temperature=temperature or 1.0,
+            # transformers compiles the decoding of a static cache, on a GPU: eager takes 9 s a step.
+            cache_implementation="static",
+        )
         return [
             (prompt, _until(line, ends))
             for prompt, line in zip(prompts, found[:, width:].tolist(), strict=True)

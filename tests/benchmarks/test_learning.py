@@ -86,9 +86,11 @@ def test_the_control_samples_from_merged_weights_and_puts_the_base_back(model):
     weights = {n: p.clone() for n, p in control.model.named_parameters()}
     with torch.no_grad():
         adapted = control.model(input_ids=ids).logits
-        with control.merged() as merged:
-            torch.testing.assert_close(merged(input_ids=ids).logits, adapted, rtol=0, atol=1e-5)
-            assert any(not torch.equal(p, weights[n]) for n, p in merged.named_parameters())
+        control.merge()
+        merged = control.sampler(input_ids=ids).logits
+    torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-5)
+    base = {n.replace(".base_layer", "").removeprefix("base_model.model."): p for n, p in weights.items()}
+    assert any(not torch.equal(p, base[n]) for n, p in control.sampler.named_parameters())
     assert all(torch.equal(p, weights[n]) for n, p in control.model.named_parameters())
 
 

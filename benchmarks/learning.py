@@ -111,6 +111,7 @@ async def _trained(loop: Loop, curve: Curve, held_out: list[Row], task: Task) ->
         await evaluate(0)
         async for step in loop:
             metrics = {name: step.metrics[name] for name in names}
+            metrics |= {f"{name}_s": step.seconds[f"job.{name}"] for name in ("send", "pause")}
             curve.add("steps", step=step.number, reward=step.metrics["reward_mean"], **metrics)
             if step.number % task.evaluate_every == 0 or step.number == task.steps:
                 await evaluate(step.number)

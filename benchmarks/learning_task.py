@@ -42,7 +42,7 @@ class Task:
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 4096
 
 
 SMALL = Task(steps=2, evaluate_every=2, num_prompts=2, group_size=2, max_tokens=16)

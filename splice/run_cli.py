@@ -459,6 +459,10 @@ def tinker(
     temperature: Annotated[
         float, typer.Option(help="Temperature at which the recipe samples what it trains on.")
     ] = 1.0,
+    old_snapshots: Annotated[
+        int,
+        typer.Option(min=0, help="Newest snapshots to serve again when asked for; 0: refuse them."),
+    ] = 0,
 ) -> None:
     """Serve Tinker's API in front of a run that is up, until interrupted.
 
@@ -481,6 +485,7 @@ def tinker(
             port=port,
             model_name=model_name,
             temperature=temperature,
+            old_snapshots=old_snapshots,
         )
     except ModuleNotFoundError as error:
         _die(ConfigError(f'{error}; `splice tinker` needs pip install "splice[tinker]"'))

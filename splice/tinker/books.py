@@ -116,10 +116,35 @@ class Books:
         """Set a fact."""
         self._run("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, json.dumps(value))
 
-    def set_served(self, version: int, state: str) -> None:
-        """Note which state of the trainer the served version has."""
-        self.set_fact("served", {"version": version, "state": state})
+    def set_served(self, version: int, state: str, *, snapshot: int | None = None) -> None:
+        """Note which state of the trainer the served version has, and, if it was served before,
+        under which version first."""
+        snapshot = version if snapshot is None else snapshot
+        served = {"version": version, "state": state, "snapshot": snapshot}
+        self.set_fact("served", served)
         self.set_fact(f"version {version}", state)
+
+    def served_snapshot(self) -> int:
+        """Return the version under which the served weights were served first."""
+        served = self.fact("served")
+        return int(served.get("snapshot", served["version"]))
+
+    def add_snapshot(self, version: int, facts: Mapping[str, Any], *, keep: int) -> list[str]:
+        """Note what serves a version again. Returns the folders of those that are too old now."""
+        known = [s for s in self.fact("snapshots") or [] if s["version"] != version]
+        known.append({"version": version, **facts})
+        self.set_fact("snapshots", known[-keep:])
+        return [s["folder"] for s in known[:-keep]]
+
+    def snapshot(self, version: int) -> dict[str, Any] | None:
+        """Return what serves a version again: its checkpoint's folder, the trainer's state and
+        adapter; None: it cannot be."""
+        initial = self.fact("initial")
+        first = {"folder": initial["folder"], "state": INITIAL, "version": initial.get("version")}
+        for found in (first, *(self.fact("snapshots") or [])):
+            if found["version"] == version:
+                return dict(found)
+        return None
 
     def is_base(self, version: int | None) -> bool:
         """Whether a version is the base model: the run's first state, never trained."""

@@ -26,6 +26,9 @@ class TinkerConfig(Settings):
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, allow_inf_nan=False)
     """Temperature of the policy that importance_sampling, ppo and cispo train. Set what your recipe
     samples at. Tinker's batches name no temperature."""
+    old_snapshots: int = Field(default=0, ge=0)
+    """Newest snapshots that are served again when a sampler asks for an old one; 0: it is refused.
+    Each has a checkpoint on disk. Publications then wait for running samples."""
     poll_s: float = Field(default=30.0, gt=0)
     """Longest wait of one `retrieve_future`. The SDK's own limit is 45 s."""
     session_timeout_s: float = Field(default=30.0, gt=0)

@@ -1,20 +1,22 @@
 """Samples from the inference nodes.
 
 A snapshot is `name@N`: vLLM refuses the name once another version is served, so an old snapshot is
-never served wrong. An inflight sampler is the alias; a stream then names the version of every
-token. Futures of samples are in memory alone.
+never served wrong. With `old_snapshots` it is served again, as a later version, and every sample
+waits for its turn (`snapshots`). An inflight sampler is the alias; a stream then names the version
+of every token. Futures of samples are in memory alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from splice.rl.sampler import RolloutLost, Sampler
 from splice.tinker.books import Books, Result, failure
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import BUSY, GONE, Refused, malformed, unsupported
+from splice.tinker.snapshots import Snapshots
 from splice.tinker.training import BaseModel
 from splice.tinker.wire import Sampled, Samples, TopK, sample_output
 
@@ -50,9 +53,15 @@ class Sampling:
     """Samplers' requests and their futures, on the event loop."""
 
     def __init__(
-        self, client: SpliceClient, books: Books, config: TinkerConfig, base: BaseModel
+        self,
+        client: SpliceClient,
+        books: Books,
+        config: TinkerConfig,
+        base: BaseModel,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._client, self._books, self._config, self._base = client, books, config, base
+        self._snapshots = snapshots
         self._futures: OrderedDict[str, _Future] = OrderedDict()
         self._name = client.status().name
         self._urls: list[str] = []
@@ -184,14 +193,18 @@ class Sampling:
     # ------------------------------------------------------------ the three kinds of samplers
 
     async def _sample(self, asked: types.SampleRequest, sampler: Mapping[str, Any]) -> Samples:
-        if sampler["kind"] == "inflight" and not wants_more(asked):
-            return await self._inflight(asked)
         if sampler["kind"] == "inflight":
-            return await self._completions(asked, self._name)
+            async with self._turn(self._books.fact("newest")):
+                if wants_more(asked):
+                    return await self._completions(asked, self._name)
+                return await self._inflight(asked)
         served, version = self._books.fact("served"), sampler["version"]
         if sampler["kind"] == "base" and self._books.is_base(served["version"]):
-            version = served["version"]
+            version = self._books.served_snapshot()
         is_base = sampler["kind"] == "base" or self._books.is_base(version)
+        if version is None and self._snapshots is not None and not only_scores(asked):
+            initial = self._books.fact("initial")
+            version = initial.get("version") if initial["is_base"] else None
         if is_base and version != served["version"] and only_scores(asked):
             return await self._score_base(asked)
         if version is None:
@@ -199,7 +212,17 @@ class Sampling:
                 "the base model is not served any more, because a trained version is; it still "
                 "scores prompts (compute_logprobs)"
             )
-        return await self._completions(asked, f"{self._name}@{version}")
+        async with self._turn(version) as now:
+            return await self._completions(asked, f"{self._name}@{now}", snapshot=version)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, snapshot: int | None) -> AsyncIterator[int | None]:
+        """Yield the version that a snapshot has now."""
+        if self._snapshots is None or snapshot is None:
+            yield snapshot
+            return
+        async with self._snapshots.turn(snapshot) as version:
+            yield version
 
     async def _inflight(self, asked: types.SampleRequest) -> Samples:
         """Each sequence a stream of its own, with the version of every token."""
@@ -243,8 +266,14 @@ class Sampling:
         nothing = Sampled(tokens=(), logprobs=(), is_cut=True)
         return Samples(sequences=(nothing,), prompt_logprobs=last_n(asked, logprobs))
 
-    async def _completions(self, asked: types.SampleRequest, model: str) -> Samples:
-        """All sequences in one request to vLLM."""
+    async def _completions(
+        self, asked: types.SampleRequest, model: str, *, snapshot: int | None = None
+    ) -> Samples:
+        """All sequences in one request to vLLM.
+
+        Args:
+            snapshot: version of the tokens in the answer; None: as vLLM says.
+        """
         prompt = prompt_of(asked)
         body: dict[str, Any] = {
             **await self._fields(asked),
@@ -259,8 +288,9 @@ class Sampling:
             body["prompt_logprobs"] = asked.topk_prompt_logprobs
         reply = await self._post(body)
         rows = reply["choices"][0].get("prompt_logprobs") or []
+        version = str(reply["model"]).rpartition("@")[2] if snapshot is None else str(snapshot)
         return Samples(
-            sequences=tuple(_sampled(c, asked, model=reply["model"]) for c in reply["choices"]),
+            sequences=tuple(_sampled(c, asked, version=version) for c in reply["choices"]),
             prompt_logprobs=_scored(rows, prompt, asked) if asked.prompt_logprobs else None,
             prompt_top=_prompt_top(rows, asked),
         )
@@ -398,9 +428,8 @@ def sampling_fields(asked: types.SampleRequest, *, room: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- answers
 
 
-def _sampled(choice: Mapping[str, Any], asked: types.SampleRequest, *, model: str) -> Sampled:
-    given = choice["logprobs"]
-    top, version = None, model.rpartition("@")[2]
+def _sampled(choice: Mapping[str, Any], asked: types.SampleRequest, *, version: str) -> Sampled:
+    given, top = choice["logprobs"], None
     if asked.topk_sample_logprobs:
         rows = [_by_id(row or {}) for row in given["top_logprobs"]]
         top = TopK(k=asked.topk_sample_logprobs, rows=rows)

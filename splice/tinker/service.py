@@ -23,6 +23,7 @@ from splice.tinker.books import Books, Request
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import BUSY, Refused, malformed, unknown, unsupported
 from splice.tinker.sampling import Sampling
+from splice.tinker.snapshots import Snapshots
 from splice.tinker.training import FOLDER, BaseModel, Training
 from splice.tinker.turns import Turns
 
@@ -265,15 +266,17 @@ async def running(config: TinkerConfig) -> AsyncIterator[Service]:
             client,
             books,
             lora=lora,
-            temperature=config.temperature,
-            timeout_s=config.job_timeout_s,
+            config=config,
         )
         status = await asyncio.to_thread(client.status)
         await asyncio.to_thread(training.prepare)
         turns = Turns(books, config, training.work)
         turns.restore()
         base = BaseModel(client, config.job_timeout_s)
-        async with Sampling(client, books, config, base) as sampling:
+        snapshots = Snapshots(books, training.serve_again) if config.old_snapshots else None
+        if snapshots is not None:
+            training.publishing = snapshots.publishing
+        async with Sampling(client, books, config, base, snapshots) as sampling:
             lane = asyncio.create_task(turns.run())
             tasks = {lane, asyncio.create_task(turns.fail_gaps())}
             try:

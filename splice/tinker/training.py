@@ -6,8 +6,11 @@ functions below `_Jobs` are the only ones that know how splice does it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +26,16 @@ from splice.client import SpliceClient
 from splice.tinker import losses, wire
 from splice.tinker.adapters import of_model, wanted
 from splice.tinker.books import INITIAL, Books, Request, Result, json_result
+from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import malformed, unsupported
 
 log = logging.getLogger("splice.tinker")
 FOLDER = "tinker"
 """Folder of the server's checkpoints, within the run's."""
+ASIDE = f"{FOLDER}/aside"
+"""The trainer's state while an old snapshot is served again."""
+UNKNOWN = -2
+"""In the place of a snapshot: what is served was published by somebody else."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -36,7 +44,6 @@ class Training:
 
     Args:
         lora: the run's adapter; None: the run trains all parameters.
-        temperature: of the policy that trains.
     """
 
     def __init__(
@@ -45,11 +52,18 @@ class Training:
         books: Books,
         *,
         lora: LoraConfig | None,
-        temperature: float,
-        timeout_s: float,
+        config: TinkerConfig,
     ) -> None:
-        self._jobs, self._books, self._lora = _Jobs(client, timeout_s), books, lora
-        self._temperature = temperature
+        self._jobs, self._books, self._lora = _Jobs(client, config.job_timeout_s), books, lora
+        self._config, self._temperature = config, config.temperature
+        self.publishing: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        )
+        """Around a publication: waits for samples whose version must not change."""
+        self._trainer = threading.Condition()
+        """Held by whoever uses the trainer: a request, or an old snapshot."""
+        self._asked = 0
+        """Old snapshots that wait for the trainer."""
         self._kinds: dict[str, Callable[[Request], Result]] = {
             "create_model": self._create,
             "load_weights": self._load,
@@ -66,6 +80,7 @@ class Training:
         published anew.
         """
         if self._books.fact("initial") is not None:
+            self._check_served()
             return
         at = time.time_ns()
         folder = f"{FOLDER}/{INITIAL}-{at}"
@@ -75,7 +90,9 @@ class Training:
         is_base = self._lora is not None and self._jobs.is_untrained()
         self._books.set_fact("state", INITIAL)
         self._books.set_served(version, INITIAL)
-        self._books.set_fact("initial", {"folder": folder, "is_base": is_base})
+        self._books.set_fact("newest", version)
+        initial = {"folder": folder, "is_base": is_base, "version": version}
+        self._books.set_fact("initial", initial)
         self._set_lora(self._lora)
 
     def work(self, request: Request) -> Result:
@@ -87,7 +104,15 @@ class Training:
         model = self._books.model(request.model_id)
         if model["ended"] is not None:
             raise unsupported(f"model {request.model_id} does not train any more: {model['ended']}")
-        return self._kinds[request.kind](request)
+        publishes = request.kind == "save_weights_for_sampler"
+        with self.publishing() if publishes else contextlib.nullcontext(), self._trainer:
+            if request.kind == "forward_backward" and not self._books.fact("pending"):
+                self._trainer.wait_for(lambda: not self._asked)
+            self._put_back()
+            try:
+                return self._kinds[request.kind](request)
+            finally:
+                self._trainer.notify_all()
 
     # ------------------------------------------------------------ the requests
 
@@ -96,6 +121,7 @@ class Training:
         self._jobs.load(request.request_id, initial["folder"])
         self._set_lora(self._lora)
         self._books.set_fact("state", INITIAL)
+        self._books.set_fact("pending", False)
         asked = types.CreateModelRequest.model_validate_json(request.body).lora_config
         seed = None if asked is None or not initial["is_base"] else asked.seed
         try:
@@ -113,7 +139,13 @@ class Training:
             metrics = losses.forward_metrics(plan, logprobs)
         else:
             self._books.set_unsaved(request.model_id, True)
-            found, result = self._jobs.backward(request.request_id, plan)
+            pending = bool(self._books.fact("pending"))
+            self._books.set_fact("pending", True)
+            try:
+                found, result = self._jobs.backward(request.request_id, plan)
+            except JobFailed:
+                self._books.set_fact("pending", pending)
+                raise
             logprobs = plan.by_datum(found)
             metrics = losses.metrics_of(result, is_linear=plan.is_linear)
         body = wire.pass_output(logprobs, metrics)
@@ -123,6 +155,7 @@ class Training:
         asked = types.OptimStepRequest.model_validate_json(request.body)
         metrics = self._jobs.step(request.request_id, optim_params(asked.optim_params))
         self._books.set_fact("state", request.request_id)
+        self._books.set_fact("pending", False)
         self._books.set_unsaved(request.model_id, True)
         return json_result(type="optim_step", metrics=metrics)
 
@@ -146,11 +179,12 @@ class Training:
             self._adopt(request)
             self._jobs.load_weights_alone(request.request_id, folder)
         self._books.set_fact("state", request.request_id)
+        self._books.set_fact("pending", False)
         return json_result(type="load_weights", path=asked.path, model_id=request.model_id)
 
     def _publish(self, request: Request) -> Result:
         asked = types.SaveWeightsForSamplerRequest.model_validate_json(request.body)
-        version = self._serve(request.request_id)
+        version = self._snapshot(request.request_id)
         kind = "inflight" if asked.kind == "inflight" else "snapshot"
         if asked.path is None:
             session = self._books.model(request.model_id)["session_id"]
@@ -190,6 +224,80 @@ class Training:
     def _served(self, version: int) -> int:
         self._books.set_served(version, self._books.fact("state"))
         return version
+
+    # ------------------------------------------------------------ snapshots
+
+    def _snapshot(self, request_id: str) -> int:
+        """Serve the trainer's state, and keep what serves it again later. Returns the version under
+        which it was served first."""
+        self._serve(request_id)
+        version, keep = self._books.served_snapshot(), self._config.old_snapshots
+        self._books.set_fact("newest", version)
+        if keep and self._books.snapshot(version) is None:
+            folder = f"{FOLDER}/{request_id}.snapshot"
+            self._jobs.save(f"{request_id}.snapshot", folder)
+            facts = {"folder": folder, "state": self._books.fact("state")}
+            for old in self._books.add_snapshot(version, facts, keep=keep):
+                shutil.rmtree(self._config.run_dir / old, ignore_errors=True)
+        return version
+
+    def serve_again(self, snapshot: int) -> None:
+        """Publish an old snapshot's weights as the next version; the trainer keeps its state.
+
+        It waits for the optimizer step of pending gradients, which a load would drop. If the
+        process ends meanwhile, the next request puts the trainer's state back.
+
+        Raises:
+            Refused: the snapshot is too old, or no optimizer step came.
+        """
+        found = self._books.snapshot(snapshot)
+        if found is None:
+            keep = self._config.old_snapshots
+            raise unsupported(
+                f"this sampler's version {snapshot} cannot be served again: the newest {keep} "
+                "snapshots are kept (--old-snapshots). Make a new sampler "
+                "(save_weights_and_get_sampling_client)"
+            )
+        with self._trainer:
+            self._asked += 1
+            try:
+                if not self._trainer.wait_for(self._has_no_gradients, self._config.gap_timeout_s):
+                    raise unsupported(
+                        f"version {snapshot} cannot be served again while gradients wait for "
+                        "optim_step"
+                    )
+                self._put_back()
+                self._again(found)
+                self._put_back()
+            finally:
+                self._asked -= 1
+                self._trainer.notify_all()
+
+    def _has_no_gradients(self) -> bool:
+        return not self._books.fact("pending")
+
+    def _again(self, found: dict[str, Any]) -> None:
+        job = f"tinker-again-{time.time_ns()}"
+        if found["state"] != self._books.fact("state"):
+            self._jobs.save(f"{job}-save", ASIDE)
+            self._books.set_fact("aside", ASIDE)
+            self._jobs.load(f"{job}-load", found["folder"])
+        version = self._jobs.publish(f"{job}-publish")
+        self._books.set_served(version, found["state"], snapshot=found["version"])
+        log.info("version %d is served again, as %d", found["version"], version)
+
+    def _put_back(self) -> None:
+        """Give the trainer its state back, if an old snapshot has its place."""
+        aside = self._books.fact("aside")
+        if aside is not None:
+            self._jobs.load(f"tinker-back-{time.time_ns()}", aside)
+            self._books.set_fact("aside", None)
+
+    def _check_served(self) -> None:
+        """After a restart: the process may have ended between a publication and its note."""
+        version = self._jobs.served_version()
+        if version is not None and version != self._books.fact("served")["version"]:
+            self._books.set_served(version, "unknown", snapshot=UNKNOWN)
 
     def _note(self, request: Request, path: str, kind: str, asked: Any, **where: Any) -> None:
         self._books.add_checkpoint(

@@ -55,8 +55,8 @@ class Server:
         self.run_dir, self.port, self.url = run_dir, 0, ""
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self) -> None:
-        argv = [sys.executable, "-m", "splice", "tinker", str(self.run_dir)]
+    def start(self, *options: str) -> None:
+        argv = [sys.executable, "-m", "splice", "tinker", str(self.run_dir), *options]
         self.process = subprocess.Popen(
             [*argv, "--port", str(self.port)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -246,6 +246,37 @@ def inflight(service: tinker.ServiceClient) -> dict:
     }
 
 
+def again(service: tinker.ServiceClient) -> dict:
+    """Two snapshots and the base model take turns, while the trainer goes on where it was."""
+    client = trainer_of(service)
+    prompt = types.ModelInput.from_ints(PROMPT + ANSWER)
+    greedy = types.SamplingParams(max_tokens=4, temperature=0.0)
+    found: dict = {"scores": [], "again": [], "answers": []}
+    samplers = []
+    for _ in range(2):
+        client.forward_backward([sft_datum()], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+        found["scores"].append(samplers[-1].compute_logprobs(prompt).result()[1:])
+    path = client.save_state("before").result().path
+    for _ in range(2):
+        asked = [sampler.compute_logprobs(prompt) for sampler in samplers]
+        found["again"].append([future.result()[1:] for future in asked])
+    base = service.create_sampling_client(base_model=MODEL).result()
+    asked = [s.sample(prompt, 1, greedy) for s in (samplers[0], base, samplers[1])]
+    found["answers"] = [[list(s.tokens) for s in f.result().sequences] for f in asked]
+    found["trainer"] = logprobs_of(client)
+    client.forward_backward([sft_datum()], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    found["went_on"] = logprobs_of(client)
+    client.load_state_with_optimizer(path).result()
+    found["trainer_before"] = logprobs_of(client)
+    client.forward_backward([sft_datum()], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    found["went_on_before"] = logprobs_of(client)
+    return found
+
+
 def refused(service: tinker.ServiceClient) -> dict:
     """What the SDK's user reads."""
     said = {}
@@ -292,7 +323,7 @@ def sample(service: tinker.ServiceClient) -> dict:
     return {"loss": passed.result().metrics["loss:sum"]}
 
 
-_ALL = (sft, rl, state, publishing, adapters, custom, inflight, refused, hold, sample)
+_ALL = (sft, rl, state, publishing, adapters, custom, inflight, again, refused, hold, sample)
 PARTS = {part.__name__: part for part in _ALL}
 
 if __name__ == "__main__":

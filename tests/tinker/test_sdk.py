@@ -97,6 +97,24 @@ def test_inflight_and_old_snapshots(server, sdk_python):
     assert first == second and first.endswith("x4"), "two sequences of four tokens of one version"
 
 
+def test_old_snapshots_are_served_again(server, sdk_python):
+    """To the log-probs that they had; the trainer goes on to the bit."""
+    server.stop()
+    server.start("--old-snapshots", "2")
+    try:
+        found = facts_of(server, sdk_python, "again")
+    finally:
+        server.stop()
+        server.start()
+    first, second = found["scores"]
+    assert np.abs(np.array(first) - second).max() > 1e-2, "two policies"
+    for again in found["again"]:
+        np.testing.assert_allclose(again, [first, second], atol=SHARP)
+    assert all(len(tokens) == 4 for answers in found["answers"] for tokens in answers)
+    assert found["trainer"] == found["trainer_before"]
+    assert found["went_on"] == found["went_on_before"] != found["trainer"], "optimizer and all"
+
+
 def test_what_a_user_reads(server, sdk_python):
     found = facts_of(server, sdk_python, "refused")
     assert found["linears"][0] == 422 and "nothing would train" in found["linears"][1]

@@ -89,7 +89,10 @@ def test_the_control_samples_from_merged_weights_and_puts_the_base_back(model):
         control.merge()
         merged = control.sampler(input_ids=ids).logits
     torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-5)
-    base = {n.replace(".base_layer", "").removeprefix("base_model.model."): p for n, p in weights.items()}
+    base = {
+        n.replace(".base_layer", "").removeprefix("base_model.model."): p
+        for n, p in weights.items()
+    }
     assert any(not torch.equal(p, base[n]) for n, p in control.sampler.named_parameters())
     assert all(torch.equal(p, weights[n]) for n, p in control.model.named_parameters())
 

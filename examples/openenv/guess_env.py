@@ -24,7 +24,7 @@ def _without_metadata(schema):
 class Guess(Action):
     """What the model says."""
 
-    # verifiers shows the schema to the model in every turn. OpenEnv's own field costs 150 tokens.
+    # verifiers shows the schema to the model in every turn, and no guess needs OpenEnv's own field.
     model_config = ConfigDict(json_schema_extra=_without_metadata)
     word: str
 

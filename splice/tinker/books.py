@@ -130,9 +130,9 @@ class Books:
         return int(served.get("snapshot", served["version"]))
 
     def add_snapshot(self, version: int, facts: Mapping[str, Any], *, keep: int) -> list[str]:
-        """Note what serves a version again. Returns the folders of those that are too old now."""
-        known = [s for s in self.fact("snapshots") or [] if s["version"] != version]
-        known.append({"version": version, **facts})
+        """Note what serves a new version again. Returns the folders of those that are too old
+        now."""
+        known = [*(self.fact("snapshots") or []), {"version": version, **facts}]
         self.set_fact("snapshots", known[-keep:])
         return [s["folder"] for s in known[:-keep]]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +16,7 @@ from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerCon
 from orchestrator.protocol.messages import InitialSyncJob
 from orchestrator.publication.config import PublicationConfig
 from splice.cluster import Cluster, ClusterConfig
-from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON, _from_the_root, models
+from tests.e2e.conftest import INFERENCE_PYTHON, ROOT, TRAINER_PYTHON, _from_the_root, models
 
 __all__ = ["_from_the_root", "models"]
 NAME = "tiny"
@@ -57,3 +61,31 @@ def cluster(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     run_dir = tmp_path_factory.mktemp("rl") / "run"
     with tiny_cluster(models["qwen3"], run_dir) as running:
         yield running
+
+
+def user_python(folder: Path, needs: tuple[str, ...], *, variable: str) -> Path:
+    """A user's environment with the project's needs and these; the variable names one that
+    exists."""
+    given = os.environ.get(variable)
+    if given:
+        return Path(given)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    # By name, not with the project: pip writes nothing into the source tree.
+    own = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    install = [folder / "bin/pip", "install", "--quiet", *needs, *own]
+    subprocess.run(install, check=True, timeout=900)
+    return folder / "bin/python"
+
+
+def in_example(python: Path, example: str, *argv: object) -> str:
+    """What an example's train.py says."""
+    done = subprocess.run(
+        list(map(str, [python, "train.py", *argv])),
+        cwd=ROOT / "examples" / example,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

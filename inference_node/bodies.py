@@ -86,8 +86,8 @@ class Bodies:
         return BodyRefused(413, text)
 
 
-def model_of(body: bytes) -> str | None:
-    """The request's model; None if it names none or is not JSON, which vLLM then answers.
+def fields_of(body: bytes) -> dict[str, Any]:
+    """The request's fields; none if it is no JSON object, which vLLM then answers.
 
     Raises:
         BodyRefused: it is nested deeper than any request.
@@ -97,6 +97,17 @@ def model_of(body: bytes) -> str | None:
     except RecursionError as error:
         raise BodyRefused(400, "the body is nested too deeply") from error
     except ValueError:
-        return None
-    model = fields.get("model") if isinstance(fields, dict) else None
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def model_of(fields: dict[str, Any]) -> str | None:
+    """The request's model; None if it names none."""
+    model = fields.get("model")
     return model if isinstance(model, str) and model else None
+
+
+def stream_interval_of(fields: dict[str, Any]) -> int:
+    """Tokens of each event of the stream; 1, vLLM's default, if it is not asked for."""
+    interval = fields.get("stream_interval")
+    return interval if isinstance(interval, int) and interval > 0 else 1

@@ -374,6 +374,59 @@ def _outputs_under_way(engine_client: Any, gate: OutputGate | None) -> tuple[int
     return (waiting.qsize() if gate is None else gate.left), full
 
 
+def flush_streams(engine_client: Any) -> bool:
+    """Hand streams the tokens that vLLM holds back for their next event (`stream_interval`).
+
+    The engine's outputs must have settled. Returns whether there were any.
+    """
+    found = False
+    for state in _request_states(engine_client).values():
+        every, sent = getattr(state, "stream_interval", 1), getattr(state, "sent_tokens_offset", 0)
+        # Only streams count what they sent, and they send their first token at once.
+        if every == 1 or sent == 0 or sent == state.detokenizer.num_output_tokens():
+            continue
+        state.stream_interval = 1
+        output = state.make_request_output(
+            state.detokenizer.output_token_ids[sent:], None, None, None
+        )
+        state.stream_interval = every
+        state.sent_tokens_offset = state.detokenizer.num_output_tokens()
+        if output is not None:
+            state.queue.put(output)
+            found = True
+    return found
+
+
+def stream_every(engine_client: Any, request_id: str, tokens: int) -> None:
+    """Have each event of a stream bring this many tokens: a request's `stream_interval`, which
+    versions before 0.32 have for the whole server alone.
+    """
+    state = _request_states(engine_client).get(request_id)
+    if state is not None:
+        state.stream_interval = max(tokens, getattr(state, "stream_interval", 1))
+
+
+def keep_logprobs_flat(engine_client: Any, request_id: str) -> None:
+    """Keep a new request's log-probs in a few flat lists: vLLM's `flat_logprobs`, which no route
+    offers.
+
+    Otherwise vLLM keeps two objects for each token, and Python's garbage collector visits all of
+    them in a pause.
+    """
+    from vllm.logprobs import FlatLogprobs
+
+    state = _request_states(engine_client).get(request_id)
+    processor: Any = getattr(state, "logprobs_processor", None)
+    if getattr(processor, "logprobs", None) == []:
+        processor.logprobs = FlatLogprobs()
+
+
+def _request_states(engine_client: Any) -> dict[str, Any]:
+    """What vLLM's API process keeps of each request; empty if this vLLM hides it."""
+    states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
+    return states or {}
+
+
 def has_output(engine_client: Any, request_id: str) -> bool | None:
     """Whether the engine has answered a request that it runs.
 

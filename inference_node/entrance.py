@@ -71,9 +71,11 @@ class Entrance:
             request.cache_salt = (
                 self._salt if not request.cache_salt else f"{self._salt}:{request.cache_salt}"
             )
+            dialect.keep_logprobs_flat(self._engine, request.request_id)
             flight = FLIGHT.get()
             if flight is not None:
                 flight.entered(request.request_id)
+                dialect.stream_every(self._engine, request.request_id, flight.stream_interval)
         await self._enter(request)
 
     async def _wait(self, request: Any) -> None:

@@ -38,10 +38,19 @@ class Flight:
 
     Args:
         says_versions: each JSON object of its answer gets its versions, even a single one.
+        stream_interval: tokens of each event of its stream.
     """
 
-    def __init__(self, alias: Alias, *, pinned: bool, says_versions: bool = False) -> None:
+    def __init__(
+        self,
+        alias: Alias,
+        *,
+        pinned: bool,
+        says_versions: bool = False,
+        stream_interval: int = 1,
+    ) -> None:
         self.alias, self.pinned, self.says_versions = alias, pinned, says_versions
+        self.stream_interval = stream_interval
         self.admitted_version = alias.version
         self.requests: list[str] = []
         """vLLM's ids of the requests that entered the engine."""

@@ -28,7 +28,7 @@ from starlette.requests import Request
 
 from inference_node.actions import Actions
 from inference_node.alias import Alias, Refusal
-from inference_node.bodies import Bodies, BodyRefused, model_of
+from inference_node.bodies import Bodies, BodyRefused, fields_of, model_of, stream_interval_of
 from inference_node.flights import (
     END_GRACE_S,
     FLIGHT,
@@ -191,7 +191,8 @@ class SpliceMiddleware:
         body = await self._bodies.read(scope["headers"], receive)
         if body is None:
             return
-        model = model_of(body)
+        fields = fields_of(body)
+        model = model_of(fields)
         refusal = self.alias.refuse(model)
         if refusal is not None:
             await self._refuse(send, refusal)
@@ -200,6 +201,7 @@ class SpliceMiddleware:
             self.alias,
             pinned=self.alias.is_pinned(model),
             says_versions=scope["path"] in VERSIONED_ROUTES,
+            stream_interval=stream_interval_of(fields),
         )
         self.flights.add(flight)
         FLIGHT.set(flight)

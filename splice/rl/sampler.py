@@ -39,6 +39,9 @@ AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
 MOST_FAILURES = 16
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed before vLLM closes them, after 5 s."""
+STREAM_INTERVAL = 32
+"""Tokens of an event. With one event for each token, a core of vLLM's API process and one of ours
+would set the pace of many streams."""
 GENERATE = "/inference/v1/generate"
 _ENCODED = (
     "prompt", "messages", "chat_template_kwargs", "chat_template", "tools",
@@ -52,7 +55,7 @@ _SAMPLING = frozenset({
     "stop", "stop_token_ids", "include_stop_str_in_output", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "repetition_detection", "logit_bias",
     "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget",
-    "skip_special_tokens", "spaces_between_special_tokens", "extra_args",
+    "skip_special_tokens", "spaces_between_special_tokens", "extra_args", "stream_interval",
 })  # fmt: skip # a list of names
 """vLLM's sampling parameters. Its route of token ids silently drops every other field."""
 _FAULTS = frozenset({400, 413, 422})
@@ -323,6 +326,7 @@ def _request(
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "stream": True,
+        "stream_interval": STREAM_INTERVAL,
         **sampling.extra,
         **more,
     }

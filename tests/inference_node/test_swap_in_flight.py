@@ -74,10 +74,14 @@ def halves(node: Node) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("mode", ["keep", "keep_kv", "wait", "abort"])
+@pytest.mark.parametrize(
+    ("mode", "interval"),
+    [("keep", 1), ("keep_kv", 1), ("wait", 1), ("abort", 1), ("keep", 64), ("keep_kv", 64)],
+)
 def test_every_token_comes_under_the_name_of_the_weights_that_made_it(
-    dense: Node, mode: str
+    dense: Node, mode: str, interval: int
 ) -> None:
+    """Tokens that a stream holds back for its next event leave before the name moves."""
     first, second = halves(dense)
     count = {"wait": 250, "abort": 900}.get(mode, 500)
     for _ in range(ATTEMPTS):
@@ -85,7 +89,14 @@ def test_every_token_comes_under_the_name_of_the_weights_that_made_it(
         dense.publish(old, first)
         streams = [
             Request(
-                dense, "tiny", stream=True, prompt=[3 + k, 9, 27], max_tokens=count, temperature=0.0
+                dense,
+                "tiny",
+                stream=True,
+                prompt=[3 + k, 9, 27],
+                max_tokens=count,
+                temperature=0.0,
+                logprobs=0,
+                stream_interval=interval,
             )
             for k in range(6)
         ]
@@ -99,6 +110,8 @@ def test_every_token_comes_under_the_name_of_the_weights_that_made_it(
             assert said and all(
                 model == f"tiny@{old if token < 160 else old + 1}" for model, token in said
             )
+            scored = [len(c["logprobs"]["tokens"]) for _, c in choices if c["logprobs"]]
+            assert sum(scored) == len(said) and (interval == 1 or interval in scored)
             reason = choices[-1][1]["finish_reason"]
             assert stream.done and (reason == "length" or (mode == "abort" and reason == "abort"))
             if reason == "length":  # nothing was lost

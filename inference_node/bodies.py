@@ -1,4 +1,5 @@
-"""Request bodies: read whole, within limits of size, time and memory; and the model that they name.
+"""Request bodies: read whole, within limits of size, time and memory; and what they say of model
+and stream.
 
 max_bytes     of one body; a larger one is 413, at once if the client declares its length
 total_bytes   of all bodies being read; more is 503
@@ -109,5 +110,6 @@ def model_of(fields: dict[str, Any]) -> str | None:
 
 def stream_interval_of(fields: dict[str, Any]) -> int:
     """Tokens of each event of the stream; 1, vLLM's default, if it is not asked for."""
-    interval = fields.get("stream_interval")
+    sampling = fields.get("sampling_params")  # of /inference/v1/generate
+    interval = (sampling if isinstance(sampling, dict) else fields).get("stream_interval")
     return interval if isinstance(interval, int) and interval > 0 else 1

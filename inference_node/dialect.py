@@ -335,9 +335,10 @@ async def settle(engine_client: Any, *, gate: OutputGate | None = None) -> None:
 
     Tokens go from the engine's socket through one queue to a collector for each request. The
     request's own task takes and sends them, and waits only for its client. Nothing is under way
-    once queue and collectors are empty for `QUIET_TURNS` turns of the event loop. If only
-    collectors are filled and nothing changes for `SETTLE_S`, a client is slow, and nobody waits
-    for it. Where this vLLM hides its queues, the wait is vLLM's own `SETTLE_S`.
+    once queue and collectors are empty for `QUIET_TURNS` turns of the event loop. Streams get the
+    tokens that vLLM holds back for their next event. If only collectors are filled and nothing
+    changes for `SETTLE_S`, a client is slow, and nobody waits for it. Where this vLLM hides its
+    queues, the wait is vLLM's own `SETTLE_S`.
 
     Args:
         gate: passes on what had been made, and holds what is made meanwhile. None: the queue must
@@ -347,7 +348,7 @@ async def settle(engine_client: Any, *, gate: OutputGate | None = None) -> None:
     if seen is None:
         await asyncio.sleep(SETTLE_S)
         return
-    turns, began_s = 0, time.monotonic()
+    turns, began_s, is_flushed = 0, time.monotonic(), False
     moved_s = began_s
     while True:
         left, now_s = _outputs_under_way(engine_client, gate), time.monotonic()
@@ -355,7 +356,10 @@ async def settle(engine_client: Any, *, gate: OutputGate | None = None) -> None:
         turns = turns + 1 if left == seen else 0
         if turns == 0:
             seen, moved_s = left, now_s
-        if turns >= QUIET_TURNS and (
+        if turns >= QUIET_TURNS and left[0] == 0 and not is_flushed:
+            is_flushed, turns = True, 0
+            flush_streams(engine_client)
+        elif turns >= QUIET_TURNS and (
             not any(left) or (left[0] == 0 and now_s - moved_s >= SETTLE_S)
         ):
             return
@@ -378,27 +382,29 @@ def _outputs_under_way(engine_client: Any, gate: OutputGate | None) -> tuple[int
     return (waiting.qsize() if gate is None else gate.left), full
 
 
-def flush_streams(engine_client: Any) -> bool:
-    """Hand streams the tokens that vLLM holds back for their next event (`stream_interval`).
-
-    The engine's outputs must have settled. Returns whether there were any.
-    """
-    found = False
+def flush_streams(engine_client: Any) -> None:
+    """Hand streams the tokens that vLLM holds back for their next event (`stream_interval`)."""
     for state in _request_states(engine_client).values():
         every, sent = getattr(state, "stream_interval", 1), getattr(state, "sent_tokens_offset", 0)
         # Only streams count what they sent, and they send their first token at once.
         if every == 1 or sent == 0 or sent == state.detokenizer.num_output_tokens():
             continue
         state.stream_interval = 1
-        output = state.make_request_output(
-            state.detokenizer.output_token_ids[sent:], None, None, None
-        )
-        state.stream_interval = every
+        try:
+            output = state.make_request_output(
+                state.detokenizer.output_token_ids[sent:], None, None, None
+            )
+        finally:
+            state.stream_interval = every
         state.sent_tokens_offset = state.detokenizer.num_output_tokens()
         if output is not None:
             state.queue.put(output)
-            found = True
-    return found
+
+
+def is_behind(engine_client: Any, request_id: str) -> bool:
+    """Whether a request has output that its client has not taken."""
+    queue = getattr(_request_states(engine_client).get(request_id), "queue", None)
+    return getattr(queue, "output", None) is not None
 
 
 def stream_every(engine_client: Any, request_id: str, tokens: int) -> None:
@@ -406,27 +412,27 @@ def stream_every(engine_client: Any, request_id: str, tokens: int) -> None:
     versions before 0.32 have for the whole server alone.
     """
     state = _request_states(engine_client).get(request_id)
-    if state is not None:
-        state.stream_interval = max(tokens, getattr(state, "stream_interval", 1))
+    if getattr(state, "detokenizer", None) is not None:  # pooling has none
+        state.stream_interval = max(tokens, state.stream_interval)
 
 
 def keep_logprobs_flat(engine_client: Any, request_id: str) -> None:
-    """Keep a new request's log-probs in a few flat lists: vLLM's `flat_logprobs`, which no route
-    offers.
+    """Keep a new request's log-probs in a few flat lists: vLLM's `flat_logprobs`, which the OpenAI
+    routes do not offer.
 
     Otherwise vLLM keeps two objects for each token, and Python's garbage collector visits all of
     them in a pause.
     """
-    from vllm.logprobs import FlatLogprobs
-
     state = _request_states(engine_client).get(request_id)
     processor: Any = getattr(state, "logprobs_processor", None)
     if getattr(processor, "logprobs", None) == []:
+        from vllm.logprobs import FlatLogprobs
+
         processor.logprobs = FlatLogprobs()
 
 
-def _request_states(engine_client: Any) -> dict[str, Any]:
-    """What vLLM's API process keeps of each request; empty if this vLLM hides it."""
+def _request_states(engine_client: Any) -> Any:
+    """Request id -> what vLLM's API process keeps of it; empty if this vLLM hides it."""
     states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
     return states or {}
 

@@ -90,9 +90,14 @@ class Entrance:
     def moved(self, flight: Flight, version: int, *, keeps_kv: bool) -> None:
         """Note on a flight that `version` serves it now, if it has tokens to come.
 
+        A stream that its client does not read is ended: its next event would have tokens of both.
+
         Args:
             keeps_kv: the engine keeps what it has computed of the prompt.
         """
+        if any(dialect.is_behind(self._engine, request_id) for request_id in flight.requests):
+            flight.end(self._alias.unread())
+            return
         inside = [dialect.has_output(self._engine, request_id) for request_id in flight.requests]
         running = [has_output for has_output in inside if has_output is not None]
         if running:

@@ -155,7 +155,7 @@ class Traffic:
         if not self.is_paused:
             raise ActionFailed(ErrorCode.NOT_READY, "nothing was received that could be committed")
         if self.gate is None:
-            await self._let_out(engine)
+            await dialect.settle(engine)
             self._move(app, version)
             await dialect.resume_as(engine, version)
         else:
@@ -172,7 +172,7 @@ class Traffic:
             # Let the request leave before the old tokens take this process's time.
             await asyncio.sleep(0)
             gate.pass_on(made)
-            await self._let_out(engine, gate)
+            await dialect.settle(engine, gate=gate)
             await resuming
             self._move(app, version)
         except BaseException as error:
@@ -181,12 +181,6 @@ class Traffic:
             raise
         finally:
             gate.open()
-
-    async def _let_out(self, engine: Any, gate: OutputGate | None = None) -> None:
-        """Wait until the old weights' tokens have left, also those that streams hold back."""
-        await dialect.settle(engine, gate=gate)
-        if dialect.flush_streams(engine):
-            await dialect.settle(engine, gate=gate)
 
     def _move(self, app: Any, version: int) -> None:
         """From here on tokens leave under the new name."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,9 +40,9 @@ AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
 MOST_FAILURES = 16
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed before vLLM closes them, after 5 s."""
-STREAM_INTERVAL = 32
-"""Tokens of an event. With one event for each token, a core of vLLM's API process and one of ours
-would set the pace of many streams."""
+STREAM_INTERVALS = range(24, 41)
+"""Tokens of an event. With an event for each token, a core of vLLM's API process and one of ours
+would set the pace of many streams. Numbers differ, so that streams do not send together."""
 GENERATE = "/inference/v1/generate"
 _ENCODED = (
     "prompt", "messages", "chat_template_kwargs", "chat_template", "tools",
@@ -326,7 +327,7 @@ def _request(
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "stream": True,
-        "stream_interval": STREAM_INTERVAL,
+        "stream_interval": random.choice(STREAM_INTERVALS),
         **sampling.extra,
         **more,
     }

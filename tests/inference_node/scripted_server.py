@@ -80,7 +80,8 @@ class Backend:
             scope["app"].state.engine_client.output_processor.request_states,
             _request(len(self.asked), body),
         )
-        states[request.request_id] = SimpleNamespace(is_prefilling=True)
+        unread = SimpleNamespace(output="tokens" if body.get("unread") else None)
+        states[request.request_id] = SimpleNamespace(is_prefilling=True, queue=unread)
         if body.get("prelude"):
             await _start_stream(send)
             await _event(send, {"response": {"model": model}}, kind="response.created")

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from inference_node import bodies, dialect
 from tests.inference_node.scripted_server import Server, events, run, soon
 
 PATH = "/v1/completions"
@@ -155,6 +157,46 @@ def test_a_request_in_the_engine_says_what_made_it(
         ] == str(versions[-1])
 
     run(test)
+
+
+def test_a_stream_that_is_not_read_ends_instead_of_mixing_two_versions() -> None:
+    async def test() -> None:
+        server = Server()
+        flying = asked(server, {"stream": True, "hold": True, "unread": True})
+        await soon(lambda: bool(server.engine.entered))
+        await server.swap(1)
+        first, last = events((await flying).raw)
+        assert first["model"] == "tiny@0"
+        assert last["error"]["code"] == 409 and "not read" in last["error"]["message"]
+
+    run(test)
+
+
+def test_only_streams_hold_tokens_back() -> None:
+    """vLLM asserts that a request with an interval has a detokenizer; pooling has none."""
+    pooling = SimpleNamespace(detokenizer=None, stream_interval=1)
+    stream = SimpleNamespace(detokenizer=object(), stream_interval=4)
+    states = {"pooling": pooling, "stream": stream}
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    for name in (*states, "gone"):
+        dialect.stream_every(engine, name, 8)
+    assert (pooling.stream_interval, stream.stream_interval) == (1, 8)
+    dialect.stream_every(engine, "stream", 1)
+    assert stream.stream_interval == 8, "the server's own interval wins"
+
+
+@pytest.mark.parametrize(
+    ("body", "interval"),
+    [
+        (b'{"stream_interval": 32}', 32),
+        (b'{"sampling_params": {"stream_interval": 8}}', 8),
+        (b'{"stream_interval": "8"}', 1),
+        (b'{"stream_interval": -1}', 1),
+        (b"[1]", 1),
+    ],
+)
+def test_the_interval_of_a_body(body: bytes, interval: int) -> None:
+    assert bodies.stream_interval_of(bodies.fields_of(body)) == interval
 
 
 def test_a_client_that_leaves_while_its_request_waits_leaves_nothing_behind() -> None:

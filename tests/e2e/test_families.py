@@ -51,7 +51,9 @@ def reference(folder: Path, adapter: Path | None = None) -> torch.nn.Module:
     )
     if adapter is None:
         return model
-    return peft.PeftModel.from_pretrained(with_single_experts(model), str(adapter))
+    if config.model_type != "minimax_m2":  # PEFT itself fits these names to stacked experts
+        model = with_single_experts(model)
+    return peft.PeftModel.from_pretrained(model, str(adapter))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 import sys
@@ -474,6 +475,10 @@ def tinker(
         typer.echo(f"TINKER_BASE_URL={url}")
         typer.echo(f"TINKER_API_KEY=$(cat {run_dir / 'tinker' / 'api_key'})")
 
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         from splice.tinker import server  # needs the extra
 

@@ -31,6 +31,8 @@ class Snapshots:
         self._books, self._serve_again = books, serve_again
         self._loop = asyncio.get_running_loop()
         self._users = 0
+        self._is_publishing = False
+        """Whether the one user is a publication, beside which no sample may start."""
         self._waiting: OrderedDict[int, list[asyncio.Future[None]]] = OrderedDict()
         self._change: asyncio.Task[None] | None = None
         """Whoever waited longest gets its turn."""
@@ -58,7 +60,7 @@ class Snapshots:
             self._loop.call_soon_threadsafe(self._leave)
 
     async def _enter(self, snapshot: int) -> None:
-        is_free = not self._waiting and self._change is None
+        is_free = not (self._waiting or self._change or self._is_publishing)
         if is_free and snapshot == self._books.served_snapshot():
             self._users += 1
             return
@@ -74,6 +76,8 @@ class Snapshots:
 
     def _leave(self) -> None:
         self._users -= 1
+        if self._users == 0:
+            self._is_publishing = False
         self._next()
 
     def _next(self) -> None:
@@ -96,6 +100,7 @@ class Snapshots:
                 continue
             if error is None:
                 self._users += 1
+                self._is_publishing = snapshot == PUBLICATION
                 waiter.set_result(None)
             else:
                 waiter.set_exception(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -107,6 +108,30 @@ def test_nothing_is_sampled_while_another_thread_publishes(books):
             work = [loop.run_in_executor(pool, publish) for _ in range(3)]
             await asyncio.gather(*work, *(turns.sample(n % 3) for n in range(30)))
         assert len(turns.seen) == 30
+
+    asyncio.run(go())
+
+
+def test_a_sample_that_comes_during_a_publication_waits_for_it(books):
+    async def go():
+        turns = Turns(books)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def publish() -> None:
+            with turns.snapshots.publishing():
+                begun.set()
+                go_on.wait(10)
+                turns.publish()
+
+        with ThreadPoolExecutor() as pool:
+            work = asyncio.get_running_loop().run_in_executor(pool, publish)
+            await asyncio.to_thread(begun.wait, 10)
+            sample = asyncio.ensure_future(turns.sample(0))  # still noted as served
+            await asyncio.sleep(0.05)
+            assert turns.seen == []
+            go_on.set()
+            await asyncio.gather(work, sample)
+        assert turns.seen == turns.switches == [0]
 
     asyncio.run(go())
 

@@ -201,6 +201,14 @@ def test_forked_ranks_draw_different_numbers(tmp_path: Path) -> None:
         assert [f["argv"] for f in found] == [[str(tmp_path), "waits"]] * 2
 
 
+def test_a_lone_rank_takes_no_rank_from_its_caller(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    with Process(tmp_path, "waits", num_ranks=1) as process:
+        (found,) = process.start()
+        assert not {"RANK", "MASTER_ADDR"} & found["env"].keys()
+
+
 def test_the_exit_code_says_whether_the_trainer_was_told_to_end(
     monkeypatch, tmp_path: Path
 ) -> None:

@@ -42,6 +42,10 @@ from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
 
 POLL_S = 0.05
 STORE_FD = "SPLICE_STORE_FD"
+RANK_NAMES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+    "MASTER_PORT",
+)  # fmt: skip # a list of names
 """Environment variable of rank 0: descriptor of its TCPStore's listening socket."""
 EXIT_UNFIT = 4
 """Exit code if the imports made something that does not survive a fork."""
@@ -202,6 +206,8 @@ class Ranks:
             die_with_parent(parent=parent)
             for pipe in (self._requests, self._answers):
                 os.close(pipe)
+            for name in RANK_NAMES:  # a caller's own would make a lone rank one of several
+                os.environ.pop(name, None)
             os.environ.update(environment)
             if store is not None:
                 os.environ[STORE_FD] = str(store.detach())

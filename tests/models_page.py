@@ -56,6 +56,9 @@ LoRA: `all`: every linear of the decoder layers, experts included, routers not. 
 outside the experts; the experts of this family are one tensor, and a target names it
 (`experts.down_proj`). Over ranks: tp tensor, cp context, ep expert, etp expert tensor.
 
+Two pretrained models went through `splice smoke --model FOLDER --lr 1e-4` on a CPU, every check
+included: SmolLM2-135M-Instruct (169 s) and Qwen2.5-Coder-0.5B-Instruct (516 s).
+
 Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
 and are published with it. A token of an image is refused (`tests/trainer_node/sees.py`).
 

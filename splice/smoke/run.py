@@ -156,9 +156,8 @@ class _Smoke:
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
     def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:
-        self._display.phase(
-            f"{self._config.name}@{step}: rollouts from {self._config.name}@{step - 1}"
-        )
+        job = f"{self._config.name}@{step}" if step <= self._config.steps else "TrainLora"
+        self._display.phase(f"{job}: rollouts from {self._config.name}@{step - 1}")
         started_s = time.monotonic()
         config = self._config
         prompts = rollouts.choose_prompts(count=config.num_prompts, seed=step)

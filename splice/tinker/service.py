@@ -99,7 +99,11 @@ class Service:
                 continue
             seen = self.books.session(owner["session_id"])["seen"]
             if time.time() - seen > self.config.session_timeout_s:
-                log.warning("session %s is dead; its model ends", owner["session_id"])
+                log.warning(
+                    "session %s ended, or sent no heartbeat for %.0f s; its model ends",
+                    owner["session_id"],
+                    self.config.session_timeout_s,
+                )
                 self.books.end_model(owner["model_id"], "its session sent no heartbeat")
             elif seen > began:
                 raise unsupported(

@@ -374,17 +374,16 @@ def _outputs_under_way(engine_client: Any, gate: OutputGate | None) -> tuple[int
     None: this vLLM hides them.
     """
     waiting = getattr(getattr(engine_client, "engine_core", None), "outputs_queue", None)
-    states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
+    states = _request_states(engine_client)
     if waiting is None or states is None:
         return None
-    collectors = (getattr(state, "queue", None) for state in states.values())
-    full = sum(getattr(c, "output", None) is not None for c in collectors)
+    full = sum(map(_is_full, states.values()))
     return (waiting.qsize() if gate is None else gate.left), full
 
 
 def flush_streams(engine_client: Any) -> None:
     """Hand streams the tokens that vLLM holds back for their next event (`stream_interval`)."""
-    for state in _request_states(engine_client).values():
+    for state in (_request_states(engine_client) or {}).values():
         every, sent = getattr(state, "stream_interval", 1), getattr(state, "sent_tokens_offset", 0)
         # Only streams count what they sent, and they send their first token at once.
         if every == 1 or sent == 0 or sent == state.detokenizer.num_output_tokens():
@@ -403,15 +402,14 @@ def flush_streams(engine_client: Any) -> None:
 
 def is_behind(engine_client: Any, request_id: str) -> bool:
     """Whether a request has output that its client has not taken."""
-    queue = getattr(_request_states(engine_client).get(request_id), "queue", None)
-    return getattr(queue, "output", None) is not None
+    return _is_full(_request_state(engine_client, request_id))
 
 
 def stream_every(engine_client: Any, request_id: str, tokens: int) -> None:
     """Have each event of a stream bring this many tokens: a request's `stream_interval`, which
     versions before 0.32 have for the whole server alone.
     """
-    state = _request_states(engine_client).get(request_id)
+    state = _request_state(engine_client, request_id)
     if getattr(state, "detokenizer", None) is not None:  # pooling has none
         state.stream_interval = max(tokens, state.stream_interval)
 
@@ -423,7 +421,7 @@ def keep_logprobs_flat(engine_client: Any, request_id: str) -> None:
     Otherwise vLLM keeps two objects for each token, and Python's garbage collector visits all of
     them in a pause.
     """
-    state = _request_states(engine_client).get(request_id)
+    state = _request_state(engine_client, request_id)
     processor: Any = getattr(state, "logprobs_processor", None)
     if getattr(processor, "logprobs", None) == []:
         from vllm.logprobs import FlatLogprobs
@@ -432,9 +430,18 @@ def keep_logprobs_flat(engine_client: Any, request_id: str) -> None:
 
 
 def _request_states(engine_client: Any) -> Any:
-    """Request id -> what vLLM's API process keeps of it; empty if this vLLM hides it."""
-    states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
-    return states or {}
+    """Request id -> what vLLM's API process keeps of it. None: this vLLM hides it."""
+    return getattr(getattr(engine_client, "output_processor", None), "request_states", None)
+
+
+def _request_state(engine_client: Any, request_id: str) -> Any:
+    """What vLLM's API process keeps of a request; None if nothing, or if this vLLM hides it."""
+    return (_request_states(engine_client) or {}).get(request_id)
+
+
+def _is_full(state: Any) -> bool:
+    """Whether a request's collector has output."""
+    return getattr(getattr(state, "queue", None), "output", None) is not None
 
 
 def has_output(engine_client: Any, request_id: str) -> bool | None:
@@ -442,10 +449,9 @@ def has_output(engine_client: Any, request_id: str) -> bool | None:
 
     None: it does not run the request. True if this cannot be seen.
     """
-    states = getattr(getattr(engine_client, "output_processor", None), "request_states", None)
-    if states is None:
+    if _request_states(engine_client) is None:
         return True
-    state = states.get(request_id)
+    state = _request_state(engine_client, request_id)
     return None if state is None else not getattr(state, "is_prefilling", False)
 
 

@@ -42,11 +42,12 @@ from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
 
 POLL_S = 0.05
 STORE_FD = "SPLICE_STORE_FD"
+"""Environment variable of rank 0: descriptor of its TCPStore's listening socket."""
 RANK_NAMES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
     "MASTER_PORT",
 )  # fmt: skip # a list of names
-"""Environment variable of rank 0: descriptor of its TCPStore's listening socket."""
+"""Environment variables that are set here, or must not be there."""
 EXIT_UNFIT = 4
 """Exit code if the imports made something that does not survive a fork."""
 IMPORTED = (

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from inference_node.names import RUN_TOKEN
 from orchestrator.errors import ConfigError, LinkLost, SpliceError
 from orchestrator.processes.interfaces import reachable_host
+from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.config_errors import read_json
@@ -45,9 +46,7 @@ def main() -> int:
         help="JSON file of orchestrator.protocol.config.InferenceConfig",
     )
     args = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
-import logging
 import math
 import os
 import signal
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
+from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.config import (
     ALL_LINEAR,
     InferenceConfig,
@@ -310,9 +310,7 @@ def serve(
     ] = False,
 ) -> None:
     """Run the orchestrator until a client stops it. SPLICE_RUN_TOKEN holds the run's token."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     token = os.environ.get("SPLICE_RUN_TOKEN", "")
     console = Console(stderr=True)
     try:
@@ -420,9 +418,7 @@ def trainer(
     ] = "trainer_node",
 ) -> None:
     """Launch the trainer on this host and restart it after crashes. Token as for `serve`."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     token = os.environ.get("SPLICE_RUN_TOKEN", "")
     try:
         if file is not None:

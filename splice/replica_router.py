@@ -30,6 +30,7 @@ from yarl import URL
 
 from orchestrator.errors import SpliceError
 from orchestrator.processes.interfaces import reachable_url
+from orchestrator.processes.logs import log_to_stderr
 from orchestrator.protocol.messages import NodeStatus
 from splice.client import AsyncSpliceClient
 from splice.run_file import load
@@ -344,9 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="splice.replica_router", description=__doc__)
     parser.add_argument("file", type=Path, help="run.toml, or the run.json of `splice up`")
     run = load(parser.parse_args().file)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(
             serve(

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
+from orchestrator.processes.logs import log_to_stderr
 from splice import kubernetes, machine, ray_launcher, report, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
@@ -475,9 +476,7 @@ def tinker(
         typer.echo(f"TINKER_BASE_URL={url}")
         typer.echo(f"TINKER_API_KEY=$(cat {run_dir / 'tinker' / 'api_key'})")
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         from splice.tinker import server  # needs the extra

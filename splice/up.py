@@ -28,6 +28,7 @@ import psutil
 
 from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.messages import InitialSyncJob
 from orchestrator.run_folder import RunFolder
@@ -414,7 +415,5 @@ def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -
 
 
 if __name__ == "__main__":
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     sys.exit(supervise(Path(sys.argv[1]), publish=PUBLISH in sys.argv))

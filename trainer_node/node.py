@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.interfaces import gloo_variables, refuse_loopback_name
+from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, START_ID
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.config_errors import read_json
@@ -355,9 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         # The name in ps and top: a forked rank has the command line of its template.
         Path("/proc/self/comm").write_text(f"splice-rank-{rank}"[:15])
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr(f"rank {rank}")
     try:
         config = read_json(arguments.config, TrainerConfig)
         code = run(

@@ -22,6 +22,8 @@ Answer = tuple[list[int], list[int]]
 """Prompt ids, answer ids."""
 PROMPT_TOKENS = 128
 """Prompts are padded to a multiple, so that compiled decoding has few shapes."""
+MICRO_BATCH_TOKENS = 1024
+"""Logits of a vocabulary of 150,000 take gigabytes; a step's gradient is the same sum."""
 
 
 class Control:
@@ -129,7 +131,7 @@ class Control:
     def train(self, answers: list[Answer], advantages: list[float]) -> None:
         """One step of `-sum A log p / tokens`: on policy, GRPO's gradient."""
         tokens = sum(len(ids) for _, ids in answers)
-        size = max(1, self.task.micro_batch_tokens // max(len(p) + len(a) for p, a in answers))
+        size = max(1, MICRO_BATCH_TOKENS // max(len(p) + len(a) for p, a in answers))
         for at in range(0, len(answers), size):
             some = answers[at : at + size]
             width = max(len(p) + len(a) for p, a in some)

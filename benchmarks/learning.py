@@ -11,9 +11,9 @@ The peer of each is the control with the same seeds (of full parameters for `ful
 SPLICE_BENCH_MODEL is the model's folder, SPLICE_BENCH_ROWS the problems
 (`python -m benchmarks.learning_task ROWS`). SPLICE_BENCH_RUNS says what runs (`async:0,control:0`),
 SPLICE_BENCH_PARALLEL (1) how many at a time, on the GPUs of SPLICE_BENCH_GPUS,
-SPLICE_BENCH_LIMIT_S how long each. On a GPU a control takes some 20 GB, splice's trainer 12 (`full`:
-19) and its server 6. With SPLICE_BENCH_CURVES, a folder, every step is on disk at once, and the runs
-of an earlier call are not repeated. `settings["curves"]` has all steps;
+SPLICE_BENCH_LIMIT_S how long each. On a GPU a control takes some 20 GB, splice's trainer 12
+(`full`: 19) and its server 6. With SPLICE_BENCH_CURVES, a folder, every step is on disk at once,
+and the runs of an earlier call are not repeated. `settings["curves"]` has all steps;
 `python -m benchmarks plot RESULT PNG` draws them.
 """
 

@@ -130,6 +130,7 @@ class SpliceClient:
         run_token: str,
         client_id: str | None = None,
         curve: PeerKeys | None = None,
+        endpoint_file: Path | None = None,
     ) -> None:
         hello = Hello(
             role="client",
@@ -138,7 +139,13 @@ class SpliceClient:
             run_token=run_token,
             pid=os.getpid(),
         )
-        self._link = NodeLink(endpoint=endpoint, hello=hello, curve=curve, lost_after_s=30.0)
+        self._link = NodeLink(
+            endpoint=endpoint,
+            hello=hello,
+            curve=curve,
+            endpoint_file=endpoint_file,
+            lost_after_s=30.0,
+        )
         self._jobs: dict[str, _Submitted] = {}
         self._status: Status | None = None
         self._statuses_came = 0
@@ -150,7 +157,8 @@ class SpliceClient:
     def of_run(cls, run_dir: str | Path, **kwargs: Any) -> SpliceClient:
         """A client of the run in this folder. It reads endpoint and token there.
 
-        A host that does not see the folder reads SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
+        After `splice stop` and `splice up --resume` it finds the run's new endpoint. A host that
+        does not see the folder reads SPLICE_ENDPOINT and SPLICE_RUN_TOKEN.
 
         Raises:
             ConfigError: no orchestrator has written them yet.

@@ -35,6 +35,7 @@ class ClusterConfig:
         publication: how versions are published. `trainer.transport` overrides its `transport`.
         keep_versions: versions whose checkpoints stay on disk; None: all.
         trainer_restarts, orchestrator_restarts: restarts after crashes within an hour.
+        node_restarts: likewise, of a killed trainer launcher or inference node.
         run_token: the run's secret; empty: a new one.
         run_file: the file that the orchestrator reads instead of options; see `splice.run_file`.
             The run's folder may then exist.
@@ -56,6 +57,7 @@ class ClusterConfig:
     train_timeout_s: float = 3600.0
     trainer_restarts: int = 2
     orchestrator_restarts: int = 2
+    node_restarts: int = 2
     control_endpoint: str = "tcp://127.0.0.1:0"
     run_token: str = ""
     run_file: Path | None = None
@@ -186,6 +188,8 @@ class Cluster:
                 argv=argv,
                 env={**env, **self.config.inference_env},
                 log_file=logs / f"{node_id}.log",
+                restarts=RestartBudget(self.config.node_restarts),
+                is_supervisor=True,
             )
         )
 
@@ -203,6 +207,8 @@ class Cluster:
             argv=argv,
             env={**env, **own},
             log_file=config.run_dir / "logs" / "trainer.log",
+            restarts=RestartBudget(config.node_restarts),
+            is_supervisor=True,
         )
         self.launcher.start(node)
 

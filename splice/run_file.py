@@ -39,6 +39,7 @@ from orchestrator.publication.config import PublicationConfig
 
 FILE_NAME = "run.toml"
 ENDPOINT, TOKEN = "SPLICE_ENDPOINT", "SPLICE_RUN_TOKEN"
+ENDPOINT_FILE = "endpoint"
 """Environment variables of nodes and clients that do not see the run's folder."""
 _DEFAULTS = OrchestratorConfig(
     run_dir=Path(), run_token="", name="defaults", publication=PublicationConfig()
@@ -295,7 +296,7 @@ def find_endpoint(run_dir: Path) -> str:
     Raises:
         ConfigError: neither is there.
     """
-    return _read(run_dir / "endpoint", variable=ENDPOINT)
+    return _read(run_dir / ENDPOINT_FILE, variable=ENDPOINT)
 
 
 def find_token(run_dir: Path) -> str:
@@ -322,7 +323,12 @@ def find_run(run_dir: Path) -> dict[str, Any]:
         ConfigError: one of them is not there.
     """
     run_dir = run_folder(run_dir)
-    return {"endpoint": find_endpoint(run_dir), "run_token": find_token(run_dir)}
+    path = run_dir / ENDPOINT_FILE
+    return {
+        "endpoint": find_endpoint(run_dir),
+        "run_token": find_token(run_dir),
+        "endpoint_file": path if path.exists() else None,
+    }
 
 
 def _read(path: Path, *, variable: str) -> str:

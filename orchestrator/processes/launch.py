@@ -25,6 +25,8 @@ class NodeProcess(ChildProcess):
 
     Attributes:
         restarts: how often the launcher starts it again after a crash.
+        is_supervisor: it starts its own children again, so an exit code of its own is final. Only a
+            signal is a crash of it.
         pauses: pauses before the starts after a lost link.
         starts_at_s: when it starts again after a lost link, on the monotonic clock.
         stopping: whether `stop` was called after the last start.
@@ -32,6 +34,7 @@ class NodeProcess(ChildProcess):
 
     name: str
     restarts: RestartBudget = field(default_factory=lambda: RestartBudget(0))
+    is_supervisor: bool = False
     pauses: BackOff = field(default_factory=BackOff)
     starts_at_s: float | None = field(default=None, repr=False)
     stopping: bool = False
@@ -53,8 +56,15 @@ class NodeProcess(ChildProcess):
     def is_lost(self, now_s: float) -> bool:
         """Whether it died and will not start again."""
         is_crash = self.died() and self.exit_code != EXIT_LINK_LOST
-        is_final = self.exit_code in (0, EXIT_CONFIG) or not self.restarts.has_left(now_s)
-        return is_crash and is_final
+        return is_crash and (self._is_final() or not self.restarts.has_left(now_s))
+
+    def _is_final(self) -> bool:
+        """Whether no restart follows this exit code, whatever the budget."""
+        code = self.exit_code
+        assert code is not None
+        return code in (0, EXIT_CONFIG) or (
+            self.is_supervisor and code > 0 and code != EXIT_LINK_LOST
+        )
 
     def keep_alive(self, now_s: float) -> None:
         """Start the node again if it died and `restarts` allows it.
@@ -62,7 +72,7 @@ class NodeProcess(ChildProcess):
         After a lost link the node always starts again, after a pause. With a wrong configuration,
         or after the run's end, it never does.
         """
-        if not self.died() or self.exit_code in (0, EXIT_CONFIG):
+        if not self.died() or self._is_final():
             return
         if self.exit_code != EXIT_LINK_LOST:
             if self.restarts.take(now_s):

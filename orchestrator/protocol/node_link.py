@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import zmq
 import zmq.utils.monitor
@@ -82,6 +83,8 @@ class NodeLink:
         urgent: kind -> callback on the link's thread, which must not block. "Hello": the
             orchestrator does not know this peer; also called for a new orchestrator's `Welcome`.
         curve: CURVE keys. None: those of `peer_keys`.
+        endpoint_file: has the endpoint of a run that has ended and goes on elsewhere. Each new
+            connection reads it.
         lost_after_s: silence of the orchestrator after which `recv` raises `LinkLost`.
         meter: measures what heartbeats say on memory; the caller closes it.
     """
@@ -93,12 +96,14 @@ class NodeLink:
         hello: Hello,
         urgent: Urgent | None = None,
         curve: PeerKeys | None = None,
+        endpoint_file: Path | None = None,
         lost_after_s: float = 60.0,
         meter: Meter | None = None,
     ) -> None:
         self._endpoint, self._hello = endpoint, hello
         self._urgent = dict(urgent or {})
         self._curve = curve or peer_keys(hello.run_token, role=hello.role, node_id=hello.node_id)
+        self._endpoint_file = endpoint_file
         self._lost_after_s, self._meter = lost_after_s, meter
         self._context = zmq.Context()
         self._outbox: queue.SimpleQueue[list[bytes | memoryview]] = queue.SimpleQueue()
@@ -317,6 +322,9 @@ class NodeLink:
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return the control socket, and one that reports its connections."""
+        if self._endpoint_file is not None:
+            with contextlib.suppress(OSError):  # none while the run is stopped
+                self._endpoint = self._endpoint_file.read_text().strip() or self._endpoint
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 2000)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
 from tinker import types
 
 from orchestrator.protocol.config import LM_HEAD, LoraConfig
-from splice.tinker.refused import unsupported
+from splice.tinker.refused import malformed, unsupported
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -22,10 +23,12 @@ def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
     run's has one there.
 
     Raises:
-        Refused: it would train nothing.
+        Refused: it would train nothing, or its rank or seed is none.
     """
     if asked is None:
         return ours
+    if asked.seed is not None and not -(2**63) <= asked.seed < 2**63:
+        raise malformed(f"lora_config: seed is {asked.seed}; it must fit into 64 bits")
     head = (LM_HEAD,) if asked.train_unembed and LM_HEAD in ours.targets else ()
     targets = tuple(t for t in ours.targets if t != LM_HEAD)
     if not (asked.train_attn and asked.train_mlp):
@@ -36,7 +39,15 @@ def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
             f"the run's trainer.lora.targets are {', '.join(ours.targets)}, without {LM_HEAD}, or "
             "train_unembed is false too. So nothing would train"
         )
-    return ours.model_copy(update={"rank": asked.rank, "targets": targets + head})
+    found = ours.model_copy(update={"rank": asked.rank, "targets": targets + head})
+    try:
+        return LoraConfig.model_validate(found.model_dump())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise malformed(
+            f"lora_config: {where} is {first['input']!r}: {first['msg'].lower()}"
+        ) from error
 
 
 def info(lora: LoraConfig | None) -> dict[str, Any]:

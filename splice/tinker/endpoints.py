@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -14,8 +15,9 @@ from splice.tinker.books import json_result
 from splice.tinker.refused import Refused, malformed, unsupported
 from splice.tinker.service import Service, checkpoint_of, new_session_id
 from splice.tinker.training import check_name, optim_params
-from splice.tinker.wire import decompressed, read_pass
+from splice.tinker.wire import decompressed, parsed_pass, read_pass
 
+log = logging.getLogger("splice.tinker")
 router = APIRouter(prefix="/api/v1")
 
 
@@ -139,6 +141,7 @@ async def create_session(request: Request, here: Here) -> Json:
     session_id = new_session_id()
     facts = {"user_metadata": asked.user_metadata, "display_name": asked.display_name}
     here.books.add_session(session_id, facts)
+    log.info("session %s begins", session_id)
     return {"type": "create_session", "session_id": session_id}
 
 
@@ -154,7 +157,9 @@ async def finish_session(session_id: str, request: Request, here: Here) -> Respo
     """End a session and its model."""
     asked = await _object(request)
     reason = asked.get("reason")
-    here.books.finish(session_id, str(reason.get("type")) if isinstance(reason, dict) else "ended")
+    why = str(reason.get("type")) if isinstance(reason, dict) else "ended"
+    here.books.finish(session_id, why)
+    log.info("session %s has finished (%s)", session_id, why)
     return Response(status_code=204)
 
 
@@ -183,10 +188,13 @@ async def create_model(request: Request, here: Here) -> Json:
     body = await request.body()
     asked = parsed(types.CreateModelRequest, body)
     here.check_base_model(asked.base_model)
+    found = here.training.check_model(asked.lora_config, asked.optimizer_config.type)
+    for text in found["warnings"]:
+        log.warning("%s", text)
     facts = {
         "base_model": asked.base_model,
         "user_metadata": asked.user_metadata,
-        **here.training.check_model(asked.lora_config, asked.optimizer_config.type),
+        **found,
     }
     model_id = await here.new_model(asked.session_id, asked.model_seq_id, facts)
     request_id = here.accept("create_model", model_id, 0, body, first=0)
@@ -227,10 +235,10 @@ async def forward_backward(request: Request, here: Here) -> Json:
     sent = await request.body()
     # A large batch takes a while, which is nobody else's.
     body = await asyncio.to_thread(decompressed, sent, encoding=encoding, max_bytes=limit)
-    asked = await asyncio.to_thread(read_pass, body)
-    with here.numbered(asked.model_id, asked.seq_id):
-        await asyncio.to_thread(losses.plan, asked)
-        return _future(here.accept("forward_backward", asked.model_id, asked.seq_id, body))
+    message = await asyncio.to_thread(parsed_pass, body)
+    with here.numbered(message.model_id, message.seq_id):
+        await asyncio.to_thread(lambda: losses.plan(read_pass(message)))
+        return _future(here.accept("forward_backward", message.model_id, message.seq_id, body))
 
 
 @router.post("/optim_step")

@@ -210,7 +210,7 @@ class Sampling:
         if version is None:
             raise unsupported(
                 "the base model is not served any more, because a trained version is; it still "
-                "scores prompts (compute_logprobs)"
+                "scores prompts (compute_logprobs). A server with --old-snapshots serves it again"
             )
         async with self._turn(version) as now:
             return await self._completions(asked, f"{self._name}@{now}", snapshot=version)
@@ -218,8 +218,13 @@ class Sampling:
     @contextlib.asynccontextmanager
     async def _turn(self, snapshot: int | None) -> AsyncIterator[int | None]:
         """Yield the version that a snapshot has now."""
-        if self._snapshots is None or snapshot is None:
-            yield snapshot
+        if snapshot is None:
+            yield None
+            return
+        if self._snapshots is None:
+            # A server with --old-snapshots may have served it again before.
+            is_served = snapshot == self._books.served_snapshot()
+            yield int(self._books.fact("served")["version"]) if is_served else snapshot
             return
         async with self._snapshots.turn(snapshot) as version:
             yield version
@@ -275,11 +280,13 @@ class Sampling:
             snapshot: version of the tokens in the answer; None: as vLLM says.
         """
         prompt = prompt_of(asked)
+        # vLLM refuses several greedy samples. They are all the same.
+        is_greedy = asked.sampling_params.temperature == 0
         body: dict[str, Any] = {
             **await self._fields(asked),
             "model": model,
             "prompt": prompt,
-            "n": asked.num_samples,
+            "n": 1 if is_greedy else asked.num_samples,
             "logprobs": asked.topk_sample_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -289,15 +296,21 @@ class Sampling:
         reply = await self._post(body)
         rows = reply["choices"][0].get("prompt_logprobs") or []
         version = str(reply["model"]).rpartition("@")[2] if snapshot is None else str(snapshot)
+        sequences = tuple(_sampled(c, asked, version=version) for c in reply["choices"])
         return Samples(
-            sequences=tuple(_sampled(c, asked, version=version) for c in reply["choices"]),
+            sequences=sequences * asked.num_samples if is_greedy else sequences,
             prompt_logprobs=_scored(rows, prompt, asked) if asked.prompt_logprobs else None,
             prompt_top=_prompt_top(rows, asked),
         )
 
     async def _fields(self, asked: types.SampleRequest) -> dict[str, Any]:
-        room = await self.context_length() - len(prompt_of(asked))
-        return sampling_fields(asked, room=room)
+        longest, tokens = await self.context_length(), len(prompt_of(asked))
+        if tokens >= longest:
+            raise malformed(
+                f"the prompt has {tokens} tokens, and vLLM takes {longest} with the answer "
+                "(inference.max_model_len)"
+            )
+        return sampling_fields(asked, room=longest - tokens)
 
     async def _post(self, body: dict[str, Any]) -> Any:
         """Ask a replica, and another one while that is not ready.
@@ -320,8 +333,8 @@ class Sampling:
                 raise unsupported(
                     f"this sampler is {body['model']}, which is not served any more: one version "
                     "is served at a time. Make a new sampler "
-                    "(save_weights_and_get_sampling_client), "
-                    f"or sample inflight. vLLM says {why}"
+                    "(save_weights_and_get_sampling_client), sample inflight, or start "
+                    f"`splice tinker` with --old-snapshots. vLLM says {why}"
                 )
             if answer is not None and answer.status_code not in _PASSING:
                 raise malformed(f"vLLM refuses the request ({why})")
@@ -400,12 +413,7 @@ def sampling_fields(asked: types.SampleRequest, *, room: int) -> dict[str, Any]:
 
     Args:
         room: tokens that fit behind the prompt.
-
-    Raises:
-        Refused: there is no room.
     """
-    if room < 1:
-        raise malformed("the prompt fills the context of the served model")
     params = asked.sampling_params
     fields: dict[str, Any] = {
         "max_tokens": min(params.max_tokens or room, room),

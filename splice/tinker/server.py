@@ -25,7 +25,7 @@ from orchestrator.errors import ConfigError
 from splice.tinker import endpoints
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import SLOW, TOO_LARGE, UNAUTHORIZED, Refused
-from splice.tinker.service import Service, running
+from splice.tinker.service import Service, read_trainer, running
 from splice.tinker.training import FOLDER
 
 log = logging.getLogger("splice.tinker")
@@ -178,6 +178,7 @@ def serve(
     Raises:
         ConfigError: a setting will not do, or the run is not up.
     """
+    read_trainer(run_dir)  # before a file is written: `splice up` takes an empty folder
     key, is_own = api_key(run_dir)
     check_address(host, has_own_key=is_own)
     try:
@@ -186,7 +187,13 @@ def serve(
         first = error.errors(include_input=False)[0]
         raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=2048) as listening:
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        ) from None
+    with listening:
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         asyncio.run(_serve(config, listening, lambda: _say_url(run_dir, url, on_url)))
 
@@ -212,5 +219,6 @@ async def _serve(config: TinkerConfig, listening: socket.socket, on_up: Callable
         done, _ = await asyncio.wait({serving, service.lane}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
+        log.info("the server has ended; start it again at any time")
         if service.lane in done:
             service.lane.result()

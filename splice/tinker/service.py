@@ -87,7 +87,7 @@ class Service:
 
     async def _take_over(self, session_id: str) -> None:
         """Return once no model trains; ends one whose session is dead, or that lost nothing."""
-        began = time.time()
+        began, is_said = time.time(), False
         while (owner := self.books.open_model()) is not None:
             if owner["session_id"] == session_id:
                 if owner["has_unsaved"]:
@@ -108,9 +108,18 @@ class Service:
             elif seen > began:
                 raise unsupported(
                     f"several models at once are not supported: session {owner['session_id']} "
-                    f"trains {owner['model_id']}; end it (ServiceClient.close), or wait for it"
+                    f'trains {owner["model_id"]}; end it (`service_client.close("success")`), or '
+                    f"its process and wait {self.config.session_timeout_s:.0f} s"
                 )
             else:
+                if not is_said:
+                    log.info(
+                        "session %s waits up to %.0f s for a sign of life of session %s",
+                        session_id,
+                        self.config.session_timeout_s,
+                        owner["session_id"],
+                    )
+                    is_said = True
                 await asyncio.sleep(WAIT_S)
 
     def accept(
@@ -254,7 +263,9 @@ def read_trainer(run_dir: Path) -> TrainerConfig:
     try:
         return TrainerConfig.model_validate(json.loads(path.read_text()))
     except OSError as error:
-        raise unknown(f"cannot read {path} ({error.strerror}); start the run first") from error
+        raise unknown(
+            f"cannot read {path} ({error.strerror}); start the run first, with `splice up`"
+        ) from error
 
 
 @contextlib.asynccontextmanager

@@ -12,11 +12,12 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 from tinker import types
 
 from orchestrator.errors import ErrorCode, JobFailed
@@ -118,21 +119,21 @@ class Training:
 
     def _create(self, request: Request) -> Result:
         initial = self._books.fact("initial")
-        self._jobs.load(request.request_id, initial["folder"])
-        self._set_lora(self._lora)
-        self._books.set_fact("state", INITIAL)
-        self._books.set_fact("pending", False)
         asked = types.CreateModelRequest.model_validate_json(request.body).lora_config
         seed = None if asked is None or not initial["is_base"] else asked.seed
         try:
-            self._adopt(request, seed=seed)
+            with self._moves_to(INITIAL):
+                self._jobs.load(request.request_id, initial["folder"])
+                self._set_lora(self._lora)
+                self._adopt(request, seed=seed)
         except JobFailed as error:
-            self._books.end_model(request.model_id, f"its adapter was refused ({error.message})")
+            self._books.end_model(request.model_id, f"it was not made ({error.message})")
             raise
+        log.info("model %s trains", request.model_id)
         return json_result(type="create_model", model_id=request.model_id)
 
     def _pass(self, request: Request) -> Result:
-        asked = wire.read_pass(request.body)
+        asked = wire.read_pass(wire.parsed_pass(request.body))
         plan = losses.plan(asked, temperature=self._temperature)
         if asked.is_forward_only:
             logprobs = plan.by_datum(self._jobs.logprobs(request.request_id, plan))
@@ -143,8 +144,9 @@ class Training:
             self._books.set_fact("pending", True)
             try:
                 found, result = self._jobs.backward(request.request_id, plan)
-            except JobFailed:
-                self._books.set_fact("pending", pending)
+            except JobFailed as error:
+                is_kept = pending and error.code is not ErrorCode.NODE_LOST
+                self._books.set_fact("pending", is_kept)
                 raise
             logprobs = plan.by_datum(found)
             metrics = losses.metrics_of(result, is_linear=plan.is_linear)
@@ -153,10 +155,9 @@ class Training:
 
     def _step(self, request: Request) -> Result:
         asked = types.OptimStepRequest.model_validate_json(request.body)
-        metrics = self._jobs.step(request.request_id, optim_params(asked.optim_params))
-        self._books.set_fact("state", request.request_id)
-        self._books.set_fact("pending", False)
         self._books.set_unsaved(request.model_id, True)
+        with self._moves_to(request.request_id):
+            metrics = self._jobs.step(request.request_id, optim_params(asked.optim_params))
         return json_result(type="optim_step", metrics=metrics)
 
     def _save(self, request: Request) -> Result:
@@ -172,14 +173,13 @@ class Training:
     def _load(self, request: Request) -> Result:
         asked = types.LoadWeightsRequest.model_validate_json(request.body)
         folder = self._books.checkpoint(asked.path)["folder"]
-        if asked.optimizer:
-            self._jobs.load(request.request_id, folder)
-            self._set_lora(self._lora_of(request))
-        else:
-            self._adopt(request)
-            self._jobs.load_weights_alone(request.request_id, folder)
-        self._books.set_fact("state", request.request_id)
-        self._books.set_fact("pending", False)
+        with self._moves_to(request.request_id):
+            if asked.optimizer:
+                self._jobs.load(request.request_id, folder)
+                self._set_lora(self._lora_of(request))
+            else:
+                self._adopt(request)
+                self._jobs.load_weights_alone(request.request_id, folder)
         return json_result(type="load_weights", path=asked.path, model_id=request.model_id)
 
     def _publish(self, request: Request) -> Result:
@@ -196,6 +196,20 @@ class Training:
         return json_result(type="save_weights_for_sampler", path=path)
 
     # ------------------------------------------------------------ inside
+
+    @contextlib.contextmanager
+    def _moves_to(self, state: str) -> Iterator[None]:
+        """The trainer changes in the block. If that fails, nobody knows what it holds, so no served
+        version passes for it."""
+        self._books.set_fact("state", f"{state}, unless that failed")
+        try:
+            yield
+        except JobFailed as error:
+            if error.code in (ErrorCode.NODE_LOST, ErrorCode.NOT_READY):
+                self._books.set_fact("pending", False)
+            raise
+        self._books.set_fact("state", state)
+        self._books.set_fact("pending", False)
 
     def _lora_of(self, request: Request) -> LoraConfig | None:
         return of_model(self._books.model(request.model_id)["facts"], self._lora)
@@ -222,6 +236,7 @@ class Training:
         return self._served(self._jobs.publish(request_id))
 
     def _served(self, version: int) -> int:
+        log.info("version %d is served", version)
         self._books.set_served(version, self._books.fact("state"))
         return version
 
@@ -404,8 +419,12 @@ def optim_params(params: Any) -> OptimParams:
             weight_decay=params.weight_decay,
             max_grad_norm=params.grad_clip_norm or None,
         )
-    except ValueError as error:
-        raise malformed(f"adam_params: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise malformed(
+            f"adam_params: {name} is {first['input']!r}: {first['msg'].lower()}"
+        ) from error
 
 
 class _Jobs:

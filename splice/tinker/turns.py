@@ -20,8 +20,9 @@ from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import BUSY, Refused, malformed
 
 log = logging.getLogger("splice.tinker")
-AGAIN_S = 1.0
-"""Pause before a job is asked for again that an absent orchestrator did not answer."""
+AGAIN_S, SAID_S = 1.0, 60.0
+"""Pauses before a job is asked for again that an absent orchestrator did not answer, and before
+the log says so again."""
 _USERS = frozenset({ErrorCode.BAD_INPUT, ErrorCode.NON_FINITE_GRADIENT, ErrorCode.LOGPROB_GAP})
 """Codes of failures that the client's request causes."""
 
@@ -36,6 +37,19 @@ class _Line:
     next_seq: int
     early: dict[int, tuple[Request, float]] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
+
+
+def in_tinkers_words(error: JobFailed) -> str:
+    """Return why a job failed, without splice's advice where the SDK has no such call."""
+    if error.code is ErrorCode.NODE_LOST:
+        return (
+            f"the trainer was lost and has started again: {error.message}. Training goes on from "
+            "the last state that was saved or published. Load it (load_state), or make the lost "
+            "steps again"
+        )
+    if error.code is ErrorCode.NOT_READY and "no gradients" in error.message:
+        return "optim_step has no gradients: call forward_backward first"
+    return str(error)
 
 
 class Turns:
@@ -131,34 +145,53 @@ class Turns:
             self._end(request, await self._carry_out(request))
 
     async def fail_gaps(self) -> None:
-        """Fail requests that waited too long for an earlier one, until cancelled."""
+        """Fail requests of which one waited too long for an earlier one, until cancelled.
+
+        What comes after them does not wait for the missing one.
+        """
         while True:
             await asyncio.sleep(min(1.0, self._config.gap_timeout_s / 4))
             oldest = time.monotonic() - self._config.gap_timeout_s
-            for line in self._lines.values():
-                for seq_id, (request, came) in list(line.early.items()):
-                    if came < oldest:
-                        del line.early[seq_id]
-                        text = (
-                            f"request {line.next_seq} of {request.model_id} did not come within "
-                            f"{self._config.gap_timeout_s:.0f} s, so {seq_id} cannot run"
-                        )
-                        self._end(request, failure(text, is_user=True))
+            for model_id, line in self._lines.items():
+                if not any(came < oldest for _, came in line.early.values()):
+                    continue
+                missing, early = line.next_seq, dict(line.early)
+                line.early.clear()
+                line.next_seq = max(early) + 1
+                self._advance(model_id, line)
+                for seq_id, (request, _) in sorted(early.items()):
+                    text = (
+                        f"request {missing} of {model_id} did not come within "
+                        f"{self._config.gap_timeout_s:.0f} s, so {seq_id} cannot run"
+                    )
+                    self._end(request, failure(text, is_user=True))
 
     async def _carry_out(self, request: Request) -> Result:
         deadline_s = time.monotonic() + self._config.job_timeout_s
+        said_s = -SAID_S
         while True:
             try:
                 return await asyncio.to_thread(self._work, request)
             except JobFailed as error:
-                return failure(str(error), is_user=error.code in _USERS)
+                return failure(in_tinkers_words(error), is_user=error.code in _USERS)
             except (NodeLost, TimeoutError) as error:
                 if time.monotonic() > deadline_s:
                     return failure(f"{type(error).__name__}: {error}", is_user=False)
-                log.warning("%s waits for the orchestrator: %s", request.request_id, error)
+                if time.monotonic() - said_s > SAID_S:
+                    said_s = time.monotonic()
+                    log.warning(
+                        "%s waits for the orchestrator: %s. If the run has ended (`splice "
+                        "status`), continue it with `splice up --resume`",
+                        request.request_id,
+                        error,
+                    )
                 await asyncio.sleep(AGAIN_S)
             except SpliceError as error:
                 return failure(str(error), is_user=isinstance(error, Refused))
+            except Exception as error:
+                log.exception("%s failed, which is a defect of splice tinker", request.request_id)
+                text = f"a defect of the server; its log says more: {type(error).__name__}: {error}"
+                return failure(text, is_user=False)
 
     def _end(self, request: Request, result: Result) -> None:
         self._books.end_request(request.request_id, result)

@@ -68,17 +68,26 @@ def decompressed(body: bytes, *, encoding: str, max_bytes: int) -> bytes:
         raise malformed(f"the body is no whole zstd frame: {error}") from error
 
 
-def read_pass(body: bytes) -> PassRequest:
-    """Decode a `ForwardBackwardRequest`.
+def parsed_pass(body: bytes) -> Any:
+    """Return the message of a `forward_backward`, unchecked.
 
     Raises:
-        Refused: no such message; images, sparse or two-dimensional inputs; sizes that do not fit.
+        Refused: it is no such message.
     """
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise malformed(f"the body is no ForwardBackwardRequest: {error}") from error
+    return message
+
+
+def read_pass(message: Any) -> PassRequest:
+    """Check and convert a `ForwardBackwardRequest`.
+
+    Raises:
+        Refused: images, sparse or two-dimensional inputs; sizes that do not fit.
+    """
     if message.seq_id < 1:
         raise malformed(f"seq_id is {message.seq_id}; a model's requests count from 1")
     config: dict[str, float | str] = dict(message.loss_fn_config)

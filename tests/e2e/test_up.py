@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
 import httpx
 import pytest
 
+from orchestrator.errors import ConfigError, NodeLost
 from splice import SpliceClient, TrainMergedJob, batch_specs
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
 
 pytestmark = pytest.mark.timeout(1800)
+NODES = ("trainer", "trainer-launcher-0", "inference-0")
 
 
 def test_init_up_a_step_status_and_stop(models, tmp_path):
@@ -43,7 +46,7 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
         status = json.loads(splice("status", folder, "--json"))
         assert (status["phase"], status["alias"]) == ("up", "tiny@1")
         states = {node["node_id"]: node["state"] for node in status["nodes"]}
-        assert states == dict.fromkeys(("trainer", "trainer-launcher-0", "inference-0"), "ready")
+        assert states == dict.fromkeys(NODES, "ready")
         assert "tiny@1" in splice("status", run_dir), "the run's folder will do as well"
         assert "run tiny listens" in splice("logs", "orchestrator", "--run", folder, "-n", 1000)
     finally:
@@ -56,12 +59,42 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
     splice("up", folder, "--resume")
     with SpliceClient.of_run(run_dir) as client:
         assert client.status().version == 1, "the resumed run goes on where it was"
+        splice("stop", folder)
+        splice("up", folder, "--resume")
+        assert _ready(client).version == 1, "a client follows its run to the new endpoint"
+        for killed in ("splice trainer", "inference_node"):
+            _kill(folder, killed)
+            _ready(client)
+        (url,) = json.loads(splice("status", folder, "--json"))["base_urls"]
+        served = {m["id"] for m in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]}
+        assert served == {"tiny", "tiny@1"}
+        assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120)["alias"] == "tiny@2"
         client.stop_run()  # as a user's loop does at its end
     deadline_s = time.monotonic() + 60
     while processes_of(folder):
         assert time.monotonic() < deadline_s, processes_of(folder)
         time.sleep(0.5)
     assert json.loads(splice("status", folder, "--json"))["phase"] == "ended"
+
+
+def _kill(folder, text):
+    """Kill the process whose command line has the text, and wait until its node is missed."""
+    (process,) = [p for p in processes_of(folder) if text in " ".join(p.cmdline())]
+    process.kill()
+    process.wait(30)
+
+
+def _ready(client):
+    """The status once all nodes are ready; nodes that have just died may still seem so."""
+    deadline_s = time.monotonic() + 180
+    while time.monotonic() < deadline_s:
+        time.sleep(3.0)
+        with contextlib.suppress(TimeoutError, NodeLost, ConfigError):
+            status = client.status(timeout_s=30)
+            states = {n.node_id: n.state for n in status.nodes if n.role != "client"}
+            if states == dict.fromkeys(NODES, "ready") and client.base_url():
+                return status
+    raise TimeoutError(client.status())
 
 
 def test_what_cannot_start_says_why_and_leaves_nothing(models, tmp_path):

@@ -79,12 +79,12 @@ class Server:
         self.process.terminate()
         return self.process.wait(30)
 
-    def user(self, python: Path, part: str) -> subprocess.Popen[str]:
-        """A program that uses the SDK."""
+    def user(self, python: Path, *argv: str) -> subprocess.Popen[str]:
+        """A program that uses the SDK: a part of `sdk_user.py`, or Python's own arguments."""
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         key = (self.run_dir / "tinker" / "api_key").read_text().strip()
         return subprocess.Popen(
-            [str(python), str(USER), part],
+            [str(python), *(argv if len(argv) > 1 else (str(USER), *argv))],
             env={**env, "TINKER_BASE_URL": self.url, "TINKER_API_KEY": key},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -117,7 +117,7 @@ def state(service: tinker.ServiceClient) -> dict:
     snapshot = client.save_weights_for_sampler("two").result().path
     sampler = service.create_sampling_client(model_path=snapshot).result()
     params = types.SamplingParams(max_tokens=3, temperature=0.0)
-    greedy = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result()
+    greedy = sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params).result()
     client.save_state("two").result()
     client = service.create_training_client_from_state_with_optimizer(path).result()
     loaded = logprobs_of(client)
@@ -135,7 +135,7 @@ def state(service: tinker.ServiceClient) -> dict:
         "loaded": loaded,
         "again": again,
         "weights_alone": logprobs_of(client),
-        "greedy": greedy.sequences[0].tokens,
+        "greedy": [s.tokens for s in greedy.sequences],
         "sequence_ids": [s.sequence_id for s in greedy.sequences],
         "base_of_sampler": sampler.get_base_model(),
         "num_runs": len(runs.training_runs),

@@ -15,8 +15,8 @@ from tests.tinker.messages import TARGETS, TOKENS, datum, passing, sft, tensor
 RL = {"target_tokens": [0, 0, 101, 7], "logprobs": [0.0, 0.0, -1.5, -2.0]}
 
 
-def planned(body: bytes) -> losses.Pass:
-    return losses.plan(wire.read_pass(body))
+def planned(body: bytes, *, temperature: float = 1.0) -> losses.Pass:
+    return losses.plan(wire.read_pass(wire.parsed_pass(body)), temperature=temperature)
 
 
 def buffers(done: losses.Pass) -> dict[str, list[float]]:
@@ -69,9 +69,9 @@ def test_a_linear_loss_is_minus_the_sum_of_weight_times_logprob():
 
 def test_a_policy_has_the_servers_temperature_and_a_linear_loss_has_1():
     body = passing(datum(**RL, advantages=[0.0, 0.0, 1.0, -1.0]), loss="ppo")
-    done = losses.plan(wire.read_pass(body), temperature=0.7)
+    done = planned(body, temperature=0.7)
     assert buffers(done)["temperatures"] == [pytest.approx(0.7)], "one for each sequence"
-    assert "temperatures" not in buffers(losses.plan(wire.read_pass(sft()), temperature=0.7))
+    assert "temperatures" not in buffers(planned(sft(), temperature=0.7))
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from splice.tinker.books import Books
+from tests.readme import blocks
 
 pytestmark = pytest.mark.timeout(900)
 SHARP = 2e-5
@@ -22,6 +23,16 @@ def facts_of(server, python, part: str) -> dict:
     text, _ = user.communicate(timeout=600)
     assert user.returncode == 0, text
     return json.loads(text.splitlines()[-1])
+
+
+def test_the_pages_recipe(server, sdk_python):
+    recipe, *_ = blocks("python", "docs/tinker.md")
+    user = server.user(sdk_python, "-c", recipe)
+    text, _ = user.communicate(timeout=600)
+    assert user.returncode == 0, text
+    *losses, answer = text.splitlines()
+    assert sorted(map(float, losses), reverse=True) == list(map(float, losses))
+    assert len(json.loads(answer)) == 4
 
 
 def test_sft(server, sdk_python):
@@ -52,7 +63,8 @@ def test_states_come_back(server, sdk_python):
     assert found["loaded"] == found["saved"] != found["fresh"]
     assert found["again"] == found["went_on"] != found["saved"], "the optimizer came back too"
     assert found["weights_alone"] == found["saved"]
-    assert len(found["greedy"]) == 3 and len(found["sequence_ids"]) == 1
+    one, two = found["greedy"]
+    assert one == two and len(one) == 3 and len(set(found["sequence_ids"])) == 2
     assert found["base_of_sampler"] == "tiny" and found["info"] == ["tiny", 4]
     assert found["num_runs"] >= 3 and len(found["checkpoints"]) >= 4
 

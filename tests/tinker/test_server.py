@@ -8,12 +8,13 @@ import time
 from functools import partial
 
 import httpx
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.errors import ConfigError, ErrorCode
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed
 from splice.tinker.endpoints import REFUSED, router
 from splice.tinker.server import api_key, check_address
 from tests.tinker.messages import TARGETS, datum, passing, sft
@@ -93,8 +94,11 @@ def test_a_refused_request_takes_its_number(run):
             await with_model(caller)
             future = await caller.post("forward_backward", sft(model_id=caller.model, seq_id=3))
             for seq_id in (2, 1):
-                bad = sft(model_id=caller.model, seq_id=seq_id, loss="dro")
-                assert "loss_fn 'dro'" in await caller.refused("forward_backward", bad)
+                for bad, why in (
+                    (sft(model_id=caller.model, seq_id=seq_id, loss="dro"), "loss_fn 'dro'"),
+                    (passing(NO_TOKENS, model_id=caller.model, seq_id=seq_id), "has no tokens"),
+                ):
+                    assert why in await caller.refused("forward_backward", bad)
             assert isinstance(await caller.result(future), bytes)
 
     asyncio.run(go())
@@ -131,8 +135,14 @@ def test_a_request_waits_for_an_earlier_one_only_so_long(run):
     async def go():
         async with serving(run.dir, gap_timeout_s=0.4) as caller:
             await with_model(caller)
-            result = await caller.result(await caller.step(5))
-            assert result["category"] == "user" and "request 1 of" in result["error"]
+            futures = [await caller.step(seq_id) for seq_id in (5, 7)]
+            for result in [await caller.result(future) for future in futures]:
+                assert result["category"] == "user" and "request 1 of" in result["error"]
+            future = await caller.post("forward_backward", sft(model_id=caller.model, seq_id=8))
+            assert isinstance(await caller.result(future), bytes), "the model trains on"
+            assert "is over" in await caller.refused(
+                "forward_backward", sft(model_id=caller.model, seq_id=1)
+            )
 
     asyncio.run(go())
 
@@ -234,6 +244,37 @@ def test_one_model_at_a_time(run):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("how", ["defect", "lost"])
+def test_a_step_that_fails_ends_no_server_and_no_version_passes_for_it(run, how, monkeypatch):
+    """Nobody knows what the trainer holds then, so a sampler gets a new version."""
+
+    async def go():
+        async with serving(run.dir) as caller:
+            await with_model(caller)
+            served = caller.service.books.fact("served")["version"]
+            await caller.result(
+                await caller.post("forward_backward", sft(model_id=caller.model, seq_id=1))
+            )
+
+            def fails(*_):
+                if how == "defect":
+                    raise KeyError("x")
+                lost = {"code": "node_lost", "node": "orchestrator", "phase": "job"}
+                raise JobFailed(**lost, message="the trainer was restarted", remedy="none")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(caller.service.training._jobs, "step", fails)
+                result = await caller.result(await caller.step(2))
+            assert result["category"] == "server"
+            assert ("a defect of" if how == "defect" else "load_state") in result["error"]
+            assert caller.service.books.fact("pending") is (how == "defect")
+            body = {"model_id": caller.model, "sampling_session_seq_id": 0, "seq_id": 3}
+            await caller.result(await caller.post("save_weights_for_sampler", body))
+            assert caller.service.books.fact("served")["version"] == served + 1
+
+    asyncio.run(go())
+
+
 def test_a_finished_session_and_an_unloaded_model_train_no_more(run):
     async def go():
         async with serving(run.dir) as caller:
@@ -331,7 +372,7 @@ def test_a_model_chooses_its_adapter(run):
             bad = await caller.post("create_model", {**body, "lora_config": {"rank": 9}})
             assert (await caller.result(bad))["category"] == "user"
             step = {"adam_params": {}, "model_id": bad["model_id"], "seq_id": 1}
-            assert "its adapter was refused" in await caller.refused("optim_step", step)
+            assert "it was not made" in await caller.refused("optim_step", step)
 
     asyncio.run(go())
 
@@ -369,6 +410,7 @@ def test_only_loopback_without_a_key_of_ones_own():
         check_address(host, has_own_key=True)
 
 
+NO_TOKENS = datum([], target_tokens=np.zeros(0, "i8"), weights=np.zeros(0, "f4"))
 CREATE = {"model_seq_id": 7, "base_model": "m"}
 SAMPLE = {
     "sampling_session_id": "nobody:sample:0",
@@ -400,6 +442,16 @@ REFUSALS = {
             "lora_config": {"rank": 32, "train_attn": False, "train_mlp": False},
         },
         "train_attn and train_mlp are false",
+    ),
+    "rank 0": (
+        "create_model",
+        {**CREATE, "session_id": "x", "lora_config": {"rank": 0}},
+        "lora_config: rank is 0: input should be greater than or equal to 1",
+    ),
+    "a seed": (
+        "create_model",
+        {**CREATE, "session_id": "x", "lora_config": {"rank": 4, "seed": 2**70}},
+        "must fit into 64 bits",
     ),
     "another optimizer": (
         "create_model",

@@ -240,6 +240,23 @@ def test_weights_are_the_snapshots_and_the_trainer_keeps_its_own(run):
     asyncio.run(go())
 
 
+def test_without_old_snapshots_a_state_that_was_served_again_is_sampled(run):
+    """A server with --old-snapshots left its state under another version than the first."""
+
+    async def go():
+        async with serving(run.dir, old_snapshots=2) as caller:
+            first, second = await two_snapshots(caller)
+            async with caller.service.sampling._turn(first) as version:
+                pass
+        async with serving(run.dir) as caller:
+            async with caller.service.sampling._turn(first) as again:
+                assert again == version == second + 1
+            async with caller.service.sampling._turn(second) as gone:
+                assert gone == second, "vLLM refuses this name"
+
+    asyncio.run(go())
+
+
 def test_pending_gradients_are_not_lost(run):
     """An old snapshot waits for the step; without one it is refused."""
 

@@ -110,6 +110,20 @@ def test_a_job_or_its_outcome_is_sent_again(run, lost):
     assert run.line.cut is None and trainer.log.count("OptimStep") == 1
 
 
+def test_a_client_follows_its_run_to_a_new_endpoint(run, tmp_path, monkeypatch):
+    """As after `splice stop` and `splice up --resume`."""
+    monkeypatch.setattr(node_link, "REDIAL_AFTER_S", 1.0)
+    trainer, file = run.trainer(), tmp_path / "endpoint_of_the_run"
+    file.write_text(f"{run.line.endpoint}\n")
+    with SpliceClient(endpoint="tcp://x:1", run_token=TOKEN, endpoint_file=file) as client:
+        run.line.close()
+        file.unlink()
+        threading.Timer(2.0, lambda: file.write_text(run.endpoint)).start()
+        run.line.cut = b"SubmitJob"
+        assert client.optim_step(timeout_s=30)["metrics"] == {"loss": 1.0}
+    assert run.line.cut is None and trainer.log.count("OptimStep") == 1
+
+
 WAITS = """
 import sys
 from orchestrator.protocol import node_link

@@ -330,6 +330,26 @@ def test_the_launcher_gives_a_node_up_and_says_so(tmp_path):
     assert starts.read_text() == "xx"
 
 
+@pytest.mark.parametrize(("code", "count"), [(3, 1), (-9, 3)])
+def test_a_supervisor_is_started_again_after_a_signal_alone(tmp_path, code, count):
+    """Its own exit code says that its children crashed too often."""
+    starts = tmp_path / "starts"
+    dies = f"open({str(starts)!r}, 'a').write('x'); import os; os.kill(os.getpid(), 9)"
+    node = NodeProcess(
+        name="node",
+        argv=crashing(starts) if code > 0 else (sys.executable, "-c", dies),
+        env={},
+        log_file=tmp_path / "log",
+        restarts=RestartBudget(2),
+        is_supervisor=True,
+    )
+    with Launcher() as launcher:
+        launcher.start(node)
+        with pytest.raises(NodeLost, match=f"node ended with code {code}"):
+            check_until_lost(launcher)
+    assert starts.read_text() == count * "x"
+
+
 def test_a_node_that_lost_the_link_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(BackOff, "next_s", lambda *_: 0.01)
     starts = tmp_path / "starts"

@@ -14,6 +14,7 @@ from splice.tinker.refused import malformed, unsupported
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 """Ends of the names of the linears that `train_attn` and `train_mlp` mean."""
+MOST_RANK = 4096
 
 
 def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
@@ -27,6 +28,8 @@ def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
     """
     if asked is None:
         return ours
+    if asked.rank > MOST_RANK:
+        raise malformed(f"lora_config: rank is {asked.rank}; the most is {MOST_RANK}")
     if asked.seed is not None and not -(2**63) <= asked.seed < 2**63:
         raise malformed(f"lora_config: seed is {asked.seed}; it must fit into 64 bits")
     head = (LM_HEAD,) if asked.train_unembed and LM_HEAD in ours.targets else ()

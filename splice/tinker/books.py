@@ -20,6 +20,8 @@ from splice.tinker.refused import GONE, Refused, unknown
 
 INITIAL = "initial"
 """State of the trainer when the server first saw the run: what create_model starts from."""
+UNKNOWN = -2
+"""In the place of a version or snapshot: it is not known, or somebody else published it."""
 RESULTS_KEPT = 2000
 """Newest results of training requests. An older future is gone (410)."""
 _TABLES = """
@@ -37,7 +39,10 @@ CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT UNIQUE, model_id TEXT, seq_id INTEGER,
     kind TEXT, digest TEXT, body BLOB, state TEXT, result BLOB);
 CREATE INDEX IF NOT EXISTS by_model ON requests (model_id, seq_id);
+CREATE INDEX IF NOT EXISTS with_result ON requests (number) WHERE state NOT IN ('waiting', 'gone');
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS failed_passes (
+    model_id TEXT, seq_id INTEGER, PRIMARY KEY (model_id, seq_id));
 """
 
 
@@ -49,6 +54,7 @@ class Result:
     media: str = "application/json"
     versions: str = ""
     """Samples: the versions of each sequence's tokens, such as `4x17,5x3;5x20`."""
+    is_failure: bool = False
 
 
 def json_result(**values: Any) -> Result:
@@ -58,7 +64,8 @@ def json_result(**values: Any) -> Result:
 
 def failure(text: str, *, is_user: bool) -> Result:
     """Return the result of a request that failed, as the SDK reads it."""
-    return json_result(error=text, category="user" if is_user else "server")
+    facts = {"error": text, "category": "user" if is_user else "server"}
+    return Result(body=json.dumps(facts).encode(), is_failure=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,10 @@ class Books:
         served = {"version": version, "state": state, "snapshot": snapshot}
         self.set_fact("served", served)
         self.set_fact(f"version {version}", state)
+
+    def forget_served(self) -> None:
+        """Note that a publication runs: until its outcome is known, nobody knows what is served."""
+        self.set_served(UNKNOWN, "unknown")
 
     def served_snapshot(self) -> int:
         """Return the version under which the served weights were served first."""
@@ -376,6 +387,23 @@ class Books:
         self._run("DELETE FROM checkpoints WHERE path = ?", path)
 
     # ------------------------------------------------------------ training requests
+
+    def add_failed_pass(self, model_id: str, seq_id: int) -> None:
+        """Note that a model's `forward_backward` was refused or failed."""
+        self._run("INSERT OR IGNORE INTO failed_passes VALUES (?, ?)", model_id, seq_id)
+
+    def failed_pass(self, model_id: str, *, before: int) -> int | None:
+        """Return the number of one before a request, or None."""
+        row = self._one(
+            "SELECT MIN(seq_id) AS first FROM failed_passes WHERE model_id = ? AND seq_id < ?",
+            model_id,
+            before,
+        )
+        return None if row is None else row["first"]
+
+    def forget_failed_passes(self, model_id: str, *, before: int) -> None:
+        """Drop those before a request: nothing of their batches is pending any more."""
+        self._run("DELETE FROM failed_passes WHERE model_id = ? AND seq_id < ?", model_id, before)
 
     def add_request(self, request: Request, digest: str) -> None:
         """Write a request down. Its `request_id` must be new."""

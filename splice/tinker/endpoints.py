@@ -14,7 +14,7 @@ from splice.tinker import adapters, losses
 from splice.tinker.books import json_result
 from splice.tinker.refused import Refused, malformed, unsupported
 from splice.tinker.service import Service, checkpoint_of, new_session_id
-from splice.tinker.training import check_name, optim_params
+from splice.tinker.training import check_name, check_ttl, optim_params
 from splice.tinker.wire import decompressed, parsed_pass, read_pass
 
 log = logging.getLogger("splice.tinker")
@@ -236,7 +236,9 @@ async def forward_backward(request: Request, here: Here) -> Json:
     # A large batch takes a while, which is nobody else's.
     body = await asyncio.to_thread(decompressed, sent, encoding=encoding, max_bytes=limit)
     message = await asyncio.to_thread(parsed_pass, body)
-    with here.numbered(message.model_id, message.seq_id):
+    # What is wrong with all passes of a batch leaves no part of it.
+    is_part = not message.forward_only and message.loss_fn in losses.INPUTS
+    with here.numbered(message.model_id, message.seq_id, is_part=is_part):
         await asyncio.to_thread(lambda: losses.plan(read_pass(message)))
         return _future(here.accept("forward_backward", message.model_id, message.seq_id, body))
 
@@ -256,6 +258,8 @@ async def save_weights(request: Request, here: Here) -> Json:
     """The trainer's state to disk."""
     body = await request.body()
     asked = parsed(types.SaveWeightsRequest, body)
+    if known := here.repeated("save_weights", asked.model_id, asked.seq_id, body):
+        return _future(known)
     with here.numbered(asked.model_id, asked.seq_id):
         here.training.check_save(asked.model_id, asked)
         return _future(here.accept("save_weights", asked.model_id, asked.seq_id, body))
@@ -289,6 +293,7 @@ async def save_weights_for_sampler(request: Request, here: Here) -> Json:
     asked = parsed(types.SaveWeightsForSamplerRequest, body)
     with here.numbered(asked.model_id, asked.seq_id):
         check_name(asked.path)
+        check_ttl(asked.ttl_seconds)
         if asked.path is None and asked.sampling_session_seq_id is None:
             raise malformed("send path or sampling_session_seq_id")
         return _future(here.accept("save_weights_for_sampler", asked.model_id, asked.seq_id, body))
@@ -378,8 +383,7 @@ async def list_checkpoints(model_id: str, here: Here) -> Json:
 async def set_ttl(model_id: str, checkpoint_id: str, request: Request, here: Here) -> Response:
     """When a checkpoint expires."""
     ttl_s = (await _object(request)).get("ttl_seconds")
-    if ttl_s is not None and (not isinstance(ttl_s, int) or ttl_s < 1):
-        raise malformed(f"ttl_seconds is {ttl_s!r}; send a number of seconds, or null")
+    check_ttl(ttl_s)
     path = f"tinker://{model_id}/{checkpoint_id}"
     here.books.checkpoint(path)
     here.books.expire(path, ttl_s)

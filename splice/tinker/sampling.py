@@ -23,20 +23,22 @@ from typing import Any
 import httpx
 from tinker import types
 
-from orchestrator.errors import SpliceError
+from orchestrator.errors import NodeLost, SpliceError
 from splice.client import SpliceClient
 from splice.rl.config import SamplingConfig
 from splice.rl.sampler import RolloutLost, Sampler
 from splice.tinker.books import Books, Result, failure
 from splice.tinker.config import TinkerConfig
-from splice.tinker.refused import BUSY, GONE, Refused, malformed, unsupported
+from splice.tinker.refused import BUSY, GONE, UNSUPPORTED, Refused, malformed, unsupported
 from splice.tinker.snapshots import Snapshots
 from splice.tinker.training import BaseModel
 from splice.tinker.wire import Sampled, Samples, TopK, sample_output
 
 log = logging.getLogger("splice.tinker")
-KEPT = 4096
-"""Newest samples whose results stay, besides those that run."""
+KEPT, KEPT_BYTES = 4096, 256 * 2**20
+"""Newest samples whose results stay, besides those that run, and their bytes."""
+SCORES_AT_ONCE = 2
+"""Scores of the base model that wait for the trainer on a thread each."""
 RETRY_S = 0.5
 _PASSING = frozenset({429, 500, 502, 503, 504})
 """vLLM's answers while a replica starts or is being swapped."""
@@ -47,6 +49,13 @@ _TOKEN = "token_id:"
 class _Future:
     digest: str
     task: asyncio.Task[Result]
+
+
+class NotServed(Refused):
+    """A sampler's version is not served any more."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(UNSUPPORTED, text)
 
 
 class Sampling:
@@ -63,6 +72,8 @@ class Sampling:
         self._client, self._books, self._config, self._base = client, books, config, base
         self._snapshots = snapshots
         self._futures: OrderedDict[str, _Future] = OrderedDict()
+        self._kept_bytes = 0
+        self._scores = asyncio.Semaphore(SCORES_AT_ONCE)
         self._name = client.status().name
         self._urls: list[str] = []
         self._next = itertools.count()
@@ -105,7 +116,13 @@ class Sampling:
         return self._context_length
 
     async def _status(self) -> Any:
-        return await asyncio.to_thread(self._client.status)
+        """The run's status; waits for an orchestrator that starts again."""
+        while True:
+            try:
+                return await asyncio.to_thread(self._client.status)
+            except (NodeLost, TimeoutError) as error:
+                log.info("a sample waits for the orchestrator: %s", error)
+                await asyncio.sleep(RETRY_S)
 
     # ------------------------------------------------------------ futures
 
@@ -147,8 +164,13 @@ class Sampling:
         )
 
     def _forget(self) -> None:
-        for future_id in list(itertools.islice(self._futures, max(0, len(self._futures) - KEPT))):
-            if self._futures[future_id].task.done():
+        """Drop the oldest results beyond the bounds."""
+        for future_id in list(self._futures):
+            if len(self._futures) <= KEPT and self._kept_bytes <= KEPT_BYTES:
+                return
+            task = self._futures[future_id].task
+            if task.done():
+                self._kept_bytes -= 0 if task.cancelled() else len(task.result().body)
                 del self._futures[future_id]
 
     def has(self, future_id: str) -> bool:
@@ -175,6 +197,11 @@ class Sampling:
             self._futures[future_id].task.cancel()
 
     async def _answer(self, asked: types.SampleRequest, sampler: Mapping[str, Any]) -> Result:
+        result = await self._outcome(asked, sampler)
+        self._kept_bytes += len(result.body)
+        return result
+
+    async def _outcome(self, asked: types.SampleRequest, sampler: Mapping[str, Any]) -> Result:
         try:
             async with asyncio.timeout(self._config.sample_timeout_s):
                 samples = await self._sample(asked, sampler)
@@ -182,6 +209,10 @@ class Sampling:
             return failure(str(error), is_user=isinstance(error, Refused))
         except TimeoutError:
             text = f"no sample within {self._config.sample_timeout_s:.0f} s"
+            return failure(text, is_user=False)
+        except Exception as error:
+            log.exception("a sample failed, which is a defect of splice tinker")
+            text = f"a defect of the server; its log says more: {type(error).__name__}: {error}"
             return failure(text, is_user=False)
         said = ";".join(
             ",".join(f"{version}x{count}" for version, count in sampled.spans)
@@ -212,8 +243,13 @@ class Sampling:
                 "the base model is not served any more, because a trained version is; it still "
                 "scores prompts (compute_logprobs). A server with --old-snapshots serves it again"
             )
-        async with self._turn(version) as now:
-            return await self._completions(asked, f"{self._name}@{now}", snapshot=version)
+        try:
+            async with self._turn(version) as now:
+                return await self._completions(asked, f"{self._name}@{now}", snapshot=version)
+        except NotServed:
+            if is_base and only_scores(asked):  # a publication came between
+                return await self._score_base(asked)
+            raise
 
     @contextlib.asynccontextmanager
     async def _turn(self, snapshot: int | None) -> AsyncIterator[int | None]:
@@ -267,7 +303,8 @@ class Sampling:
 
     async def _score_base(self, asked: types.SampleRequest) -> Samples:
         """The base model's log-probs of the prompt, from the trainer. It generates nothing."""
-        logprobs = await asyncio.to_thread(self._base.logprobs, prompt_of(asked))
+        async with self._scores:
+            logprobs = await asyncio.to_thread(self._base.logprobs, prompt_of(asked))
         nothing = Sampled(tokens=(), logprobs=(), is_cut=True)
         return Samples(sequences=(nothing,), prompt_logprobs=last_n(asked, logprobs))
 
@@ -323,20 +360,23 @@ class Sampling:
             url = await self._url()
             try:
                 answer = await self._http.post(f"{url}/v1/completions", json=body)
-                if answer.status_code == 200:
-                    return answer.json()
                 why = f"{answer.status_code}: {answer.text[:1000]}"
+                if answer.status_code == 200:
+                    reply = answer.json()
+                    if all(c["finish_reason"] != "abort" for c in reply["choices"]):
+                        return reply
+                    why = "vLLM gave the request up"
             except httpx.TransportError as error:
                 answer, why = None, str(error) or type(error).__name__
             self._urls = []
             if answer is not None and answer.status_code in (404, 409):
-                raise unsupported(
+                raise NotServed(
                     f"this sampler is {body['model']}, which is not served any more: one version "
                     "is served at a time. Make a new sampler "
                     "(save_weights_and_get_sampling_client), sample inflight, or start "
                     f"`splice tinker` with --old-snapshots. vLLM says {why}"
                 )
-            if answer is not None and answer.status_code not in _PASSING:
+            if answer is not None and answer.status_code not in (200, *_PASSING):
                 raise malformed(f"vLLM refuses the request ({why})")
             if time.monotonic() > deadline_s:
                 raise unsupported(f"no replica answers: {why}")
@@ -345,15 +385,14 @@ class Sampling:
 
     async def _url(self) -> str:
         """Return a ready replica's URL, each in turn."""
-        if not self._urls:
+        while not self._urls:
             self._urls = [
                 str(node.detail["base_url"])
                 for node in (await self._status()).nodes
                 if node.role == "inference" and node.state == "ready" and "base_url" in node.detail
             ]
-        if not self._urls:
-            await asyncio.sleep(RETRY_S)
-            return await self._url()
+            if not self._urls:
+                await asyncio.sleep(RETRY_S)
         return self._urls[next(self._next) % len(self._urls)]
 
 
@@ -375,6 +414,12 @@ def check(asked: types.SampleRequest) -> None:
             raise unsupported(f"{name} is not supported")
     if not prompt_of(asked):
         raise malformed("the prompt has no tokens")
+    params = asked.sampling_params
+    for name in ("temperature", "top_p"):
+        if not math.isfinite(getattr(params, name)):
+            raise malformed(f"{name} is {getattr(params, name)}; send a finite number")
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise malformed(f"max_tokens is {params.max_tokens}; it must be 1 at least")
     last = asked.prompt_logprobs_last_n
     if last is not None and not (asked.prompt_logprobs and 1 <= last < len(prompt_of(asked))):
         raise malformed(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
-import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tinker import types
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from splice.client import SpliceClient
 from splice.tinker import adapters
@@ -45,6 +46,7 @@ class Service:
     name: str
     lane: asyncio.Task[None]
     """Carries out training requests."""
+    started: float = field(default_factory=time.time)
 
     # ------------------------------------------------------------ models
 
@@ -81,14 +83,18 @@ class Service:
         model_id = f"{session_id}:train:{model_seq_id}"
         known = self.books.find_model(model_id)
         if known is None:
-            await self._take_over(session_id)
-            self.books.add_model(model_id, session_id, facts)
+            await self._take_over(session_id, model_id)
+            if self.books.find_model(model_id) is None:  # the request may have been repeated
+                self.books.add_model(model_id, session_id, facts)
         return model_id
 
-    async def _take_over(self, session_id: str) -> None:
-        """Return once no model trains; ends one whose session is dead, or that lost nothing."""
+    async def _take_over(self, session_id: str, model_id: str) -> None:
+        """Return once no other model trains; ends one whose session is dead, or that lost
+        nothing."""
         began, is_said = time.time(), False
         while (owner := self.books.open_model()) is not None:
+            if owner["model_id"] == model_id:
+                return
             if owner["session_id"] == session_id:
                 if owner["has_unsaved"]:
                     raise unsupported(
@@ -97,7 +103,8 @@ class Service:
                     )
                 self.books.end_model(owner["model_id"], "its session made another model")
                 continue
-            seen = self.books.session(owner["session_id"])["seen"]
+            # A server that was away has missed heartbeats.
+            seen = max(self.books.session(owner["session_id"])["seen"], self.started)
             if time.time() - seen > self.config.session_timeout_s:
                 log.warning(
                     "session %s ended, or sent no heartbeat for %.0f s; its model ends",
@@ -138,20 +145,28 @@ class Service:
             raise unsupported(f"model {model_id} does not train any more: {model['ended']}")
         if seq_id is None or not first <= seq_id < 2**31:
             raise malformed(f"seq_id is {seq_id}; a model's requests count from 1")
-        request_id = f"tinker-{model_id.replace(':', '-')}-{seq_id}"
-        request = Request(
-            request_id=request_id, model_id=model_id, seq_id=seq_id, kind=kind, body=body
-        )
-        return self.turns.accept(request)
+        return self.turns.accept(_request(kind, model_id, seq_id, body))
+
+    def repeated(self, kind: str, model_id: str, seq_id: int | None, body: bytes) -> str | None:
+        """Return the future's id of a request that was accepted before, or None."""
+        if seq_id is None:
+            return None
+        return self.turns.repeated(_request(kind, model_id, seq_id, body))
 
     @contextlib.contextmanager
-    def numbered(self, model_id: str | None, seq_id: int | None) -> Any:
-        """Count a request that is refused within: later ones do not wait for it."""
+    def numbered(self, model_id: str | None, seq_id: int | None, *, is_part: bool = False) -> Any:
+        """Count a request that is refused within: later ones do not wait for it.
+
+        Args:
+            is_part: it may be a part of a batch, so the step behind it is refused too.
+        """
         try:
             yield
         except Refused as error:
             is_known = model_id is not None and self.books.find_model(model_id) is not None
             if is_known and seq_id is not None and error.status != BUSY:
+                if is_part:
+                    self.books.add_failed_pass(str(model_id), seq_id)
                 self.turns.skip(str(model_id), seq_id)
             raise
 
@@ -201,14 +216,15 @@ class Service:
         folder = self.books.checkpoint(path)["folder"]
         self.books.forget_checkpoint(path)
         if folder is not None:
-            shutil.rmtree(self.config.run_dir / folder, ignore_errors=True)
+            self.training.delete_folder(folder)
 
     async def sweep(self) -> None:
         """Delete checkpoints whose time is over, until cancelled."""
         while True:
             for path in self.books.expired():
                 log.info("checkpoint %s has expired", path)
-                await asyncio.to_thread(self.delete_checkpoint, path)
+                with contextlib.suppress(Refused):  # a client deleted it meanwhile
+                    await asyncio.to_thread(self.delete_checkpoint, path)
             await asyncio.sleep(SWEEP_S)
 
     def training_run(self, model_id: str) -> dict[str, Any]:
@@ -228,6 +244,28 @@ class Service:
             "last_sampler_checkpoint": newest.get("sampler"),
             "user_metadata": model["facts"]["user_metadata"],
         }
+
+
+def _request(kind: str, model_id: str, seq_id: int, body: bytes) -> Request:
+    request_id = f"tinker-{model_id.replace(':', '-')}-{seq_id}"
+    return Request(request_id=request_id, model_id=model_id, seq_id=seq_id, kind=kind, body=body)
+
+
+@contextlib.contextmanager
+def only_server(run_dir: Path) -> Iterator[None]:
+    """Hold the run's lock: two servers would undo each other's publications.
+
+    Raises:
+        ConfigError: another `splice tinker` serves the run.
+    """
+    with (run_dir / FOLDER / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `splice tinker` serves the run in {run_dir}; end it first"
+            ) from None
+        yield
 
 
 def iso(at: float) -> str:
@@ -272,6 +310,14 @@ def read_trainer(run_dir: Path) -> TrainerConfig:
 async def running(config: TinkerConfig) -> AsyncIterator[Service]:
     """The service of a run; its training requests run meanwhile."""
     trainer = read_trainer(config.run_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        (config.run_dir / FOLDER).mkdir(exist_ok=True, mode=0o700)
+        stack.enter_context(only_server(config.run_dir))
+        yield await stack.enter_async_context(_running(config, trainer))
+
+
+@contextlib.asynccontextmanager
+async def _running(config: TinkerConfig, trainer: TrainerConfig) -> AsyncIterator[Service]:
     books = Books(config.run_dir / FOLDER / "books.sqlite")
     client = SpliceClient.of_run(config.run_dir)
     await asyncio.to_thread(client.__enter__)

@@ -26,7 +26,7 @@ from orchestrator.protocol.messages import InitialSyncJob, OptimParams
 from splice.client import SpliceClient
 from splice.tinker import losses, wire
 from splice.tinker.adapters import of_model, wanted
-from splice.tinker.books import INITIAL, Books, Request, Result, json_result
+from splice.tinker.books import INITIAL, UNKNOWN, Books, Request, Result, json_result
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import malformed, unsupported
 
@@ -35,8 +35,11 @@ FOLDER = "tinker"
 """Folder of the server's checkpoints, within the run's."""
 ASIDE = f"{FOLDER}/aside"
 """The trainer's state while an old snapshot is served again."""
-UNKNOWN = -2
-"""In the place of a snapshot: what is served was published by somebody else."""
+WHOLE = f"{FOLDER}/whole"
+"""The trainer's state without the gradients of a part of a batch."""
+LONGEST_TTL_S = 100 * 365 * 86400
+CHANGED_NOTHING = (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY)
+"""Codes of jobs that the trainer refused. After another failure it has no gradients."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -65,6 +68,7 @@ class Training:
         """Held by whoever uses the trainer: a request, or an old snapshot."""
         self._asked = 0
         """Old snapshots that wait for the trainer."""
+        self._folders = threading.Lock()
         self._kinds: dict[str, Callable[[Request], Result]] = {
             "create_model": self._create,
             "load_weights": self._load,
@@ -85,8 +89,8 @@ class Training:
             return
         at = time.time_ns()
         folder = f"{FOLDER}/{INITIAL}-{at}"
-        self._jobs.save(f"tinker-save-{at}", folder)
-        self._jobs.load(f"tinker-load-{at}", folder)  # drops pending gradients
+        self._save_to(f"tinker-save-{at}", folder)
+        self._load_from(f"tinker-load-{at}", folder)  # drops pending gradients
         version = self._jobs.serve_first(f"tinker-serve-{at}")
         is_base = self._lora is not None and self._jobs.is_untrained()
         self._books.set_fact("state", INITIAL)
@@ -123,7 +127,7 @@ class Training:
         seed = None if asked is None or not initial["is_base"] else asked.seed
         try:
             with self._moves_to(INITIAL):
-                self._jobs.load(request.request_id, initial["folder"])
+                self._load_from(request.request_id, initial["folder"])
                 self._set_lora(self._lora)
                 self._adopt(request, seed=seed)
         except JobFailed as error:
@@ -145,8 +149,7 @@ class Training:
             try:
                 found, result = self._jobs.backward(request.request_id, plan)
             except JobFailed as error:
-                is_kept = pending and error.code is not ErrorCode.NODE_LOST
-                self._books.set_fact("pending", is_kept)
+                self._books.set_fact("pending", pending and error.code in CHANGED_NOTHING)
                 raise
             logprobs = plan.by_datum(found)
             metrics = losses.metrics_of(result, is_linear=plan.is_linear)
@@ -155,6 +158,7 @@ class Training:
 
     def _step(self, request: Request) -> Result:
         asked = types.OptimStepRequest.model_validate_json(request.body)
+        self._check_whole(request)
         self._books.set_unsaved(request.model_id, True)
         with self._moves_to(request.request_id):
             metrics = self._jobs.step(request.request_id, optim_params(asked.optim_params))
@@ -164,9 +168,12 @@ class Training:
         asked = types.SaveWeightsRequest.model_validate_json(request.body)
         name = asked.path or f"{request.seq_id:06}"
         folder = f"{FOLDER}/{request.request_id}"
-        self._jobs.save(request.request_id, folder)
+        self._save_to(request.request_id, folder)
         path = f"tinker://{request.model_id}/weights/{name}"
+        replaced = self._books.find_checkpoint(path)
         self._note(request, path, "training", asked, folder=folder)
+        if replaced is not None and replaced["folder"] not in (None, folder):
+            self.delete_folder(replaced["folder"])
         self._books.set_unsaved(request.model_id, False)
         return json_result(type="save_weights", path=path)
 
@@ -175,11 +182,12 @@ class Training:
         folder = self._books.checkpoint(asked.path)["folder"]
         with self._moves_to(request.request_id):
             if asked.optimizer:
-                self._jobs.load(request.request_id, folder)
+                self._load_from(request.request_id, folder)
                 self._set_lora(self._lora_of(request))
             else:
                 self._adopt(request)
                 self._jobs.load_weights_alone(request.request_id, folder)
+        self._books.forget_failed_passes(request.model_id, before=request.seq_id)
         return json_result(type="load_weights", path=asked.path, model_id=request.model_id)
 
     def _publish(self, request: Request) -> Result:
@@ -205,7 +213,7 @@ class Training:
         try:
             yield
         except JobFailed as error:
-            if error.code in (ErrorCode.NODE_LOST, ErrorCode.NOT_READY):
+            if error.code is not ErrorCode.BAD_INPUT:  # no gradients, or they were dropped
                 self._books.set_fact("pending", False)
             raise
         self._books.set_fact("state", state)
@@ -233,12 +241,74 @@ class Training:
         served, state = self._books.fact("served"), self._books.fact("state")
         if served["state"] == state and served["version"] == self._jobs.served_version():
             return int(served["version"])
-        return self._served(self._jobs.publish(request_id))
+        return self._publish_state(request_id, state)
 
-    def _served(self, version: int) -> int:
+    def _publish_state(self, job_id: str, state: str, *, snapshot: int | None = None) -> int:
+        """Publish what the trainer holds; returns the version.
+
+        Args:
+            snapshot: the version under which these weights were served first; None: this one.
+        """
+        self._books.forget_served()
+        version = self._jobs.publish(job_id)
+        if version != self._jobs.served_version():
+            # The outcome of an earlier try. Something else was published since.
+            version = self._jobs.publish(f"{job_id}-{time.time_ns()}")
+        self._books.set_served(version, state, snapshot=snapshot)
+        self._durable(None)
         log.info("version %d is served", version)
-        self._books.set_served(version, self._books.fact("state"))
         return version
+
+    def _check_whole(self, request: Request) -> None:
+        """Refuse a step on a part of a batch, and drop the gradients of that part.
+
+        The SDK sends a batch in several passes, and the step behind them before it has an answer.
+
+        Raises:
+            Refused: a pass since the last step was refused or failed.
+        """
+        failed = self._books.failed_pass(request.model_id, before=request.seq_id)
+        if failed is None:
+            return
+        if self._books.fact("pending"):
+            self._save_to(f"{request.request_id}.whole", WHOLE)
+            self._load_from(f"{request.request_id}.drop", WHOLE)
+            self._books.set_fact("pending", False)
+        self._books.forget_failed_passes(request.model_id, before=request.seq_id)
+        raise malformed(
+            f"no step was made: forward_backward (request {failed}) was refused or failed since "
+            "the last one, so a step would train on a part of the batch. All gradients since then "
+            "are dropped; send the whole batch again"
+        )
+
+    # ------------------------------------------------------------ folders
+
+    def _save_to(self, job_id: str, folder: str) -> None:
+        self._jobs.save(job_id, folder)
+        self._durable(folder)
+
+    def _load_from(self, job_id: str, folder: str) -> None:
+        self._jobs.load(job_id, folder)
+        self._durable(folder)
+
+    def _durable(self, folder: str | None) -> None:
+        """Note which of our folders a restarted trainer loads, and delete those that waited."""
+        with self._folders:
+            doomed = self._books.fact("doomed") or []
+            self._books.set_fact("durable", folder)
+            self._books.set_fact("doomed", [d for d in doomed if d == folder])
+        for name in doomed:
+            if name != folder:
+                shutil.rmtree(self._config.run_dir / name, ignore_errors=True)
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete a checkpoint's folder where this host has it; one that a restarted trainer would
+        load goes after the next save, load or publication."""
+        with self._folders:
+            if folder == self._books.fact("durable"):
+                self._books.set_fact("doomed", [*(self._books.fact("doomed") or []), folder])
+                return
+        shutil.rmtree(self._config.run_dir / folder, ignore_errors=True)
 
     # ------------------------------------------------------------ snapshots
 
@@ -250,10 +320,10 @@ class Training:
         self._books.set_fact("newest", version)
         if keep and self._books.snapshot(version) is None:
             folder = f"{FOLDER}/{request_id}.snapshot"
-            self._jobs.save(f"{request_id}.snapshot", folder)
+            self._save_to(f"{request_id}.snapshot", folder)
             facts = {"folder": folder, "state": self._books.fact("state")}
             for old in self._books.add_snapshot(version, facts, keep=keep):
-                shutil.rmtree(self._config.run_dir / old, ignore_errors=True)
+                self.delete_folder(old)
         return version
 
     def serve_again(self, snapshot: int) -> None:
@@ -294,18 +364,17 @@ class Training:
     def _again(self, found: dict[str, Any]) -> None:
         job = f"tinker-again-{time.time_ns()}"
         if found["state"] != self._books.fact("state"):
-            self._jobs.save(f"{job}-save", ASIDE)
+            self._save_to(f"{job}-save", ASIDE)
             self._books.set_fact("aside", ASIDE)
-            self._jobs.load(f"{job}-load", found["folder"])
-        version = self._jobs.publish(f"{job}-publish")
-        self._books.set_served(version, found["state"], snapshot=found["version"])
+            self._load_from(f"{job}-load", found["folder"])
+        version = self._publish_state(f"{job}-publish", found["state"], snapshot=found["version"])
         log.info("version %d is served again, as %d", found["version"], version)
 
     def _put_back(self) -> None:
         """Give the trainer its state back, if an old snapshot has its place."""
         aside = self._books.fact("aside")
         if aside is not None:
-            self._jobs.load(f"tinker-back-{time.time_ns()}", aside)
+            self._load_from(f"tinker-back-{time.time_ns()}", aside)
             self._books.set_fact("aside", None)
 
     def _check_served(self) -> None:
@@ -358,6 +427,7 @@ class Training:
             Refused: it is no name, or taken.
         """
         check_name(asked.path)
+        check_ttl(asked.ttl_seconds)
         path = f"tinker://{model_id}/weights/{asked.path}"
         if not asked.overwrite and self._books.find_checkpoint(path) is not None:
             raise malformed(f"checkpoint {path} exists; pass overwrite=True or another name")
@@ -397,6 +467,18 @@ def check_name(name: str | None) -> None:
         raise malformed(
             f"the checkpoint name {name[:200]!r} must have 1 to 128 letters, digits, '.', '_' or "
             "'-', and begin with a letter or digit"
+        )
+
+
+def check_ttl(ttl_s: Any) -> None:
+    """Refuse what is no life of a checkpoint.
+
+    Raises:
+        Refused: it is no number of seconds, or one beyond a hundred years.
+    """
+    if ttl_s is not None and (not isinstance(ttl_s, int) or not 1 <= ttl_s <= LONGEST_TTL_S):
+        raise malformed(
+            f"ttl_seconds is {str(ttl_s)[:50]}; send a number of seconds of at most {LONGEST_TTL_S}"
         )
 
 

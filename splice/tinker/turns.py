@@ -18,6 +18,7 @@ from orchestrator.errors import ErrorCode, JobFailed, NodeLost, SpliceError
 from splice.tinker.books import Books, Request, Result, failure
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import BUSY, Refused, malformed
+from splice.tinker.wire import parsed_pass
 
 log = logging.getLogger("splice.tinker")
 AGAIN_S, SAID_S = 1.0, 60.0
@@ -37,6 +38,10 @@ class _Line:
     next_seq: int
     early: dict[int, tuple[Request, float]] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
+
+
+def _digest(request: Request) -> str:
+    return hashlib.sha256(request.kind.encode() + b"\0" + request.body).hexdigest()
 
 
 def in_tinkers_words(error: JobFailed) -> str:
@@ -81,14 +86,7 @@ class Turns:
         Raises:
             Refused: another request has this number, or too many wait.
         """
-        digest = hashlib.sha256(request.kind.encode() + b"\0" + request.body).hexdigest()
-        known = self._books.request_digest(request.request_id)
-        if known is not None:
-            if known != digest:
-                raise malformed(
-                    f"request {request.seq_id} of {request.model_id} was another one; a seq_id "
-                    "names one request"
-                )
+        if self.repeated(request) is not None:
             return request.request_id
         line = self._line(request.model_id)
         if 0 < request.seq_id < line.next_seq:
@@ -96,12 +94,27 @@ class Turns:
                 f"request {request.seq_id} of {request.model_id} is over: the next one is "
                 f"{line.next_seq}"
             )
-        if len(self._ends) >= self._config.max_waiting:
+        # Never of the one that the others wait for.
+        if len(self._ends) >= self._config.max_waiting and request.seq_id != line.next_seq:
             raise Refused(BUSY, f"{len(self._ends)} training requests wait, which is the most")
-        self._books.add_request(request, digest)
+        self._books.add_request(request, _digest(request))
         self._ends[request.request_id] = asyncio.Event()
         self._enqueue(request)
         return request.request_id
+
+    def repeated(self, request: Request) -> str | None:
+        """Return the future's id of a request that was accepted before, or None.
+
+        Raises:
+            Refused: another request has this number.
+        """
+        known = self._books.request_digest(request.request_id)
+        if known is not None and known != _digest(request):
+            raise malformed(
+                f"request {request.seq_id} of {request.model_id} was another one; a seq_id names "
+                "one request"
+            )
+        return None if known is None else request.request_id
 
     def skip(self, model_id: str, seq_id: int) -> None:
         """Note that a request of this number was refused: later ones do not wait for it."""
@@ -157,14 +170,15 @@ class Turns:
                     continue
                 missing, early = line.next_seq, dict(line.early)
                 line.early.clear()
-                line.next_seq = max(early) + 1
-                self._advance(model_id, line)
+                self._books.add_failed_pass(model_id, missing)
                 for seq_id, (request, _) in sorted(early.items()):
                     text = (
                         f"request {missing} of {model_id} did not come within "
                         f"{self._config.gap_timeout_s:.0f} s, so {seq_id} cannot run"
                     )
                     self._end(request, failure(text, is_user=True))
+                line.next_seq = max(early) + 1
+                self._advance(model_id, line)
 
     async def _carry_out(self, request: Request) -> Result:
         deadline_s = time.monotonic() + self._config.job_timeout_s
@@ -194,6 +208,9 @@ class Turns:
                 return failure(text, is_user=False)
 
     def _end(self, request: Request, result: Result) -> None:
+        is_pass = request.kind == "forward_backward"
+        if result.is_failure and is_pass and not parsed_pass(request.body).forward_only:
+            self._books.add_failed_pass(request.model_id, request.seq_id)
         self._books.end_request(request.request_id, result)
         event = self._ends.pop(request.request_id, None)
         if event is not None:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
 from splice.tinker.endpoints import REFUSED, router
+from splice.tinker.sampling import NotServed
 from splice.tinker.server import api_key, check_address
+from splice.tinker.wire import Samples
 from tests.tinker.messages import TARGETS, datum, passing, sft
 from tests.tinker.serving import KEY, fake_run, serving
 
@@ -140,6 +142,8 @@ def test_a_request_waits_for_an_earlier_one_only_so_long(run):
                 assert result["category"] == "user" and "request 1 of" in result["error"]
             future = await caller.post("forward_backward", sft(model_id=caller.model, seq_id=8))
             assert isinstance(await caller.result(future), bytes), "the model trains on"
+            result = await caller.result(await caller.step(9))
+            assert "request 1) was refused or failed" in result["error"]
             assert "is over" in await caller.refused(
                 "forward_backward", sft(model_id=caller.model, seq_id=1)
             )
@@ -240,6 +244,149 @@ def test_one_model_at_a_time(run):
                 ),
                 bytes,
             )
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("how", ["refused", "failed", "forward only"])
+def test_no_step_is_made_on_a_part_of_a_batch(run, how):
+    """The SDK sends a batch in several passes, and the step before it has their answers."""
+
+    async def go():
+        async with serving(run.dir) as caller:
+            await with_model(caller)
+            weights = list(run.fake_trainer.weights)
+            bad = sft(model_id=caller.model, seq_id=2)
+            if how == "failed":
+                run.fake_trainer.script["ForwardBackward"] = lambda m: run.fake_trainer.refuse(
+                    m, code=ErrorCode.BAD_INPUT
+                )
+            else:
+                only = how == "forward only"
+                bad = passing(NO_TOKENS, model_id=caller.model, seq_id=2, forward_only=only)
+            if how == "failed":
+                second = await caller.post("forward_backward", bad)
+                first = await caller.post("forward_backward", sft(model_id=caller.model, seq_id=1))
+                assert (await caller.result(first))["category"] == "user"
+                assert isinstance(await caller.result(second), bytes)
+            else:
+                assert "no tokens" in await caller.refused("forward_backward", bad)
+                first = await caller.post("forward_backward", sft(model_id=caller.model, seq_id=1))
+                assert isinstance(await caller.result(first), bytes)
+            result = await caller.result(await caller.step(3))
+            if how == "forward only":
+                assert result["metrics"], "it leaves no gradients"
+                return
+            assert result["category"] == "user" and "send the whole batch again" in result["error"]
+            assert run.fake_trainer.weights == weights and run.fake_trainer.pending == 0
+            again = await caller.post("forward_backward", sft(model_id=caller.model, seq_id=4))
+            await caller.result(again)
+            assert (await caller.result(await caller.step(5)))["metrics"]
+            assert run.fake_trainer.weights != weights
+
+    asyncio.run(go())
+
+
+def test_one_server_for_a_run(run):
+    async def go():
+        async with serving(run.dir):
+            with pytest.raises(ConfigError, match="another `splice tinker` serves the run"):
+                async with serving(run.dir):
+                    pass
+
+    asyncio.run(go())
+
+
+def test_a_server_that_was_away_ends_no_model(run):
+    """It has missed heartbeats; the session gets its time again."""
+
+    async def go():
+        async with serving(run.dir, session_timeout_s=1.0) as caller:
+            await with_model(caller)
+            first, model = caller.session, caller.model
+        await asyncio.sleep(1.2)
+        async with serving(run.dir, session_timeout_s=1.0) as caller:
+            body = {"session_id": await caller.new_session(), "model_seq_id": 0, "base_model": "m"}
+            asked = asyncio.ensure_future(caller.refused("create_model", body))
+            await asyncio.sleep(0.3)
+            await caller.post("session_heartbeat", {"session_id": first})
+            assert f"session {first} trains" in await asked
+            assert caller.service.books.model(model)["ended"] is None
+
+    asyncio.run(go())
+
+
+def test_folders_of_checkpoints_go_when_nothing_needs_them(run):
+    """Neither a replaced one nor the newest, which a restarted trainer loads, is left or missed."""
+
+    async def go():
+        async with serving(run.dir) as caller:
+            await with_model(caller)
+
+            def folders() -> int:
+                return len(list((run.dir / "tinker").glob("tinker-*")))
+
+            async def save(seq_id: int, name: str):
+                body = {"model_id": caller.model, "path": name, "seq_id": seq_id}
+                return await caller.post("save_weights", {**body, "overwrite": seq_id < 4})
+
+            for seq_id in (1, 2, 3):
+                future = await save(seq_id, "latest")
+                path = (await caller.result(future))["path"]
+                assert folders() == 1
+            assert await save(3, "latest") == future, "a repeated request has the same future"
+            where = path.removeprefix("tinker://").replace("/weights/", "/checkpoints/weights/")
+            assert (await caller.http.delete(f"/api/v1/training_runs/{where}")).status_code == 204
+            assert folders() == 1, "the trainer may need it"
+            await caller.result(await save(4, "other"))
+            assert folders() == 1
+            ttl = {"model_id": caller.model, "path": "x", "seq_id": 5, "ttl_seconds": 10**18}
+            assert "ttl_seconds" in await caller.refused("save_weights", ttl)
+
+    asyncio.run(go())
+
+
+def test_a_repeated_create_model_is_one_model(run):
+    async def go():
+        async with serving(run.dir, session_timeout_s=1.0) as caller:
+            await with_model(caller)
+            body = {"session_id": await caller.new_session(), "model_seq_id": 0, "base_model": "m"}
+            one, two = await asyncio.gather(*(caller.post("create_model", body) for _ in "12"))
+            assert one == two and (await caller.result(one))["model_id"] == one["model_id"]
+            assert caller.service.books.open_model()["model_id"] == one["model_id"]
+
+    asyncio.run(go())
+
+
+def test_a_sample_that_fails_says_so_once(run, monkeypatch):
+    async def go():
+        async with serving(run.dir) as caller:
+            await caller.new_session()
+            body = {"session_id": caller.session, "sampling_session_seq_id": 0, "base_model": "m"}
+            sampler = (await caller.post("create_sampling_session", body))["sampling_session_id"]
+            sampling = caller.service.sampling
+
+            async def fails(*_, **__):
+                raise KeyError("x")
+
+            async def is_gone(*_, **__):
+                raise NotServed("gone")
+
+            async def scored(_):
+                return Samples(sequences=())
+
+            monkeypatch.setattr(sampling, "_completions", fails)
+            body = {**SAMPLE, "sampling_session_id": sampler}
+            result = await caller.result(await caller.post("asample", body))
+            assert result["category"] == "server" and "a defect of the server" in result["error"]
+            for name, value in (("temperature", float("nan")), ("max_tokens", 0)):
+                bad = {**body, "seq_id": 2, "sampling_params": {"max_tokens": 1, name: value}}
+                assert name in await caller.refused("asample", json.dumps(bad).encode())
+
+            monkeypatch.setattr(sampling, "_completions", is_gone)
+            monkeypatch.setattr(sampling, "_score_base", scored)
+            body = {**body, "seq_id": 3, "prompt_logprobs": True}
+            assert isinstance(await caller.result(await caller.post("asample", body)), bytes)
 
     asyncio.run(go())
 

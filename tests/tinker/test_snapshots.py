@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from orchestrator.errors import NodeLost
 from splice.tinker.books import INITIAL, Books
 from splice.tinker.refused import Refused
 from splice.tinker.snapshots import Snapshots
@@ -236,6 +237,31 @@ def test_weights_are_the_snapshots_and_the_trainer_keeps_its_own(run):
                     pass
             folders = sorted(p.name for p in (run.dir / "tinker").glob("*.snapshot"))
             assert len(folders) == 2, "older ones are deleted"
+
+    asyncio.run(go())
+
+
+def test_a_publication_whose_outcome_is_lost_gives_nobody_other_weights(run, monkeypatch):
+    async def go():
+        async with serving(run.dir, old_snapshots=2) as caller:
+            first, second = await two_snapshots(caller)
+            trained, training = list(run.fake_trainer.weights), caller.service.training
+            real = training._jobs.publish
+
+            def is_lost(*args):
+                real(*args)
+                raise NodeLost("no answer")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(training._jobs, "publish", is_lost)
+                with pytest.raises(NodeLost):
+                    training.serve_again(first)
+            assert run.replica.live != trained, "the old snapshot is served"
+            async with caller.service.sampling._turn(second):
+                assert run.replica.live == trained
+
+            jobs = [training._publish_state(job, job) for job in ("one", "two", "one")]
+            assert jobs == sorted(set(jobs)), "an earlier outcome is no present version"
 
     asyncio.run(go())
 

@@ -29,9 +29,9 @@ from splice.rl.config import SamplingConfig
 from splice.rl.sampler import RolloutLost, Sampler
 from splice.tinker.books import Books, Result, failure
 from splice.tinker.config import TinkerConfig
+from splice.tinker.jobs import BaseModel
 from splice.tinker.refused import BUSY, GONE, UNSUPPORTED, Refused, malformed, unsupported
 from splice.tinker.snapshots import Snapshots
-from splice.tinker.training import BaseModel
 from splice.tinker.wire import Sampled, Samples, TopK, sample_output
 
 log = logging.getLogger("splice.tinker")

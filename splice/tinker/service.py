@@ -22,10 +22,11 @@ from splice.client import SpliceClient
 from splice.tinker import adapters
 from splice.tinker.books import Books, Request
 from splice.tinker.config import TinkerConfig
+from splice.tinker.jobs import BaseModel
 from splice.tinker.refused import BUSY, Refused, malformed, unknown, unsupported
 from splice.tinker.sampling import Sampling
 from splice.tinker.snapshots import Snapshots
-from splice.tinker.training import FOLDER, BaseModel, Training
+from splice.tinker.training import FOLDER, Training
 from splice.tinker.turns import Turns
 
 log = logging.getLogger("splice.tinker")

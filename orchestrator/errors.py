@@ -13,7 +13,8 @@ SpliceError                              code
 │   └── TransferTimeout (TimeoutError)   transfer_timeout     the deadline passed
 ├── JobFailed (RuntimeError)             its own              a job or request ended in `Failed`
 └── NodeLost (ConnectionError)           node_lost            a node is silent, or its process ended
-    └── LinkLost                                              the orchestrator is silent
+    ├── LinkLost                                              the orchestrator is silent
+    └── WorkLost                         work_lost            the trainer's state is an older one
 
 JournalError (RuntimeError) is apart, because it ends the orchestrator and not just a job.
 
@@ -42,6 +43,7 @@ class ErrorCode(StrEnum):
     APPLY_FAILED = "apply_failed"
     VERIFICATION_FAILED = "verification_failed"
     NODE_LOST = "node_lost"
+    WORK_LOST = "work_lost"
     BASE_MISSING = "base_missing"
     PROTOCOL = "protocol"
     TOO_MANY_JOBS = "too_many_jobs"
@@ -71,6 +73,8 @@ REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.APPLY_FAILED: _PUBLISH_AGAIN,
     ErrorCode.VERIFICATION_FAILED: _PUBLISH_AGAIN,
     ErrorCode.NODE_LOST: "Restart the node, then submit the job again under a new id.",
+    ErrorCode.WORK_LOST: "The trainer holds its last durable state again. Make what was lost "
+    "again, or load a checkpoint; then submit the job under a new id.",
     ErrorCode.INTERNAL: "This is a defect of splice: see the node's log, and report it.",
 }
 """What to do about each code, where nobody knows better."""
@@ -191,6 +195,13 @@ class NodeLost(SpliceError, ConnectionError):
 
 class LinkLost(NodeLost):
     """The orchestrator does not answer this process; exit code `restarts.EXIT_LINK_LOST`."""
+
+
+class WorkLost(NodeLost):
+    """The trainer has its last durable state again, without what it made or held since. No step of
+    the failed job was taken, unless it says so."""
+
+    code = ErrorCode.WORK_LOST
 
 
 def code_and_remedy(error: BaseException) -> tuple[ErrorCode, str]:

@@ -303,6 +303,7 @@ class Jobs:
             if not job.running:
                 await self.end(job_id, Cancelled(request_id=job_id, reason=reason))
                 continue
+            made = self._facts.of_job(job_id).get("made")
             stopped = Failed(
                 request_id=job_id,
                 code=ErrorCode.STOPPED,
@@ -310,5 +311,6 @@ class Jobs:
                 phase="job",
                 message="the run was stopped while the job ran",
                 remedy=f"Start a new run; the versions are in {versions_dir}.",
+                steps_taken=steps_taken(made) if made else 0,
             )
             await self.end(job_id, stopped)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from orchestrator.errors import JobFailed, NodeLost
+from orchestrator.errors import JobFailed, NodeLost, WorkLost
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
     AnyMessage,
@@ -32,6 +32,10 @@ log = logging.getLogger("splice.orchestrator")
 MESSAGE_CHARS = 2000
 """Longest description of a loss, so that it fits into a `Failed`."""
 NOTES_KEPT = 20
+CHANGES_STATE = frozenset(
+    {"TrainMerged", "TrainLora", "ForwardBackward", "OptimStep", "LoadAdapter", "NewAdapter"}
+)
+"""Requests after which nobody knows what the trainer holds, if they are given up."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class TrainerMemory:
 
     incarnation: str | None = None
     """The process that was asked last, or None."""
+    uncertain: str = ""
+    """The process that may still be at work on a request that was given up; empty: none."""
     durable_dir: str = ""
     """The checkpoint last saved or loaded; empty: the base weights."""
     steps: int = 0
@@ -201,13 +207,14 @@ class TrainerRequests:
 
         for attempt in range(1, self._attempts + 1):
             await self._wait_ready(report)
-            incarnation = self._incarnation()
+            incarnation, is_sent = self._incarnation(), False
             try:
                 if not replaces_state:
                     await self._settle(report)
                 self._remember()
                 incarnation = self._incarnation()
                 own_id = f"{request.request_id}-{incarnation[:12]}"  # type: ignore[union-attr]
+                is_sent = True
                 answer = await self._router.request(
                     "trainer",
                     request.model_copy(update={"request_id": own_id}),
@@ -218,12 +225,17 @@ class TrainerRequests:
             except JobFailed as error:
                 if error.is_answer:
                     self.memory.saving = ""
+                elif request.kind in CHANGES_STATE:
+                    self.memory.uncertain = incarnation
                 if self.memory.incarnation == incarnation:
                     self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise
             except NodeLost as error:
                 # Its state is lost only if a new process joins. This one may be silent and at work.
                 if attempt == self._attempts or (self.memory.unsaid and not replaces_state):
+                    if is_sent and request.kind in CHANGES_STATE:
+                        self.memory.uncertain = incarnation
+                        self._remember()
                     raise
                 log.warning("the trainer was lost while %s; waiting for it: %s", phase, error)
                 report("trainer lost", {"error": str(error)})
@@ -231,15 +243,21 @@ class TrainerRequests:
                 # attempts.
                 await self._router.wait_heard(["trainer"], since_s=time.monotonic())
             else:
+                self.memory.uncertain = ""
                 if replaces_state:
                     self.memory.incarnation, self.memory.unsaid = incarnation, ""
                 return answer
         raise AssertionError("unreachable")
 
     async def _settle(self, report: Report) -> None:
-        """Have a new process load the last durable state."""
+        """Have a process load the last durable state, if it is new, or nobody knows what it holds.
+
+        It works in order: whatever it was still doing is undone.
+        """
         memory, incarnation = self.memory, self._incarnation()
-        if memory.incarnation not in (None, incarnation):
+        is_new = memory.incarnation not in (None, incarnation)
+        how = "restarted" if is_new else "out of reach in the middle of a request"
+        if is_new or (memory.uncertain == incarnation and memory.durable_dir):
             if memory.durable_dir:
                 report("restoring", {"checkpoint_dir": memory.durable_dir})
                 load = LoadCheckpoint(
@@ -253,9 +271,8 @@ class TrainerRequests:
                 memory.heard(answer.result)
             # After the load, so that a restarted orchestrator still finds the loss.
             lost = memory.take_loss()
-            memory.incarnation = incarnation
+            memory.incarnation, memory.uncertain = incarnation, ""
             if lost is not None:
-                raise NodeLost(
-                    f"the trainer was restarted; {lost}; the new process has loaded that state"
-                )
+                who = "the new process" if is_new else "it"
+                raise WorkLost(f"the trainer was {how}; {lost}; {who} has loaded that state")
         memory.incarnation = incarnation

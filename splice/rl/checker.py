@@ -85,6 +85,11 @@ class Checker:
         self._sent: dict[str, Any] | None = None
         self._next_group = 0
         self._served_at_start = -1
+        self._order: decisions.Order | None = None
+        self._ended: dict[str, Any] | None = None
+        """The `train` decision of the newest step that ended."""
+        self._was_open = False
+        """Whether the open step was sent by an earlier start."""
 
     def take(self, line: dict[str, Any]) -> None:
         """Check one decision."""
@@ -96,7 +101,10 @@ class Checker:
     def _on_start(self, line: dict[str, Any]) -> None:
         self._config, self._served_at_start = line["config"], line["version"]
         self._made.add(line["version"])
-        sent = set() if self._sent is None else {r[0] for r in self._sent["rollouts"]}
+        self._was_open = self._sent is not None
+        if count := line.get("prompts"):
+            self._order = decisions.Order(count, seed=self._config.get("shuffle_seed"))
+        sent = set() if self._sent is None else set(self._sent["groups"])
         lost = [place for place in self._samples if place[0] not in sent]
         for place in lost:
             self.found.asked_again += 1
@@ -110,6 +118,8 @@ class Checker:
             self._wrong(f"{place} was admitted twice as attempt {line['attempt']}")
         if (sample.step, sample.prompt) != (line["step"], line["prompt"]):
             self._wrong(f"{place} lost its place: asked again for another step or prompt")
+        if self._order is not None and sample.prompt != self._order.prompt(line["group"]):
+            self._wrong(f"{place} has prompt {sample.prompt}, which is not the next one")
         to_come = line["step"] - 1 - self.found.steps
         age = self._made.age(line["version"]) + max(0, to_come)
         if age > self._config["max_staleness"]:
@@ -142,11 +152,13 @@ class Checker:
         self.found.asked_again += 1
 
     def _on_drop(self, line: dict[str, Any]) -> None:
-        sample = self._samples.get((line["group"], line["sample"]))
+        place = (line["group"], line["sample"])
         if self._config["on_error"] != "drop":
             self._wrong(f"group {line['group']} lost a sample although on_error is not drop")
-        if sample is not None:
-            sample.dropped = True
+        if "step" in line:  # it may have failed before it asked for anything
+            self._samples.setdefault(place, _Sample(step=line["step"], prompt=line["prompt"]))
+        if place in self._samples:
+            self._samples[place].dropped = True
             self.found.dropped += 1
 
     def _on_train(self, line: dict[str, Any]) -> None:
@@ -164,14 +176,14 @@ class Checker:
     def _check_batch(self, line: dict[str, Any]) -> None:
         step, number = line["step"], self._config["groups_per_step"]
         own = {place: s for place, s in self._samples.items() if s.step == step}
-        groups = sorted({group for group, _ in own})
+        groups = line["groups"]
         if groups != list(range(self._next_group, self._next_group + number)):
             self._wrong(f"step {step} has groups {groups}, not the next {number}")
         for group in groups:
             samples = sorted(sample for g, sample in own if g == group)
             if samples != list(range(self._config["group_size"])):
                 self._wrong(f"group {group} was asked for samples {samples}")
-            if len({own[group, sample].prompt for sample in samples}) != 1:
+            if len({own[group, sample].prompt for sample in samples}) > 1:
                 self._wrong(f"group {group} has answers to several prompts")
         trained = [(group, sample) for group, sample, _ in line["rollouts"]]
         if len(set(trained)) != len(trained):
@@ -205,11 +217,14 @@ class Checker:
             self._sent = None  # sampled again, which counts at the next start
 
     def _on_trained(self, line: dict[str, Any]) -> None:
+        was_open, self._was_open = self._was_open, False
         if self._sent is not None:
             self._end_step(line["step"])
         elif line["step"] != self.found.steps:
             self._wrong(f"step {line['step']} was trained without a batch")
-        was_seen = line["version"] == self._served_at_start  # before the new start
+        # Its job ended, and somebody may have published, before the new start.
+        was_seen = line["version"] == self._served_at_start
+        was_seen = was_seen or (was_open and line["version"] <= self._served_at_start)
         if line["version"] <= self._made.newest and not was_seen:
             self._wrong(f"step {line['step']} made version {line['version']} again")
         self._made.add(line["version"])
@@ -220,9 +235,18 @@ class Checker:
             return
         self.found.steps = step
         self.found.trained += len(self._sent["rollouts"])
-        self._next_group += len({place[0] for place, s in self._samples.items() if s.step == step})
+        self._next_group = self._sent["groups"][-1] + 1
         self._samples = {place: s for place, s in self._samples.items() if s.step != step}
-        self._sent = None
+        self._sent, self._ended = None, self._sent
+
+    def _on_reopened(self, line: dict[str, Any]) -> None:
+        if self._ended is None or self._ended["step"] != line["step"]:
+            self._wrong(f"step {line['step']} was reopened, but is not the last one")
+            return
+        self.found.steps -= 1
+        self.found.trained -= len(self._ended["rollouts"])
+        self._next_group = self._ended["groups"][0]
+        self._sent, self._ended = self._ended, None
 
     def _on_note(self, line: dict[str, Any]) -> None:
         """The user's own numbers."""

@@ -1,13 +1,14 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
-    start    loop, version, config             a loop begins, or goes on
+    start    loop, version, config, prompts    a loop begins, or goes on, with so many prompts
     admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
     finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
     turns    group, sample, trained            an environment returned; these turns of it train
-    drop     group, sample, why                it leaves its group (on_error = "drop")
+    drop     step, group, prompt, sample, why  it leaves its group (on_error = "drop")
     train    step, attempt, version, groups, rollouts    sent to the trainer, which holds `version`
     failed   step, attempt, code, steps_taken, why
+    reopened step, why                         its optimizer steps are lost, and made again
     trained  step, version, seconds, metrics   `version` is served
     note     step, metrics                     yours, from `Loop.note`
 
@@ -20,7 +21,9 @@ import bisect
 import fcntl
 import json
 import os
+import random
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +39,21 @@ from splice.batches import Batch
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
 LOOP_DIR = "loop"
 """Folder of a loop within its run's."""
-PASSING = ("node_lost", "stopped", "cancelled")
+PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
 """Codes of a job that failed through no fault of its batch, before its step."""
-_STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed"))
+_STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened"))
+
+
+_LOGS: weakref.WeakSet[DecisionLog] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    """A forked child, such as a reward's worker, must not hold the lock when the loop is gone."""
+    for log in list(_LOGS):
+        log.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class DecisionLog:
@@ -59,6 +74,11 @@ class DecisionLog:
                 f"another loop runs in {path.parent}; end it, or give this one a folder of its own"
             ) from None
         cut_torn_line(path)
+        _LOGS.add(self)
+
+    def close(self) -> None:
+        """Close the file, which ends the lock unless another process has it open."""
+        self._file.close()
 
     def __enter__(self) -> DecisionLog:
         return self
@@ -69,7 +89,7 @@ class DecisionLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        self.close()
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Append a decision; `durable`: it is on disk when the call returns."""
@@ -135,6 +155,9 @@ class Past:
         open: the `train` decision without an outcome, or with one that may be repeated.
         published: False: the last step was taken, but its version could not be published.
         attempt: of the next step's job; those before it have their outcome.
+        last: the newest `train` decision.
+        config: of the last start.
+        prompts: their number at the last start.
     """
 
     loop: str = ""
@@ -144,6 +167,16 @@ class Past:
     open: dict[str, Any] | None = None
     published: bool = True
     attempt: int = 0
+    last: dict[str, Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    prompts: int | None = None
+
+    def reopen(self) -> None:
+        """The last step's optimizer steps are lost: its batch is sent again."""
+        assert self.last is not None
+        self.open = {**self.last, "attempt": self.last["attempt"] + 1}
+        self.done, self.groups = self.last["step"] - 1, self.last["groups"][0]
+        self.published, self.attempt = True, self.open["attempt"]
 
 
 def past(path: Path) -> Past:
@@ -161,10 +194,13 @@ def past(path: Path) -> Past:
 def _take(found: Past, line: dict[str, Any]) -> None:
     event = line["event"]
     if event == "start":
-        found.loop = line["loop"]
+        found.loop, found.config = line["loop"], line["config"]
+        found.prompts = line.get("prompts")
         found.made.add(line["version"])
     elif event == "train":
-        found.open = line
+        found.open = found.last = line
+    elif event == "reopened":
+        found.reopen()
     elif event == "trained" or line["steps_taken"]:
         if found.open is not None:
             found.done, found.groups = line["step"], found.open["groups"][-1] + 1
@@ -185,6 +221,25 @@ def status(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found
+
+
+class Order:
+    """Which prompt a group has: all of them in each pass, in their order or shuffled anew."""
+
+    def __init__(self, count: int, *, seed: int | None) -> None:
+        self._count, self._seed = count, seed
+        self._orders: dict[int, list[int]] = {}
+
+    def prompt(self, group: int) -> int:
+        """Index of a group's prompt."""
+        turn, place = divmod(group, self._count)
+        if self._seed is None:
+            return place
+        if turn not in self._orders:
+            order = list(range(self._count))
+            random.Random(f"{self._seed}/{turn}").shuffle(order)
+            self._orders = {t: o for t, o in self._orders.items() if t >= turn - 1} | {turn: order}
+        return self._orders[turn][place]
 
 
 # ---------------------------------------------------------------- the batch of the open step

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
 import json
 import logging
-import math
 import random
 import time
 import uuid
@@ -33,12 +33,14 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
-from orchestrator.errors import ConfigError, ErrorCode, JobFailed, SpliceError
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError, SpliceError
+from orchestrator.protocol.frames import encode
 from orchestrator.protocol.messages import (
     LossSpec,
     OptimParams,
     PublishJob,
     Status,
+    SubmitJob,
     TrainMergedJob,
 )
 from splice.batches import Batch, Completion, grpo_batch
@@ -47,8 +49,17 @@ from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance, Meter
 from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.record import Record
+from splice.rl.reward_threads import RewardThreads
 from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler
-from splice.rl.turns import Environment, Sample, Scored, Turn, scored, sequences_of
+from splice.rl.turns import (
+    LARGEST_REWARD,
+    Environment,
+    Sample,
+    Scored,
+    Turn,
+    scored,
+    sequences_of,
+)
 from splice.run_file import run_folder
 
 log = logging.getLogger("splice.rl")
@@ -175,6 +186,7 @@ class Loop:
         self._loss = loss or LossSpec()
         self._optim = optim or OptimParams()
         self._meter = Meter()
+        self._order = decisions.Order(len(prompts), seed=self.config.shuffle_seed)
         self._tasks: dict[int, dict[int, list[asyncio.Task[tuple[Rollout, ...]]]]] = {}
         """Step -> group -> samples."""
         self._recent: list[dict[str, float]] = []
@@ -196,21 +208,22 @@ class Loop:
             # Rewards and jobs have threads of their own, so that neither waits for the other's.
             self._job_threads = ThreadPoolExecutor(4, thread_name_prefix="splice-job")
             stack.callback(self._job_threads.shutdown, wait=False, cancel_futures=True)
-            self._reward_threads = ThreadPoolExecutor(
-                self.config.reward_threads, thread_name_prefix="splice-reward"
-            )
-            stack.callback(self._reward_threads.shutdown, wait=False, cancel_futures=True)
+            self._rewards = RewardThreads(self.config.reward_threads)
             if self._owns_client:
                 await self._call(self.client.__enter__)
                 stack.push_async_callback(self._call, self.client.__exit__)
             status = await self._status()
-            if status.version is None:
-                raise ConfigError(
-                    "the run serves no version; publish one first (InitialSyncJob, or `splice up`)"
-                )
             self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
             self._past = decisions.past(self.folder / decisions.LOG)
-            self._begin(status.version)
+            version = status.version
+            if version is None and not self._past.published:
+                version = self._past.made.newest  # and the next one is published first
+            if version is None:
+                raise ConfigError(
+                    "the run serves no version. Publish the first one (InitialSyncJob, or `splice "
+                    "up`); after a publication that failed, publish again (PublishJob, ResyncJob)"
+                )
+            self._begin(version)
             self._record = await stack.enter_async_context(
                 Record(self.folder, self.config, loop=self._past.loop, alias=status.name)
             )
@@ -223,7 +236,7 @@ class Loop:
                 )
             )
             self._in_flight = asyncio.Semaphore(self.config.max_in_flight)
-            self._reward_turns = asyncio.Semaphore(self.config.reward_threads)
+            self._has_failed = asyncio.Event()
             stack.push_async_callback(self._cancel_rollouts)
             self._exit = stack.pop_all()
         return self
@@ -236,12 +249,22 @@ class Loop:
                 f"serves {version}; give the loop of another run a folder of its own"
             )
         found.loop = found.loop or uuid.uuid4().hex[:12]
+        config = self.config.model_dump(mode="json")
+        seeds = (found.config.get("shuffle_seed"), self.config.shuffle_seed)
+        counts = (found.prompts, len(self._prompts))
+        if found.config and (seeds[0] != seeds[1] or counts[0] not in (None, counts[1])):
+            log.warning(
+                "prompts or shuffle_seed have changed (%s and %s, now %s and %s): within this "
+                "pass, some prompts may come twice or not at all",
+                *(counts[0], seeds[0], counts[1], seeds[1]),
+            )
         self._log.write(
             "start",
             durable=True,
             loop=found.loop,
             version=version,
-            config=self.config.model_dump(mode="json"),
+            config=config,
+            prompts=len(self._prompts),
         )
         found.made.add(version)
         self._next_group, self._admitted = found.groups, found.done
@@ -285,6 +308,7 @@ class Loop:
         groups = await self._groups_of(number)
         numbers = list(self._tasks.pop(number))
         batch = self._make_batch([part for group in groups for part in answers_by_name(group)])
+        self._check_sendable(number, batch)
         decisions.keep_batch(self.folder / decisions.BATCH, batch)
         line = {
             "step": number,
@@ -303,6 +327,13 @@ class Loop:
     async def _train_kept(self, line: dict[str, Any]) -> Step:
         """Train on the batch that an earlier start of the loop sampled, or hear of its outcome."""
         batch = decisions.kept_batch(self.folder / decisions.BATCH)
+        stalest = line["metrics"]["staleness_max"]
+        if stalest > self.config.max_staleness:
+            raise ConfigError(
+                f"step {line['step']} is open, and its batch has tokens {stalest:.0f} versions "
+                f"old, more than max_staleness ({self.config.max_staleness}) now allows; start the "
+                f"loop with max_staleness = {stalest:.0f} until the step is made"
+            )
         self._admit_for(line["step"])
         kept = ("step", "version", "groups", "rollouts", "metrics")
         return await self._train(
@@ -373,20 +404,48 @@ class Loop:
         )
 
     async def _run(self, number: int, attempt: int, batch: Batch) -> dict[str, Any]:
-        job = TrainMergedJob(
+        # The batch is part of the id: an older folder's step is not another batch's outcome.
+        digest = hashlib.sha256()
+        for buffer in batch.buffers:
+            digest.update(buffer)
+        job_id = f"loop-{self._past.loop}-{number}-{attempt}-{digest.hexdigest()[:8]}"
+        return await self._job(self._job_of(number, batch), job_id, batch.buffers)
+
+    def _job_of(self, number: int, batch: Batch) -> TrainMergedJob:
+        return TrainMergedJob(
             loss=self._loss,
             optim=self._optim(number) if callable(self._optim) else self._optim,
             tensors=batch.specs,
             mini_batch_sequences=self.config.mini_batch_sequences,
             epochs=self.config.epochs,
         )
-        job_id = f"loop-{self._past.loop}-{number}-{attempt}"
-        return await self._job(job, job_id, batch.buffers)
+
+    def _check_sendable(self, number: int, batch: Batch) -> None:
+        """Refuse a batch that no message can carry, before it is durable."""
+        try:
+            encode(SubmitJob(job_id="x", job=self._job_of(number, batch)), batch.buffers)
+        except ProtocolError as error:
+            raise ConfigError(
+                f"the batch of step {number} cannot be sent: {error}. Lower groups_per_step or "
+                "group_size, or correct make_batch; then start the loop again"
+            ) from error
 
     async def _publish_again(self) -> None:
-        """The last step was taken, but no replica serves it: publish it under the next name."""
+        """The last step was taken, but no replica serves it: publish it under the next name.
+
+        If the trainer has lost that step since, its batch is sent again.
+        """
         job_id = f"loop-{self._past.loop}-{self._past.done}-publish-{uuid.uuid4().hex[:8]}"
-        result = await self._job(PublishJob(), job_id, ())
+        try:
+            result = await self._job(PublishJob(), job_id, ())
+        except JobFailed as error:
+            if error.code is not ErrorCode.WORK_LOST:
+                raise
+            log.warning("step %d is made again: %s", self._past.done, error)
+            why = str(error)[:1000]
+            self._log.write("reopened", durable=True, step=self._past.done, why=why)
+            self._past.reopen()
+            return
         self._past.made.add(int(result["version"]))
         self._past.published = True
         self._log.write(
@@ -428,18 +487,20 @@ class Loop:
                 ]
                 for group in groups
             }
+            for group in groups:
+                for task in self._tasks[self._admitted][group]:
+                    task.add_done_callback(self._note_failure)
+
+    def _note_failure(self, task: asyncio.Task[tuple[Rollout, ...]]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._has_failed.set()
 
     def _all_tasks(self) -> list[asyncio.Task[tuple[Rollout, ...]]]:
         return [t for step in self._tasks.values() for group in step.values() for t in group]
 
     def _prompt(self, group: int) -> int:
         """Index of the group's prompt."""
-        turn, place = divmod(group, len(self._prompts))
-        if self.config.shuffle_seed is None:
-            return place
-        order = list(range(len(self._prompts)))
-        random.Random(f"{self.config.shuffle_seed}/{turn}").shuffle(order)
-        return order[place]
+        return self._order.prompt(group)
 
     async def _groups_of(self, number: int) -> tuple[tuple[Rollout, ...], ...]:
         """Wait for the step's rollouts. A failure in any step's rollouts ends the wait.
@@ -449,17 +510,18 @@ class Loop:
                 "stop".
             ConfigError: a request was refused, or no rollout of the batch is left.
         """
-        while True:
-            everything = self._all_tasks()
-            for task in everything:
-                if task.done() and (error := task.exception()) is not None:
-                    raise error
-            own = [task for group in self._tasks[number].values() for task in group]
-            waiting = {task for task in own if not task.done()}
-            if not waiting:
-                break
-            running = {task for task in everything if not task.done()}
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        own = asyncio.ensure_future(
+            asyncio.wait([task for group in self._tasks[number].values() for task in group])
+        )
+        failure = asyncio.ensure_future(self._has_failed.wait())
+        try:
+            await asyncio.wait({own, failure}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            own.cancel()
+            failure.cancel()
+        for task in self._all_tasks():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
         groups = tuple(
             tuple(rollout for task in group for rollout in task.result())
             for group in self._tasks[number].values()
@@ -489,7 +551,14 @@ class Loop:
             if self.config.on_error == "stop":
                 raise
             log.warning("dropped: %s", error)
-            self._log.write("drop", group=group, sample=sample, why=str(error)[:1000])
+            self._log.write(
+                "drop",
+                step=step,
+                group=group,
+                prompt=self._prompt(group),
+                sample=sample,
+                why=str(error)[:1000],
+            )
             return ()
         rollout = Rollout(
             row=row,
@@ -578,11 +647,10 @@ class Loop:
                     timeout.reschedule(self._reward_deadline())
                     given: Any = await reward_of(row, completion)
             else:
-                async with self._reward_turns, timeout:  # the wait for a thread does not count
+                await self._rewards.turn()  # the wait for a thread does not count
+                async with timeout:
                     timeout.reschedule(self._reward_deadline())
-                    given = await asyncio.get_running_loop().run_in_executor(
-                        self._reward_threads, reward_of, row, completion
-                    )
+                    given = await self._rewards.call(lambda: reward_of(row, completion))
                     if inspect.isawaitable(given):
                         given = await given
             reward = float(given)
@@ -593,7 +661,12 @@ class Loop:
                 else f"the reward raised {type(error).__name__}: {error}"
             )
             raise self._failure(text, row, group, sample) from error
-        if not math.isfinite(reward):
+        except (asyncio.CancelledError, SystemExit) as error:
+            if is_own_end(error):
+                raise
+            text = f"the reward raised {type(error).__name__}"
+            raise self._failure(text, row, group, sample) from error
+        if not abs(reward) <= LARGEST_REWARD:  # nor NaN
             raise self._failure(f"the reward is {reward}", row, group, sample)
         return reward
 
@@ -625,6 +698,11 @@ class Loop:
                 if timeout.expired()
                 else f"the environment raised {type(error).__name__}: {error}"
             )
+            raise self._failure(text, row, group, sample) from error
+        except (asyncio.CancelledError, SystemExit) as error:
+            if is_own_end(error):
+                raise
+            text = f"the environment raised {type(error).__name__}"
             raise self._failure(text, row, group, sample) from error
         finally:
             asking.end()
@@ -778,6 +856,12 @@ class Loop:
         """Call the client, which blocks, on a thread."""
         running = asyncio.get_running_loop()
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
+
+
+def is_own_end(error: BaseException) -> bool:
+    """Whether a cancellation is that of this task, not of something that it waited for."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def each_of(

@@ -15,7 +15,6 @@ conversation so far in another way.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +25,8 @@ from splice.batches import Completion, Routing
 from splice.rl.config import OWN_FIELDS
 from splice.rl.sampler import Row
 
+LARGEST_REWARD = 1e30
+"""Of larger ones, sums and squares would be infinite."""
 Ask = Callable[..., Awaitable["Turn"]]
 Encode = Callable[..., Awaitable[list[int]]]
 
@@ -139,8 +140,8 @@ def scored(result: Result, turns: Sequence[Turn], *, trains: bool = True) -> tup
         trains: False for an evaluation, which may be greedy.
 
     Raises:
-        ValueError: nothing trains, a reward is not finite, or a turn is not this rollout's or would
-            train twice.
+        ValueError: nothing trains, a reward is no number or too large, or a turn is not this
+            rollout's or would train twice.
     """
     if isinstance(result, Scored):
         found: tuple[Scored, ...] = (result,)
@@ -155,8 +156,9 @@ def scored(result: Result, turns: Sequence[Turn], *, trains: bool = True) -> tup
         raise ValueError("the environment returned a turn that this rollout did not sample")
     if len({turn.number for turn in trained}) != len(trained):
         raise ValueError("the environment returned a turn twice")
+    found = tuple(replace(part, reward=float(part.reward)) for part in found)
     for part in found:
-        if not math.isfinite(part.reward):
+        if not abs(part.reward) <= LARGEST_REWARD:  # nor NaN
             raise ValueError(f"the reward is {part.reward}")
     for turn in trained:
         if trains and turn.completion.temperature < MIN_TEMPERATURE:

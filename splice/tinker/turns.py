@@ -46,11 +46,10 @@ def _digest(request: Request) -> str:
 
 def in_tinkers_words(error: JobFailed) -> str:
     """Return why a job failed, without splice's advice where the SDK has no such call."""
-    if error.code is ErrorCode.NODE_LOST:
+    if error.code is ErrorCode.WORK_LOST:
         return (
-            f"the trainer was lost and has started again: {error.message}. Training goes on from "
-            "the last state that was saved or published. Load it (load_state), or make the lost "
-            "steps again"
+            f"{error.message}. Training goes on from the last state that was saved or published: "
+            "load it (load_state), or make the lost steps again"
         )
     if error.code is ErrorCode.NOT_READY and "no gradients" in error.message:
         return "optim_step has no gradients: call forward_backward first"

@@ -243,7 +243,7 @@ def test_a_trainer_lost_with_gradients_pending_is_not_asked_again(run):
         match="0 optimizer steps and the gradients of 1 batches since the base weights are lost",
     ) as lost:
         run.client.forward_backward(SmallBatch())
-    assert lost.value.code == "node_lost"
+    assert lost.value.code == "work_lost"
     while len(current) == 1:
         time.sleep(0.01)
     assert (

@@ -254,7 +254,7 @@ def test_killed_with_queued_jobs_and_pending_gradients(killed):
         JobFailed, match="gradients of 2 batches since the base weights are lost"
     ) as lost:
         killed.client.run(OptimStepJob(), timeout_s=40)
-    assert lost.value.code == "node_lost"
+    assert lost.value.code == "work_lost"
 
 
 def test_killed_in_memory_mode_exit(killed):

@@ -126,7 +126,7 @@ def test_a_loss_that_is_found_out_after_a_job_failed_of_something_else_is_said_b
         run.client.publish()
     with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it") as lost:
         run.client.optim_step()
-    assert lost.value.code == "node_lost" and "OptimStep" not in second.log
+    assert lost.value.code == "work_lost" and "OptimStep" not in second.log
     step(run)
     assert second.weights == [11, 21, 31]
 

@@ -119,7 +119,7 @@ def test_a_lost_trainer_gets_the_same_batch_again(tmp_path):
     )
     run.fail_next = [lost, lost]
     steps = asyncio.run(run_loop(run, tmp_path, steps=2))
-    assert [step.number for step in steps] == [1, 2] and run.trained[0].endswith("-1-2")
+    assert [step.number for step in steps] == [1, 2] and "-1-2-" in run.trained[0]
     assert found_in(tmp_path).violations == []
     run.fail_next = [lost] * 3
     with pytest.raises(JobFailed):
@@ -160,7 +160,7 @@ def test_a_step_that_failed_is_made_at_the_next_start(tmp_path, code):
             asyncio.run(run_loop(run, tmp_path, steps=2))
         assert run.trained == [] and len(run.outcomes) == start + 1
     steps = asyncio.run(run_loop(run, tmp_path, steps=2))
-    assert [step.number for step in steps] == [1, 2] and run.trained[0].endswith("-1-2")
+    assert [step.number for step in steps] == [1, 2] and "-1-2-" in run.trained[0]
     assert found_in(tmp_path).violations == []
 
 

@@ -406,7 +406,7 @@ def test_a_step_that_fails_ends_no_server_and_no_version_passes_for_it(run, how,
             def fails(*_):
                 if how == "defect":
                     raise KeyError("x")
-                lost = {"code": "node_lost", "node": "orchestrator", "phase": "job"}
+                lost = {"code": "work_lost", "node": "orchestrator", "phase": "job"}
                 raise JobFailed(**lost, message="the trainer was restarted", remedy="none")
 
             with monkeypatch.context() as patch:

@@ -1,0 +1,77 @@
+"""Threads for rewards that are plain functions.
+
+A reward cannot be ended from outside. One that never returns keeps its place, but neither the
+deadline of another one nor the end of the process waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+LOOK_S = 1.0
+
+
+class RewardThreads:
+    """At most `most` calls at once, each on a daemon thread of its own."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._free = most, asyncio.Semaphore(most)
+        self._overdue = 0
+        """Calls that nobody waits for any more, and that have not returned."""
+
+    async def turn(self) -> None:
+        """Wait for a place; `call` uses it.
+
+        Raises:
+            RuntimeError: every place is held by a call that nobody waits for any more.
+        """
+        while True:
+            if self._overdue >= self._most:
+                raise RuntimeError(
+                    f"no thread is free: {self._overdue} rewards exceeded reward_timeout_s and "
+                    "have not returned (reward_threads)"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._free.acquire()
+                    return
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Return what the function returns, called on a thread; the caller has a place."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        is_overdue = False
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            self._free.release()
+            self._overdue -= is_overdue
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def run() -> None:
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                result = function()
+            except StopIteration as stop:  # a future takes none
+                error = RuntimeError(f"StopIteration: {stop}")
+            except BaseException as caught:  # noqa: BLE001  - whoever awaits raises it
+                error = caught
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(settle, result, error)
+
+        threading.Thread(target=run, name="splice-reward", daemon=True).start()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            is_overdue = True
+            self._overdue += 1
+            raise

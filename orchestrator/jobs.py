@@ -310,7 +310,8 @@ class Jobs:
                 node="orchestrator",
                 phase="job",
                 message="the run was stopped while the job ran",
-                remedy=f"Start a new run; the versions are in {versions_dir}.",
+                remedy=f"Continue the run (`splice up --resume`); its versions are in "
+                f"{versions_dir}. Then submit the job again under a new id.",
                 steps_taken=steps_taken(made) if made else 0,
             )
             await self.end(job_id, stopped)

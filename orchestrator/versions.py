@@ -65,12 +65,15 @@ class Versions:
         return Outcome(result=result)
 
     async def _initial_sync(self, job: Job) -> dict[str, object]:
-        noted = self._facts.of_job(job.id)
-        if self._publisher.version is not None and "version" not in noted:
-            raise ConfigError(
-                f"{self._config.name}@{self._publisher.version} is served already; "
-                "InitialSync comes once, first"
-            )
+        noted, newest = self._facts.of_job(job.id), self._journal.committed_version()
+        if newest is not None and "version" not in noted:
+            now = f"{self._config.name}@{newest} is served already"
+            if self._publisher.version is None:
+                now = (
+                    f"this run has served {self._config.name}@{newest}, and a later publication "
+                    "failed; submit Resync to serve it again, or Publish for the trainer's state"
+                )
+            raise ConfigError(f"{now}; InitialSync comes once, first")
         replicas = await self._replicas(job)
         if "made" not in noted:
             self._publisher.forget_unserved(0)

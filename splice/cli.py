@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -317,7 +317,9 @@ def serve(
         if file is not None:
             run = load(file, overrides or ())
             kept = some_token(run.run_dir)
-            asyncio.run(_serve(run.orchestrator_config(run_token=kept, resume=resume)))
+            found = run.orchestrator_config(run_token=kept, resume=resume)
+            bound = _old_endpoint(run.run_dir, found.endpoint, resume=resume)
+            asyncio.run(_serve(replace(found, endpoint=bound)))
             return
         if run_dir is None or not name:
             raise ConfigError("give a run.toml, or --run-dir and --name")
@@ -354,7 +356,8 @@ def serve(
 
 
 def _old_endpoint(run_dir: Path, endpoint: str, *, resume: bool) -> str:
-    """A resumed run binds its earlier endpoint, where nodes and clients look for it."""
+    """The orchestrator of a run that lives on binds its earlier endpoint, where nodes and clients
+    look for it."""
     path = run_dir / "bound"
     return path.read_text().strip() if resume and path.is_file() else endpoint
 

@@ -26,11 +26,11 @@ from typing import Any
 import httpx
 import psutil
 
-from orchestrator.errors import ConfigError, NodeLost, SpliceError
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import RestartBudget
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
 from splice.client import SpliceClient
 from splice.cluster import Cluster, ClusterConfig
@@ -56,6 +56,8 @@ ROUTER_RESTARTS = 5
 POLL_S = 0.2
 END_S = 15.0
 """Time between a node's orderly end and the orchestrator's."""
+SERVED_S = 600.0
+"""Longest wait for a replica to serve what the run has published."""
 STOP_S = 90.0
 """Time for all roles to end before `stop` gives up."""
 
@@ -115,7 +117,8 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
         )
     refuse_used(run, resume=resume)
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for name in (STATE, ROUTER):
+    # `bound` is for an orchestrator whose nodes live on; these nodes begin anew.
+    for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
     config = run.run_dir / CONFIG
     config.write_text(run.model_dump_json(indent=1))
@@ -332,10 +335,10 @@ def supervise(config: Path, *, publish: bool) -> int:
             ) as cluster,
             Launcher() as launcher,
         ):
-            if publish and cluster.client.status(timeout_s=30.0).version is None:
-                _wait(state, f"publishing {run.name}@0", told_to_end)
-                cluster.client.run(InitialSyncJob())
+            if publish:
+                _publish(cluster.client, lambda text: _wait(state, text, told_to_end))
             urls = replicas = cluster.base_urls
+            _wait_served(cluster.client, urls, lambda text: _wait(state, text, told_to_end))
             if run.has_router:
                 _wait(state, "starting the router", told_to_end)
                 urls = [_start_router(run, launcher, config=config, token=token)]
@@ -352,6 +355,43 @@ def supervise(config: Path, *, publish: bool) -> int:
         return 1
     state.write("ended", "stopped")
     return 0
+
+
+def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
+    """Publish @0 of a new run, or again what was served before a publication that failed."""
+    status = client.status(timeout_s=30.0)
+    if status.version is not None:
+        return
+    if status.publication == "poisoned":
+        wait("publishing the last version again")
+        try:
+            client.run(ResyncJob())
+            return
+        except JobFailed as error:
+            if error.code is not ErrorCode.BAD_INPUT:
+                raise
+            log.info("%s", error)  # nothing was ever served
+    wait(f"publishing {status.name}@0")
+    client.run(InitialSyncJob())
+
+
+def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], None]) -> None:
+    """Wait until a replica answers with the run's version: after a restart they receive it anew.
+
+    One that does not come in time is not waited for any longer.
+    """
+    status, deadline_s = client.status(timeout_s=30.0), time.monotonic() + SERVED_S
+    name = f"{status.name}@{status.version}"
+    while status.version is not None and time.monotonic() < deadline_s:
+        wait(f"waiting until {name} is served")
+        for url in urls:
+            with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
+                reply = httpx.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
+                if any(model["id"] == name for model in reply.json()["data"]):
+                    return
+        time.sleep(POLL_S)
+    if status.version is not None:
+        log.warning("no replica serves %s within %.0f s", name, SERVED_S)
 
 
 def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str) -> str:

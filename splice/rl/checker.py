@@ -267,7 +267,13 @@ def check(lines: Iterable[dict[str, Any]]) -> Found:
 
 def main(argv: list[str]) -> int:
     """Print what the log shows. Returns 1 if it breaks a promise, 2 without a log."""
+    if len(argv) != 1:
+        sys.stderr.write("usage: python -m splice.rl.checker RUN/loop/decisions.jsonl, or RUN\n")
+        return 2
     path = Path(argv[0])
+    for folder in (path, path / "run"):
+        if (found_log := folder / decisions.LOOP_DIR / decisions.LOG).is_file():
+            path = found_log
     if not path.is_file():
         sys.stderr.write(f"there is no {path}; a loop writes it into loop/ in the run's folder\n")
         return 2

@@ -65,9 +65,9 @@ class LoopConfig(Settings):
     epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
     on_error: Literal["stop", "drop"] = "stop"
-    """What an exception of the reward or the environment does, or a rollout that exceeds its
-    deadline. stop: the loop raises `SampleFailed`. drop: the sample leaves its group, and the log
-    says so."""
+    """What an exception of the reward or the environment does, a request that vLLM refuses, or a
+    rollout that exceeds its deadline. stop: the loop raises `SampleFailed`. drop: the sample leaves
+    its group, and the log says so."""
     max_in_flight: int = Field(default=256, ge=1)
     """Most rollouts at once, over all replicas. One without an environment is one request."""
     reward_threads: int = Field(default=4, ge=1)
@@ -83,5 +83,5 @@ class LoopConfig(Settings):
     """Attempts at a step whose trainer was lost before it took the step."""
     sinks: tuple[SinkName, ...] = ("tensorboard",)
     """Where each step's numbers go; docs/loop.md says what each needs. (): nowhere."""
-    keep_samples: int | None = Field(default=None, ge=0)
+    keep_samples: int | None = Field(default=200, ge=0)
     """Steps whose samples stay on disk, the newest. None: all. 0: no samples are written."""

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import msgpack
 
@@ -41,6 +41,7 @@ LOOP_DIR = "loop"
 """Folder of a loop within its run's."""
 PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
 """Codes of a job that failed through no fault of its batch, before its step."""
+LOCK_S = 0.5
 _STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened"))
 
 
@@ -66,13 +67,15 @@ class DecisionLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ConfigError(
-                f"another loop runs in {path.parent}; end it, or give this one a folder of its own"
-            ) from None
+        deadline_s = time.monotonic() + LOCK_S  # `splice status` holds the lock for a moment
+        while not _lock(self._file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline_s:
+                self._file.close()
+                raise ConfigError(
+                    f"another loop runs in {path.parent}; end it, or give this one a folder of its "
+                    "own: Loop(client, folder, ...)"
+                )
+            time.sleep(0.02)
         cut_torn_line(path)
         _LOGS.add(self)
 
@@ -97,6 +100,23 @@ class DecisionLog:
         self._file.flush()
         if durable:
             os.fsync(self._file.fileno())
+
+
+def _lock(file: IO[Any], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def is_running(path: Path) -> bool:
+    """Whether a loop has this log open."""
+    try:
+        with path.open("rb") as file:
+            return not _lock(file, fcntl.LOCK_SH)
+    except OSError:
+        return False
 
 
 def cut_torn_line(path: Path) -> None:
@@ -216,10 +236,15 @@ def _take(found: Past, line: dict[str, Any]) -> None:
 
 def status(run_dir: Path) -> dict[str, Any] | None:
     """Return what the run's loop said after its last step, or None."""
+    folder = run_dir / LOOP_DIR
     try:
-        found: dict[str, Any] = json.loads((run_dir / LOOP_DIR / STATUS).read_text())
+        found: dict[str, Any] = json.loads((folder / STATUS).read_text())
     except (OSError, ValueError):
         return None
+    found["is_running"] = is_running(folder / LOG)
+    if not found["is_running"]:
+        ago_s = max(0.0, time.time() - found["at"])
+        found["text"] = f"no loop runs; {ago_s:.0f} s ago: {found['text']}"
     return found
 
 

@@ -77,8 +77,8 @@ BALANCE_STEPS = 20
 
 
 class SampleFailed(SpliceError, RuntimeError):
-    """A reward or an environment raised, or an answer did not come in time; names prompt and
-    sample.
+    """A reward or an environment raised, vLLM refused a request, or an answer did not come in
+    time; names prompt and sample.
 
     Attributes:
         row: the prompt's row.
@@ -208,7 +208,9 @@ class Loop:
             # Rewards and jobs have threads of their own, so that neither waits for the other's.
             self._job_threads = ThreadPoolExecutor(4, thread_name_prefix="splice-job")
             stack.callback(self._job_threads.shutdown, wait=False, cancel_futures=True)
-            self._rewards = RewardThreads(self.config.reward_threads)
+            self._rewards = RewardThreads(
+                self.config.reward_threads, patience_s=self.config.reward_timeout_s
+            )
             if self._owns_client:
                 await self._call(self.client.__enter__)
                 stack.push_async_callback(self._call, self.client.__exit__)
@@ -412,8 +414,11 @@ class Loop:
         return await self._job(self._job_of(number, batch), job_id, batch.buffers)
 
     def _job_of(self, number: int, batch: Batch) -> TrainMergedJob:
+        loss = self._loss
+        if self.config.max_staleness:
+            loss = loss.model_copy(update={"off_policy": True})
         return TrainMergedJob(
-            loss=self._loss,
+            loss=loss,
             optim=self._optim(number) if callable(self._optim) else self._optim,
             tensors=batch.specs,
             mini_batch_sequences=self.config.mini_batch_sequences,
@@ -506,9 +511,9 @@ class Loop:
         """Wait for the step's rollouts. A failure in any step's rollouts ends the wait.
 
         Raises:
-            SampleFailed: a reward or an environment raised or a deadline passed, and on_error is
-                "stop".
-            ConfigError: a request was refused, or no rollout of the batch is left.
+            SampleFailed: a reward or an environment raised, a deadline passed or vLLM refused a
+                request, and on_error is "stop".
+            ConfigError: no rollout of the batch is left.
         """
         own = asyncio.ensure_future(
             asyncio.wait([task for group in self._tasks[number].values() for task in group])
@@ -578,6 +583,8 @@ class Loop:
             try:
                 async with asyncio.timeout(self.config.rollout_timeout_s):
                     return await self._turn(row, step, group, sample, turn=0, lost=lost)
+            except RequestRefused as error:
+                raise self._failure(str(error), row, group, sample) from error
             except TimeoutError:
                 text = f"no answer within {self.config.rollout_timeout_s:.0f} s"
                 raise self._failure(

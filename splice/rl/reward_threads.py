@@ -16,10 +16,15 @@ LOOK_S = 1.0
 
 
 class RewardThreads:
-    """At most `most` calls at once, each on a daemon thread of its own."""
+    """At most `most` calls at once, each on a daemon thread of its own.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        patience_s: how long `turn` waits while no place can be expected.
+    """
+
+    def __init__(self, most: int, *, patience_s: float) -> None:
         self._most, self._free = most, asyncio.Semaphore(most)
+        self._patience_s = patience_s
         self._overdue = 0
         """Calls that nobody waits for any more, and that have not returned."""
 
@@ -29,14 +34,20 @@ class RewardThreads:
         Raises:
             RuntimeError: every place is held by a call that nobody waits for any more.
         """
+        hopeless_since: float | None = None
         while True:
-            if self._overdue >= self._most:
+            now_s = asyncio.get_running_loop().time()
+            if self._overdue < self._most:
+                hopeless_since = None
+            elif hopeless_since is None:
+                hopeless_since = now_s
+            elif now_s - hopeless_since > self._patience_s:
                 raise RuntimeError(
                     f"no thread is free: {self._overdue} rewards exceeded reward_timeout_s and "
                     "have not returned (reward_threads)"
                 )
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(min(LOOK_S, self._patience_s)):
                     await self._free.acquire()
                     return
 

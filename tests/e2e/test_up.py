@@ -62,7 +62,7 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
         splice("stop", folder)
         splice("up", folder, "--resume")
         assert _ready(client).version == 1, "a client follows its run to the new endpoint"
-        for killed in ("splice trainer", "inference_node"):
+        for killed in ("splice serve", "splice trainer", "inference_node"):
             _kill(folder, killed)
             _ready(client)
         (url,) = json.loads(splice("status", folder, "--json"))["base_urls"]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -180,9 +181,10 @@ def test_a_run_that_is_stopped_in_a_publication_makes_no_step_twice(tmp_path):
         threading.Thread(target=stop, daemon=True).start()
         with pytest.raises(JobFailed, match="stopped"):
             cluster.start(steps=1)
+        run.thread.join(40)
     (tmp_path / "run" / "endpoint").unlink(missing_ok=True)
     again = Run(tmp_path)
-    again.config = again.config.model_copy(update={"resume": True})
+    again.config = replace(again.config, resume=True)
     with again:
         cluster.run = again
         cluster.join()
@@ -201,6 +203,8 @@ def test_a_loop_starts_after_a_publication_that_failed_for_good(cluster):
     with pytest.raises(JobFailed):
         cluster.start(steps=2)
     assert cluster.run.client.status().version is None
+    with pytest.raises(JobFailed, match="submit Resync to serve it again"):
+        cluster.run.client.run(InitialSyncJob(), timeout_s=30)
     cluster.replica.script.clear()
     cluster.start(steps=2)
     assert cluster.trainer.weights == [12, 22, 32] == cluster.replica.live

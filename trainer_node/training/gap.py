@@ -25,6 +25,9 @@ of experts moves single tokens by whole nats. The bound for fp32 is the canary's
 tokens by 0.01 and more.
 """
 
+OFF_POLICY_NATS = 0.3
+"""Mean gap of tokens that are some versions old. A step moves the policy by 0.001 to 0.05; top_p =
+0.5 gives 0.7."""
 CAUSES = (
     "Usual causes: a temperature that the batch's temperatures do not say; top_p, top_k, min_p, "
     "penalties or another setting that changes the distribution; rollouts from another version or "
@@ -73,10 +76,13 @@ def warnings(
     """
     coldest = 1.0 if temperatures_T is None else min(1.0, temperatures_T.min().item())
     explained = EXPLAINED_NATS[dtype] / coldest
+    if loss.off_policy:
+        explained = max(explained, OFF_POLICY_NATS)
     if loss.max_logprob_gap is not None or sums.logprob_gap_mean <= explained:
         return []
     where = (
         f"On the first step after a publication or load {described(sums)}; "
-        f"{dtype} explains {explained:.2g}"
+        f"{'samples of an older version explain' if loss.off_policy else f'{dtype} explains'} "
+        f"{explained:.2g}"
     )
     return [f"{where}. {CAUSES}. If this is meant, set loss.max_logprob_gap."]

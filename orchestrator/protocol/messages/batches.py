@@ -95,6 +95,8 @@ class LossSpec(Message):
     state; pending gradients are dropped. None: no bound. On the first step after a publication or
     load, the result's `warnings` name a gap that the trainer's dtype cannot explain.
     """
+    off_policy: bool = False
+    """Some samples are of an older version: only a large gap gives a warning."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,59 @@
+"""What `splice up` publishes, over a real orchestrator with fake nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.errors import ErrorCode, JobFailed
+from orchestrator.protocol.messages import InitialSyncJob
+from splice import cli, up
+from tests.orchestrator.run import BUFFERS, JOB, Run
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with Run(tmp_path) as run:
+        run.fake_trainer = run.trainer()
+        run.fake_replica = run.replica(run.fake_trainer)
+        yield run
+
+
+def fail_always(replica) -> None:
+    def fail(message) -> None:
+        replica.script["ReceiveWeights"] = fail
+        replica.stand_still(message)
+        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    replica.script["ReceiveWeights"] = fail
+
+
+def test_a_new_run_gets_its_first_version_and_a_served_one_nothing(run):
+    said = []
+    for _ in range(2):
+        up._publish(run.client, said.append)
+    assert said == ["publishing m@0"] and run.client.status().version == 0
+
+
+@pytest.mark.parametrize("was_served", [True, False])
+def test_after_a_publication_that_failed_no_version_is_made_anew(run, was_served):
+    """@0 is made again only if it was never served."""
+    if was_served:
+        run.client.run(InitialSyncJob(), timeout_s=30)
+    fail_always(run.fake_replica)
+    job, buffers = (JOB, BUFFERS) if was_served else (InitialSyncJob(), ())
+    with pytest.raises(JobFailed):
+        run.client.run(job, buffers=buffers, timeout_s=30)
+    assert run.client.status().version is None
+    run.fake_replica.script.clear()
+    up._publish(run.client, lambda _: None)
+    assert run.client.status().version == 0
+    assert run.fake_replica.live == [10, 20, 30], "version 0's own weights"
+
+
+def test_a_restarted_orchestrator_binds_its_earlier_port(run, tmp_path):
+    """Also for a run.toml with port 0, as `splice init` writes it."""
+    bound = (run.dir / "bound").read_text().strip()
+    assert cli._old_endpoint(run.dir, "tcp://127.0.0.1:0", resume=True) == bound
+    assert cli._old_endpoint(run.dir, "tcp://127.0.0.1:0", resume=False) != bound

@@ -440,6 +440,13 @@ class TestGap:
             == []
         )
 
+    @pytest.mark.parametrize(("mean", "warns"), [(0.02, False), (0.68, True)])
+    def test_older_samples_explain_more_than_rounding(self, mean: float, warns: bool) -> None:
+        said = gap.warnings(
+            self.sums(mean), LossSpec(off_policy=True), dtype="float32", temperatures_T=None
+        )
+        assert bool(said) == warns and all("samples of an older version" in text for text in said)
+
     def test_a_jobs_own_bound(self) -> None:
         gap.check(self.sums(0.5), LossSpec())
         gap.check(self.sums(0.5), LossSpec(max_logprob_gap=0.5))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from orchestrator.between_jobs import BetweenJobs
 from orchestrator.config import OrchestratorConfig
-from orchestrator.errors import ConfigError, JournalError, NodeLost, SpliceError
+from orchestrator.errors import ConfigError, JournalError, SpliceError, WorkLost
 from orchestrator.facts import Facts
 from orchestrator.jobs import SENDING_S, Job, Jobs, Outcome
 from orchestrator.journal import Journal
@@ -335,7 +335,7 @@ class Orchestrator:
         """Have the trainer there and in its own state, then run the job."""
         replaces_state = isinstance(job.spec, LoadCheckpoint)
         if (unsaid := self._trainer.memory.unsaid) and not replaces_state:
-            raise NodeLost(f"the trainer was lost since the last job; {unsaid}")
+            raise WorkLost(f"the trainer was lost since the last job; {unsaid}")
         await self._between.wake(job.report)
         if not replaces_state:
             await self._resync.put_back(job.report)

@@ -456,4 +456,5 @@ def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -
 
 if __name__ == "__main__":
     log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look at a replica
     sys.exit(supervise(Path(sys.argv[1]), publish=PUBLISH in sys.argv))

@@ -243,7 +243,7 @@ def status(run_dir: Path) -> dict[str, Any] | None:
         return None
     found["is_running"] = is_running(folder / LOG)
     if not found["is_running"]:
-        ago_s = max(0.0, time.time() - found["at"])
+        ago_s = max(0.0, time.time() - found.get("at", 0.0))
         found["text"] = f"no loop runs; {ago_s:.0f} s ago: {found['text']}"
     return found
 

@@ -62,8 +62,14 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
         splice("stop", folder)
         splice("up", folder, "--resume")
         assert _ready(client).version == 1, "a client follows its run to the new endpoint"
-        for killed in ("splice serve", "splice trainer", "inference_node"):
+        for killed, node in (
+            ("splice serve", ""),
+            ("splice trainer", "trainer-launcher-0"),
+            ("inference_node", "inference-0"),
+        ):
             _kill(folder, killed)
+            while node and _states(client).get(node) == "ready":
+                time.sleep(0.2)
             _ready(client)
         (url,) = json.loads(splice("status", folder, "--json"))["base_urls"]
         served = {m["id"] for m in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]}
@@ -78,10 +84,14 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
 
 
 def _kill(folder, text):
-    """Kill the process whose command line has the text, and wait until its node is missed."""
+    """Kill the process whose command line has the text."""
     (process,) = [p for p in processes_of(folder) if text in " ".join(p.cmdline())]
     process.kill()
     process.wait(30)
+
+
+def _states(client):
+    return {n.node_id: n.state for n in client.status().nodes if n.role != "client"}
 
 
 def _ready(client):
@@ -91,8 +101,7 @@ def _ready(client):
         time.sleep(3.0)
         with contextlib.suppress(TimeoutError, NodeLost, ConfigError):
             status = client.status(timeout_s=30)
-            states = {n.node_id: n.state for n in status.nodes if n.role != "client"}
-            if states == dict.fromkeys(NODES, "ready") and client.base_url():
+            if _states(client) == dict.fromkeys(NODES, "ready") and client.base_url():
                 return status
     raise TimeoutError(client.status())
 

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from typing import ClassVar
 
 import pytest
@@ -123,9 +124,13 @@ def test_the_loop_says_who_waits(run):
     assert "loop:" not in watch(run)
     status = run.dir / decisions.LOOP_DIR / decisions.STATUS
     status.parent.mkdir()
-    status.write_text(json.dumps({"step": 3, "text": "trainer waits 40%"}))
+    said = {"step": 3, "text": "trainer waits 40%", "at": time.time()}
+    status.write_text(json.dumps(said))
+    assert "loop: no loop runs; " in watch(run)
+    log = decisions.DecisionLog(status.with_name(decisions.LOG))
     assert "loop: trainer waits 40%" in watch(run)
     assert json.loads(watch(run, "--json"))["loop"]["step"] == 3
     argv = [sys.executable, "-m", "splice", "status", str(run.dir)]
     done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60, check=True)
     assert "loop: trainer waits 40%" in done.stdout
+    log.close()

@@ -152,6 +152,8 @@ class Members:
                 )
 
         details = {r: self.router.peers[r].detail for r in replicas}
+        if anew := sorted(r for r, detail in details.items() if not detail):
+            raise NodeLost(f"{', '.join(anew)} has started anew and is not ready yet")
         request = OpenTransferGroup(
             request_id=new_id("open"),
             deadline_s=self._config.join_timeout_s,

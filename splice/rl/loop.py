@@ -497,7 +497,7 @@ class Loop:
                     task.add_done_callback(self._note_failure)
 
     def _note_failure(self, task: asyncio.Task[tuple[Rollout, ...]]) -> None:
-        if task.cancelled() or task.exception() is not None:
+        if not task.cancelled() and task.exception() is not None:
             self._has_failed.set()
 
     def _all_tasks(self) -> list[asyncio.Task[tuple[Rollout, ...]]]:

@@ -387,6 +387,8 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
         for url in urls:
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
                 reply = httpx.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
+                if reply.status_code in (401, 403):  # it asks for a key, so it serves
+                    return
                 if any(model["id"] == name for model in reply.json()["data"]):
                     return
         time.sleep(POLL_S)

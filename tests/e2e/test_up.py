@@ -59,22 +59,6 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
     splice("up", folder, "--resume")
     with SpliceClient.of_run(run_dir) as client:
         assert client.status().version == 1, "the resumed run goes on where it was"
-        splice("stop", folder)
-        splice("up", folder, "--resume")
-        assert _ready(client).version == 1, "a client follows its run to the new endpoint"
-        for killed, node in (
-            ("splice serve", ""),
-            ("splice trainer", "trainer-launcher-0"),
-            ("inference_node", "inference-0"),
-        ):
-            _kill(folder, killed)
-            while node and _states(client).get(node) == "ready":
-                time.sleep(0.2)
-            _ready(client)
-        (url,) = json.loads(splice("status", folder, "--json"))["base_urls"]
-        served = {m["id"] for m in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]}
-        assert served == {"tiny", "tiny@1"}
-        assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120)["alias"] == "tiny@2"
         client.stop_run()  # as a user's loop does at its end
     deadline_s = time.monotonic() + 60
     while processes_of(folder):
@@ -83,26 +67,65 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
     assert json.loads(splice("status", folder, "--json"))["phase"] == "ended"
 
 
-def _kill(folder, text):
-    """Kill the process whose command line has the text."""
+def test_every_role_comes_back_and_clients_find_the_run_again(models, tmp_path):
+    folder, run_dir = tmp_path / "mine", tmp_path / "mine" / "run"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    splice("up", folder)
+    try:
+        with SpliceClient.of_run(run_dir) as client:
+            splice("stop", folder)
+            splice("up", folder, "--resume")
+            assert _ready(client).version == 0, "a client follows its run to the new endpoint"
+            for role, says in (
+                ("splice serve", "run tiny listens"),
+                ("splice trainer", "launcher trainer-launcher-0 joined"),
+                ("inference_node", "inference inference-0 joined"),
+            ):
+                url = client.base_url()
+                _kill(folder, role, until=(run_dir / "logs" / "orchestrator.log", says))
+                while role == "inference_node" and _served(url):
+                    time.sleep(0.2)  # its vLLM ends with it
+                _ready(client)
+            specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
+            job = TrainMergedJob(tensors=specs)
+            assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120)["alias"] == "tiny@1"
+    finally:
+        splice("stop", folder)
+    assert processes_of(folder) == []
+
+
+def _kill(folder, text, *, until):
+    """Kill the process whose command line has the text; wait until the log says that it is back."""
+    path, says = until
+    before = path.read_text().count(says)
     (process,) = [p for p in processes_of(folder) if text in " ".join(p.cmdline())]
     process.kill()
-    process.wait(30)
+    deadline_s = time.monotonic() + 120
+    while path.read_text().count(says) == before:
+        assert time.monotonic() < deadline_s, f"{text} did not come back"
+        time.sleep(0.2)
 
 
-def _states(client):
-    return {n.node_id: n.state for n in client.status().nodes if n.role != "client"}
+def _served(url):
+    """The names that a replica serves; none if it is not there."""
+    try:
+        return {m["id"] for m in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]}
+    except httpx.HTTPError:
+        return set()
 
 
 def _ready(client):
-    """The status once all nodes are ready; nodes that have just died may still seem so."""
+    """The status once all nodes are ready and the replica serves."""
     deadline_s = time.monotonic() + 180
     while time.monotonic() < deadline_s:
-        time.sleep(3.0)
         with contextlib.suppress(TimeoutError, NodeLost, ConfigError):
             status = client.status(timeout_s=30)
-            if _states(client) == dict.fromkeys(NODES, "ready") and client.base_url():
+            states = {n.node_id: n.state for n in status.nodes if n.role != "client"}
+            wanted = {"tiny", f"tiny@{status.version}"}
+            if states == dict.fromkeys(NODES, "ready") and _served(client.base_url()) == wanted:
                 return status
+        time.sleep(0.5)
     raise TimeoutError(client.status())
 
 

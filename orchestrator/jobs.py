@@ -263,9 +263,6 @@ class Jobs:
         if isinstance(error, JobFailed):
             node, phase, message = error.node, error.phase[:200], error.message
             taken = error.steps_taken
-        made = self._facts.of_job(job_id).get("made")
-        if made:  # trained and durable, though its publication failed
-            taken = max(taken, steps_taken(made))
         return Failed(
             request_id=job_id,
             code=code,
@@ -273,8 +270,13 @@ class Jobs:
             phase=phase,
             message=message[:4000],
             remedy=f"{remedy[:2000]} ({self._serving()})",
-            steps_taken=taken,
+            steps_taken=max(taken, self._durable_steps(job_id)),
         )
+
+    def _durable_steps(self, job_id: str) -> int:
+        """Return the steps of a job whose version is trained and durable, though not published."""
+        made = self._facts.of_job(job_id).get("made")
+        return steps_taken(made) if made else 0
 
     def _forget_buffers(self, newest: str) -> None:
         """Drop the oldest outcomes with buffers. Their ids get `Failed` and never run again."""
@@ -303,7 +305,6 @@ class Jobs:
             if not job.running:
                 await self.end(job_id, Cancelled(request_id=job_id, reason=reason))
                 continue
-            made = self._facts.of_job(job_id).get("made")
             stopped = Failed(
                 request_id=job_id,
                 code=ErrorCode.STOPPED,
@@ -312,6 +313,6 @@ class Jobs:
                 message="the run was stopped while the job ran",
                 remedy=f"Continue the run (`splice up --resume`); its versions are in "
                 f"{versions_dir}. Then submit the job again under a new id.",
-                steps_taken=steps_taken(made) if made else 0,
+                steps_taken=self._durable_steps(job_id),
             )
             await self.end(job_id, stopped)

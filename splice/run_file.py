@@ -38,8 +38,8 @@ from orchestrator.protocol.config_errors import config_error
 from orchestrator.publication.config import PublicationConfig
 
 FILE_NAME = "run.toml"
-ENDPOINT, TOKEN = "SPLICE_ENDPOINT", "SPLICE_RUN_TOKEN"
 ENDPOINT_FILE = "endpoint"
+ENDPOINT, TOKEN = "SPLICE_ENDPOINT", "SPLICE_RUN_TOKEN"
 """Environment variables of nodes and clients that do not see the run's folder."""
 _DEFAULTS = OrchestratorConfig(
     run_dir=Path(), run_token="", name="defaults", publication=PublicationConfig()
@@ -323,11 +323,10 @@ def find_run(run_dir: Path) -> dict[str, Any]:
         ConfigError: one of them is not there.
     """
     run_dir = run_folder(run_dir)
-    path = run_dir / ENDPOINT_FILE
     return {
         "endpoint": find_endpoint(run_dir),
         "run_token": find_token(run_dir),
-        "endpoint_file": path if path.exists() else None,
+        "endpoint_file": run_dir / ENDPOINT_FILE,
     }
 
 

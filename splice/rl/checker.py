@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import ConfigError
 from splice.rl import decisions
+from splice.run_file import run_folder
 
 Place = tuple[int, int]
 """Group and sample."""
@@ -223,8 +225,8 @@ class Checker:
         elif line["step"] != self.found.steps:
             self._wrong(f"step {line['step']} was trained without a batch")
         # Its job ended, and somebody may have published, before the new start.
-        was_seen = line["version"] == self._served_at_start
-        was_seen = was_seen or (was_open and line["version"] <= self._served_at_start)
+        behind = self._served_at_start - line["version"]
+        was_seen = behind >= 0 if was_open else behind == 0
         if line["version"] <= self._made.newest and not was_seen:
             self._wrong(f"step {line['step']} made version {line['version']} again")
         self._made.add(line["version"])
@@ -271,9 +273,12 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("usage: python -m splice.rl.checker RUN/loop/decisions.jsonl, or RUN\n")
         return 2
     path = Path(argv[0])
-    for folder in (path, path / "run"):
-        if (found_log := folder / decisions.LOOP_DIR / decisions.LOG).is_file():
-            path = found_log
+    if path.is_dir():
+        try:
+            path = run_folder(path) / decisions.LOOP_DIR / decisions.LOG
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
     if not path.is_file():
         sys.stderr.write(f"there is no {path}; a loop writes it into loop/ in the run's folder\n")
         return 2

@@ -42,9 +42,8 @@ LOOP_DIR = "loop"
 PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
 """Codes of a job that failed through no fault of its batch, before its step."""
 LOCK_S = 0.5
+"""Time for another's look at the lock."""
 _STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened"))
-
-
 _LOGS: weakref.WeakSet[DecisionLog] = weakref.WeakSet()
 
 

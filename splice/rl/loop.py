@@ -251,22 +251,21 @@ class Loop:
                 f"serves {version}; give the loop of another run a folder of its own"
             )
         found.loop = found.loop or uuid.uuid4().hex[:12]
-        config = self.config.model_dump(mode="json")
-        seeds = (found.config.get("shuffle_seed"), self.config.shuffle_seed)
-        counts = (found.prompts, len(self._prompts))
-        if found.config and (seeds[0] != seeds[1] or counts[0] not in (None, counts[1])):
+        count, seed = len(self._prompts), self.config.shuffle_seed
+        before = (found.prompts or count, found.config.get("shuffle_seed"))
+        if found.config and before != (count, seed):
             log.warning(
                 "prompts or shuffle_seed have changed (%s and %s, now %s and %s): within this "
                 "pass, some prompts may come twice or not at all",
-                *(counts[0], seeds[0], counts[1], seeds[1]),
+                *(*before, count, seed),
             )
         self._log.write(
             "start",
             durable=True,
             loop=found.loop,
             version=version,
-            config=config,
-            prompts=len(self._prompts),
+            config=self.config.model_dump(mode="json"),
+            prompts=count,
         )
         found.made.add(version)
         self._next_group, self._admitted = found.groups, found.done
@@ -310,7 +309,8 @@ class Loop:
         groups = await self._groups_of(number)
         numbers = list(self._tasks.pop(number))
         batch = self._make_batch([part for group in groups for part in answers_by_name(group)])
-        self._check_sendable(number, batch)
+        job = self._job_of(number, batch)
+        check_sendable(number, job, batch)
         decisions.keep_batch(self.folder / decisions.BATCH, batch)
         line = {
             "step": number,
@@ -324,7 +324,7 @@ class Loop:
             ],
             "metrics": self._sampling_metrics(groups),
         }
-        return await self._train(line, batch, groups, attempt=self._past.attempt)
+        return await self._train(line, job, batch, groups, attempt=self._past.attempt)
 
     async def _train_kept(self, line: dict[str, Any]) -> Step:
         """Train on the batch that an earlier start of the loop sampled, or hear of its outcome."""
@@ -337,14 +337,15 @@ class Loop:
                 f"loop with max_staleness = {stalest:.0f} until the step is made"
             )
         self._admit_for(line["step"])
-        kept = ("step", "version", "groups", "rollouts", "metrics")
-        return await self._train(
-            {name: line[name] for name in kept}, batch, (), attempt=line["attempt"]
-        )
+        job = self._job_of(line["step"], batch)
+        names = ("step", "version", "groups", "rollouts", "metrics")
+        kept = {name: line[name] for name in names}
+        return await self._train(kept, job, batch, (), attempt=line["attempt"])
 
     async def _train(
         self,
         line: dict[str, Any],
+        job: TrainMergedJob,
         batch: Batch,
         groups: tuple[tuple[Rollout, ...], ...],
         *,
@@ -355,12 +356,18 @@ class Loop:
         Args:
             attempt: counts over all starts of the loop, because a job's id has one outcome.
         """
+        # The batch is part of the id: an older folder's step is not another batch's outcome.
+        digest = hashlib.sha256()
+        for buffer in batch.buffers:
+            digest.update(buffer)
         last = attempt + self.config.train_attempts - 1
         while True:
             self._log.write("train", durable=True, **line, attempt=attempt)
             try:
                 with self._meter.during("training"):
-                    result = await self._run(line["step"], attempt, batch)
+                    place = f"{self._past.loop}-{line['step']}-{attempt}"
+                    job_id = f"loop-{place}-{digest.hexdigest()[:8]}"
+                    result = await self._job(job, job_id, batch.buffers)
                 break
             except JobFailed as error:
                 self._log.write(
@@ -405,14 +412,6 @@ class Loop:
             result=result,
         )
 
-    async def _run(self, number: int, attempt: int, batch: Batch) -> dict[str, Any]:
-        # The batch is part of the id: an older folder's step is not another batch's outcome.
-        digest = hashlib.sha256()
-        for buffer in batch.buffers:
-            digest.update(buffer)
-        job_id = f"loop-{self._past.loop}-{number}-{attempt}-{digest.hexdigest()[:8]}"
-        return await self._job(self._job_of(number, batch), job_id, batch.buffers)
-
     def _job_of(self, number: int, batch: Batch) -> TrainMergedJob:
         loss = self._loss
         if self.config.max_staleness:
@@ -424,16 +423,6 @@ class Loop:
             mini_batch_sequences=self.config.mini_batch_sequences,
             epochs=self.config.epochs,
         )
-
-    def _check_sendable(self, number: int, batch: Batch) -> None:
-        """Refuse a batch that no message can carry, before it is durable."""
-        try:
-            encode(SubmitJob(job_id="x", job=self._job_of(number, batch)), batch.buffers)
-        except ProtocolError as error:
-            raise ConfigError(
-                f"the batch of step {number} cannot be sent: {error}. Lower groups_per_step or "
-                "group_size, or correct make_batch; then start the loop again"
-            ) from error
 
     async def _publish_again(self) -> None:
         """The last step was taken, but no replica serves it: publish it under the next name.
@@ -863,6 +852,21 @@ class Loop:
         """Call the client, which blocks, on a thread."""
         running = asyncio.get_running_loop()
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
+
+
+def check_sendable(number: int, job: TrainMergedJob, batch: Batch) -> None:
+    """Refuse a batch that no message can carry, before it is durable.
+
+    Raises:
+        ConfigError: names the step and the remedy.
+    """
+    try:
+        encode(SubmitJob(job_id="x", job=job), batch.buffers)
+    except ProtocolError as error:
+        raise ConfigError(
+            f"the batch of step {number} cannot be sent: {error}. Lower groups_per_step or "
+            "group_size, or correct make_batch; then start the loop again"
+        ) from error
 
 
 def is_own_end(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from tinker import types
 
 from orchestrator.protocol.config import LM_HEAD, LoraConfig
-from splice.tinker.refused import malformed, unsupported
+from splice.tinker.refused import malformed, unsupported, wrong_value
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -42,15 +42,11 @@ def wanted(asked: types.LoraConfig | None, ours: LoraConfig) -> LoraConfig:
             f"the run's trainer.lora.targets are {', '.join(ours.targets)}, without {LM_HEAD}, or "
             "train_unembed is false too. So nothing would train"
         )
-    found = ours.model_copy(update={"rank": asked.rank, "targets": targets + head})
+    update = {"rank": asked.rank, "targets": targets + head}
     try:
-        return LoraConfig.model_validate(found.model_dump())
+        return LoraConfig.model_validate(ours.model_dump() | update)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise malformed(
-            f"lora_config: {where} is {first['input']!r}: {first['msg'].lower()}"
-        ) from error
+        raise wrong_value("lora_config", error) from error
 
 
 def info(lora: LoraConfig | None) -> dict[str, Any]:

@@ -68,6 +68,12 @@ def failure(text: str, *, is_user: bool) -> Result:
     return Result(body=json.dumps(facts).encode(), is_failure=True)
 
 
+def defect(error: Exception) -> Result:
+    """Return the result of a request that met a defect of the server."""
+    text = f"a defect of the server; its log says more: {type(error).__name__}: {error}"
+    return failure(text, is_user=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """An accepted training request."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from orchestrator.errors import ConfigError
 
 MALFORMED, UNAUTHORIZED, UNKNOWN, GONE, TOO_LARGE, UNSUPPORTED = 400, 401, 404, 410, 413, 422
@@ -25,6 +27,13 @@ def unsupported(text: str) -> Refused:
 def malformed(text: str) -> Refused:
     """Return the refusal of a request that says nothing sensible."""
     return Refused(MALFORMED, text)
+
+
+def wrong_value(what: str, error: ValidationError) -> Refused:
+    """Return the refusal of the first value that a model does not take."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return malformed(f"{what}: {where} is {first['input']!r}: {first['msg'].lower()}")
 
 
 def unknown(text: str) -> Refused:

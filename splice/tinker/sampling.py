@@ -27,7 +27,7 @@ from orchestrator.errors import NodeLost, SpliceError
 from splice.client import SpliceClient
 from splice.rl.config import SamplingConfig
 from splice.rl.sampler import RolloutLost, Sampler
-from splice.tinker.books import Books, Result, failure
+from splice.tinker.books import Books, Result, defect, failure
 from splice.tinker.config import TinkerConfig
 from splice.tinker.jobs import BaseModel
 from splice.tinker.refused import BUSY, GONE, UNSUPPORTED, Refused, malformed, unsupported
@@ -212,8 +212,7 @@ class Sampling:
             return failure(text, is_user=False)
         except Exception as error:
             log.exception("a sample failed, which is a defect of splice tinker")
-            text = f"a defect of the server; its log says more: {type(error).__name__}: {error}"
-            return failure(text, is_user=False)
+            return defect(error)
         said = ";".join(
             ",".join(f"{version}x{count}" for version, count in sampled.spans)
             for sampled in samples.sequences

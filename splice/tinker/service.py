@@ -311,10 +311,10 @@ def read_trainer(run_dir: Path) -> TrainerConfig:
 async def running(config: TinkerConfig) -> AsyncIterator[Service]:
     """The service of a run; its training requests run meanwhile."""
     trainer = read_trainer(config.run_dir)
-    async with contextlib.AsyncExitStack() as stack:
-        (config.run_dir / FOLDER).mkdir(exist_ok=True, mode=0o700)
-        stack.enter_context(only_server(config.run_dir))
-        yield await stack.enter_async_context(_running(config, trainer))
+    (config.run_dir / FOLDER).mkdir(exist_ok=True, mode=0o700)
+    with only_server(config.run_dir):
+        async with _running(config, trainer) as service:
+            yield service
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,7 @@ from splice.tinker.adapters import of_model, wanted
 from splice.tinker.books import INITIAL, UNKNOWN, Books, Request, Result, json_result
 from splice.tinker.config import TinkerConfig
 from splice.tinker.jobs import Jobs
-from splice.tinker.refused import malformed, unsupported
+from splice.tinker.refused import malformed, unsupported, wrong_value
 
 log = logging.getLogger("splice.tinker")
 FOLDER = "tinker"
@@ -500,8 +500,4 @@ def optim_params(params: Any) -> OptimParams:
             max_grad_norm=params.grad_clip_norm or None,
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        raise malformed(
-            f"adam_params: {name} is {first['input']!r}: {first['msg'].lower()}"
-        ) from error
+        raise wrong_value("adam_params", error) from error

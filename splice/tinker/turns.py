@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from orchestrator.errors import ErrorCode, JobFailed, NodeLost, SpliceError
-from splice.tinker.books import Books, Request, Result, failure
+from splice.tinker.books import Books, Request, Result, defect, failure
 from splice.tinker.config import TinkerConfig
 from splice.tinker.refused import BUSY, Refused, malformed
 from splice.tinker.wire import parsed_pass
@@ -203,8 +203,7 @@ class Turns:
                 return failure(str(error), is_user=isinstance(error, Refused))
             except Exception as error:
                 log.exception("%s failed, which is a defect of splice tinker", request.request_id)
-                text = f"a defect of the server; its log says more: {type(error).__name__}: {error}"
-                return failure(text, is_user=False)
+                return defect(error)
 
     def _end(self, request: Request, result: Result) -> None:
         is_pass = request.kind == "forward_backward"

@@ -317,6 +317,16 @@ class FakeReplica(FakeNode):
         for phase in ("pausing", "paused", "applying"):
             self.link.progress(message.request_id, phase)
 
+    def fail_transfers(self) -> None:
+        """Refuse every transfer once tensors are written, until the script is cleared."""
+
+        def fail(message) -> None:
+            self.script["ReceiveWeights"] = fail
+            self.stand_still(message)
+            self.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+        self.script["ReceiveWeights"] = fail
+
     def on_PrepareUpdate(self, message) -> None:
         self.in_manifest_order.append(message.in_manifest_order)
         layout, changed = whole_layout(3) if message.in_manifest_order else self.layout, None

@@ -64,13 +64,7 @@ def test_after_a_publication_that_failed_for_good_a_resync_is_the_way_back(run):
     trainer = run.trainer()
     replica = run.replica(trainer)
     run.client.run(InitialSyncJob())
-
-    def fail(message) -> None:
-        replica.script["ReceiveWeights"] = fail
-        replica.stand_still(message)
-        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
-
-    replica.script["ReceiveWeights"] = fail
+    replica.fail_transfers()
     with pytest.raises(JobFailed, match="nothing is served"):
         run.client.run(JOB, buffers=BUFFERS)
     status = run.client.status()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.errors import ErrorCode, JobFailed
+from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import InitialSyncJob
 from splice import cli, up
 from tests.orchestrator.run import BUFFERS, JOB, Run
@@ -20,15 +20,6 @@ def run(tmp_path):
         yield run
 
 
-def fail_always(replica) -> None:
-    def fail(message) -> None:
-        replica.script["ReceiveWeights"] = fail
-        replica.stand_still(message)
-        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
-
-    replica.script["ReceiveWeights"] = fail
-
-
 def test_a_new_run_gets_its_first_version_and_a_served_one_nothing(run):
     said = []
     for _ in range(2):
@@ -41,7 +32,7 @@ def test_after_a_publication_that_failed_no_version_is_made_anew(run, was_served
     """@0 is made again only if it was never served."""
     if was_served:
         run.client.run(InitialSyncJob(), timeout_s=30)
-    fail_always(run.fake_replica)
+    run.fake_replica.fail_transfers()
     job, buffers = (JOB, BUFFERS) if was_served else (InitialSyncJob(), ())
     with pytest.raises(JobFailed):
         run.client.run(job, buffers=buffers, timeout_s=30)

@@ -194,12 +194,7 @@ def test_a_run_that_is_stopped_in_a_publication_makes_no_step_twice(tmp_path):
 
 
 def test_a_loop_starts_after_a_publication_that_failed_for_good(cluster):
-    def fail(message) -> None:
-        cluster.replica.script["ReceiveWeights"] = fail
-        cluster.replica.stand_still(message)
-        cluster.replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
-
-    cluster.replica.script["ReceiveWeights"] = fail
+    cluster.replica.fail_transfers()
     with pytest.raises(JobFailed):
         cluster.start(steps=2)
     assert cluster.run.client.status().version is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import os
 import time
 
 import numpy as np
@@ -99,7 +98,6 @@ def test_a_forked_worker_does_not_hold_the_loops_lock(tmp_path):
         with pytest.raises(ConfigError, match="another loop runs"):
             decisions.DecisionLog(path)
         assert decisions.is_running(path)
-        os.close(os.dup(log._file.fileno()))
         log.close()
         assert not decisions.is_running(path)
         decisions.DecisionLog(path).close()

@@ -16,7 +16,8 @@ the replica adds whatever shares a layer with that. The chunks follow from the m
 alone (`plan_chunks`; with one worker also from its runs).
 
 Staged chunks go through a ring of two buffers: chunk k+1 arrives while chunk k is copied. The first
-chunk is never live, so until it has arrived whole, a failure leaves all live tensors unchanged.
+chunk is never live, so until it has arrived whole, a failure leaves all live tensors unchanged. On
+CUDA the host waits for that chunk, and then queues up to `QUEUED_CHUNKS` ahead of the wire.
 
 Axes: B = bytes, N = tensors, P = parts of tensors on this worker.
 """
@@ -27,6 +28,7 @@ import array
 import itertools
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +38,7 @@ from inference_node import verify
 from inference_node.placement import PlacementPlan, Region
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
 from weight_transfer.copies import PreparedCopy
+from weight_transfer.cuda_events import QUEUED_CHUNKS
 from weight_transfer.digest import PreparedDigest, row_major_strides
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import chunk_offsets, in_vectors, view_of
@@ -306,10 +309,25 @@ class _Receive:
     ring: list[torch.Tensor] = field(default_factory=list)
     copied: list[torch.cuda.Event | None] = field(default_factory=lambda: [None, None])
     """The event behind the last copy from each of the ring's buffers."""
+    arriving: deque[torch.cuda.Event] = field(default_factory=deque)
+    """Events behind the receives that are queued, oldest first."""
+    has_written: bool = False
+    """Whether live memory has changed."""
     seconds: dict[str, float] = field(default_factory=lambda: {"wire": 0.0, "load": 0.0})
 
     def left_s(self) -> float:
         return max(0.001, self.deadline - time.monotonic())
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for one receive."""
+        began = time.monotonic()
+        self.group.synchronize(event, deadline_s=self.left_s())
+        self.seconds["wire"] += time.monotonic() - began
+
+    def wait(self, *, leaving: int = 0) -> None:
+        """Wait for the oldest receives, until so many are left."""
+        while len(self.arriving) > leaving:
+            self.wait_for(self.arriving.popleft())
 
 
 class DirectReceiver:
@@ -415,8 +433,9 @@ class DirectReceiver:
             group=group, deadline=time.monotonic() + deadline_s, load=load, on_written=on_written
         )
         self._digests_P.zero_()
+        if self._stream is not None:  # a failed receive may have left copies
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         started: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        last: torch.cuda.Event | None = None  # a group's broadcasts end in order
         for k, chunk in enumerate(self._chunks):
             buffer_B, event = self._start(run, chunk) if started is None else started
             # A broadcast that is not queued blocks; the sender fills its next chunk meanwhile.
@@ -427,10 +446,9 @@ class DirectReceiver:
                 else None
             )
             self._finish(run, chunk, buffer_B, event)
-            last = event
+            run.wait(leaving=QUEUED_CHUNKS)
+        run.wait()
         began = time.monotonic()
-        if last is not None:
-            group.synchronize(last, deadline_s=run.left_s())
         if self._stream is not None:
             self._stream.synchronize()
         run.seconds["wire"] += time.monotonic() - began
@@ -457,6 +475,8 @@ class DirectReceiver:
         began = time.monotonic()
         buffer_B = self._buffer(run, chunk)
         event = run.group.broadcast(buffer_B, deadline_s=run.left_s())
+        if event is not None:
+            run.arriving.append(event)
         run.seconds["wire"] += time.monotonic() - began
         return buffer_B, event
 
@@ -490,14 +510,15 @@ class DirectReceiver:
         event: torch.cuda.Event | None,
     ) -> None:
         """Copy or load an arrived chunk that is not in place, then digest its live parts."""
-        began = time.monotonic()
         if chunk.kind != "live":
-            # An abort also lets the event pass: check before copying from the buffer.
-            if event is not None:
-                run.group.synchronize(event, deadline_s=run.left_s())
+            # An abort also lets the event pass. Only bytes that were checked may be loaded, or be
+            # the first to change live memory; later ones change what is a mixture already.
+            is_queued = self._stream is not None and chunk.kind == "staged" and run.has_written
+            if event is not None and not is_queued:
+                run.wait_for(event)
             run.on_written(len(chunk.tensors))
-        arrived = time.monotonic()
-        run.seconds["wire"] += arrived - began
+        run.has_written = True
+        began = time.monotonic()
         if chunk.kind == "reload":
             run.load(self._tensors(chunk, buffer_B))
         elif self._stream is None:
@@ -512,7 +533,7 @@ class DirectReceiver:
                     run.copied[chunk.slot] = copied = torch.cuda.Event()
                     copied.record()
                 self._digest(chunk)
-        run.seconds["load"] += time.monotonic() - arrived
+        run.seconds["load"] += time.monotonic() - began
 
     @staticmethod
     def _place(chunk: _LocalChunk, buffer_B: torch.Tensor) -> None:

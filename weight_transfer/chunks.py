@@ -2,7 +2,8 @@
 
 The receiver's `WireLayout` groups tensors into chunks, so that they arrive in place.
 `fill(k, out_B)` writes the merged bytes of chunk k. On CUDA three streams run side by side: one
-fills chunk k+1, one sends chunk k, one digests what is sent. The host only queues the work.
+fills chunk k+1, one sends chunk k, one digests what is sent. The host only queues the work, up to
+`QUEUED_CHUNKS` ahead of the wire: a fill waits on the device for its place in the ring.
 The ring holds at most `RING_BYTES`. A chunk that already has its bytes in memory (an embedding
 without an adapter) is sent from there. Any failure aborts every group, so no replica waits for the
 second half of a version.
@@ -23,7 +24,7 @@ import torch
 
 from orchestrator.errors import ManifestError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
-from weight_transfer.cuda_events import wait_for_event
+from weight_transfer.cuda_events import QUEUED_CHUNKS, wait_for_event
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import view_of
@@ -152,7 +153,7 @@ class ChunkSender:
             # A failed send may leave work queued, which must end before the memory is reused.
             self._ring_B.record_stream(stream)
         self._busy: deque[tuple[int, list[_Use]]] = deque()
-        """Chunks that still occupy the ring, oldest first, with their pending uses."""
+        """Chunks that may still occupy the ring, oldest first, with their pending uses."""
 
     def _buffer(self, k: int) -> torch.Tensor:
         """Chunk k's part of the ring, or its resident memory."""
@@ -232,7 +233,8 @@ class ChunkSender:
             digests_N.record_stream(stream)
         for k in range(len(self._chunks)):
             with _timed(seconds, "wire"):
-                self._wait_for_room(k, deadline)
+                while len(self._busy) >= QUEUED_CHUNKS:
+                    self._wait_for_oldest(deadline)
             with _timed(seconds, "fill"):
                 self._fill_chunk(k)
             with _timed(seconds, "wire"):
@@ -252,6 +254,8 @@ class ChunkSender:
             self._fill(k, self._buffer(k))
             return
         with torch.cuda.stream(self._streams[0]):
+            for event in self._uses_of_place(k):
+                self._streams[0].wait_event(event)
             self._fill(k, self._buffer(k))
 
     def _broadcast(self, k: int, deadline: float) -> list[_Use]:
@@ -282,18 +286,19 @@ class ChunkSender:
             event.record()
         return [(None, event)]
 
-    def _wait_for_room(self, k: int, deadline: float) -> None:
-        """Wait until no earlier chunk occupies chunk k's place. Chunks leave in order."""
+    def _uses_of_place(self, k: int) -> list[torch.cuda.Event]:
+        """Events behind which no earlier chunk occupies chunk k's place in the ring."""
         if self._is_resident[k]:
-            return
+            return []
         first, end = self._places[k], self._places[k] + self._nbytes[k]
-        while any(
-            not self._is_resident[j]
+        return [
+            event
+            for j, uses in self._busy
+            if not self._is_resident[j]
             and self._places[j] < end
             and first < self._places[j] + self._nbytes[j]
-            for j, _ in self._busy
-        ):
-            self._wait_for_oldest(deadline)
+            for _, event in uses
+        ]
 
     def _wait_for_oldest(self, deadline: float) -> None:
         _, uses = self._busy.popleft()

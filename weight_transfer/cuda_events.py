@@ -16,6 +16,13 @@ SHARE_OF_WAIT = 1 / 8
 A chunk takes half a millisecond on the wire. Polls that double would notice its end up to as long
 afterwards, and the wire would stand still meanwhile.
 """
+QUEUED_CHUNKS = 16
+"""Chunks of an update that the host queues ahead of the wire, on either side.
+
+A chunk of 150 MB takes 0.4 ms on the wire, and Python nearly as long to queue its work. A host that
+falls behind once then costs the wire nothing. More would fill CUDA's queue, in which a call waits
+without a deadline.
+"""
 WIRE_PRIORITY = -1
 """Priority of a CUDA stream with NCCL's kernels.
 

@@ -31,10 +31,13 @@ class CudaWire(Wire):
     before.
     """
 
+    def __init__(self, pieces, dies_at=-1):
+        super().__init__(pieces, dies_at)
+        self.stream, self.waited = torch.cuda.Stream(), []
+
     def broadcast(self, buffer_B, *, deadline_s):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             torch.cuda._sleep(2_000_000)
             super().broadcast(buffer_B, deadline_s=deadline_s)
             event = torch.cuda.Event()
@@ -42,6 +45,7 @@ class CudaWire(Wire):
         return event
 
     def synchronize(self, event=None, *, deadline_s):
+        self.waited.append(self.count)
         event.synchronize()
 
 

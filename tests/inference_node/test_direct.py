@@ -241,6 +241,44 @@ def test_bytes_arrive_in_place_and_the_rest_is_loaded(moe):
     assert live["experts", "w13"].data_ptr() == address and sum(written) == len(weights)
 
 
+@pytest.mark.gpu1
+def test_staged_chunks_are_queued_behind_the_first_which_is_waited_for(moe, monkeypatch):
+    monkeypatch.setattr(direct, "SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(direct, "MAX_CHUNK_BYTES", I * H * 4)
+    manifest, plan, live = moe
+    live = {key: tensor.cuda() for key, tensor in live.items()}
+    layout = plan_layout(plan, manifest, live)
+    count = len(layout.chunks)
+    assert count >= 3 * E and {c.kind for c in layout.chunks} == {"staged"}
+    receiver = DirectReceiver(
+        chunks=layout.chunks, manifest=manifest, plan=plan, live=live, device=torch.device("cuda")
+    )
+    for dies_at in (-1, 0, 1, count - 1, -1):
+        before = {key: tensor.clone() for key, tensor in live.items()}
+        weights = {s.name: torch.randn(s.shape) for s in manifest.tensors}
+        written = []
+        wire = CudaWire(packed(manifest, layout, weights), dies_at=dies_at)
+        if dies_at < 0:
+            receiver.receive(
+                group=wire, deadline_s=5, load=lambda t: None, on_written=written.append
+            )
+            digests = [int(tensor_digest(weights[s.name])) for s in manifest.tensors]
+            assert list(receiver.digests() or ()) == digests and sum(written) == len(weights)
+            for e in range(E):
+                assert torch.equal(live["experts", "w2"][e].cpu(), weights[f"{e}.down"])
+                assert torch.equal(live["experts", "w13"][e, :I].cpu(), weights[f"{e}.gate"])
+            # The first chunk was waited for with the second one behind it, the rest at the end.
+            assert wire.waited[0] == 2 and set(wire.waited[1:]) == {count}
+            continue
+        with pytest.raises(TransferError):
+            receiver.receive(
+                group=wire, deadline_s=5, load=lambda t: None, on_written=written.append
+            )
+        torch.cuda.synchronize()
+        unchanged = all(torch.equal(before[key], live[key]) for key in live)
+        assert (sum(written) == 0) == unchanged == (dies_at <= 1)
+
+
 def test_a_wire_that_dies_has_said_what_it_touched(moe):
     manifest, plan, live = moe
     layout = plan_layout(plan, manifest, live)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -170,25 +169,13 @@ def test_places_in_the_ring(seed):
         assert then == 0 or end <= then
 
 
-class Waited(Memory):
-    """Notes which chunk's event was waited for; events are the chunks' numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.waited = []
-
-    def synchronize(self, event=None, *, deadline_s):
-        self.waited.append(event)
-
-
 def test_a_chunk_waits_for_those_that_lie_where_it_goes():
     specs = tuple(
         TensorSpec(name=f"t{i}", dtype="uint8", shape=(n,))
         for i, n in enumerate([900, 400, 400, 400, 1000, 400])
     )
-    group = Waited()
     sender = ChunkSender(
-        groups={"a": group},
+        groups={"a": Memory()},
         manifest=Manifest(tensors=specs),
         chunks=[(i,) for i in range(6)],
         fill=lambda k, out_B: None,
@@ -196,11 +183,9 @@ def test_a_chunk_waits_for_those_that_lie_where_it_goes():
     )
     sender._places = chunks.ring_places(sender._nbytes, 2048, usual=1)
     assert sender._places == [0, 1024, 1536, 0, 512, 1536]
-    for k, wanted in enumerate([[], [], [], [0], [1], [2]]):
-        group.waited.clear()
-        sender._wait_for_room(k, time.monotonic() + 5)
-        assert group.waited == wanted, k
-        sender._busy.append((k, [("a", k)]))
+    for k, wanted in enumerate([[], [], [], [0], [0, 1], [2]]):
+        assert sender._uses_of_place(k) == wanted, k
+        sender._busy.append((k, [("a", k)]))  # the number stands for the event
     sender.close()
 
 
@@ -233,6 +218,47 @@ def test_bytes_order_and_digests(device, monkeypatch):
     sender.close()
     with pytest.raises(TransferAborted):
         sender.send(deadline_s=1)
+
+
+class Slow(Memory):
+    """A wire with a stream of its own, which reads a chunk long after it was queued."""
+
+    def __init__(self):
+        super().__init__()
+        self.stream, self.waited = torch.cuda.Stream(), 0
+
+    def broadcast(self, buffer_B, *, deadline_s):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(2_000_000)  # a millisecond
+            return super().broadcast(buffer_B, deadline_s=deadline_s)
+
+    def synchronize(self, event=None, *, deadline_s):
+        self.waited += not event.query()
+        super().synchronize(event, deadline_s=deadline_s)
+
+
+@pytest.mark.gpu1
+def test_the_host_runs_ahead_of_a_slow_wire_but_no_fill_does():
+    tensors, manifest = model("cuda", count=40)
+    order = [(i,) for i in range(40)]
+    group = Slow()
+    sender = ChunkSender(
+        groups={"a": group},
+        manifest=manifest,
+        chunks=order,
+        fill=filler(tensors, order),
+        device="cuda",
+    )
+    for _ in range(3):
+        group.sent.clear()
+        report = sender.send(deadline_s=30)
+        assert report.digests_N.tolist() == [int(tensor_digest(t)) for t in tensors]
+        sent = [t.reshape(-1).view(torch.uint8) for t in tensors]
+        assert all(torch.equal(a, b) for a, b in zip(group.sent, sent, strict=True))
+        tensors[3].add_(1.0)
+    assert group.waited, "the wire was never behind: the test shows nothing"
+    sender.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

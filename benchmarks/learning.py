@@ -274,19 +274,21 @@ def cases_of(curves: Path, task: Task) -> list[Case]:
         arm, _, seed = log.stem.rpartition("-")
         if not found.get(arm, {}).get(seed, {"steps": []})["steps"]:
             raise ConfigError(f"the run {arm}:{seed} made no step; its log is {log}")
+    gap = "logprob_gap"
     return [
         Case(
             name=arm,
             metric=metric,
             unit=unit,
             samples=tuple(measure(curve) for curve in runs.values()),
-            peer=ARMS[arm].control,
-            peer_samples=tuple(measure(c) for c in found.get(ARMS[arm].control or "", {}).values()),
+            peer=control,
+            peer_samples=tuple(measure(c) for c in found.get(control or "", {}).values()),
             settings={"task": asdict(task), "curves": runs} if metric == "accuracy" else {},
         )
         for arm, runs in found.items()
         for metric, (unit, measure) in METRICS.items()
-        if metric != "logprob_gap" or ARMS[arm].control is not None
+        for control in [ARMS[arm].control if metric != gap else None]
+        if metric != gap or all(GAP in s for curve in runs.values() for s in curve["steps"])
     ]
 
 
@@ -295,11 +297,13 @@ def _rate(curve: Found) -> float:
     return 60 / median(b - a for a, b in pairwise(times))
 
 
+GAP = "logprob_gap_mean"
+"""Of a step, where the loss takes the sampler's log-probs."""
 METRICS: dict[str, tuple[str, Callable[[Found], float]]] = {
     "accuracy": ("share", lambda c: float(c["evaluations"][-1]["accuracy"])),
     f"reward_last_{LAST}": ("share", lambda c: fmean(s["reward"] for s in c["steps"][-LAST:])),
     "reward_all": ("share", lambda c: fmean(s["reward"] for s in c["steps"])),
-    "logprob_gap": ("nats", lambda c: median(s.get("logprob_gap_mean", 0.0) for s in c["steps"])),
+    "logprob_gap": ("nats", lambda c: median(s[GAP] for s in c["steps"])),
     "steps": ("steps", lambda c: float(len(c["steps"]))),
     "steps_per_min": ("steps/min", _rate),
 }

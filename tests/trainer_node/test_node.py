@@ -242,7 +242,7 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         )
         assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
         assert result["metrics"]["grad_norm"] > 0
-        assert set(result["metrics"]) == documented("all", "steps")
+        assert set(result["metrics"]) == documented("all", SAMPLER, "steps")
         assert 0 < result["seconds"]["to_first_forward"] < result["seconds"]["train"] + 1
         released, _ = control.ok(ReleaseMemory)
         assert released["offloaded_bytes"] > sum(t.nbytes for t in base.values()) // (2 * ranks)
@@ -482,6 +482,9 @@ def check_refused_batches(
     assert not never.exists()
 
 
+SAMPLER = "all, with sampler log-probs"
+
+
 def documented(*columns: str) -> set[str]:
     """Metrics of docs/training.md whose second column is one of these."""
     rows = re.findall(
@@ -497,7 +500,7 @@ def check_metrics_of_several_steps(control, folder: Path) -> None:
     first, *others = result["steps"]
     assert len(others) == 2
     for metrics in (result["metrics"], *result["steps"]):
-        assert set(metrics) == documented("all", "steps")
+        assert set(metrics) == documented("all", SAMPLER, "steps")
     whole = result["metrics"]
     assert whole["tokens"] == sum(step["tokens"] for step in result["steps"])
     assert whole["staleness_steps"] == first["staleness_steps"] == others[0]["staleness_steps"] - 1
@@ -595,7 +598,7 @@ def test_operations(models, tmp_path: Path) -> None:
 
         measured = LossSpec(kl=KlSpec(coefficient=0))
         later, _ = control.ok(ForwardBackward, buffers, loss=measured, tensors=fields["tensors"])
-        assert set(later["metrics"]) == documented("all", "all, with a KL term")
+        assert set(later["metrics"]) == documented("all", SAMPLER, "all, with a KL term")
         assert later["metrics"]["kl_mean"] > 0, "a step away from the base"
         assert later["warnings"] == [], "off policy by one step"
         assert later["metrics"]["staleness_steps"] == 1

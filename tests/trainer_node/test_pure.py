@@ -362,6 +362,7 @@ class TestSums:
             num_loss_sequences=1,
             num_sequences=1,
             logprob_gap_max=0.5,
+            gap_tokens=3,
             kl=6.0,
             kl_tokens=3,
         )
@@ -407,7 +408,11 @@ class TestGap:
     def test_only_losses_that_take_the_samplers_log_probs_count(self) -> None:
         both = self.sums(0.5) + StepSums(num_tokens=12, loss=1.0)
         assert both.metrics("tokens")["logprob_gap_mean"] == both.logprob_gap_mean == 0.5
-        assert StepSums(num_tokens=3).logprob_gap_mean == 0.0
+        without = StepSums(num_tokens=3)
+        assert without.logprob_gap_mean == 0.0
+        assert not {"logprob_gap_mean", "logprob_gap_max", "kl_sampler_mean"} & set(
+            without.metrics("tokens")
+        ), "a gap that nobody measured is no gap of 0"
 
     @pytest.mark.parametrize(
         ("dtype", "mean", "coldest", "warns"),

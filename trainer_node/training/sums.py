@@ -69,19 +69,21 @@ class StepSums:
         """The true global values: `loss` divided as the gradient is, the others means over loss
         tokens.
 
-        kl_mean is there where a batch had a KL term.
+        kl_mean is there where a batch had a KL term; the gap to the sampler where a loss takes its
+        log-probs.
         """
         count = self.num_tokens
         metrics = {
             "loss": self.loss / self.denominator(normalize_by),
             "tokens": float(count),
             "num_sequences": float(self.num_sequences),
-            "logprob_gap_mean": self.logprob_gap_mean,
-            "logprob_gap_max": self.logprob_gap_max,
-            "kl_sampler_mean": self.kl_sampler / self.gap_tokens if self.gap_tokens else 0.0,
             "entropy_mean": self.entropy / count,
             "clip_fraction": self.num_clipped / count,
         }
+        if self.gap_tokens:
+            metrics["logprob_gap_mean"] = self.logprob_gap_mean
+            metrics["logprob_gap_max"] = self.logprob_gap_max
+            metrics["kl_sampler_mean"] = self.kl_sampler / self.gap_tokens
         if self.kl_tokens:
             metrics["kl_mean"] = self.kl / self.kl_tokens
         return metrics

@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import asyncio
 import base64
+import functools
 import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -60,10 +61,7 @@ MESSAGES: dict[str, type[Message]] = {
 
 
 MANIFEST_ORDER = "manifest order was asked for"
-FP8_ORDER = (
-    "an FP8 server takes its own layout, which this trainer or another replica cannot use; serve "
-    "this model in bf16, and give all replicas the same quantisation"
-)
+FP8_ORDER = "FP8 weights cannot be reloaded in manifest order; serve this model in bf16"
 DEATH_POLL_S = 0.5
 """Seconds between two questions whether the engine still lives."""
 SHADOW_POLL_S = 0.02
@@ -177,26 +175,35 @@ class Actions:
         groups = [[Fp8Group.model_validate(g) for g in a["fp8"]] for a in answers]
         weights = fp8.merged(groups)
         if weights is not None:
-            if message.in_manifest_order:
+            if message.order == "manifest":
                 raise ManifestError(FP8_ORDER)
             manifest = fp8_manifest(manifest, weights)
             answers, findings = await self._check(engine, manifest, "splice_use_fp8", weights)
         reasons: dict[str, set[int]] = {}
         for why, indices in (pair for a in answers for pair in a["obstacles"].items()):
             reasons.setdefault(why, set()).update(indices)
-        if message.in_manifest_order:
+        if message.order == "manifest":
             reasons = {MANIFEST_ORDER: set(range(len(manifest.tensors)))}
         reloaded = await self._whole_layers(engine, set().union(*reasons.values()), len(answers))
-        fp8.refuse_reload(manifest, reloaded)
+        fp8.refuse_reload(manifest, reloaded, reasons)
         changed = await self._whole_layers(engine, manifest.changed or (), len(answers))
-        self._whole = await self._lay_out(engine, manifest, findings, reasons, reloaded, None)
+        lay_out = functools.partial(
+            self._lay_out,
+            engine,
+            manifest,
+            findings,
+            reasons,
+            reloaded,
+            is_own=message.order == "own",
+        )
+        self._whole = await lay_out(None)
         planned: Answer = {
             "layout": self._whole.layout.model_dump(mode="json"),
             "changed": None,
             "fp8": None if weights is None else weights.model_dump(mode="json"),
         }
         if changed and len(changed) < len(manifest.tensors):
-            self._part = await self._lay_out(engine, manifest, findings, reasons, reloaded, changed)
+            self._part = await lay_out(changed)
             layout = self._part.layout.model_dump(mode="json")
             planned["changed"] = {"tensors": changed, "layout": layout}
         return planned
@@ -229,9 +236,11 @@ class Actions:
         reasons: Mapping[str, Collection[int]],
         reloaded: Sequence[int],
         part: Sequence[int] | None,
+        *,
+        is_own: bool,
     ) -> PlannedUpdate:
         """Have every worker plan an update; all must plan the same."""
-        answers = await self._workers(engine, "splice_lay_out", reloaded, part)
+        answers = await self._workers(engine, "splice_lay_out", reloaded, part, is_own)
         rows = answers[0]["chunks"]
         if any(a["chunks"] != rows for a in answers):
             raise ActionFailed(

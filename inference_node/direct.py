@@ -25,6 +25,7 @@ Axes: B = bytes, N = tensors, P = parts of tensors on this worker.
 from __future__ import annotations
 
 import array
+import functools
 import itertools
 import re
 import time
@@ -363,7 +364,7 @@ class DirectReceiver:
         self._digests_P = torch.zeros(sum(counts), dtype=torch.int64, device=device)
         self._chunks = [self._chunk(c) for c in chunks]
         self._ring_bytes = self._lay_out_ring()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _side_stream(device) if device.type == "cuda" else None
         """Runs copies and digests beside the wire."""
 
     def _chunk(self, chunk: WireChunk) -> _LocalChunk:
@@ -432,9 +433,7 @@ class DirectReceiver:
         run = _Receive(
             group=group, deadline=time.monotonic() + deadline_s, load=load, on_written=on_written
         )
-        self._digests_P.zero_()
-        if self._stream is not None:  # a failed receive may have left copies
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._begin()
         started: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         for k, chunk in enumerate(self._chunks):
             buffer_B, event = self._start(run, chunk) if started is None else started
@@ -453,6 +452,12 @@ class DirectReceiver:
             self._stream.synchronize()
         run.seconds["wire"] += time.monotonic() - began
         return run.seconds
+
+    def _begin(self) -> None:
+        """Queue what follows behind the copies and digests that a failed receive may have left."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._digests_P.zero_()
 
     def _may_start_ahead(self, k: int) -> bool:
         """Whether to ask for chunk k before the one ahead of it is copied.
@@ -555,6 +560,7 @@ class DirectReceiver:
             buffers: the layout's chunks, in order. They must live until the stream is done.
             load, on_written: as in `receive`.
         """
+        self._begin()
         on_written(sum(len(c.tensors) for c in self._chunks))
         arrived = list(zip(self._chunks, buffers, strict=True))
         in_place = [
@@ -564,7 +570,6 @@ class DirectReceiver:
             torch._foreach_copy_(*pairs)
         for chunk, buffer_B in arrived:
             self._place(chunk, buffer_B)
-        self._digests_P.zero_()
         for chunk, buffer_B in arrived:
             self._digest(chunk)
             if chunk.kind == "reload":
@@ -587,6 +592,12 @@ class DirectReceiver:
         if not self._is_digested:
             return None
         return array.array("q", self._digests_P.cpu().numpy().tobytes())
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For copies and digests of all receivers."""
+    return torch.cuda.Stream(device)
 
 
 def _wide(flat_B: torch.Tensor) -> torch.Tensor:

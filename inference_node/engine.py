@@ -88,6 +88,8 @@ class _WorkerUpdate:
     """Indices of its tensors in the whole manifest. None: all."""
     reload: frozenset[int]
     """Indices, within the update, of the tensors that take the reload path."""
+    is_own: bool
+    """Whether it has `live` chunks where this replica can take them."""
     chunks: tuple[WireChunk, ...]
     receiver: direct.DirectReceiver
 
@@ -220,6 +222,10 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
     def _scaled_layers(self) -> dict[str, torch.nn.Module]:
         return kv_cache.scaled_layers(self.model, self.vllm_config.cache_config)
 
+    def holds_static_fp8(self) -> bool:
+        """Whether layers load FP8: without a proof they cannot be updated at all."""
+        return any(fp8.is_static(layer) for layer in self.model.modules())
+
     def _weight_refusals(self) -> list[str]:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             found = fp8.refusals(self.model)
@@ -237,8 +243,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """
         assert self._recorded is not None
         refused = self._weight_refusals()
-        is_static = any(fp8.is_static(layer) for layer in self.model.modules())
-        if refused and may_be_unverified and not is_static:
+        if refused and may_be_unverified and not self.holds_static_fp8():
             return []
         if refused:
             raise ManifestError("; ".join(refused))
@@ -270,13 +275,14 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         return placement.whole_layers(plan, manifest, indices)
 
     def lay_out(
-        self, reload_indices: Sequence[int], part: tuple[int, ...] | None
+        self, reload_indices: Sequence[int], part: tuple[int, ...] | None, *, is_own: bool
     ) -> tuple[WireChunk, ...]:
         """Plan updates of the checked manifest, or of a part of it; returns how its tensors travel.
 
         Args:
             reload_indices: tensors of the whole manifest that some worker reloads, as whole layers.
             part: ascending indices of the tensors that the updates bring. None: all.
+            is_own: receive in place what this replica can, whatever others can.
 
         Raises:
             ManifestError: a layer is incomplete, or an unplaceable tensor is not reloaded.
@@ -293,8 +299,12 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         everything = range(len(manifest.tensors)) if part is None else part
         reload_within = frozenset(n for n, i in enumerate(everything) if i in reloaded)
         known = self._part if part is not None else self._whole
-        if known is None or (known.part, known.reload) != (part, reload_within):
-            known = self._lay_out(part, reload_within)
+        if known is None or (known.part, known.reload, known.is_own) != (
+            part,
+            reload_within,
+            is_own,
+        ):
+            known = self._lay_out(part, reload_within, is_own=is_own)
             if part is None:
                 self._whole = known
             else:
@@ -302,7 +312,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         return known.chunks
 
     def _lay_out(
-        self, part: tuple[int, ...] | None, reload_within: frozenset[int]
+        self, part: tuple[int, ...] | None, reload_within: frozenset[int], *, is_own: bool
     ) -> _WorkerUpdate:
         manifest, plan = self._checked_plan()
         if part is not None:
@@ -314,7 +324,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         }
         together = [tuple(numbers[i] for i in g) for g in self._together if g[0] in numbers]
         elsewhere = reload_within.union(*together)
-        runs = direct.whole_runs(plan, manifest, elsewhere) if is_alone else ()
+        runs = direct.whole_runs(plan, manifest, elsewhere) if is_alone and is_own else ()
         chunks = direct.plan_chunks(manifest, reload=reload_within, runs=runs, together=together)
         receiver = direct.DirectReceiver(
             chunks=chunks, manifest=manifest, plan=plan, live=self._live, device=self.device
@@ -324,6 +334,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
             plan=plan,
             part=part,
             reload=reload_within,
+            is_own=is_own,
             chunks=chunks,
             receiver=receiver,
         )

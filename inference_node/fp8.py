@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,10 +134,10 @@ def _disproof(layer: torch.nn.Module) -> str | None:
         got = made[n].t() if is_turned else made[n]
         if not _same_bytes(got, want) or not _same_bytes(made[scale_name], scale):
             return f"{name} makes other bytes of {n} than splice{dialect.fp8_block_remedy(kind)}"
-        if not is_linear:
-            continue
         pairs = ((made[n], live[n]), (made[scale_name], live[scale_name]))
-        if any(a.shape != b.shape or a.stride() != b.stride() for a, b in pairs):
+        if any(a.dtype != b.dtype for a, b in pairs):
+            return f"{name} keeps {n} or {scale_name} in another dtype than after loading"
+        if is_linear and any(a.shape != b.shape or a.stride() != b.stride() for a, b in pairs):
             return f"{name} keeps {n} in another shape than after loading"
     if any(not _is_dense(live[n], is_turned=is_turned) for n in weights):
         return f"{name} keeps its weight with gaps"
@@ -281,7 +281,9 @@ def groups(plan: PlacementPlan, manifest: Manifest, model: torch.nn.Module) -> l
             what = f"{region.name} is {spec.dtype} {spec.shape}, kept by {'.'.join(key)}"
             raise ManifestError(f"{what}; only bf16 matrices are sent as FP8")
         if place_of.setdefault(region.name, place) != place:
-            raise ManifestError(f"{region.name} lands in several FP8 weights; send it as bf16")
+            raise ManifestError(
+                f"{region.name} lands in several FP8 weights; serve this model in bf16"
+            )
         found.setdefault(place, set()).add(index_of[region.name])
     kinds = {key: kind_of(layer) for key, layer in quantised.items()}
     return [
@@ -305,16 +307,22 @@ def merged(per_worker: list[list[Fp8Group]]) -> Fp8Weights | None:
     return Fp8Weights(groups=tuple(by_first[t] for t in sorted(by_first)))
 
 
-def refuse_reload(manifest: Manifest, reload: Sequence[int]) -> None:
+def refuse_reload(manifest: Manifest, reload: Sequence[int], reasons: Collection[str] = ()) -> None:
     """Refuse to send FP8 weights through vLLM's loaders, which take bf16. Pure.
 
+    Args:
+        reasons: why tensors cannot be put in place.
+
     Raises:
-        ManifestError: names the tensors.
+        ManifestError: names the tensors, and a reason.
     """
     stuck = [manifest.tensors[i] for i in reload]
     names = [spec.name for spec in stuck if spec.dtype == "float8_e4m3fn"]
     if names:
-        raise ManifestError(f"FP8 weights cannot be put in place: {some(names)}")
+        why = f" ({min(reasons)})" if reasons else ""
+        raise ManifestError(
+            f"FP8 weights cannot be put in place: {some(names)}{why}; serve this model in bf16"
+        )
 
 
 def placed(plan: PlacementPlan, sent: Manifest, model: torch.nn.Module) -> PlacementPlan:

@@ -215,6 +215,8 @@ class InferenceNode:
         if not refused:
             return
         text = f"vLLM holds what splice cannot verify: {'; '.join(refused)}"
+        if any(w["holds_static_fp8"] for w in workers):
+            raise ConfigError(f"{text}. An FP8 checkpoint cannot go without; serve the bf16 model")
         if not self._config.allow_unverified:
             raise ConfigError(f"{text}. Set allow_unverified to publish without this proof")
         log.warning("%s; published all the same, because allow_unverified is set", text)

@@ -96,6 +96,7 @@ class SpliceWorkerExtension:
             "model_dtype": str(engine.model_config.dtype).removeprefix("torch."),
             "packages": packages,
             "refusals": engine.refusals(),
+            "holds_static_fp8": engine.holds_static_fp8(),
         }
 
     @_answers(ErrorCode.TRANSFER_FAILED)
@@ -146,9 +147,13 @@ class SpliceWorkerExtension:
         return {"indices": self._splice_engine.whole_layers(indices)}
 
     @_answers(ErrorCode.PLAN_REFUSED)
-    def splice_lay_out(self, reload_indices: list[int], part: list[int] | None) -> dict[str, Any]:
+    def splice_lay_out(
+        self, reload_indices: list[int], part: list[int] | None, is_own: bool
+    ) -> dict[str, Any]:
         """Plan updates of the planned manifest or of a part; `chunks` has [kind, indices] rows."""
-        chunks = self._splice_engine.lay_out(reload_indices, None if part is None else tuple(part))
+        chunks = self._splice_engine.lay_out(
+            reload_indices, None if part is None else tuple(part), is_own=is_own
+        )
         return {"chunks": [[c.kind, list(c.tensors)] for c in chunks]}
 
     @_answers(ErrorCode.APPLY_FAILED)

@@ -14,6 +14,7 @@ Axes: B = bytes, N = tensors of the manifest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -144,11 +145,7 @@ class ChunkSender:
         )
         self._digested_at = [self._buffer(k).data_ptr() for k in range(len(self._chunks))]
         """Address of each chunk in its digest's table."""
-        self._streams = (
-            (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device))
-            if self._is_cuda
-            else None
-        )
+        self._streams = _streams(self._device) if self._is_cuda else None
         for stream in self._streams or ():
             # A failed send may leave work queued, which must end before the memory is reused.
             self._ring_B.record_stream(stream)
@@ -233,7 +230,7 @@ class ChunkSender:
             digests_N.record_stream(stream)
         for k in range(len(self._chunks)):
             with _timed(seconds, "wire"):
-                while len(self._busy) >= QUEUED_CHUNKS:
+                while self._is_too_far_ahead(k):
                     self._wait_for_oldest(deadline)
             with _timed(seconds, "fill"):
                 self._fill_chunk(k)
@@ -286,6 +283,17 @@ class ChunkSender:
             event.record()
         return [(None, event)]
 
+    def _is_too_far_ahead(self, k: int) -> bool:
+        """Whether the host waits before it queues chunk k.
+
+        With several groups it waits for chunk k's place. A broadcast of one group must not be
+        queued behind that of another: NCCL's abort waits for its own group's kernels, and the dead
+        replica's group may come later.
+        """
+        if len(self._groups) > 1 and self._uses_of_place(k):
+            return True
+        return len(self._busy) >= QUEUED_CHUNKS
+
     def _uses_of_place(self, k: int) -> list[torch.cuda.Event]:
         """Events behind which no earlier chunk occupies chunk k's place in the ring."""
         if self._is_resident[k]:
@@ -321,6 +329,12 @@ class ChunkSender:
         if left_s <= 0:
             raise TransferTimeout("the deadline passed before all chunks were sent")
         return left_s
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """For fills and for digests. What a failed send has left on them ends before another begins."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

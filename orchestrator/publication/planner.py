@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from orchestrator.errors import PublicationError
+from orchestrator.errors import ManifestError, PublicationError
 from orchestrator.protocol.messages import (
     Fp8Weights,
+    LayoutOrder,
     Manifest,
     ManifestPart,
     PlanPublication,
@@ -79,42 +81,58 @@ class Planner:
         return manifest
 
     async def _agree(self, version: int, manifest: Manifest, replicas: Sequence[str]) -> Manifest:
-        """Find a layout that all replicas and the trainer can use; manifest order comes last.
+        """Find a layout that all replicas and the trainer can use, in the orders of `LayoutOrder`.
+
+        FP8 weights are never reloaded, so they have no manifest order.
 
         Returns: the manifest of what is sent.
 
         The part that training changes has a layout of its own, provided that all replicas complete
         it to the same whole layers.
         """
-        why: str | None = None
-        for in_manifest_order in (False, True):
+        why, is_shared = "", False
+        for order in get_args(LayoutOrder):
+            if order == "shared" and is_shared:  # the replicas' own is; the trainer refused it
+                continue
             answers = await self._members.ask_all(
                 replicas,
-                lambda _, in_order=in_manifest_order: PrepareUpdate(  # type: ignore[misc]
+                lambda _, order=order: PrepareUpdate(  # type: ignore[misc]
                     request_id=new_id("prepare"),
                     deadline_s=self._config.plan_timeout_s,
                     version=version,
                     manifest=manifest,
-                    in_manifest_order=in_order,
+                    order=order,
                 ),
                 phase="planning",
             )
             plans = [valid(r, PrepareAnswer, a[0].result) for r, a in answers.items()]
             fp8 = _shared_fp8(dict(zip(answers, plans, strict=True)))
-            sent = fp8_manifest(manifest, fp8)
-            why = await self._use_plans(sent, plans, fp8)
-            if why is None:
+            sent, part = fp8_manifest(manifest, fp8), _shared_part(plans)
+            is_shared = all(
+                p.layout == plans[0].layout and part in (None, p.changed) for p in plans
+            )
+            refused = (
+                await self._use_plan(sent, plans[0].layout, part, fp8)
+                if is_shared
+                else "the replicas planned different ones"
+            )
+            if refused is None:
                 return sent
-            log.info("the layout is not used: %s", why)
+            log.info("the layout (%s) is not used: %s", order, why := refused)
+            if fp8 is not None and (is_shared or order == "shared"):
+                why += "; FP8 weights have no other layout, so serve this model in bf16"
+                break
         raise PublicationError(f"no layout for all replicas and the trainer: {why}")
 
-    async def _use_plans(
-        self, manifest: Manifest, plans: Sequence[PrepareAnswer], fp8: Fp8Weights | None
+    async def _use_plan(
+        self,
+        manifest: Manifest,
+        layout: WireLayout,
+        part: ManifestPart | None,
+        fp8: Fp8Weights | None,
     ) -> str | None:
         """Have the trainer send as the replicas planned; None, or why that is impossible."""
-        self.part, layout, part = None, plans[0].layout, _shared_part(plans)
-        if any(p.layout != layout or (part is not None and p.changed != part) for p in plans):
-            return "the replicas planned different ones"
+        self.part = None
         why = await self._use_layout(layout, fp8)
         if why is None and part is not None:
             why = await self._use_layout(part.layout, fp8, part.tensors)
@@ -151,12 +169,12 @@ def _shared_fp8(plans: Mapping[str, PrepareAnswer]) -> Fp8Weights | None:
     """What all replicas hold in FP8.
 
     Raises:
-        PublicationError: they hold different weights in FP8.
+        ManifestError: they hold different weights in FP8.
     """
     first, *others = plans
     for other in others:
         if plans[other].fp8 != plans[first].fp8:
-            raise PublicationError(
+            raise ManifestError(
                 f"{first} and {other} hold different weights in FP8; give all replicas the same "
                 "--quantization and restart them"
             )

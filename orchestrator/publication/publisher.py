@@ -18,6 +18,7 @@ from orchestrator.errors import (
     ContentChanged,
     JobFailed,
     JournalError,
+    ManifestError,
     PublicationError,
     SpliceError,
 )
@@ -250,4 +251,4 @@ def _as_ours(error: Exception) -> SpliceError | OSError:
 
 def _is_worth_retrying(error: Exception) -> bool:
     is_refused = isinstance(error, JobFailed) and error.code in ("plan_refused", "bad_input")
-    return not is_refused and not isinstance(error, ContentChanged)
+    return not is_refused and not isinstance(error, ContentChanged | ManifestError)

@@ -180,13 +180,13 @@ class Engine:
         self._findings = placement.Findings(**found["findings"])
         placement.judge(self.manifest, [self._findings])
         stuck = sorted({i for indices in found["obstacles"].values() for i in indices})
-        reload = self.call("splice_whole_layers", stuck)["indices"]
-        self.lay_out(reload)
+        self.reloaded = self.call("splice_whole_layers", stuck)["indices"]
+        self.lay_out(self.reloaded)
         everything = range(len(self.manifest.tensors))
-        return direct.explain(self.manifest, found["obstacles"], reload, within=everything)
+        return direct.explain(self.manifest, found["obstacles"], self.reloaded, within=everything)
 
-    def lay_out(self, reload: Sequence[int]) -> None:
-        self.chunks = self.call("splice_lay_out", list(reload), None)["chunks"]
+    def lay_out(self, reload: Sequence[int], *, is_own: bool = True) -> None:
+        self.chunks = self.call("splice_lay_out", list(reload), None, is_own)["chunks"]
 
     def join(self) -> None:
         listener = open_listener(
@@ -278,6 +278,16 @@ class Engine:
             logits_TV = model.eval()(torch.tensor([tokens])).logits[0, :-1].float()
         logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
         return logprobs_TV.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def kinds(name: str, folder: Path) -> tuple[set[str], set[str]]:
+    """Kinds of chunks in a replica's own layout and in the shared one, if no tensor is small."""
+    direct.SMALL_BYTES = 1
+    engine = Engine(name, folder, checkpoint(name, folder))
+    engine.plan()
+    own = {kind for kind, _ in engine.chunks}
+    engine.lay_out(engine.reloaded, is_own=False)
+    return own, {kind for kind, _ in engine.chunks}
 
 
 def run(name: str, folder: Path) -> Served:

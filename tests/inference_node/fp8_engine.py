@@ -148,7 +148,7 @@ class Fp8Engine(Engine):
 
     def lay_out_fp8(self, part: list[int] | None = None) -> None:
         self.part = part
-        self.chunks = self.call("splice_lay_out", self.reloaded, part)["chunks"]
+        self.chunks = self.call("splice_lay_out", self.reloaded, part, True)["chunks"]
 
     def export(self, tensors: Mapping[str, torch.Tensor]) -> tuple[m.Manifest, Any]:
         """What is sent, or the part of it, and the trainer's export of these tensors."""

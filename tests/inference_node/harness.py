@@ -235,13 +235,13 @@ class Node:
         self.sender, self.groups = None, {}
 
     def prepare(
-        self, version: int, manifest: m.Manifest | None = None, *, in_manifest_order: bool = False
+        self, version: int, manifest: m.Manifest | None = None, *, order: m.LayoutOrder = "own"
     ) -> Any:
         request = new(
             m.PrepareUpdate,
             version=version,
             manifest=manifest or self.manifest,
-            in_manifest_order=in_manifest_order,
+            order=order,
         )
         answer = self.router.request(request).message
         if answer.kind == "Completed":

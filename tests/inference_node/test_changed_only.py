@@ -65,7 +65,7 @@ def test_in_manifest_order_everything_is_reloaded(moe: Node) -> None:
     indices = tuple(i for i, t in enumerate(moe.manifest.tensors) if is_norm_and_query(t.name))
     moe.join()
     answer = moe.prepare(
-        version, m.Manifest(tensors=moe.manifest.tensors, changed=indices), in_manifest_order=True
+        version, m.Manifest(tensors=moe.manifest.tensors, changed=indices), order="manifest"
     )
     part = m.ManifestPart.model_validate(answer.result["changed"])
     for layout, count in (

@@ -74,3 +74,8 @@ def test_published_versions_are_what_a_gpu_loads(forked: Run, name: str) -> None
         # A token that is decoded otherwise is another token.
         pairs = list(zip(ours, theirs, strict=True))[: family_engine.PROMPT_TOKENS - 1]
         assert max(abs(a - b) for a, b in pairs) < NEAR
+
+
+def test_the_layout_that_replicas_of_any_shape_share_has_no_live_chunk(forked: Run) -> None:
+    own, shared = forked(family_engine.kinds, "llama")
+    assert "live" in own and shared == own - {"live"}

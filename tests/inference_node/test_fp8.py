@@ -342,14 +342,17 @@ def test_a_padded_weight_is_refused(
 def test_the_node_ends_before_the_first_job(caplog: pytest.LogCaptureFixture) -> None:
     node = InferenceNode.__new__(InferenceNode)
     config = InferenceConfig(model=Path("model"), name="tiny")
-    workers = [{"refusals": []}, {"refusals": ["AWQLinearMethod is no ... (layers.0.mlp)"]}]
+    fine = {"refusals": [], "holds_static_fp8": False}
+    workers = [fine, fine | {"refusals": ["AWQLinearMethod is no ... (layers.0.mlp)"]}]
     node._config = config
-    node._refuse_unverified([{"refusals": []}])
+    node._refuse_unverified([fine])
     with pytest.raises(ConfigError, match=r"AWQLinearMethod.*layers\.0\.mlp.*allow_unverified"):
         node._refuse_unverified(workers)
     node._config = config.model_copy(update={"allow_unverified": True})
     node._refuse_unverified(workers)
     assert "because allow_unverified is set" in caplog.text
+    with pytest.raises(ConfigError, match="An FP8 checkpoint cannot go without; serve the bf16"):
+        node._refuse_unverified([fine, workers[1] | {"holds_static_fp8": True}])
 
 
 def test_workers_that_group_otherwise_are_refused() -> None:

@@ -292,7 +292,10 @@ class FakeReplica(FakeNode):
         """The order in which it wants everything."""
         self.part_layout: dict[str, object] | None = None
         """Of the part; None: the manifest's order."""
-        self.in_manifest_order: list[bool] = []
+        self.shared: dict[str, object] | None = None
+        """The layout in order "shared". None: its own."""
+        self.orders: list[str] = []
+        """That were asked for."""
         self.bases: list[int | None] = []
         self.drains: list[float] = []
         """How long requests for the old version may go on, in each pause."""
@@ -328,10 +331,12 @@ class FakeReplica(FakeNode):
         self.script["ReceiveWeights"] = fail
 
     def on_PrepareUpdate(self, message) -> None:
-        self.in_manifest_order.append(message.in_manifest_order)
-        layout, changed = whole_layout(3) if message.in_manifest_order else self.layout, None
+        self.orders.append(message.order)
+        own = self.layout, self.part_layout
+        shared = own if self.shared is None else (self.shared, None)
+        orders = {"own": own, "shared": shared, "manifest": (whole_layout(3), None)}
+        (layout, part_layout), changed = orders[message.order], None
         if self.part is not None:
-            part_layout = None if message.in_manifest_order else self.part_layout
             changed = {"tensors": self.part, "layout": part_layout or whole_layout(len(self.part))}
         self.link.complete(message.request_id, result={"layout": layout, "changed": changed})
 

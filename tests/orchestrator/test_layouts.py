@@ -1,5 +1,5 @@
-"""Replicas that want the same layout all get it, one worker or several each. Manifest order is what
-all can use otherwise.
+"""Replicas that want the same layout all get it, one worker or several each. Otherwise they share
+one without `live` chunks; manifest order is what every trainer can send.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ def publish_twice(
     parts: tuple[WireLayout, ...],
     workers: int = 1,
     why_not: str | None = None,
+    shared: WireLayout | None = None,
 ):
-    """@0 whole and @1 with what changes; (trainer, replicas)."""
+    """@0 whole and @1 with what changes; (trainer, replicas).
+
+    Args:
+        shared: what every replica plans in order "shared". None: as in its own.
+    """
     trainer = run.trainer()
     trainer.why_not = why_not
     trainer.manifest = Manifest(tensors=MANIFEST.tensors, changed=(1,))
@@ -44,6 +49,7 @@ def publish_twice(
             (1, 2),
             part.model_dump(),
         )
+        replica.shared = None if shared is None else shared.model_dump()
         replica.link.send(
             Ready(node_id=f"inference-{index}", detail={**replica.detail, "workers": workers})
         )
@@ -59,7 +65,7 @@ def test_two_replicas_of_one_shape_get_their_layout(tmp_path, layout, workers):
             run, layouts=(layout, layout), parts=(PART, PART), workers=workers
         )
         assert trainer.layouts == [layout, PART]
-        assert [r.in_manifest_order for r in replicas] == [[False], [False]]
+        assert [r.orders for r in replicas] == [["own"], ["own"]]
         assert all(r.served[-1] == (1, [10, 21, 30]) for r in replicas)
 
 
@@ -68,11 +74,19 @@ def test_two_replicas_of_one_shape_get_their_layout(tmp_path, layout, workers):
     [((LIVE, STAGED), (PART, PART)), ((LIVE, LIVE), (PART, MANIFEST_ORDER[1]))],
     ids=["whole", "part"],
 )
-def test_replicas_of_two_shapes_take_manifest_order(tmp_path, layouts, parts):
+def test_replicas_of_two_shapes_share_a_staged_layout(tmp_path, layouts, parts):
     with Run(tmp_path, replicas=2) as run:
-        trainer, replicas = publish_twice(run, layouts=layouts, parts=parts)
+        trainer, replicas = publish_twice(run, layouts=layouts, parts=parts, shared=STAGED)
+        assert trainer.layouts == [STAGED, MANIFEST_ORDER[1]]
+        assert [r.orders for r in replicas] == [["own", "shared"]] * 2
+        assert all(r.served[-1] == (1, [10, 21, 30]) for r in replicas)
+
+
+def test_replicas_that_share_no_layout_take_manifest_order(tmp_path):
+    with Run(tmp_path, replicas=2) as run:
+        trainer, replicas = publish_twice(run, layouts=(LIVE, STAGED), parts=(PART, PART))
         assert trainer.layouts == MANIFEST_ORDER
-        assert [r.in_manifest_order for r in replicas] == [[False, True], [False, True]]
+        assert [r.orders for r in replicas] == [["own", "shared", "manifest"]] * 2
         assert all(r.served[-1] == (1, [10, 21, 30]) for r in replicas)
 
 
@@ -82,7 +96,7 @@ def test_a_trainer_that_cannot_send_in_the_layout_sends_in_manifest_order(tmp_pa
             run, layouts=(LIVE,), parts=(PART,), why_not="an unknown mapping"
         )
         assert trainer.layouts == [LIVE, *MANIFEST_ORDER]
-        assert replica.in_manifest_order == [False, True] and replica.served[-1] == (
+        assert replica.orders == ["own", "manifest"] and replica.served[-1] == (
             1,
             [10, 21, 30],
         )

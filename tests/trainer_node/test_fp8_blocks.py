@@ -113,3 +113,19 @@ def test_an_fp8_checkpoint_is_trained_and_exported_as_fp8(tmp_path: Path) -> Non
             assert torch.equal(written[name].float(), stored[name].float())
         else:
             assert same(written[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "found"),
+    [
+        ((256, 128), None, "with no scales"),
+        ((4, 128, 128), (4, 1, 1), r"with scales of shape \(4, 1, 1\)"),
+        ((256, 128), (2, 2), r"with scales of shape \(2, 2\)"),
+    ],
+)
+def test_fp8_that_would_be_read_with_wrong_scales_is_refused(shape, scales, found) -> None:
+    codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=rf"layer\.weight is float8_e4m3fn .*{found}.*bf16 model"):
+        fp8_blocks.read("layer.weight", codes, None if scales is None else torch.ones(scales))
+    plain = torch.zeros(shape, dtype=torch.bfloat16)
+    assert fp8_blocks.read("layer.weight", plain, None) is plain

@@ -184,8 +184,14 @@ def test_a_chunk_waits_for_those_that_lie_where_it_goes():
     sender._places = chunks.ring_places(sender._nbytes, 2048, usual=1)
     assert sender._places == [0, 1024, 1536, 0, 512, 1536]
     for k, wanted in enumerate([[], [], [], [0], [0, 1], [2]]):
-        assert sender._uses_of_place(k) == wanted, k
+        assert sender._uses_of_place(k) == wanted and not sender._is_too_far_ahead(k), k
+        # No broadcast of one group is queued behind another's: an abort would wait for it.
+        sender._groups["b"] = Memory()
+        assert sender._is_too_far_ahead(k) == bool(wanted)
+        del sender._groups["b"]
         sender._busy.append((k, [("a", k)]))  # the number stands for the event
+    sender._busy.extend((k, []) for k in range(6, chunks.QUEUED_CHUNKS))
+    assert sender._is_too_far_ahead(2)
     sender.close()
 
 

@@ -65,6 +65,29 @@ def weights_of(names: Collection[str]) -> frozenset[str]:
     return frozenset(n for n in scaled if n in there)
 
 
+def read(name: str, tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """A checkpoint's tensor for a bf16 model.
+
+    Args:
+        scales: of its blocks. None: it has none.
+
+    Raises:
+        ConfigError: FP8 that cannot be read: without scales it would be a model of other weights.
+    """
+    is_fp8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    if scales is None and not is_fp8:
+        return tensor
+    blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
+    if scales is not None and len(blocks) == 2 and tuple(scales.shape) == blocks:
+        return dequantised(tensor, scales)
+    found = "no scales" if scales is None else f"scales of shape {tuple(scales.shape)}"
+    raise ConfigError(
+        f"the checkpoint's {name} is {str(tensor.dtype)[6:]} {tuple(tensor.shape)} with {found}; "
+        f"the trainer reads FP8 matrices with a scale for each {FP8_BLOCK} x {FP8_BLOCK} block "
+        f"({SUFFIX}). Give it the bf16 model of this architecture"
+    )
+
+
 def dequantised(weight_OI: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The bf16 weight of e4m3 and its blocks' scales."""
     height, width = weight_OI.shape

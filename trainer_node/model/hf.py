@@ -101,9 +101,8 @@ class _State(Mapping[str, torch.Tensor]):
         return name in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._read(name)
-        if name in self._scaled:
-            tensor = fp8_blocks.dequantised(tensor, self._read(name + fp8_blocks.SUFFIX))
+        scales = self._read(name + fp8_blocks.SUFFIX) if name in self._scaled else None
+        tensor = fp8_blocks.read(name, self._read(name), scales)
         missing = self._padded_vocab - tensor.shape[0]
         if name in self._vocab_tensors and missing > 0:
             tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])

@@ -6,7 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from orchestrator.protocol.messages.base import Message, PauseMode, PublicationMode, Request
+from orchestrator.protocol.messages.base import (
+    LayoutOrder,
+    Message,
+    PauseMode,
+    PublicationMode,
+    Request,
+)
 from orchestrator.protocol.messages.manifest import Manifest, Rendezvous
 
 
@@ -36,9 +42,9 @@ class PrepareUpdate(Request):
     kind: Literal["PrepareUpdate"] = "PrepareUpdate"
     version: int = Field(ge=0)
     manifest: Manifest
-    in_manifest_order: bool = False
-    """Use `reload` chunks in manifest order only: the layout that all replicas and trainers
-    share."""
+    order: LayoutOrder = "own"
+    """own: the fastest for this replica. shared: without `live` chunks, the same for any number of
+    workers. manifest: `reload` chunks in manifest order, which every trainer can send."""
 
 
 class ReceiveWeights(Request):

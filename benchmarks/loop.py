@@ -9,10 +9,11 @@ on one cluster, rollouts from the served alias, training and publication.
     discarded       rollouts that were asked for and not trained on, found by `splice.rl.checker`
 
 The peer of each is the strict loop, in the same run. Shapes from SPLICE_BENCH_SHAPES (8b on cuda,
-tiny else). The two sides' work should balance, so on a GPU a few strict steps of two sizes come
-first, and the number of prompts is chosen from their times; SPLICE_BENCH_PROMPTS sets it (8 on a
-CPU). Each prompt has 4 answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU) tokens. Answers
-have a fixed length, so no step waits for a long one. Steps from SPLICE_BENCH_SAMPLES (7).
+tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits on 80 GB). The two
+sides' work should balance, so on a GPU a few strict steps of two sizes come first, and the number of
+prompts is chosen from their times; SPLICE_BENCH_PROMPTS sets it (8 on a CPU). Each prompt has 4
+answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU) tokens. Answers have a fixed length, so no
+step waits for a long one. Steps from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
 (default) computes the KV cache of running answers anew after each publication, `keep_kv` keeps it.
 """
@@ -58,7 +59,9 @@ def run(*, device: str, small: bool) -> list[Case]:
     steps = 3 if small else int(os.environ.get("SPLICE_BENCH_SAMPLES", "7"))
     pause_mode = os.environ.get("SPLICE_BENCH_PAUSE_MODE", "keep")
     cases: list[Case] = []
-    for shape in shapes.split(","):
+    for plan in shapes.split(","):
+        shape, _, lora = plan.partition("/")
+        lora = lora or "lora-all"
         with TemporaryDirectory(prefix="splice-bench-") as name:
             folder = Path(name)
             seqs = GROUP_SIZE * MOST_PROMPTS if device == "cuda" else 64
@@ -67,6 +70,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     shape,
                     folder,
                     device=device,
+                    lora=lora,
                     max_num_seqs=seqs,
                     pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
                 ),
@@ -82,7 +86,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     for mode, stale in MODES.items()
                 }
         settings = _config(device, MODES["async"], prompts).model_dump(mode="json")
-        cases += _cases(shape, found, settings | {"pause_mode": pause_mode})
+        cases += _cases(f"{shape}/{lora}/1to1", found, settings | {"pause_mode": pause_mode})
     return cases
 
 
@@ -198,10 +202,10 @@ UNITS: dict[str, str] = {
 }
 
 
-def _cases(shape: str, found: Mapping[str, Measured], settings: dict[str, Any]) -> list[Case]:
+def _cases(name: str, found: Mapping[str, Measured], settings: dict[str, Any]) -> list[Case]:
     return [
         Case(
-            name=f"{shape}/lora-all/1to1",
+            name=name,
             metric=metric,
             unit=UNITS.get(metric, "s"),
             samples=samples,

@@ -539,7 +539,12 @@ def check(
         argv += ["--keep", str(small)] if serve else []
         # On a CPU: transformers would take its kernels for GPUs where it sees one.
         env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        code = subprocess.run(argv, env=env, check=False).returncode
+        try:
+            code = subprocess.run(argv, env=env, check=False).returncode
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except OSError as error:
+            _die(_console(), ConfigError(f"--trainer-python {trainer_python}: {error.strerror}"))
         if code or not serve:
             raise typer.Exit(code)
         try:

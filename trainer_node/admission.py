@@ -64,7 +64,7 @@ def require(model: Path) -> None:
     Raises:
         ConfigError: the model failed, or could not be checked; says what and how to go on.
     """
-    kept = cache() / f"{_key(model)}.json"
+    kept = _kept(model)
     if kept.is_file() and kept.stat().st_size:
         return
     log.info("checking %s against transformers on the CPU, once, for half a minute or so", model)
@@ -75,14 +75,18 @@ def require(model: Path) -> None:
             raise ConfigError(
                 f"{model} cannot be checked: {(done.stdout + done.stderr)[-1500:]}\n{SKIP}"
             )
-        report = out.read_text()
-    found = json.loads(report)
+        found = json.loads(out.read_text())
     if not found["ok"]:
         wrong = "; ".join(f"{r['name']}: {r['text']}" for r in found["rows"] if not r["ok"])
         raise ConfigError(
             f"{model} ({found['architecture']}) is not trained as transformers computes it. "
             f"{wrong}. `splice check {model}` shows the whole table. {SKIP}"
         )
+
+
+def keep(model: Path, report: str) -> None:
+    """Keep a report that says yes, for the next starts on this model."""
+    kept = _kept(model)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
@@ -94,13 +98,13 @@ def require(model: Path) -> None:
         )
 
 
-def _key(model: Path) -> str:
+def _kept(model: Path) -> Path:
     digest = hashlib.sha256((model / "config.json").read_bytes())
     for name in PACKAGES:
         digest.update(f"{name}=={importlib.metadata.version(name)}".encode())
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
+    return cache() / f"{digest.hexdigest()[:32]}.json"
 
 
 def _run(model: Path, out: Path) -> subprocess.CompletedProcess[str]:

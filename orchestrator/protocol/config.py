@@ -64,9 +64,10 @@ def check_model_folder(model: Path) -> None:
     if (model / "config.json").is_file():
         return
     if model.exists():
-        raise ConfigError(
-            f"model {model} has no config.json; give the folder of a Hugging Face checkpoint"
-        )
+        what = "is a file" if model.is_file() else "has no config.json"
+        if (model / "adapter_config.json").is_file():
+            what = "is an adapter, no model"
+        raise ConfigError(f"model {model} {what}; give the folder of a Hugging Face checkpoint")
     if not HUB_ID.match(str(model)):
         raise ConfigError(
             f"model {model} does not exist on this host; give the folder of a Hugging Face "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -76,9 +77,60 @@ def test_what_the_trainer_refuses_is_the_report(checked: Checked, tmp_path: Path
     assert "softcap" in report["rows"]["built"]["text"]
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "has no config.json; give the folder"),
+        ("{", r"config.json is no JSON"),
+        ('{"model_type": "gpt2"}', "has no num_hidden_layers, hidden_size, num_attention_heads"),
+        (
+            json.dumps(
+                {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3}
+                | {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
+            ),
+            r"num_attention_heads \(4\) is no multiple of num_key_value_heads \(3\)",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_ends_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None, said: str
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert check_model.main(["--model", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("splice check: ") and str(tmp_path) in line and re.search(said, line)
+
+
+def test_a_quantised_checkpoint_is_refused_before_a_small_model_is_made(tmp_path: Path) -> None:
+    make("llama", tmp_path / "llama")
+    raw = json.loads((tmp_path / "llama" / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(raw))
+    report = check_model.check(tmp_path / "llama", whole=False)
+    assert not report.ok and "the trainer reads bf16, and FP8" in report.rows[0].text
+
+
+def test_a_limit_that_would_not_bind_is_lowered(checked: Checked, tmp_path: Path) -> None:
+    """Neither Bridge nor vLLM knows OLMoE's `clip_qkv`, and small random models stay below it."""
+    folder = make("olmoe", tmp_path / "olmoe", clip_qkv=800.0)
+    report = checked(folder)
+    assert not report["ok"] and "clip_qkv" in report["seen"]
+    assert not report["rows"]["log-probs"]["ok"]
+    assert "Without effect in transformers: " in report["rows"]["config"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers"),
+    [("dsss", 3), ("dsds", 3), ("llllf", 5), ("lllflllf", 5), ("dd", 2), ("dddss", 5)],
+)
+def test_a_small_model_has_each_kind_of_layer_after_each_that_it_follows(
+    kinds: str, layers: int
+) -> None:
+    assert check_model._layers({"num_hidden_layers": len(kinds), "kinds": list(kinds)}) == layers
+
+
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json"):
-        check_model.small_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ConfigError, match="nonesuch"):
         check_model.small_config(tmp_path)
@@ -89,8 +141,9 @@ def test_a_small_model_keeps_what_changes_the_mathematics(tmp_path: Path) -> Non
         tmp_path
     )
     config = check_model.small_config(tmp_path)
-    assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
-    assert (config.num_hidden_layers, config.num_experts, config.hidden_size) == (4, 8, 128)
+    linear, full = "linear_attention", "full_attention"
+    assert config.layer_types == [linear, linear, linear, full, linear]
+    assert (config.num_hidden_layers, config.num_experts, config.hidden_size) == (5, 8, 128)
     assert (config.head_dim, config.norm_topk_prob, config.rms_norm_eps) == (256, False, 1e-6)
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
 

@@ -10,6 +10,7 @@ trains, without adapters. On a CPU `cpu_shims.apply` must run before this module
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +44,7 @@ from trainer_node.model.trainable import experts_obstacle, trainable
 log = logging.getLogger("splice.trainer")
 
 COMPILE_BACKEND = "inductor"
+BRIDGE = f"Megatron-Bridge {importlib.metadata.version('megatron-bridge')}"
 
 
 def build(config: TrainerConfig, hf_config: Any) -> Model:
@@ -70,10 +72,11 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         with_weights=with_weights,
     )
     modules = [_megatron_model(config, provider, device)]
-    if with_weights:
-        _load_weights(bridge, checkpoint, modules)
-    modules[0].requires_grad_(False)
     tasks = _conversion_tasks(bridge, checkpoint, modules, provider)
+    if with_weights:
+        _load_weights(bridge, checkpoint, modules, tasks)
+        _check_finite(tasks)
+    modules[0].requires_grad_(False)
     language_part.export_towers(bridge, checkpoint.state, tasks[-1])
     if not with_weights:
         _random_weights(modules, tasks, bridge=bridge, config=config, provider=provider)
@@ -115,9 +118,20 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
 
 
 def _bridge(config: TrainerConfig, hf_config: Any) -> tuple[Any, Any]:
-    """Bridge's mapping for this architecture, and Megatron's config."""
-    auto = AutoBridge.from_hf_config(hf_config)
-    provider = auto.to_megatron_provider(load_weights=False)
+    """Bridge's mapping for this architecture, and Megatron's config.
+
+    Raises:
+        ConfigError: Bridge has none, or cannot read this config.
+    """
+    name = hf_config.architectures[0] if hf_config.architectures else hf_config.model_type
+    try:
+        auto = AutoBridge.from_hf_config(hf_config)
+        provider = auto.to_megatron_provider(load_weights=False)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"cannot read this config of {name}: {type(error).__name__}: {error}"
+        if "not yet supported" in str(error):
+            why = f"has no mapping for {name}; docs/models.md says what is trained"
+        raise ConfigError(f"{BRIDGE} {why}") from error
     # The instance caches the parameter names of all pipeline ranks, so one is kept for good.
     bridge = auto._model_bridge
     providers.prepare(provider, bridge, config, hf_config)
@@ -167,11 +181,31 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
     return model
 
 
-def _load_weights(bridge: Any, checkpoint: HfCheckpoint, modules: list[Any]) -> None:
-    tasks = [task for task in bridge.build_conversion_tasks(checkpoint, modules) if task]
-    checkpoint.check_has(name for task in tasks for name in _hf_names(task))
+def _load_weights(
+    bridge: Any, checkpoint: HfCheckpoint, modules: list[Any], tasks: Sequence[Any]
+) -> None:
+    checkpoint.check_names({name for task in tasks for name in _hf_names(task)})
     bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
-    bridge.load_weights_hf_to_megatron(checkpoint, modules)
+    try:
+        bridge.load_weights_hf_to_megatron(checkpoint, modules)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"the checkpoint's tensors do not fit its config.json: {error}"
+        ) from error
+
+
+def _check_finite(tasks: Sequence[Any]) -> None:
+    """Refuse weights that are no numbers: whatever they touch would be none either.
+
+    Raises:
+        ConfigError: names a tensor.
+    """
+    for task in tasks:
+        if task.param_weight is not None and not torch.isfinite(task.param_weight).all():
+            names = ", ".join(_hf_names(task))
+            raise ConfigError(f"the checkpoint has NaN or infinite weights in {names}")
 
 
 def _hf_names(task: Any) -> list[str]:
@@ -207,7 +241,21 @@ def _random_weights(
 def _conversion_tasks(
     bridge: Any, checkpoint: HfCheckpoint, modules: list[Any], provider: Any
 ) -> list[Any]:
+    """Bridge's tasks, one for each parameter of the whole model.
+
+    Raises:
+        ConfigError: Bridge knows no tensor for a parameter.
+    """
     tasks: list[Any] = bridge.build_conversion_tasks(checkpoint, modules)
+    if None in tasks:
+        tied = provider.share_embeddings_and_output_weights
+        names = bridge._megatron_global_param_names_all_pp_ranks(modules)
+        names = [name for name in names if not (tied and "output_layer" in name)]
+        unknown = [name for name, task in zip(names, tasks, strict=True) if task is None]
+        raise ConfigError(
+            f"{BRIDGE} has no mapping for {len(unknown)} parameters of this model, e.g. "
+            f"{unknown[0]}: a bias, norm or head that its other models lack"
+        )
     for task in tasks:
         # Bridge 0.6.2 would send its whole configuration between pipeline ranks, pickled. Every
         # rank has the same one.

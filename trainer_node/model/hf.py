@@ -7,18 +7,26 @@ Raises `ConfigError` only.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol import topology
 from trainer_node.model import fp8_blocks, language_part
+
+log = logging.getLogger("splice.trainer")
+_UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
+"""Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def read_config(folder: Path) -> Any:
@@ -109,7 +117,7 @@ class _State(Mapping[str, torch.Tensor]):
         return tensor
 
     def _read(self, name: str) -> torch.Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
+        with _reading(self._files[name]), safe_open(self._files[name], framework="pt") as file:
             return file.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -119,14 +127,29 @@ class _State(Mapping[str, torch.Tensor]):
         return len(self._files)
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, LookupError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {type(error).__name__}: {error}; is it complete?"
+        ) from error
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file, by the index or the files' own headers."""
+    """Tensor name -> safetensors file, by the index or the files' own headers.
+
+    Raises:
+        ConfigError: names a file that cannot be read.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+        with _reading(index):
+            return {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
     files = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with _reading(path), safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
     return files
 
@@ -151,7 +174,7 @@ class HfCheckpoint:
         with_weights: bool,
     ) -> None:
         self.config, self.model_name_or_path = config, str(folder)
-        self.vocab_tensors = vocab_tensors
+        self.vocab_tensors, self._tied = vocab_tensors, tied
         files = tensor_files(folder)
         hidden = vocab_tensors[1] if tied and len(vocab_tensors) > 1 else None
         scales = {name + fp8_blocks.SUFFIX for name in fp8_blocks.weights_of(files)}
@@ -164,15 +187,43 @@ class HfCheckpoint:
                 f"no safetensors in {folder}; use init='random' for a config without weights"
             )
 
-    def check_has(self, names: Iterable[str]) -> None:
-        """Check for tensors that the model is made of. Bridge only warns of one that is missing.
+    def check_names(self, names: Collection[str]) -> None:
+        """Check that the checkpoint has the tensors that the model is made of, and no other head.
+        Bridge only warns of one that is missing. A warning names tensors that nobody reads.
 
         Raises:
-            ConfigError: one is missing.
+            ConfigError: one is missing, or a tied head is another matrix.
         """
-        missing = [name for name in names if name not in self.state]
+        missing = sorted(name for name in names if name not in self.state)
+        left = sorted(set(self.state.source).difference(names, language_part.towers(self.state)))
+        layers = getattr(self.config, "num_hidden_layers", 0)
+        numbers = {name: _LAYER.search(name) for name in left}
+        left = [
+            name
+            for name in left
+            if not _UNUSED.search(name)
+            and not ((found := numbers[name]) and int(found.group(1)) >= layers)
+        ]
         if missing:
+            other = f", and has {left[0]} instead" if left else ""
             raise ConfigError(
-                f"the checkpoint lacks {len(missing)} of the model's tensors, e.g. {missing[0]}; "
-                "is it complete?"
+                f"the checkpoint lacks {len(missing)} of the model's tensors, e.g. {missing[0]}"
+                f"{other}. It is incomplete, or Megatron-Bridge builds another model of its config"
+            )
+        if left:
+            log.warning(
+                "%d tensors of the checkpoint are not read, e.g. %s: its config.json, as "
+                "Megatron-Bridge reads it, has no place for them",
+                len(left),
+                left[0],
+            )
+        embedding, *head = self.vocab_tensors
+        if self._tied and head and head[0] in self.state:
+            self._check_tied(embedding, head[0])
+
+    def _check_tied(self, embedding: str, head: str) -> None:
+        if not torch.equal(self.state[embedding], self.state[head]):
+            raise ConfigError(
+                f"config.json ties {head} to {embedding}, but the checkpoint's {head} has other "
+                "values; remove it, or set tie_word_embeddings to false"
             )

@@ -3,8 +3,9 @@
     python -m trainer_node.tools.check_model --model FOLDER [--whole] [--out report.json]
 
 By default a small model of the same kind takes the place of the real one: fewer layers, experts
-and heads, narrower, windows of 16 tokens, random weights in every tensor. Everything else of
-config.json stays. `--whole` takes the folder's own weights, in fp32 and in this host's memory.
+and heads, narrower, windows of 16 tokens, limits that bind (`lower_limits`), random weights in
+every tensor. Everything else of config.json stays. `--whole` takes the folder's own weights, in
+fp32 and in this host's memory.
 
     built        Bridge has the architecture, and the trainer refuses nothing
     exported     each name and byte of the checkpoint comes out again
@@ -36,17 +37,19 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from orchestrator.errors import ConfigError, SpliceError
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.messages import LossSpec
-from trainer_node.model import hub
+from trainer_node import admission
+from trainer_node.model import fp8_blocks, hub
 from trainer_node.model.hf import tensor_files
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
@@ -69,9 +72,12 @@ AT_MOST = {
 }  # fmt: skip # a table
 """Sizes of the small model. Its tokenizer is `make_checkpoint`'s."""
 FEWEST_LAYERS = 2
-ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError,
-          StrictDataclassError, TypeError, ValueError)  # fmt: skip # a list of names
-"""What transformers may raise of a value in a config."""
+LOWER = (0.1, 0.01, 0.001)
+"""Parts of a number that has no effect at its own size: a limit binds at one of them."""
+ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+          RuntimeError, SafetensorError, StrictDataclassError, TypeError,
+          ValueError)  # fmt: skip # a list of names
+"""What transformers may raise of a value in a config, or of a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -114,13 +120,22 @@ def small_config(folder: Path) -> Any:
     """
     import transformers
 
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"no config.json in {folder}; give an HF checkpoint folder")
     try:
         config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
     except ERRORS as error:
         raise ConfigError(f"transformers cannot read {folder}/config.json: {error}") from error
     raw = config.to_dict()
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    if lacking := [key for key in sizes if not isinstance(raw.get(key), int)]:
+        raise ConfigError(
+            f"{folder}/config.json ({config.model_type}) has no {', '.join(lacking)}, so no small "
+            "model of its kind can be made"
+        )
+    if raw["num_attention_heads"] % (raw.get("num_key_value_heads") or 1):
+        raise ConfigError(
+            f"{folder}/config.json: num_attention_heads ({raw['num_attention_heads']}) is no "
+            f"multiple of num_key_value_heads ({raw['num_key_value_heads']})"
+        )
     layers = _layers(raw)
     heads = min(raw["num_attention_heads"], AT_MOST["num_attention_heads"])
     settings: dict[str, Any] = {
@@ -143,14 +158,18 @@ _NOT_SETTINGS = ("model_type", "transformers_version", "architectures", "quantiz
 
 
 def _layers(raw: dict[str, Any]) -> int:
-    """The first layers that have every kind of layer."""
+    """The first layers that have every kind of layer, and each after every kind that it follows."""
     count = raw["num_hidden_layers"]
     lists = [v for v in raw.values() if isinstance(v, list) and len(v) == count]
-    wanted = [set(map(str, kinds)) for kinds in lists]
     for layers in range(min(FEWEST_LAYERS, count), count):
-        if all(set(map(str, v[:layers])) == w for v, w in zip(lists, wanted, strict=True)):
+        if all(_successions(v[:layers]) == _successions(v) for v in lists):
             return layers
     return count
+
+
+def _successions(kinds: list[Any]) -> set[tuple[str, ...]]:
+    names = list(map(str, kinds))
+    return {*zip(names), *pairwise(names)}
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -236,6 +255,11 @@ class Reference:
         self.log_probs(dtype).sum().backward()
         parts = [p.grad.double().norm() for p in self._model.parameters() if p.grad is not None]
         return float(torch.stack(parts).norm())
+
+    def moves(self) -> dict[tuple[str, ...], float]:
+        """Number or switch of the config -> the largest change of a log-prob with another value."""
+        found = {path: self.moved(path, value) for path, value in fields(self.config.to_dict())}
+        return {path: moved for path, moved in found.items() if moved is not None}
 
     @torch.no_grad()
     def moved(self, path: Sequence[str], value: Any) -> float | None:
@@ -349,6 +373,29 @@ class _Trained:
 # ---------------------------------------------------------------- the check
 
 
+def lower_limits(
+    reference: Reference, moves: dict[tuple[str, ...], float], folder: Path
+) -> list[tuple[str, ...]]:
+    """Lower numbers in a folder's config.json that have an effect only when they are lower: a limit
+    that never binds would not be compared. Returns their paths."""
+    file = folder / "config.json"
+    raw, lowered = json.loads(file.read_text()), []
+    for path in [path for path, moved in moves.items() if moved <= SEEN * FLOOR]:
+        inner: Any = raw
+        for key in path[:-1]:
+            inner = inner.get(key, {})
+        number = inner.get(path[-1])
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        for lower in (type(number)(number * part) for part in LOWER):
+            if lower > 0 and (reference.moved(path, lower) or 0.0) > SEEN * FLOOR:
+                inner[path[-1]] = lower
+                lowered.append(path)
+                break
+    file.write_text(json.dumps(raw))
+    return lowered
+
+
 def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
     """Check a checkpoint folder; see the module's docstring. Once in a process.
 
@@ -358,29 +405,47 @@ def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
     Raises:
         ConfigError: the folder holds no model that transformers can build.
     """
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except ValueError as error:
+        raise ConfigError(f"{model}/config.json is no JSON: {error}") from error
+    architecture = str((config.get("architectures") or [config.get("model_type")])[0])
+    report = Report(model=str(model), architecture=architecture, whole=whole)
+    try:
+        fp8_blocks.is_block_scaled(model)
+    except ConfigError as error:  # the small model has no quantisation
+        report.rows.append(Row("built", False, str(error)))
+        return report
     with tempfile.TemporaryDirectory(prefix="splice-check-") as folder:
         used = model if whole else write_small(model, keep or Path(folder) / "model")
         reference = Reference(used)
-        report = Report(
-            model=str(model), architecture=str(reference.config.architectures[0]), whole=whole
-        )
-        _compare(report, reference, used)
+        report.architecture = str(reference.config.architectures[0])
+        moves = reference.moves()
+        if not whole and (lowered := lower_limits(reference, moves, used)):
+            reference = Reference(used)
+            moves |= {path: m for path, m in reference.moves().items() if path in lowered}
+        _compare(report, reference, used, moves)
+        for row in report.rows:
+            row.text = row.text.replace(str(used), str(model))
         return report
 
 
-def _compare(report: Report, reference: Reference, folder: Path) -> None:
+def _compare(
+    report: Report, reference: Reference, folder: Path, moves: dict[tuple[str, ...], float]
+) -> None:
     rows = report.rows
     try:
         trained = _Trained(folder)
+        rows.append(Row("built", True, report.architecture))
+        count, wrong = trained.differences(folder)
+        log_probs_T, norm = trained.run(reference.tokens)
     except (SpliceError, *ERRORS) as error:
-        rows.append(Row("built", False, f"{type(error).__name__}: {error}"))
+        what = "" if isinstance(error, SpliceError) else f"{type(error).__name__}: "
+        rows.append(Row("run" if rows else "built", False, f"{what}{error}"))
         return
-    rows.append(Row("built", True, report.architecture))
-    count, wrong = trained.differences(folder)
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     text = "; ".join(wrong[:3]) + more if wrong else f"{count} tensors, each byte"
     rows.append(Row("exported", not wrong, text))
-    log_probs_T, norm = trained.run(reference.tokens)
     with torch.no_grad():
         single_T, double_T = reference.log_probs(), reference.log_probs(torch.float64)
     bound = max(MARGIN * float((single_T - double_T).abs().max()), FLOOR)
@@ -391,13 +456,17 @@ def _compare(report: Report, reference: Reference, folder: Path) -> None:
     relative = abs(norm - exact) / exact
     text = f"norm {norm:.4g} against {exact:.4g}: {relative:.1e} apart, allowed {allowed:.1e}"
     rows.append(Row("gradient", relative <= allowed, text))
-    for path, value in fields(reference.config.to_dict()):
-        moved = reference.moved(path, value)
-        if moved is not None:
-            (report.seen if moved > SEEN * bound else report.unseen).append(".".join(path))
-    rows.append(
-        Row("config", bool(report.seen), f"compared: {', '.join(report.seen) or 'nothing'}")
-    )
+    for path, moved in moves.items():
+        (report.seen if moved > SEEN * bound else report.unseen).append(".".join(path))
+    set_here = _names(json.loads((folder / "config.json").read_text()))
+    idle = [name for name in report.unseen if name in set_here]
+    text = f"compared: {', '.join(report.seen) or 'nothing'}"
+    text += f". Without effect in transformers: {', '.join(idle)}" if idle else ""
+    rows.append(Row("config", bool(report.seen), text))
+
+
+def _names(raw: dict[str, Any]) -> set[str]:
+    return {".".join(path) for path, _ in fields(raw)}
 
 
 def print_table(report: Report) -> None:
@@ -436,16 +505,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="a new folder for the small model")
     parser.add_argument("--out", type=Path, help="file for the report, as JSON")
     args = parser.parse_args(argv)
+    if args.out is not None and not args.out.absolute().parent.is_dir():
+        parser.error(f"--out: no folder {args.out.absolute().parent}")
     _be_quiet()
     try:
+        check_model_folder(args.model)
         model = hub.fetch(args.model) if hub.is_hub_id(args.model) else args.model
         with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints
             report = check(model, whole=args.whole, keep=args.keep)
-    except ConfigError as error:
-        sys.stderr.write(f"splice check: {error}\n")
+    except KeyboardInterrupt:
+        return 130
+    except (ConfigError, *ERRORS) as error:
+        text = str(error)
+        if "ignore_mismatched_sizes" in text:  # transformers points to a report that is not shown
+            text = f"{args.model}: tensors have other shapes than config.json says"
+        elif not isinstance(error, ConfigError):
+            text = f"{args.model}: {type(error).__name__}: {text}"
+        sys.stderr.write(f"splice check: {text}\n")
         return 2
+    text = json.dumps(asdict(report) | {"ok": report.ok}, indent=1)
     if args.out is not None:
-        args.out.write_text(json.dumps(asdict(report) | {"ok": report.ok}, indent=1))
+        args.out.write_text(text)
+    if report.ok and not args.whole:
+        admission.keep(model, text)
     print_table(report)
     return 0 if report.ok else 1
 

@@ -1,0 +1,40 @@
+"""Starts a trainer on a folder; the refusal, or a warning in its log, must match a pattern.
+
+python -m tests.trainer_node.refused_start FOLDER PATTERN
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import TrainerConfig
+from trainer_node.start import start
+
+
+class _Texts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def main() -> None:
+    """See the module's docstring."""
+    folder, pattern = sys.argv[1:]
+    said = _Texts()
+    logging.getLogger("splice.trainer").addHandler(said)
+    try:
+        start(TrainerConfig(model=Path(folder), finetuning_type="full"))
+    except ConfigError as error:
+        said.texts.append(str(error))
+    assert any(re.search(pattern, text) for text in said.texts), said.texts
+
+
+if __name__ == "__main__":
+    main()

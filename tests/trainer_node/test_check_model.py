@@ -14,7 +14,7 @@ import transformers
 
 from orchestrator.errors import ConfigError
 from tests.trainer_node.conftest import Ranks
-from tests.trainer_node.families import make
+from tests.trainer_node.families import FAMILIES, make
 from trainer_node import admission
 from trainer_node.tools import check_model
 
@@ -38,6 +38,12 @@ def test_a_model_with_a_window_is_admitted(checked: Checked, tmp_path: Path) -> 
     assert report["ok"] and all(row["ok"] for row in report["rows"].values())
     assert {"sliding_window", "rope_parameters.rope_theta", "rms_norm_eps"} <= set(report["seen"])
     assert "hidden_size" not in report["seen"] + report["unseen"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_admitted(checked: Checked, tmp_path: Path, name: str) -> None:
+    report = checked(make(name, tmp_path / name))
+    assert report["ok"], report["rows"]
 
 
 def test_a_window_that_is_off_by_one_is_found(checked: Checked, tmp_path: Path) -> None:

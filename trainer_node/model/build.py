@@ -252,9 +252,10 @@ def _conversion_tasks(
         names = bridge._megatron_global_param_names_all_pp_ranks(modules)
         names = [name for name in names if not (tied and "output_layer" in name)]
         unknown = [name for name, task in zip(names, tasks, strict=True) if task is None]
+        more = f" and {len(unknown) - 1} more parameters" if len(unknown) > 1 else ""
         raise ConfigError(
-            f"{BRIDGE} has no mapping for {len(unknown)} parameters of this model, e.g. "
-            f"{unknown[0]}: a bias, norm or head that its other models lack"
+            f"{BRIDGE} has no mapping for {unknown[0]}{more} of this model: a bias, norm or head "
+            "that other models of its kind lack"
         )
     for task in tasks:
         # Bridge 0.6.2 would send its whole configuration between pipeline ranks, pickled. Every

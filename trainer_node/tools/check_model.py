@@ -375,22 +375,25 @@ class _Trained:
 
 def lower_limits(
     reference: Reference, moves: dict[tuple[str, ...], float], folder: Path
-) -> list[tuple[str, ...]]:
+) -> set[tuple[str, ...]]:
     """Lower numbers in a folder's config.json that have an effect only when they are lower: a limit
-    that never binds would not be compared. Returns their paths."""
+    that never binds would not be compared. Returns their paths.
+
+    Numbers of positions stay, nested ones (of the rotary embedding) too: the trainer knows some of
+    their values alone.
+    """
     file = folder / "config.json"
-    raw, lowered = json.loads(file.read_text()), []
-    for path in [path for path, moved in moves.items() if moved <= SEEN * FLOOR]:
-        inner: Any = raw
-        for key in path[:-1]:
-            inner = inner.get(key, {})
-        number = inner.get(path[-1])
+    raw, lowered = json.loads(file.read_text()), set()
+    for path, moved in moves.items():
+        (name, *nested), number = path, raw.get(path[0])
+        if moved > SEEN * FLOOR or nested or "position" in name:
+            continue
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         for lower in (type(number)(number * part) for part in LOWER):
             if lower > 0 and (reference.moved(path, lower) or 0.0) > SEEN * FLOOR:
-                inner[path[-1]] = lower
-                lowered.append(path)
+                raw[name] = lower
+                lowered.add(path)
                 break
     file.write_text(json.dumps(raw))
     return lowered

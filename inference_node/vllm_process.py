@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -22,6 +23,9 @@ from orchestrator.processes.interfaces import gloo_variables, reachable_host
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import ErrorCode
 
+LOG_LINES = 2000
+"""In which vLLM's first error is looked for."""
+_ERROR = re.compile(r"ERROR\b.*?\b((?:\w+\.)*\w*(?:Error|Exception): .+)")
 HEALTH_POLL_S = 0.25
 DEATH_POLL_S = 0.2
 QUICK_S = 60.0
@@ -214,8 +218,10 @@ class VllmProcess:
             time.sleep(HEALTH_POLL_S)
 
     def log_tail(self) -> str:
-        """Return the last lines of the log, for an error message."""
-        return self._child.log_tail()
+        """Return the last lines of the log and vLLM's first error, for an error message."""
+        tail = self._child.log_tail()
+        cause = first_error(self._child.log_tail(LOG_LINES))
+        return tail if cause is None else f"{tail}\nvLLM's first error: {cause}"
 
     def stop(self) -> None:
         """End the server and all of its processes. Safe to call twice."""
@@ -322,3 +328,9 @@ class VllmProcess:
             on_poll()
 
         return call_aside(post, check=check, poll_s=DEATH_POLL_S, name="splice-call")
+
+
+def first_error(log: str) -> str | None:
+    """The first exception in vLLM's log: the cause, which others wrap. None: it names none."""
+    found = _ERROR.search(log)
+    return None if found is None else found.group(1)

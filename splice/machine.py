@@ -147,7 +147,8 @@ def write_run_file(
     if path.exists():
         raise ConfigError(f"{path} exists; edit it, or choose another folder")
     model = local_model(model, python=trainer_python)
-    model_config = language_part(read_model_config(model))
+    whole_config = read_model_config(model)
+    model_config = language_part(whole_config)
     weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     if model_config.get("torch_dtype", model_config.get("dtype")) == "float32":
         weight_bytes //= 2
@@ -158,6 +159,9 @@ def write_run_file(
         memory_bytes=min((gpu.memory_mib for gpu in gpus), default=0) * 2**20,
     )
     by_device = BY_DEVICE["cuda" if gpus else "cpu"]
+    dtype = by_device[""]["dtype"]
+    if whole_config.get("quantization_config"):
+        dtype = "bfloat16"  # vLLM computes with quantised weights in it alone
     own_len = model_config.get("max_position_embeddings")
     max_model_len = by_device["inference"]["max_model_len"]
     if own_len is not None and not gpus:
@@ -166,7 +170,7 @@ def write_run_file(
         name=_toml(name),
         model=_toml(str(model)),
         device=_toml("cuda" if gpus else "cpu"),
-        dtype=_toml(by_device[""]["dtype"]),
+        dtype=_toml(dtype),
         trainer_python=_toml(str(trainer_python)),
         trainer_gpus=list(sizes.trainer_gpus),
         trainer_tensor=sizes.trainer_tensor,
@@ -183,7 +187,7 @@ def write_run_file(
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     if not gpus:
-        return path, f"{model} on the CPU, in float32: one trainer rank and one vLLM server"
+        return path, f"{model} on the CPU, in {dtype}: one trainer rank and one vLLM server"
     if len(gpus) == 1:
         return path, (
             f"{model}: trainer and vLLM share GPU {gpus[0].index}, to try splice; NCCL and the "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,31 @@ def check_parallel(
                 f"inference tensor parallel size {tensor} does not fit "
                 f"the model's {kv_heads} key/value heads"
             )
+
+
+def check_quantization(inference: InferenceConfig) -> None:
+    """Check that quantised weights and caches come with bfloat16: vLLM takes float32 for none of
+    them, and the canary allows float32's rounding alone.
+
+    Raises:
+        ConfigError: names what is quantised.
+    """
+    if inference.dtype != "float32":
+        return
+    options = " ".join(inference.extra_args).replace("=", " ").split()
+    asked = [
+        f"{option} {value}"
+        for option, value in pairwise(options)
+        if option in ("--quantization", "-q", "--kv-cache-dtype") and value != "auto"
+    ]
+    file = inference.model / "config.json"
+    if file.is_file() and read_model_config(inference.model).get("quantization_config"):
+        asked.append(f"quantization_config in {file}")
+    if asked:
+        raise ConfigError(
+            f"inference.dtype is float32, but {asked[0]} needs bfloat16; set dtype to "
+            '"bfloat16" (in run.toml at the top, for both roles)'
+        )
 
 
 def check_cpu_attention(model_config: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ from splice.preflight import (
     check_gpus,
     check_parallel,
     check_port_free,
+    check_quantization,
     read_model_config,
 )
 from splice.rl import decisions
@@ -80,6 +81,8 @@ def check(run: RunFile) -> None:
     read_model_config(run.inference.model)
     nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
     check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)
+    for node in nodes:
+        check_quantization(node)
     if run.inference.device == "cpu":
         check_cpu_attention(model_config)
     if run.device == "cuda":

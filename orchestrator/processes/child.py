@@ -23,7 +23,7 @@ from orchestrator.processes.parent import die_with_parent
 TERM_GRACE_S = 15.0
 KILL_GRACE_S = 10.0
 STOP_POLL_S = 0.05
-LOG_TAIL_BYTES = 16384
+LOG_TAIL_BYTES = 2**18
 
 
 @dataclass(slots=True, kw_only=True)

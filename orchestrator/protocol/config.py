@@ -181,7 +181,7 @@ class TrainerConfig(Settings):
     device: Device = "cpu"
     """Where the ranks run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations. On the CPU the trainer takes float32 alone."""
+    """Type of weights and activations."""
     finetuning_type: FinetuningType = "lora"
     """lora: train adapters on the frozen model. full: train every parameter; AdamW keeps fp32
     masters of bf16 parameters."""

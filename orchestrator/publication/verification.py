@@ -50,8 +50,9 @@ def canary_failures(manifest: Manifest, nats: Mapping[str, float]) -> dict[str, 
         replica: VerificationError(
             f"{replica}: the served log-probs of a fixed prompt differ from the trainer's by "
             f"{difference:.2g} nats in the median; {allowed:g} are allowed. Every digest agrees, "
-            "so vLLM and Megatron do not compute the same model. Compare their configurations and "
-            "versions; --no-canary serves the version all the same"
+            "so vLLM and Megatron do not compute the same model, or vLLM rounds more (an FP8 KV "
+            "cache, another dtype). Compare their configurations and versions; "
+            "publication.canary = false serves the version all the same"
         )
         for replica, difference in nats.items()
         if not difference <= allowed

@@ -25,6 +25,7 @@ from splice.preflight import (
     check_model,
     check_parallel,
     check_port_free,
+    check_quantization,
     share_a_gpu,
 )
 
@@ -96,9 +97,11 @@ def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
     model_config = check_model(config.model, needs_weights=not config.random_init)
     trainer, inference = node_configs(config)
     check_parallel(model_config, trainer=trainer, inference=[inference])
+    check_quantization(inference)
     if config.device == "cpu" and config.dtype != "float32":
         raise ConfigError(
-            "the trainer's CPU layers keep their norms in float32; on the CPU use --dtype float32"
+            "on a CPU smoke compares float32 with float32: use --dtype float32. `splice up` takes "
+            "bfloat16 there"
         )
     if config.device == "cpu":
         check_cpu_attention(model_config)

@@ -28,11 +28,11 @@ class Display:
         if self._status is not None:
             self._status.update(f"{self._elapsed()} {text}")
         else:
-            self._console.print(f"{self._elapsed()} {text}", highlight=False)
+            self._console.print(f"{self._elapsed()} {text}", markup=False, highlight=False)
 
     def done(self, text: str) -> None:
         """Print a line."""
-        self._console.print(f"{self._elapsed()} {text}", highlight=False)
+        self._console.print(f"{self._elapsed()} {text}", markup=False, highlight=False)
 
     def on_progress(self, label: str, progress: Progress) -> None:
         """Show the phase of a job's progress message."""

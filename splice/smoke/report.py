@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 PHASES = ("rollout", "train", "export", "merge", "wire", "apply", "verify", "pause", "total")
@@ -72,7 +73,7 @@ def print_table(report: SmokeReport, console: Console) -> None:
         )
     console.print(table, crop=False, no_wrap=True)
     for failure in report.failures:
-        console.print(f"[red]failed[/red] {failure}")
+        console.print(f"[red]failed[/red] {escape(failure)}")
     total = report.seconds.get("total", 0.0)
     verdict = (
         "[green]every check held[/green]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_node.vllm_process import VllmProcess, bind, environment
+from inference_node.vllm_process import VllmProcess, bind, environment, first_error
 from orchestrator.processes import interfaces
 from orchestrator.protocol.config import InferenceConfig
 
@@ -37,3 +37,16 @@ def test_a_gpu_samples_as_in_the_measured_runs(device, user, found, monkeypatch,
         monkeypatch.setenv(name, user)
     config = InferenceConfig(model=tmp_path, name="m", device=device)
     assert environment(config, secret="", watchdog_endpoint="").get(name) == found
+
+
+def test_vllms_first_error_is_the_cause() -> None:
+    log = (
+        "INFO 11-25 [x.py:1] fine\n"
+        "(EngineCore pid=7) ERROR 11-25 22:00:01 [core.py:1] EngineCore failed to start.\n"
+        "(EngineCore pid=7) ERROR 11-25 22:00:01 [core.py:1] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-25 22:00:01 [core.py:1] RuntimeError: _C::scaled() failed\n"
+        "Traceback (most recent call last):\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert first_error(log) == "RuntimeError: _C::scaled() failed"
+    assert first_error("INFO fine\n") is None

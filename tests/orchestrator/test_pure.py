@@ -205,6 +205,32 @@ def test_parallel_sizes_must_divide(model, sizes, tp, says):
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "quantised", "says"),
+    [
+        ((), False, None),
+        (("--kv-cache-dtype", "auto"), False, None),
+        (("--quantization", "fp8_per_channel"), False, "--quantization fp8_per_channel needs"),
+        (("--quantization=fp8",), False, "--quantization fp8 needs bfloat16"),
+        (("--seed", "3", "--kv-cache-dtype", "fp8"), False, "--kv-cache-dtype fp8 needs"),
+        ((), True, r"quantization_config in .*config\.json needs bfloat16"),
+    ],
+)
+def test_quantised_weights_need_bfloat16(model, tmp_path, options, quantised, says):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8"}} if quantised else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    inference = InferenceConfig(model=folder, name="m", dtype="float32", extra_args=options)
+    preflight.check_quantization(inference.model_copy(update={"dtype": "bfloat16"}))
+    if says is None:
+        preflight.check_quantization(inference)
+        return
+    with pytest.raises(ConfigError, match=says):
+        preflight.check_quantization(inference)
+
+
 def test_gpus_have_one_master():
     def check(trainer, inference, available, transport="nccl"):
         preflight.check_gpus(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import ExportHf, Manifest, TensorSpec
 from tests.trainer_node.served_node import node
 from trainer_node.model import fp8_blocks
-from trainer_node.model.hf import HfCheckpoint, read_config
+from trainer_node.model.hf import HfCheckpoint, read_config, tensor_files
 from trainer_node.tools.make_checkpoint import is_projection, main
 from weight_transfer import fp8
 
@@ -129,3 +129,33 @@ def test_fp8_that_would_be_read_with_wrong_scales_is_refused(shape, scales, foun
         fp8_blocks.read("layer.weight", codes, None if scales is None else torch.ones(scales))
     plain = torch.zeros(shape, dtype=torch.bfloat16)
     assert fp8_blocks.read("layer.weight", plain, None) is plain
+
+
+def test_another_fp8_is_not_read_as_e4m3() -> None:
+    codes = torch.zeros(128, 128, dtype=torch.float8_e5m2)
+    with pytest.raises(ConfigError, match=r"float8_e5m2 .*reads float8_e4m3fn matrices"):
+        fp8_blocks.read("layer.weight", codes, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(
+    "what", ["a scale is missing", "no scales", "bf16 with a scale", "nothing"]
+)
+def test_a_checkpoint_that_is_fp8_in_part_is_no_template(tmp_path: Path, what: str) -> None:
+    stored = checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert fp8_blocks.scaled_weights(tmp_path, tensor_files(tmp_path))
+    scales = [n for n in stored if n.endswith("_scale_inv")]
+    weight = scales[0].removesuffix("_scale_inv")
+    if what == "bf16 with a scale":
+        stored[weight] = stored[weight].bfloat16()
+    gone = {"a scale is missing": scales[:1], "no scales": scales}.get(what, [])
+    save_file({n: t for n, t in stored.items() if n not in gone}, file)
+    says = {
+        "a scale is missing": f"{weight} has no scales",
+        "no scales": "no checkpoint in block-scaled FP8",
+        "bf16 with a scale": f"{weight} has scales, but is no e4m3",
+        "nothing": "has no config.json, or does not exist",
+    }[what]
+    folder = tmp_path / "elsewhere" if what == "nothing" else tmp_path
+    with pytest.raises(ConfigError, match=says):
+        fp8_blocks.scaled_weights(folder, tensor_files(tmp_path))

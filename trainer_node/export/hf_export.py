@@ -100,11 +100,9 @@ def _scaled_in(model: Model, folder: Path | None) -> frozenset[str]:
     refused: str | None = None
     if folder is not None and dist.get_rank() == 0:
         try:
-            if not (folder / "config.json").is_file() or not fp8_blocks.is_block_scaled(folder):
-                raise ConfigError(f"fp8_like: {folder} is no checkpoint in block-scaled FP8")
-            names = sorted(fp8_blocks.weights_of(tensor_files(folder)))
+            names = sorted(fp8_blocks.scaled_weights(folder, tensor_files(folder)))
         except ConfigError as error:
-            refused = str(error)
+            refused = f"fp8_like: {error}"
     refused, names = objects.broadcast((refused, names), group=model.control_group)
     if refused is not None:
         raise ConfigError(refused)

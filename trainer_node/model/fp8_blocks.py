@@ -13,11 +13,12 @@ Axes: O = out features, I = in features.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import (
@@ -65,6 +66,28 @@ def weights_of(names: Collection[str]) -> frozenset[str]:
     return frozenset(n for n in scaled if n in there)
 
 
+def scaled_weights(folder: Path, files: Mapping[str, Path]) -> frozenset[str]:
+    """The weights of a checkpoint in block-scaled FP8, by its files' headers.
+
+    Raises:
+        ConfigError: it is none, or an FP8 weight has no scales.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json, or does not exist")
+    dtypes: dict[str, str] = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    found = weights_of(dtypes) if is_block_scaled(folder) else frozenset()
+    if not found:
+        raise ConfigError(f"{folder} is no checkpoint in block-scaled FP8")
+    for name, dtype in dtypes.items():
+        if (dtype == "F8_E4M3") != (name in found):
+            what = "has scales, but is no e4m3" if name in found else "has no scales"
+            raise ConfigError(f"{folder}: {name} {what}")
+    return found
+
+
 def read(name: str, tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """A checkpoint's tensor for a bf16 model.
 
@@ -78,13 +101,14 @@ def read(name: str, tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.
     if scales is None and not is_fp8:
         return tensor
     blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
-    if scales is not None and len(blocks) == 2 and tuple(scales.shape) == blocks:
+    fits = scales is not None and len(blocks) == 2 and tuple(scales.shape) == blocks
+    if scales is not None and fits and tensor.dtype is torch.float8_e4m3fn:
         return dequantised(tensor, scales)
     found = "no scales" if scales is None else f"scales of shape {tuple(scales.shape)}"
     raise ConfigError(
         f"the checkpoint's {name} is {str(tensor.dtype)[6:]} {tuple(tensor.shape)} with {found}; "
-        f"the trainer reads FP8 matrices with a scale for each {FP8_BLOCK} x {FP8_BLOCK} block "
-        f"({SUFFIX}). Give it the bf16 model of this architecture"
+        f"the trainer reads float8_e4m3fn matrices with a scale for each {FP8_BLOCK} x {FP8_BLOCK} "
+        f"block ({name}{SUFFIX}). Give it the bf16 model of this architecture"
     )
 
 

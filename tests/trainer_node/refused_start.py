@@ -1,6 +1,7 @@
-"""Starts a trainer on a folder; the refusal, or a warning in its log, must match a pattern.
+"""Starts a trainer on a folder; the refusal, or a warning in its log, must match a pattern. Without
+one, nothing may be refused or left unread, on so many expert-parallel ranks.
 
-python -m tests.trainer_node.refused_start FOLDER PATTERN
+python -m tests.trainer_node.refused_start FOLDER PATTERN | RANKS
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import TrainerConfig
+from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from trainer_node.start import start
 
 
@@ -27,13 +28,20 @@ class _Texts(logging.Handler):
 def main() -> None:
     """See the module's docstring."""
     folder, pattern = sys.argv[1:]
+    ranks = int(pattern) if pattern.isdigit() else 1
+    parallel = ParallelConfig(world_size=ranks, expert=ranks)
     said = _Texts()
     logging.getLogger("splice.trainer").addHandler(said)
     try:
-        start(TrainerConfig(model=Path(folder), finetuning_type="full"))
+        start(TrainerConfig(model=Path(folder), finetuning_type="full", parallel=parallel))
     except ConfigError as error:
+        if pattern.isdigit():
+            raise
         said.texts.append(str(error))
-    assert any(re.search(pattern, text) for text in said.texts), said.texts
+    if pattern.isdigit():
+        assert not any("not read" in text or "lacks" in text for text in said.texts), said.texts
+    else:
+        assert any(re.search(pattern, text) for text in said.texts), said.texts
 
 
 if __name__ == "__main__":

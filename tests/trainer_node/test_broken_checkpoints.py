@@ -79,6 +79,10 @@ def test_what_nobody_reads_is_named(torchrun: Ranks, tmp_path: Path) -> None:
     )
 
 
+def test_experts_of_other_ranks_are_read(torchrun: Ranks, tmp_path: Path) -> None:
+    torchrun(2, "refused_start", make("qwen3_moe", tmp_path / "model"), 2)
+
+
 def test_an_index_that_is_no_json(torchrun: Ranks, tmp_path: Path) -> None:
     folder = make("llama", tmp_path / "model")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weights": {}})[:-3])

@@ -74,7 +74,10 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     modules = [_megatron_model(config, provider, device)]
     tasks = _conversion_tasks(bridge, checkpoint, modules, provider)
     if with_weights:
-        _load_weights(bridge, checkpoint, modules, tasks)
+        # Expert-parallel ranks have tasks of their own experts.
+        names = objects.all_gather(_hf_names(tasks), group=control_group)
+        checkpoint.check_names(set().union(*names))
+        _load_weights(bridge, checkpoint, modules)
         _check_finite(tasks)
     modules[0].requires_grad_(False)
     language_part.export_towers(bridge, checkpoint.state, tasks[-1])
@@ -181,14 +184,11 @@ def _megatron_model(config: TrainerConfig, provider: Any, device: torch.device) 
     return model
 
 
-def _load_weights(
-    bridge: Any, checkpoint: HfCheckpoint, modules: list[Any], tasks: Sequence[Any]
-) -> None:
-    checkpoint.check_names({name for task in tasks for name in _hf_names(task)})
+def _load_weights(bridge: Any, checkpoint: HfCheckpoint, modules: list[Any]) -> None:
     bridge._with_progress_tracking = lambda tasks, *_, **__: iter(tasks)
     try:
         bridge.load_weights_hf_to_megatron(checkpoint, modules)
-    except torch.OutOfMemoryError:
+    except (ConfigError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -204,13 +204,13 @@ def _check_finite(tasks: Sequence[Any]) -> None:
     """
     for task in tasks:
         if task.param_weight is not None and not torch.isfinite(task.param_weight).all():
-            names = ", ".join(_hf_names(task))
+            names = ", ".join(_hf_names([task]))
             raise ConfigError(f"the checkpoint has NaN or infinite weights in {names}")
 
 
-def _hf_names(task: Any) -> list[str]:
-    names = task.mapping.hf_param
-    return [names] if isinstance(names, str) else [*names.values()]
+def _hf_names(tasks: Sequence[Any]) -> list[str]:
+    params = [task.mapping.hf_param for task in tasks]
+    return [name for p in params for name in ([p] if isinstance(p, str) else p.values())]
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ def test_one_that_computes_something_else_is_poisoned_and_says_so(tmp_path):
         replica.canary = [x + 0.25 * (i % 3 > 0) for i, x in enumerate(OWN)]
         with pytest.raises(
             JobFailed,
-            match=r"differ from the trainer's by 0\.25 nats.*0\.001 are allowed.*--no-canary",
+            match=r"trainer's by 0\.25 nats.*0\.001 are allowed.*publication\.canary = false",
         ):
             run.client.run(InitialSyncJob())
         assert replica.served == [] and run.client.status().publication == "poisoned"

@@ -99,8 +99,13 @@ def test_what_the_trainer_refuses_is_the_report(checked: Checked, tmp_path: Path
     ],
 )
 def test_what_cannot_be_checked_ends_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None, said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    config: str | None,
+    said: str,
 ) -> None:
+    monkeypatch.setattr(check_model, "_be_quiet", lambda: None)  # for good, and in other tests
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     assert check_model.main(["--model", str(tmp_path)]) == 2

@@ -211,6 +211,8 @@ def _has_delta_nets(provider: Any) -> bool:
 def _delta_rule_obstacle() -> str | None:
     """flash-linear-attention has no backward pass on Hopper GPUs with Triton from 3.4 up to 3.7.1,
     which miscompiles it, and without tilelang."""
+    if importlib.util.find_spec("fla") is None:  # Megatron names the package
+        return None
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
     has_tilelang = importlib.util.find_spec("tilelang") is not None

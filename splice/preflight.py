@@ -125,9 +125,8 @@ def check_quantization(inference: InferenceConfig) -> None:
         for option, value in pairwise(options)
         if option in ("--quantization", "-q", "--kv-cache-dtype") and value != "auto"
     ]
-    file = inference.model / "config.json"
-    if file.is_file() and read_model_config(inference.model).get("quantization_config"):
-        asked.append(f"quantization_config in {file}")
+    if read_model_config(inference.model).get("quantization_config"):
+        asked.append(f"quantization_config in {inference.model / 'config.json'}")
     if asked:
         raise ConfigError(
             f"inference.dtype is float32, but {asked[0]} needs bfloat16; set dtype to "

@@ -90,10 +90,13 @@ class Planner:
         The part that training changes has a layout of its own, provided that all replicas complete
         it to the same whole layers.
         """
-        why, is_shared = "", False
+        why, is_shared, fp8 = "", False, None
         for order in get_args(LayoutOrder):
             if order == "shared" and is_shared:  # the replicas' own is; the trainer refused it
                 continue
+            if order == "manifest" and fp8 is not None:
+                why += "; FP8 weights have no other layout, so serve this model in bf16"
+                break
             answers = await self._members.ask_all(
                 replicas,
                 lambda _, order=order: PrepareUpdate(  # type: ignore[misc]
@@ -119,9 +122,6 @@ class Planner:
             if refused is None:
                 return sent
             log.info("the layout (%s) is not used: %s", order, why := refused)
-            if fp8 is not None and (is_shared or order == "shared"):
-                why += "; FP8 weights have no other layout, so serve this model in bf16"
-                break
         raise PublicationError(f"no layout for all replicas and the trainer: {why}")
 
     async def _use_plan(

@@ -13,7 +13,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import ExportHf, Manifest, TensorSpec
 from tests.trainer_node.served_node import node
 from trainer_node.model import fp8_blocks
-from trainer_node.model.hf import HfCheckpoint, read_config, tensor_files
+from trainer_node.model.hf import HfCheckpoint, read_config, tensor_dtypes
 from trainer_node.tools.make_checkpoint import is_projection, main
 from weight_transfer import fp8
 
@@ -143,7 +143,7 @@ def test_another_fp8_is_not_read_as_e4m3() -> None:
 def test_a_checkpoint_that_is_fp8_in_part_is_no_template(tmp_path: Path, what: str) -> None:
     stored = checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
-    assert fp8_blocks.scaled_weights(tmp_path, tensor_files(tmp_path))
+    assert fp8_blocks.scaled_weights(tmp_path, tensor_dtypes(tmp_path))
     scales = [n for n in stored if n.endswith("_scale_inv")]
     weight = scales[0].removesuffix("_scale_inv")
     if what == "bf16 with a scale":
@@ -158,4 +158,4 @@ def test_a_checkpoint_that_is_fp8_in_part_is_no_template(tmp_path: Path, what: s
     }[what]
     folder = tmp_path / "elsewhere" if what == "nothing" else tmp_path
     with pytest.raises(ConfigError, match=says):
-        fp8_blocks.scaled_weights(folder, tensor_files(tmp_path))
+        fp8_blocks.scaled_weights(folder, tensor_dtypes(tmp_path))

@@ -28,7 +28,7 @@ from trainer_node import objects
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Failure, agree
 from trainer_node.model import fp8_blocks
-from trainer_node.model.hf import tensor_files
+from trainer_node.model.hf import tensor_dtypes
 from trainer_node.model.model import Model
 from trainer_node.state import generations
 from trainer_node.state.generations import CheckpointError, write_file
@@ -100,7 +100,7 @@ def _scaled_in(model: Model, folder: Path | None) -> frozenset[str]:
     refused: str | None = None
     if folder is not None and dist.get_rank() == 0:
         try:
-            names = sorted(fp8_blocks.scaled_weights(folder, tensor_files(folder)))
+            names = sorted(fp8_blocks.scaled_weights(folder, tensor_dtypes(folder)))
         except ConfigError as error:
             refused = f"fp8_like: {error}"
     refused, names = objects.broadcast((refused, names), group=model.control_group)

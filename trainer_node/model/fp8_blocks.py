@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import (
@@ -66,18 +65,17 @@ def weights_of(names: Collection[str]) -> frozenset[str]:
     return frozenset(n for n in scaled if n in there)
 
 
-def scaled_weights(folder: Path, files: Mapping[str, Path]) -> frozenset[str]:
-    """The weights of a checkpoint in block-scaled FP8, by its files' headers.
+def scaled_weights(folder: Path, dtypes: Mapping[str, str]) -> frozenset[str]:
+    """The weights of a checkpoint in block-scaled FP8.
+
+    Args:
+        dtypes: `hf.tensor_dtypes` of the folder.
 
     Raises:
         ConfigError: it is none, or an FP8 weight has no scales.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, or does not exist")
-    dtypes: dict[str, str] = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     found = weights_of(dtypes) if is_block_scaled(folder) else frozenset()
     if not found:
         raise ConfigError(f"{folder} is no checkpoint in block-scaled FP8")
@@ -101,8 +99,8 @@ def read(name: str, tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.
     if scales is None and not is_fp8:
         return tensor
     blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
-    fits = scales is not None and len(blocks) == 2 and tuple(scales.shape) == blocks
-    if scales is not None and fits and tensor.dtype is torch.float8_e4m3fn:
+    is_matrix = tensor.dtype is torch.float8_e4m3fn and tensor.dim() == 2
+    if is_matrix and scales is not None and tuple(scales.shape) == blocks:
         return dequantised(tensor, scales)
     found = "no scales" if scales is None else f"scales of shape {tuple(scales.shape)}"
     raise ConfigError(

@@ -137,6 +137,13 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _is_left_out(name: str, layers: int) -> bool:
+    """Whether no trainer of a model of so many layers reads the tensor."""
+    layer = _LAYER.search(name)
+    beyond = layer is not None and int(layer.group(1)) >= layers
+    return beyond or _UNUSED.search(name) is not None
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file, by the index or the files' own headers.
 
@@ -152,6 +159,19 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         with _reading(path), safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
     return files
+
+
+def tensor_dtypes(folder: Path) -> dict[str, str]:
+    """Tensor name -> its dtype as safetensors spells it, by the files' own headers.
+
+    Raises:
+        ConfigError: names a file that cannot be read.
+    """
+    found: dict[str, str] = {}
+    for path in sorted(set(tensor_files(folder).values())):
+        with _reading(path), safe_open(path, framework="pt") as file:
+            found |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return found
 
 
 class HfCheckpoint:
@@ -174,11 +194,11 @@ class HfCheckpoint:
         with_weights: bool,
     ) -> None:
         self.config, self.model_name_or_path = config, str(folder)
-        self.vocab_tensors, self._tied = vocab_tensors, tied
+        self.vocab_tensors = vocab_tensors
         files = tensor_files(folder)
-        hidden = vocab_tensors[1] if tied and len(vocab_tensors) > 1 else None
+        self._tied_head = vocab_tensors[1] if tied and len(vocab_tensors) > 1 else None
         scales = {name + fp8_blocks.SUFFIX for name in fp8_blocks.weights_of(files)}
-        source = _Keys(files.keys() - scales if with_weights else None, hidden=hidden)
+        source = _Keys(files.keys() - scales if with_weights else None, hidden=self._tied_head)
         self.state = _State(
             files, vocab_tensors=vocab_tensors, padded_vocab=padded_vocab, source=source
         )
@@ -195,15 +215,9 @@ class HfCheckpoint:
             ConfigError: one is missing, or a tied head is another matrix.
         """
         missing = sorted(name for name in names if name not in self.state)
-        left = sorted(set(self.state.source).difference(names, language_part.towers(self.state)))
+        unread = set(self.state.source).difference(names, language_part.towers(self.state))
         layers = getattr(self.config, "num_hidden_layers", 0)
-        numbers = {name: _LAYER.search(name) for name in left}
-        left = [
-            name
-            for name in left
-            if not _UNUSED.search(name)
-            and not ((found := numbers[name]) and int(found.group(1)) >= layers)
-        ]
+        left = sorted(name for name in unread if not _is_left_out(name, layers))
         if missing:
             other = f", and has {left[0]} instead" if left else ""
             raise ConfigError(
@@ -217,11 +231,9 @@ class HfCheckpoint:
                 len(left),
                 left[0],
             )
-        embedding, *head = self.vocab_tensors
-        if self._tied and head and head[0] in self.state:
-            self._check_tied(embedding, head[0])
-
-    def _check_tied(self, embedding: str, head: str) -> None:
+        embedding, head = self.vocab_tensors[0], self._tied_head
+        if head is None or head not in self.state:
+            return
         if not torch.equal(self.state[embedding], self.state[head]):
             raise ConfigError(
                 f"config.json ties {head} to {embedding}, but the checkpoint's {head} has other "

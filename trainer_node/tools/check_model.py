@@ -35,7 +35,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -256,9 +256,11 @@ class Reference:
         parts = [p.grad.double().norm() for p in self._model.parameters() if p.grad is not None]
         return float(torch.stack(parts).norm())
 
-    def moves(self) -> dict[tuple[str, ...], float]:
-        """Number or switch of the config -> the largest change of a log-prob with another value."""
-        found = {path: self.moved(path, value) for path, value in fields(self.config.to_dict())}
+    def moves(self, only: Collection[tuple[str, ...]] = ()) -> dict[tuple[str, ...], float]:
+        """Number or switch of the config, or `only` these -> the largest change of a log-prob with
+        another value."""
+        there = [f for f in fields(self.config.to_dict()) if not only or f[0] in only]
+        found = {path: self.moved(path, value) for path, value in there}
         return {path: moved for path, moved in found.items() if moved is not None}
 
     @torch.no_grad()
@@ -426,7 +428,7 @@ def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
         moves = reference.moves()
         if not whole and (lowered := lower_limits(reference, moves, used)):
             reference = Reference(used)
-            moves |= {path: m for path, m in reference.moves().items() if path in lowered}
+            moves |= reference.moves(lowered)
         _compare(report, reference, used, moves)
         for row in report.rows:
             row.text = row.text.replace(str(used), str(model))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from tests.trainer_node import bounds
+from tests.trainer_node import bounds, families
 from tests.trainer_node.data import arrays, make_batch
 from tests.trainer_node.tiny import hf_model
 from tests.trainer_node.worker import make_trainer, random_adapters
@@ -223,6 +223,17 @@ def check_random_init(moe: Path, out: Path) -> None:
             assert torch.equal(tensor, torch.ones_like(tensor)), name
 
 
+def check_random_values(out: Path) -> None:
+    """No family keeps what was in memory: here every new tensor is NaN until somebody fills it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for family in ("gpt_oss", "qwen2", "nemotron", "deepseek_v3", "qwen3_5_moe"):
+        trainer = make_trainer(families.make(family, out / family), 1, 1, 1, init="random")
+        for name, tensor in Exporter(trainer.model).merged_tensors():
+            assert tensor.abs().max() < 20, name  # NaN is not
+        trainer.model.close()
+    torch.use_deterministic_algorithms(False)
+
+
 def check_incomplete(dense: Path, out: Path) -> None:
     """A checkpoint without one of the model's tensors is refused. Bridge would only warn."""
     folder, missing = out / "incomplete", "model.layers.1.mlp.up_proj.weight"
@@ -272,6 +283,7 @@ if __name__ == "__main__":
     check_checkpoints(dense_model, folder)
     check_restricted_and_partial_targets(dense_model)
     check_random_init(moe_model, folder)
+    check_random_values(folder)
     check_grouped_kernel(moe_model)
     check_wrappers(dense_model)
     check_incomplete(dense_model, folder)

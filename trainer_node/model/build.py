@@ -218,7 +218,7 @@ def _random_weights(
     modules: list[Any], tasks: Sequence[Any], *, bridge: Any, config: TrainerConfig, provider: Any
 ) -> None:
     """Draw normal weights of the config's std, seeded by global name, so that pipeline and expert
-    ranks do not matter. Norms and biases keep the values that Megatron gives them."""
+    ranks do not matter. Biases become zero; norms keep the values that Megatron gives them."""
     by_param = {id(t.param_weight): t for t in tasks if t is not None}
     for local, param in modules[0].named_parameters():
         name = _megatron_local_name_to_global(modules, provider, strip_wrappers(local), 0)
@@ -230,12 +230,17 @@ def _random_weights(
         key = f"{config.seed}:{name}:{part}"
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
         generator = torch.Generator(device=param.device).manual_seed(seed)
-        if param.dim() > 1:
-            param.normal_(0.0, provider.init_method_std, generator=generator)
-        elif name.endswith(".A_log"):  # of the gated delta rule, as transformers draws it
+        kind = name.rpartition(".")[2]
+        if kind == "A_log":  # of the gated delta rule, as transformers draws it
             param.uniform_(0.0, 16.0, generator=generator).log_()
-        elif name.endswith(".dt_bias"):
+        elif kind == "dt_bias":
             param.fill_(1.0)
+        elif param.dim() == 1 and "norm" in name:
+            continue
+        elif "bias" in kind:  # bias0 of the first expert; Megatron leaves some without a value
+            param.zero_()
+        else:
+            param.normal_(0.0, provider.init_method_std, generator=generator)
 
 
 def _conversion_tasks(

@@ -13,7 +13,9 @@ tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits
 sides' work should balance, so on a GPU a few strict steps of two sizes come first, and the number
 of prompts is chosen from their times; SPLICE_BENCH_PROMPTS sets it (8 on a CPU). Each prompt has 4
 answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU) tokens. Answers have a fixed length, so no
-step waits for a long one. Steps from SPLICE_BENCH_SAMPLES (7).
+step waits for a long one. Prompts are a short sentence, or random token ids, as many as
+SPLICE_BENCH_PROMPT_TOKENS says: the trainer takes longer for long ones, and vLLM hardly does. Steps
+from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
 (default) computes the KV cache of running answers anew after each publication, `keep_kv` keeps it.
 """
@@ -28,6 +30,8 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, cast
+
+import numpy as np
 
 from benchmarks import clusters, turns
 from benchmarks.harness import Case
@@ -86,7 +90,8 @@ def run(*, device: str, small: bool) -> list[Case]:
                     for mode, stale in MODES.items()
                 }
         settings = _config(device, MODES["async"], prompts).model_dump(mode="json")
-        cases += _cases(f"{shape}/{lora}/1to1", found, settings | {"pause_mode": pause_mode})
+        settings |= {"pause_mode": pause_mode, "prompt_tokens": _prompt_tokens() or "a sentence"}
+        cases += _cases(f"{shape}/{lora}/1to1", found, settings)
     return cases
 
 
@@ -136,11 +141,10 @@ def _steps(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -
 
 async def _taken(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> list[Step]:
     taken: list[Step] = []
-    prompts = [{"prompt": text} for text in rollouts.choose_prompts(count=64, seed=1)]
     loop = Loop(
         client,
         folder,
-        prompts=prompts,
+        prompts=_rows(),
         reward=_reward,
         config=config,
         loss=LossSpec(name="grpo"),
@@ -152,6 +156,19 @@ async def _taken(client: SpliceClient, folder: Path, config: LoopConfig, count: 
             if len(taken) == count:
                 break
     return taken
+
+
+def _rows() -> list[dict[str, Any]]:
+    """A row for each prompt."""
+    if length := _prompt_tokens():
+        ids = np.random.default_rng(1).integers(10, 200, (MOST_PROMPTS, length))
+        return [{"prompt": row} for row in ids.tolist()]
+    return [{"prompt": text} for text in rollouts.choose_prompts(count=MOST_PROMPTS, seed=1)]
+
+
+def _prompt_tokens() -> int:
+    """Of each prompt; 0: those of a short sentence."""
+    return int(os.environ.get("SPLICE_BENCH_PROMPT_TOKENS", "0"))
 
 
 def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> Measured:

@@ -132,6 +132,7 @@ OTHER_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "glm-4.7-flash": ("Glm4MoeLite", {
         "num_hidden_layers": 47, "n_routed_experts": 64, "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,  # vLLM 0.26 reads it; transformers has mlp_layer_types instead
     }),
     "qwen3.5-35b-a3b": ("Qwen3_5MoeText", {
         "num_hidden_layers": 40, "num_experts": 256, "num_experts_per_tok": 8,

@@ -29,11 +29,12 @@ BENCHMARKS = {
     "train": "tokens per second of a LoRA step, against a bare Megatron-Bridge loop and PEFT",
     "tinker": "a training cycle through the Tinker server, against SpliceClient",
     "loop": "whole RL steps: seconds by phase, share of idle time",
+    "replay": "a MoE's log-prob gap with and without router replay",
     "soak": "hundreds of jobs with crashes of the trainer: what grows, what is lost",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
     "learning": "a pretrained model learns, against a control in one process",
 }
-WITH_INFERENCE = ("sync", "pause", "tinker", "loop", "soak", "convergence", "learning")
+WITH_INFERENCE = ("sync", "pause", "tinker", "loop", "replay", "soak", "convergence", "learning")
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or
 .venv-inference).
 """

@@ -85,11 +85,11 @@ def run(*, device: str, small: bool) -> list[Case]:
                 prompts = _prompts(cluster.client, folder, device)
                 found = {
                     mode: _measure(
-                        cluster.client, folder / mode, _config(device, stale, prompts), steps
+                        cluster.client, folder / mode, loop_config(device, stale, prompts), steps
                     )
                     for mode, stale in MODES.items()
                 }
-        settings = _config(device, MODES["async"], prompts).model_dump(mode="json")
+        settings = loop_config(device, MODES["async"], prompts).model_dump(mode="json")
         settings |= {"pause_mode": pause_mode, "prompt_tokens": _prompt_tokens() or "a sentence"}
         cases += _cases(f"{shape}/{lora}/1to1", found, settings)
     return cases
@@ -102,8 +102,8 @@ def _prompts(client: SpliceClient, folder: Path, device: str) -> int:
         return int(given)
     times = []
     for prompts, warm in SIZES.items():
-        config = _config(device, 0, prompts)
-        seconds = _steps(client, folder / f"strict-{prompts}", config, warm + 1)[-1].seconds
+        config = loop_config(device, 0, prompts)
+        seconds = first_steps(client, folder / f"strict-{prompts}", config, warm + 1)[-1].seconds
         rollouts_s, job_s = seconds["trainer_waits"], seconds["step"] - seconds["trainer_waits"]
         times.append((prompts, rollouts_s + seconds["job.pause"], job_s))
     chosen = balanced(*times)
@@ -122,19 +122,18 @@ def balanced(one: tuple[int, float, float], two: tuple[int, float, float]) -> in
     return min(MOST_PROMPTS, max(1, round(a + gap_a * (b - a) / (gap_a - gap_b))))
 
 
-def _config(device: str, max_staleness: int, prompts: int) -> LoopConfig:
+def loop_config(device: str, max_staleness: int, prompts: int) -> LoopConfig:
+    """Of the answers' fixed length."""
     length = int(os.environ.get("SPLICE_BENCH_ANSWER_TOKENS", ANSWER_TOKENS[device]))
     return LoopConfig(
         max_staleness=max_staleness,
         group_size=GROUP_SIZE,
         groups_per_step=prompts,
-        sampling=SamplingConfig(
-            max_tokens=length, extra={"ignore_eos": True, "min_tokens": length}
-        ),
+        sampling=SamplingConfig(max_tokens=length, extra={"ignore_eos": True}),
     )
 
 
-def _steps(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> list[Step]:
+def first_steps(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> list[Step]:
     """The first steps of a new loop."""
     return asyncio.run(_taken(client, folder, config, count))
 
@@ -173,7 +172,7 @@ def _prompt_tokens() -> int:
 
 def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> Measured:
     """Each metric, a value for each step."""
-    taken = _steps(client, folder, config, WARM_STEPS + count)
+    taken = first_steps(client, folder, config, WARM_STEPS + count)
     log = checker.check(decisions.read(folder / decisions.LOG))
     if log.violations:
         raise RuntimeError(f"the loop's log breaks its promises: {log.violations[:3]}")
@@ -181,7 +180,7 @@ def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int)
     for step in steps:
         print(step.number, {name: round(s, 3) for name, s in step.seconds.items()}, flush=True)
     return {
-        "tokens_per_s": tuple(_tokens(s) / s.seconds["step"] for s in steps),
+        "tokens_per_s": tuple(tokens_of(s) / s.seconds["step"] for s in steps),
         "step_s": tuple(s.seconds["step"] for s in steps),
         "trainer_idle": tuple(_idle(s.seconds, "train", "save", "send") for s in steps),
         "inference_idle": tuple(
@@ -198,7 +197,8 @@ def _reward(_: Mapping[str, Any], completion: Completion) -> float:
     return fmean(i % 2 == 0 for i in completion.answer_ids)
 
 
-def _tokens(step: Step) -> int:
+def tokens_of(step: Step) -> int:
+    """Prompts and answers."""
     return sum(
         len(r.completion.prompt_ids) + len(r.completion.answer_ids)
         for group in step.groups

@@ -1,0 +1,87 @@
+"""Router replay on a MoE: how far the trainer's log-probs are from the sampler's, with and without
+the experts that vLLM chose.
+
+    logprob_gap_mean, logprob_gap_max    nats, over the answers' tokens of a step
+    train_s                              the optimizer step
+    tokens_per_s                         prompt and answer tokens of a step over wall-clock
+
+Steps are strictly on-policy, so nothing but rounding and the experts chosen differs. The peer is
+the same run without replay, before it. Shape from SPLICE_BENCH_SHAPES (30b-a3b/lora-attn), prompts
+from SPLICE_BENCH_PROMPTS (8), steps from SPLICE_BENCH_SAMPLES (4), tokens as in `loop`. On GPUs
+only, with vLLM 0.28 or newer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks import clusters, loop, turns
+from benchmarks.harness import Case
+from orchestrator.errors import ConfigError
+from orchestrator.protocol.messages import InitialSyncJob
+from splice.cluster import Cluster
+from splice.rl import Step
+
+FLAGS = ("--enable-return-routed-experts", "--enable-scale-out")
+PROMPTS, STEPS = 8, 4
+
+
+def run(*, device: str, small: bool) -> list[Case]:
+    """One trainer and one inference GPU."""
+    if device != "cuda" or small:
+        raise ConfigError("vLLM returns routed experts on GPUs only; give --device cuda")
+    shape, _, lora = os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b/lora-attn").partition("/")
+    prompts = int(os.environ.get("SPLICE_BENCH_PROMPTS", PROMPTS))
+    count = loop.WARM_STEPS + int(os.environ.get("SPLICE_BENCH_SAMPLES", STEPS))
+    config = loop.loop_config(device, 0, prompts)
+    with TemporaryDirectory(prefix="splice-bench-") as name:
+        folder = Path(name)
+        wanted = clusters.cluster_config(
+            shape,
+            folder,
+            device=device,
+            lora=lora or "lora-all",
+            max_num_seqs=loop.GROUP_SIZE * prompts,
+        )
+        server = wanted.inference[0]
+        server = server.model_copy(update={"extra_args": (*server.extra_args, *FLAGS)})
+        with turns.started(Cluster(replace(wanted, inference=(server,)))) as cluster, turns.alone():
+            cluster.client.run(InitialSyncJob())
+            without, replayed = (
+                loop.first_steps(
+                    cluster.client,
+                    folder / f"replay-{replay}",
+                    config.model_copy(update={"router_replay": replay}),
+                    count,
+                )[loop.WARM_STEPS :]
+                for replay in (False, True)
+            )
+    settings = config.model_dump(mode="json") | {"router_replay": True, "flags": FLAGS}
+    return [
+        Case(
+            name=f"{shape}/{lora or 'lora-all'}",
+            metric=metric,
+            unit=unit,
+            samples=tuple(_value(step, metric) for step in replayed),
+            peer="without router replay",
+            peer_samples=tuple(_value(step, metric) for step in without),
+            settings=settings if metric == "logprob_gap_mean" else {},
+        )
+        for metric, unit in {
+            "logprob_gap_mean": "nats",
+            "logprob_gap_max": "nats",
+            "train_s": "s",
+            "tokens_per_s": "tokens/s",
+        }.items()
+    ]
+
+
+def _value(step: Step, metric: str) -> float:
+    if metric == "train_s":
+        return step.seconds["job.train"]
+    if metric == "tokens_per_s":
+        return loop.tokens_of(step) / step.seconds["step"]
+    return float(step.metrics[metric])

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
 from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Rendezvous
 from weight_transfer.cuda_events import WIRE_PRIORITY, wait_for_event
+from weight_transfer.nccl_group import version_text
 
 UNIQUE_ID_BYTES = 128
 ABORT_WAIT_S = 2.0
@@ -122,6 +123,14 @@ def _abort(communicator: PyNcclCommunicator, device: torch.device) -> None:
     thread = threading.Thread(target=run, name="splice-nccl-abort", daemon=True)
     thread.start()
     thread.join(timeout=ABORT_WAIT_S)
+
+
+def nccl_version() -> str:
+    """Version of the NCCL that vLLM's groups use, such as 2.28.9; empty without one."""
+    try:
+        return version_text(NCCLLibrary().ncclGetRawVersion())
+    except Exception:  # noqa: BLE001 - vLLM logs what it lacks, and joining says it again
+        return ""
 
 
 def join_nccl(

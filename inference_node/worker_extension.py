@@ -89,7 +89,9 @@ class SpliceWorkerExtension:
         engine = self._splice_engine
         packages = {"torch": str(torch.__version__)}
         if engine.device.type == "cuda":
-            packages["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            from inference_node.nccl_group import nccl_version
+
+            packages["nccl"] = nccl_version()
         return {
             "rank": engine.rank,
             "device": str(engine.device),

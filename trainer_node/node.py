@@ -49,6 +49,7 @@ from trainer_node import admission, heap
 from trainer_node.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
 from trainer_node.transfer import Transfer
+from weight_transfer.nccl_group import nccl_version
 
 log = logging.getLogger("splice.trainer")
 
@@ -283,7 +284,7 @@ def hello(node_id: str, token: str, device: str) -> Hello:
             packages[name] = importlib.metadata.version(name)
     gpus: tuple[str, ...] = ()
     if device == "cuda":
-        packages["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        packages["nccl"] = nccl_version()
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return Hello(
         role="trainer",

@@ -45,6 +45,19 @@ def _cupy_nccl() -> Any:
     return nccl
 
 
+def nccl_version() -> str:
+    """Version of the NCCL that the trainer's groups use, such as 2.28.9; empty without one."""
+    try:
+        return version_text(_cupy_nccl().get_version())
+    except ConfigError:
+        return ""
+
+
+def version_text(number: int) -> str:
+    """NCCL's 22809 as 2.28.9."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
 class NcclSenderGroup:
     """A `TransferGroup` over NCCL, rank 0. Made by `NcclListener.join`."""
 

@@ -118,6 +118,7 @@ class Members:
         wanted = self.lives(members)
         if wanted == self.joined:
             return
+        self._check_nccl(replicas)
         self.joined = {}
         report("joining", {"replicas": list(replicas)})
         listening: asyncio.Future[dict[str, Rendezvous]] = (
@@ -139,6 +140,30 @@ class Members:
             )
         self.joined = wanted
 
+    def _details(self, replicas: Sequence[str]) -> dict[str, InferenceDetail]:
+        details = {r: self.router.peers[r].detail for r in replicas}
+        if anew := sorted(r for r, detail in details.items() if not detail):
+            raise NodeLost(f"{', '.join(anew)} has started anew and is not ready yet")
+        return {r: InferenceDetail.model_validate(d) for r, d in details.items()}
+
+    def _check_nccl(self, replicas: Sequence[str]) -> None:
+        """NCCL joins no group of two versions, and names neither when it refuses."""
+        if self._config.transport != "nccl":
+            return
+        ours = self.router.peers[self.trainer_id].hello.packages.get("nccl")
+        for replica, detail in self._details(replicas).items():
+            theirs = detail.packages.get("nccl")
+            if ours and theirs and ours != theirs:
+                raise JobFailed(
+                    code=ErrorCode.TRANSFER_FAILED,
+                    node=replica,
+                    phase="joining the transfer group",
+                    message=f"the trainer has NCCL {ours} and vLLM has NCCL {theirs}; "
+                    "NCCL joins no group of two versions",
+                    remedy=f"install nvidia-nccl-cu13=={theirs} in the trainer's environment "
+                    "(uv pip install --no-deps), then start the trainer anew",
+                )
+
     async def _open(
         self, replicas: Sequence[str], listening: asyncio.Future[dict[str, Rendezvous]]
     ) -> None:
@@ -151,14 +176,11 @@ class Members:
                     {r: valid(self.trainer_id, Rendezvous, at.get(r)) for r in replicas}
                 )
 
-        details = {r: self.router.peers[r].detail for r in replicas}
-        if anew := sorted(r for r, detail in details.items() if not detail):
-            raise NodeLost(f"{', '.join(anew)} has started anew and is not ready yet")
         request = OpenTransferGroup(
             request_id=new_id("open"),
             deadline_s=self._config.join_timeout_s,
             transport=self._config.transport,
-            replicas={r: InferenceDetail.model_validate(d).workers for r, d in details.items()},
+            replicas={r: detail.workers for r, detail in self._details(replicas).items()},
         )
         phase = "opening the transfer group"
         await self.ask(self.trainer_id, request, phase=phase, on_progress=on_progress)

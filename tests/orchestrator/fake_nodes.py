@@ -57,6 +57,7 @@ class FakeNode:
 
     role = "trainer"
     detail: dict[str, object] = {"workers": 1, "base_url": "http://none"}  # noqa: RUF012 - replaced, never changed
+    packages: dict[str, str] = {}  # noqa: RUF012 - the same
 
     def __init__(self, *, endpoint: str, node_id: str, token: str, start_id: str = "") -> None:
         self.log: list[str] = []
@@ -68,6 +69,7 @@ class FakeNode:
             incarnation=uuid.uuid4().hex,
             run_token=token,
             start_id=start_id,  # type: ignore[arg-type]
+            packages=self.packages,
         )
         urgent = {
             "AbortSend": self._on_abort,

@@ -9,8 +9,9 @@ import time
 import pytest
 
 from orchestrator import router
+from orchestrator.errors import JobFailed
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, Ready, Unready
-from tests.orchestrator.fake_nodes import soon
+from tests.orchestrator.fake_nodes import FakeReplica, FakeTrainer, soon
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
 V0, V1, V2 = (0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])
@@ -26,6 +27,20 @@ def run(tmp_path, monkeypatch):
         r.a, r.b = r.replica(r.t, 0), r.replica(r.t, 1)
         r.client.run(InitialSyncJob())
         yield r
+
+
+def test_two_versions_of_nccl_are_refused_before_a_group_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeTrainer, "packages", {"nccl": "2.28.9"})
+    monkeypatch.setattr(
+        FakeReplica, "detail", FakeReplica.detail | {"packages": {"nccl": "2.29.7"}}
+    )
+    with Run(tmp_path, transport="nccl") as run:
+        trainer = run.trainer()
+        replica = run.replica(trainer)
+        with pytest.raises(JobFailed, match=r"NCCL 2\.28\.9 and vLLM has NCCL 2\.29\.7") as failed:
+            run.client.run(InitialSyncJob())
+        assert "nvidia-nccl-cu13==2.29.7" in str(failed.value)
+        assert "OpenTransferGroup" not in trainer.log and "JoinTransferGroup" not in replica.log
 
 
 def test_one_that_fails_its_verification_is_left_out_and_brought_back_alone(run):

@@ -71,6 +71,8 @@ class InferenceDetail(BaseModel):
     name: str | None = None
     """The alias that the node serves."""
     restarted: int = Field(default=0, ge=0)
+    packages: dict[str, str] = Field(default={}, max_length=64)
+    """Versions in vLLM's workers: torch, nccl."""
 
 
 class TrainerDetail(BaseModel):

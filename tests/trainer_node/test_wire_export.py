@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +183,25 @@ def experts(
     return items
 
 
+def transposed(out: int, columns: int, dtype: torch.dtype, *, fused: bool) -> MergeItem:
+    """[in, out] of a weight [out, in]; fused: gate and up take turns in HF's columns."""
+    weight = torch.randn(columns, out).to(dtype)
+    source = Source(
+        param=weight,
+        offset=0,
+        groups=1,
+        rows=out,
+        columns=columns,
+        group_stride=0,
+        row_stride=1,
+        shape=(out, columns),
+        column_groups=columns // 2 if fused else 1,
+        column_group_stride=out if fused else 0,
+        column_stride=columns // 2 * out if fused else out,
+    )
+    return MergeItem(spec=spec_of(f"{dtype}.{out}x{columns}.turned.{fused}", source), source=source)
+
+
 def many_items() -> list[MergeItem]:
     """Ragged and even tiles, ranks above and below 4, groups, experts, copies flat and strided, odd
     byte offsets.
@@ -196,6 +216,8 @@ def many_items() -> list[MergeItem]:
         items += linear(96, 40, dtype, rank=5, groups=3) + linear(96, 40, dtype, rank=0, groups=3)
         items += experts(3, 24, 16, dtype, rank=4)
         items += linear(37, 11, dtype, rank=0)
+        for size in ((64, 128), (70, 36), (3, 200), (1, 90)):
+            items += [transposed(*size, dtype, fused=fused) for fused in (False, True)]
     odd = Source.whole(torch.arange(3, dtype=torch.uint8))
     return [*items, MergeItem(spec=spec_of("odd", odd), source=odd)]
 
@@ -394,35 +416,53 @@ def test_experts_share_launches() -> None:
     assert [len(launch.members) for launch in merger._chunks[0].launches] == [16]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernel_compiles_for_an_h200(dtype: str) -> None:
-    """By Triton's compiler alone: 16-byte loads and stores of W, and each product of the sum over r
-    is one fused multiply-add in registers.
+def ptx_of(
+    kernel: Any,
+    numbers: Sequence[str],
+    constants: dict[str, Any],
+    *,
+    ragged: Sequence[str] = (),
+    **options: Any,
+) -> str:
+    """What Triton's compiler alone makes for an H200 of a kernel with these i32 arguments. All but
+    the `ragged` ones are multiples of 16.
     """
     from triton import compile as triton_compile
-    from triton import language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    signature = {"table_ptr": "*i64", "out_ptr": "*u8", **dict.fromkeys(numbers, "i32")}
+    if "scale" in kernel.arg_names:
+        signature["scale"] = "fp32"
+    signature |= dict.fromkeys(constants, "constexpr")
+    place = {name: (n,) for n, name in enumerate(signature)}
+    divisible = [name for name in ("table_ptr", "out_ptr", *numbers) if name not in ragged]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={place[name]: value for name, value in constants.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in divisible},
+    )
+    target = GPUTarget("cuda", 90, 32)
+    return str(triton_compile(source, target=target, options=options).asm["ptx"])
+
+
+def streamed(ptx: str) -> list[str]:
+    """The loads and stores of weights."""
+    return re.findall(r"\b(?:ld|st)\.global\.\S*evict_first\S*", ptx)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernel_compiles_for_an_h200(dtype: str) -> None:
+    """16-byte loads and stores of W, and each product of the sum over r is one fused multiply-add
+    in registers.
+    """
+    from triton import language as tl
 
     from trainer_node.export import merge_kernels
 
     tile = merge_kernels.MERGE_TILE
-    signature = {"table_ptr": "*i64", "out_ptr": "*u8"}
-    divisible = ("num_rows", "num_columns", "group_stride", "row_stride", "out_stride")
-    signature |= dict.fromkeys(
-        (
-            "num_rows",
-            "num_columns",
-            "rows_per_group",
-            "group_stride",
-            "row_stride",
-            "out_stride",
-            "tiles_across",
-            "tiles",
-        ),
-        "i32",
-    )
-    signature["scale"] = "fp32"
+    numbers = ("num_rows", "num_columns", "rows_per_group", "group_stride", "row_stride")
     constants = {
         "DTYPE": {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype],
         "RANK": 16,
@@ -432,26 +472,49 @@ def test_the_kernel_compiles_for_an_h200(dtype: str) -> None:
         "BLOCK_O": tile.rows,
         "BLOCK_I": tile.columns,
     }
-    signature |= dict.fromkeys(constants, "constexpr")
-    place = {name: (n,) for n, name in enumerate(signature)}
-    source = ASTSource(
-        fn=merge_kernels._merge_kernel,
-        signature=signature,
-        constexprs={place[name]: value for name, value in constants.items()},
-        attrs={
-            place[name]: [["tt.divisibility", 16]] for name in ("table_ptr", "out_ptr", *divisible)
-        },
+    ragged = ("rows_per_group", "tiles_across", "tiles")
+    ptx = ptx_of(
+        merge_kernels._merge_kernel,
+        (*numbers, "out_stride", "tiles_across", "tiles"),
+        constants,
+        ragged=ragged,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=False,
     )
-    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
-    ptx = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    streamed = re.findall(r"\b(?:ld|st)\.global\.\S*evict_first\S*", ptx)
-    assert {access[:2] for access in streamed} == {"ld", "st"}
-    assert all(access.endswith(".v4.b32") for access in streamed), streamed
+    assert {access[:2] for access in streamed(ptx)} == {"ld", "st"}
+    assert all(access.endswith(".v4.b32") for access in streamed(ptx)), streamed(ptx)
     assert "mma" not in ptx
     a_program = tile.rows * tile.columns * constants["RANK"]
     assert ptx.count("fma.rn.f32") == a_program // (32 * tile.num_warps)
     assert ("cvt.rn.bf16x2.f32" in ptx) == (dtype == "bf16")
     assert ptx.count("mul.rn.f32") == ptx.count("add.rn.f32") > 0  # scale, W: roundings apart
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_kernel_of_transposed_tensors_reads_and_writes_runs(fused: bool) -> None:
+    from triton import language as tl
+
+    from trainer_node.export import merge_kernels
+
+    tile = merge_kernels.TURN_TILE
+    numbers = ("num_rows", "num_columns", "columns_per_group", "column_group_stride")
+    constants = {
+        "DTYPE": tl.uint16,
+        "GROUPED": fused,
+        "VECTOR": 8,
+        "BLOCK_O": tile.rows,
+        "BLOCK_I": tile.columns,
+    }
+    ragged = ("columns_per_group", "tiles_across", "tiles")
+    ptx = ptx_of(
+        merge_kernels._turn_kernel,
+        (*numbers, "column_stride", "out_stride", "tiles_across", "tiles"),
+        constants,
+        ragged=ragged,
+        num_warps=tile.num_warps,
+    )
+    assert {access[:2] for access in streamed(ptx)} == {"ld", "st"}
+    assert all(access.endswith(".v4.b32") for access in streamed(ptx)), streamed(ptx)
 
 
 # ------------------------------------------------------------ real Megatron

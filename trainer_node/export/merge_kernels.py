@@ -1,5 +1,5 @@
-"""Triton kernel of `wire_export`: W + scale * B @ A of many equally shaped tensors in one launch.
-Imported only where Triton is installed.
+"""Triton kernels of `wire_export`: W + scale * B @ A of many equally shaped tensors in one launch,
+and copies of transposed ones. Imported only where Triton is installed.
 
     out[t, o, i] = round(W[t, o, i] + scale * sum_r B[t, o, r] * A[t, r, i])
 
@@ -59,6 +59,7 @@ class Tile:
 MERGE_TILE = Tile(rows=32, columns=128, num_warps=4)
 COPY_TILE = Tile(rows=32, columns=256, num_warps=4)
 FLAT_TILE = Tile(rows=1, columns=8192, num_warps=8)
+TURN_TILE = Tile(rows=64, columns=64, num_warps=4)
 
 
 @triton.jit
@@ -192,7 +193,55 @@ def _merge_kernel(
         tl.store(out_ptrs, w, mask=inside, eviction_policy="evict_first")
 
 
+@triton.jit
+def _turn_kernel(
+    table_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    columns_per_group,
+    column_group_stride,
+    column_stride,
+    out_stride,
+    tiles_across,
+    tiles,
+    DTYPE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tile = program % tiles
+    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
+    i = (tile % tiles_across) * BLOCK_I + tl.arange(0, BLOCK_I)
+    if GROUPED:
+        column = (i // columns_per_group).to(tl.int64) * column_group_stride + (
+            i % columns_per_group
+        ).to(tl.int64) * column_stride
+    else:
+        column = i.to(tl.int64) * column_stride
+    w_ptr, out_offset = tl.load(entry).to(tl.pointer_type(DTYPE)), tl.load(entry + 3)
+    if VECTOR > 1:
+        w_ptr, out_offset = tl.multiple_of(w_ptr, 16), tl.multiple_of(out_offset, 16)
+    w_IO = tl.load(
+        w_ptr + column[:, None] + o[None, :],
+        mask=(i < num_columns)[:, None] & (o < num_rows)[None, :],
+        other=0,
+        eviction_policy="evict_first",
+    )
+    out_ptrs = (out_ptr + out_offset).to(tl.pointer_type(DTYPE)) + i[None, :]
+    tl.store(
+        out_ptrs + o.to(tl.int64)[:, None] * out_stride,
+        tl.trans(w_IO),
+        mask=(o < num_rows)[:, None] & (i < num_columns)[None, :],
+        eviction_policy="evict_first",
+    )
+
+
 _launches = Launches(_merge_kernel)
+_turns = Launches(_turn_kernel)
 
 
 def launch(
@@ -249,6 +298,41 @@ def launch(
         # The dot fuses its chain by itself; scale and W are not to be.
         options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
         _launches(kind, len(table_T4) * across * down, args, constants, **options)
+
+
+def turn(
+    *,
+    table_T4: torch.Tensor,
+    out_B: torch.Tensor,
+    shape: tuple[int, int],
+    columns: tuple[int, int, int],
+    out_stride: int,
+    dtype: torch.dtype,
+    vectors: bool,
+) -> None:
+    """Copy T transposed tensors of one shape into `out_B`; as `launch`.
+
+    A tile is read along W's runs, which are its columns, and written along its rows.
+
+    Args:
+        columns: columns of a group of W, elements from a group to the next, from a column to the
+            next. From a row to the next it is one.
+    """
+    rows, width = shape
+    tile = TURN_TILE
+    across, down = triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows)
+    constants = {
+        "DTYPE": BITS[dtype.itemsize],
+        "GROUPED": columns[0] < width,
+        "VECTOR": VECTOR_BYTES // dtype.itemsize if vectors else 1,
+        "BLOCK_O": tile.rows,
+        "BLOCK_I": tile.columns,
+    }
+    args = (table_T4, out_B, rows, width, *columns, out_stride, across, across * down)
+    with torch.cuda.device_of(out_B):
+        kind = (shape, columns, out_stride, dtype, vectors)
+        grid = len(table_T4) * across * down
+        _turns(kind, grid, args, constants, num_warps=tile.num_warps)
 
 
 def default_tile(*, rows: int, rank: int) -> Tile:

@@ -145,6 +145,11 @@ class Source:
         """Whether the columns of a row are one run."""
         return self.column_groups == 1 and self.column_stride == 1
 
+    @property
+    def turned(self) -> bool:
+        """Whether the rows of a column are one run, and the columns of a row are not."""
+        return not self.in_rows and self.groups == 1 and (self.rows == 1 or self.row_stride == 1)
+
     def address(self) -> int:
         """Present address of the first element."""
         return self.param.data_ptr() + self.offset * self.param.element_size()
@@ -251,16 +256,23 @@ class _Kind:
     row_stride: int
     out_stride: int
     by_kernel: bool
-    """Rows of the source and of A are runs, and each tensor's offset in the chunk is a multiple of
-    its element size. Else torch does it."""
+    """Rows of the source and of A are runs, or the source is turned, and each tensor's offset in
+    the chunk is a multiple of its element size. Else torch does it."""
+    turned: tuple[int, int, int] | None = None
+    """The source is a transposed copy, its columns runs: columns of a group, elements from a group
+    to the next, from a column to the next."""
 
     @staticmethod
     def of(member: Member) -> _Kind:
         s, dtype = member.source, member.source.param.dtype
-        by_kernel, rows = member.offset % dtype.itemsize == 0 and s.in_rows, s.groups * s.rows
+        aligned, rows = member.offset % dtype.itemsize == 0, s.groups * s.rows
+        by_kernel = aligned and s.in_rows
         out_stride = s.columns if rows == 1 else member.row_stride
         if member.delta is None and s.contiguous and out_stride == s.columns:
             return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, by_kernel)
+        if member.delta is None and s.turned:
+            columns = (s.columns // s.column_groups, s.column_group_stride, s.column_stride)
+            return _Kind(dtype, 0, rows, s.columns, rows, 0, 1, out_stride, aligned, columns)
         rank = 0
         if member.delta is not None:
             rank, by_kernel = member.delta.rank, by_kernel and member.delta.in_rows
@@ -285,8 +297,11 @@ class _Launch:
         every = functools.reduce(
             lambda bits, entry: bits | entry[0] | entry[1] | entry[2] | entry[3], entries, 0
         )
-        every |= k.columns * size
-        if k.rows > 1:
+        if k.turned is not None:
+            every |= (k.turned[1] | k.turned[2] | k.out_stride) * size
+        else:
+            every |= k.columns * size
+        if k.turned is None and k.rows > 1:
             every |= k.row_stride * size | k.out_stride * size
         if k.rows_per_group < k.rows:
             every |= k.group_stride * size
@@ -416,6 +431,17 @@ class Merger:
             kind = launch.kind
             if not kind.by_kernel:
                 self._fill_by_torch(launch, out_B)
+                continue
+            if kind.turned is not None:
+                self._kernels.turn(
+                    table_T4=table_T4,
+                    out_B=out_B,
+                    shape=(kind.rows, kind.columns),
+                    columns=kind.turned,
+                    out_stride=kind.out_stride,
+                    dtype=kind.dtype,
+                    vectors=launch.vectors,
+                )
                 continue
             self._kernels.launch(
                 table_T4=table_T4,

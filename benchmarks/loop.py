@@ -133,12 +133,16 @@ def loop_config(device: str, max_staleness: int, prompts: int) -> LoopConfig:
     )
 
 
-def first_steps(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> list[Step]:
+def first_steps(
+    client: SpliceClient, folder: Path, config: LoopConfig, count: int, *, lr: float = LR
+) -> list[Step]:
     """The first steps of a new loop."""
-    return asyncio.run(_taken(client, folder, config, count))
+    return asyncio.run(_taken(client, folder, config, count, lr))
 
 
-async def _taken(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> list[Step]:
+async def _taken(
+    client: SpliceClient, folder: Path, config: LoopConfig, count: int, lr: float
+) -> list[Step]:
     taken: list[Step] = []
     loop = Loop(
         client,
@@ -147,7 +151,7 @@ async def _taken(client: SpliceClient, folder: Path, config: LoopConfig, count: 
         reward=_reward,
         config=config,
         loss=LossSpec(name="grpo"),
-        optim=OptimParams(lr=LR),
+        optim=OptimParams(lr=lr),
     )
     async with loop:
         async for step in loop:

@@ -5,8 +5,9 @@ the experts that vLLM chose.
     train_s                              the optimizer step
     tokens_per_s                         prompt and answer tokens of a step over wall-clock
 
-Steps are strictly on-policy, so nothing but rounding and the experts chosen differs. The peer is
-the same run without replay, before it. Shape from SPLICE_BENCH_SHAPES (30b-a3b/lora-attn), prompts
+Steps are strictly on-policy, so trainer and sampler differ by rounding and the experts chosen. The
+peer is the same run without replay, before it; the learning rate is so small that the weights stay
+what they are. Shape from SPLICE_BENCH_SHAPES (30b-a3b/lora-attn), prompts
 from SPLICE_BENCH_PROMPTS (8), steps from SPLICE_BENCH_SAMPLES (4), tokens as in `loop`. On GPUs
 only, with vLLM 0.28 or newer.
 """
@@ -26,13 +27,13 @@ from splice.cluster import Cluster
 from splice.rl import Step
 
 FLAGS = ("--enable-return-routed-experts", "--enable-scale-out")
-PROMPTS, STEPS = 8, 4
+PROMPTS, STEPS, LR = 8, 4, 1e-9
 
 
 def run(*, device: str, small: bool) -> list[Case]:
     """One trainer and one inference GPU."""
     if device != "cuda" or small:
-        raise ConfigError("vLLM returns routed experts on GPUs only; give --device cuda")
+        raise ConfigError("vLLM returns routed experts on GPUs only: --device cuda, no --small")
     shape, _, lora = os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b/lora-attn").partition("/")
     prompts = int(os.environ.get("SPLICE_BENCH_PROMPTS", PROMPTS))
     count = loop.WARM_STEPS + int(os.environ.get("SPLICE_BENCH_SAMPLES", STEPS))
@@ -56,6 +57,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     folder / f"replay-{replay}",
                     config.model_copy(update={"router_replay": replay}),
                     count,
+                    lr=LR,
                 )[loop.WARM_STEPS :]
                 for replay in (False, True)
             )

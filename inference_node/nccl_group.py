@@ -129,7 +129,7 @@ def nccl_version() -> str:
     """Version of the NCCL that vLLM's groups use, such as 2.28.9; empty without one."""
     try:
         return version_text(NCCLLibrary().ncclGetRawVersion())
-    except Exception:  # noqa: BLE001 - vLLM logs what it lacks, and joining says it again
+    except (OSError, AttributeError, RuntimeError, ValueError):  # vLLM logs what it lacks
         return ""
 
 

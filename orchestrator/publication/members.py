@@ -147,22 +147,23 @@ class Members:
         return {r: InferenceDetail.model_validate(d) for r, d in details.items()}
 
     def _check_nccl(self, replicas: Sequence[str]) -> None:
-        """NCCL joins no group of two versions, and names neither when it refuses."""
+        """NCCL joins no group of two versions, and its error code names neither."""
         if self._config.transport != "nccl":
             return
         ours = self.router.peers[self.trainer_id].hello.packages.get("nccl")
-        for replica, detail in self._details(replicas).items():
-            theirs = detail.packages.get("nccl")
-            if ours and theirs and ours != theirs:
-                raise JobFailed(
-                    code=ErrorCode.TRANSFER_FAILED,
-                    node=replica,
-                    phase="joining the transfer group",
-                    message=f"the trainer has NCCL {ours} and vLLM has NCCL {theirs}; "
-                    "NCCL joins no group of two versions",
-                    remedy=f"install nvidia-nccl-cu13=={theirs} in the trainer's environment "
-                    "(uv pip install --no-deps), then start the trainer anew",
-                )
+        found = {r: detail.packages.get("nccl") for r, detail in self._details(replicas).items()}
+        other = {r: theirs for r, theirs in found.items() if ours and theirs and theirs != ours}
+        if other:
+            replica, theirs = next(iter(other.items()))
+            raise JobFailed(
+                code=ErrorCode.PLAN_REFUSED,
+                node=replica,
+                phase="joining the transfer group",
+                message=f"the trainer has NCCL {ours} and vLLM has NCCL {theirs} "
+                f"({', '.join(other)}); NCCL joins no group of two versions",
+                remedy=f"install nvidia-nccl-cu13=={theirs} in the trainer's environment "
+                "(uv pip install --no-deps), then start the trainer anew",
+            )
 
     async def _open(
         self, replicas: Sequence[str], listening: asyncio.Future[dict[str, Rendezvous]]

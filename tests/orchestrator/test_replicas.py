@@ -40,7 +40,17 @@ def test_two_versions_of_nccl_are_refused_before_a_group_is_opened(tmp_path, mon
         with pytest.raises(JobFailed, match=r"NCCL 2\.28\.9 and vLLM has NCCL 2\.29\.7") as failed:
             run.client.run(InitialSyncJob())
         assert "nvidia-nccl-cu13==2.29.7" in str(failed.value)
-        assert "OpenTransferGroup" not in trainer.log and "JoinTransferGroup" not in replica.log
+        asked = {*trainer.log, *replica.log}
+        assert not asked & {"OpenTransferGroup", "JoinTransferGroup", "LoadCheckpoint"}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("2.29.7", "2.29.7"), ("", "2.29.7"), ("2.28.9", "")])
+def test_one_version_of_nccl_or_an_unknown_one_is_not_refused(tmp_path, monkeypatch, ours, theirs):
+    monkeypatch.setattr(FakeTrainer, "packages", {"nccl": ours})
+    monkeypatch.setattr(FakeReplica, "detail", FakeReplica.detail | {"packages": {"nccl": theirs}})
+    with Run(tmp_path, transport="nccl") as run:
+        run.replica(run.trainer())
+        assert run.client.run(InitialSyncJob())["version"] == 0
 
 
 def test_one_that_fails_its_verification_is_left_out_and_brought_back_alone(run):

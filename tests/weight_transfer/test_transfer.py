@@ -38,6 +38,7 @@ from weight_transfer import socket_group
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import GroupListener, TransferGroup, join_tcp, open_listener
 from weight_transfer.handshake import introduce
+from weight_transfer.nccl_group import version_text
 
 SOON_S = 8.0
 """What "bounded" means where nothing has to run into a deadline, which is at least 20 s away; two
@@ -633,3 +634,7 @@ def is_socket(name: str) -> bool:
         return os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
     except FileNotFoundError:
         return False
+
+
+def test_nccl_s_number_is_spelled_as_its_version():
+    assert [version_text(n) for n in (22809, 22907, 23000)] == ["2.28.9", "2.29.7", "2.30.0"]

@@ -218,7 +218,8 @@ def _random_weights(
     modules: list[Any], tasks: Sequence[Any], *, bridge: Any, config: TrainerConfig, provider: Any
 ) -> None:
     """Draw normal weights of the config's std, seeded by global name, so that pipeline and expert
-    ranks do not matter. Biases become zero; norms keep the values that Megatron gives them."""
+    ranks do not matter; sinks too. Biases become zero. Norms keep the values that Megatron gives
+    them, and gated delta rules start as in transformers."""
     by_param = {id(t.param_weight): t for t in tasks if t is not None}
     for local, param in modules[0].named_parameters():
         name = _megatron_local_name_to_global(modules, provider, strip_wrappers(local), 0)
@@ -231,8 +232,8 @@ def _random_weights(
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
         generator = torch.Generator(device=param.device).manual_seed(seed)
         kind = name.rpartition(".")[2]
-        if kind == "A_log":  # of the gated delta rule, as transformers draws it
-            param.uniform_(0.0, 16.0, generator=generator).log_()
+        if kind == "A_log":  # from 1 up: in bfloat16 zeros would be drawn, whose log is infinite
+            param.uniform_(1.0, 16.0, generator=generator).log_()
         elif kind == "dt_bias":
             param.fill_(1.0)
         elif param.dim() == 1 and "norm" in name:

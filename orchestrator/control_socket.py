@@ -36,12 +36,17 @@ def check_bind_address(endpoint: str, *, has_keys: bool) -> None:
     Raises:
         ConfigError: `endpoint` is not tcp://HOST:PORT, or reaches beyond loopback without keys.
     """
-    parsed = urlparse(endpoint)
+    wrong = ConfigError(
+        "the orchestrator's endpoint must be tcp://HOST:PORT (PORT 0 lets the kernel choose), "
+        f"got {endpoint!r}"
+    )
+    try:
+        parsed = urlparse(endpoint)
+        _ = parsed.port  # refuses what is no port
+    except ValueError:
+        raise wrong from None
     if parsed.scheme != "tcp" or not parsed.hostname:
-        raise ConfigError(
-            "the control endpoint must be tcp://HOST:PORT (PORT 0 lets the kernel choose), "
-            f"got {endpoint!r}"
-        )
+        raise wrong
     try:
         loopback = ipaddress.ip_address(parsed.hostname).is_loopback
     except ValueError:

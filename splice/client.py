@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import hashlib
 import logging
 import os
 import threading
@@ -146,6 +147,8 @@ class SpliceClient:
             endpoint_file=endpoint_file,
             lost_after_s=30.0,
         )
+        self.run_id = hashlib.sha256(run_token.encode()).hexdigest()[:12]
+        """The same for every client of a run, over all its starts, and for no other run."""
         self._jobs: dict[str, _Submitted] = {}
         self._status: Status | None = None
         self._statuses_came = 0

@@ -27,7 +27,7 @@ from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.messages import InitialSyncJob
 from splice.client import SpliceClient
 from splice.hosts import CLIENT, check_several_hosts, keys_of
-from splice.run_file import RunFile
+from splice.run_file import RunFile, stop_command
 
 FILE, NAMESPACE = "ray.json", "splice"
 RESTARTS = 5
@@ -205,7 +205,9 @@ def _place(ray: ModuleType, roles: list[Role], *, run_dir: Path, group: str) -> 
     except ValueError:  # there is none
         pass
     else:
-        raise ConfigError(f"the run in {run_dir} is up on Ray already; `splice stop` ends it")
+        raise ConfigError(
+            f"the run in {run_dir} is up on Ray already; `{stop_command(run_dir)}` ends it"
+        )
     for name in ("endpoint", "router"):
         (run_dir / name).unlink(missing_ok=True)
     placed = ray.util.placement_group(bundles, strategy="PACK", name=group, lifetime="detached")

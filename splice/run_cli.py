@@ -23,7 +23,7 @@ from splice import kubernetes, machine, ray_launcher, report, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
 from splice.rl import browse, decisions
-from splice.run_file import FILE_NAME, RunFile, find_endpoint, load
+from splice.run_file import FILE_NAME, RunFile, find_endpoint, load, stop_command
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Show, check or describe a run.toml.")
@@ -147,8 +147,8 @@ def bring_up(
             said = text
             _say(text)
 
+    run = _loaded(file, overrides)
     try:
-        run = load(file, overrides or ())
         if on == "slurm":
             _up_on_slurm(run, resume, dry_run, gpus_per_host, sbatch, as_json)
             return
@@ -178,7 +178,7 @@ def bring_up(
             "logs": str(run.run_dir / "logs"),
         }
     except KeyboardInterrupt:
-        _say("interrupted; `splice stop` ends what has started")
+        _say(f"interrupted; `{stop_command(run.run_dir)}` ends what has started")
         raise typer.Exit(130) from None
     except (SpliceError, OSError) as error:
         _die(error)
@@ -188,7 +188,7 @@ def bring_up(
     typer.echo(f"up: {run.name} on {', '.join(facts['openai_urls'])}")
     typer.echo(f"client: SpliceClient.of_run({facts['run_dir']!r})")
     typer.echo(f"endpoint: {facts['endpoint']}   token: in {facts['token_file']}")
-    typer.echo(f"logs: {facts['logs']}   end the run: splice stop {file}")
+    typer.echo(f"logs: {facts['logs']}   end the run: {stop_command(run.run_dir)}")
 
 
 def _up_on_kubernetes(

@@ -15,6 +15,7 @@ import inspect
 import itertools
 import json
 import os
+import shlex
 import sys
 import textwrap
 import tomllib
@@ -23,7 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError
@@ -97,6 +105,22 @@ class OrchestratorSection(Settings):
     """Address on which they are served. 0.0.0.0: all of this host's addresses; nobody has to prove
     anything there."""
 
+    @field_validator("keep_versions")
+    @classmethod
+    def _two_or_all(cls, keep_versions: int) -> int:
+        if keep_versions == 1:
+            raise ValueError(
+                "1 is too few; keep 2 (the served version and the next), more, or 0: all"
+            )
+        return keep_versions
+
+
+class _CheckedPublication(Settings):
+    @model_validator(mode="after")
+    def _as_the_orchestrator_checks_it(self) -> Self:
+        PublicationConfig(**self.model_dump())
+        return self
+
 
 def _publication_section() -> type[Settings]:
     hints = typing.get_type_hints(PublicationConfig)
@@ -110,7 +134,7 @@ def _publication_section() -> type[Settings]:
         if field.name != "transport"  # the device decides it
     }
     doc = PublicationConfig.__doc__
-    return create_model("PublicationSection", __base__=Settings, __doc__=doc, **fields)
+    return create_model("PublicationSection", __base__=_CheckedPublication, __doc__=doc, **fields)
 
 
 def _docstrings(cls: type) -> dict[str, str]:
@@ -306,6 +330,11 @@ def find_token(run_dir: Path) -> str:
         ConfigError: neither is there.
     """
     return _read(run_dir / "token", variable=TOKEN)
+
+
+def stop_command(run_dir: Path) -> str:
+    """Return what a user types to end the run; a run.toml may name another folder."""
+    return f"splice stop {shlex.quote(str(run_dir))}"
 
 
 def run_folder(path: Path) -> Path:

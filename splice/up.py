@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
+from orchestrator.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
@@ -44,7 +45,7 @@ from splice.preflight import (
     read_model_config,
 )
 from splice.rl import decisions
-from splice.run_file import TOKEN, RunFile, load
+from splice.run_file import TOKEN, RunFile, load, stop_command
 
 log = logging.getLogger("splice.up")
 STATE, CONFIG = "up.json", "run.json"
@@ -74,6 +75,7 @@ def check(run: RunFile) -> None:
             "orchestrator.curve_dir is for roles on several hosts; start them there with "
             "`splice serve`, `splice trainer` and `splice inference`, or leave it out"
         )
+    check_bind_address(run.orchestrator.endpoint, has_keys=False)
     for role, section in (("trainer", run.trainer), ("inference", run.inference)):
         if not section.python.exists():
             raise ConfigError(f"{role}.python: no interpreter at {section.python}")
@@ -116,7 +118,8 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
     state = read_state(run.run_dir)
     if is_alive(state):
         raise ConfigError(
-            f"the run in {run.run_dir} is up already (pid {state['pid']}); `splice stop` ends it"
+            f"the run in {run.run_dir} is up already (pid {state['pid']}); "
+            f"`{stop_command(run.run_dir)}` ends it"
         )
     refuse_used(run, resume=resume)
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -181,7 +184,9 @@ def wait_until_up(
             raise NodeLost("the background process ended:\n" + "\n".join(lines[-25:]))
         on_wait(state.get("text", "starting"))
         time.sleep(POLL_S)
-    raise NodeLost(f"not up within {timeout_s:.0f} s; read {run_dir / 'logs'}, then `splice stop`")
+    raise NodeLost(
+        f"not up within {timeout_s:.0f} s; read {run_dir / 'logs'}, then `{stop_command(run_dir)}`"
+    )
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:

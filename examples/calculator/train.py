@@ -1,7 +1,7 @@
 """A model learns to use a calculator: each rollout has two turns with a tool between them.
 
     splice up examples/arithmetic/run.toml
-    python examples/calculator/train.py runs/arithmetic
+    python examples/calculator/train.py runs/calculator
 
 The model writes an expression, the calculator computes it, and the model reads the result. Both
 turns train as one sequence, without the calculator's tokens.

@@ -2,9 +2,9 @@
 
 python -m venv .venv-openenv
 .venv-openenv/bin/pip install "verifiers[openenv]==0.4.0" openenv==0.4.1 -e .
-splice up runs/mine
+splice up runs/openenv
 cd examples/openenv
-../../.venv-openenv/bin/python train.py ../../runs/mine/run MODEL_FOLDER
+../../.venv-openenv/bin/python train.py ../../runs/openenv/run MODEL_FOLDER
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Train with a loss of one's own, on rewards that need no data.
 
 export PYTHONPATH=$PWD/examples/own_loss
-splice up runs/mine --set "trainer.loss_modules=['my_losses']"
-python examples/own_loss/train.py runs/mine/run
+splice up runs/own_loss --set "trainer.loss_modules=['my_losses']"
+python examples/own_loss/train.py runs/own_loss/run
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """SFT, then RL from it: the same model, run and adapter.
 
     splice up examples/arithmetic/run.toml
-    python examples/sft_then_rl/train.py runs/arithmetic
+    python examples/sft_then_rl/train.py runs/sft_then_rl
 
 SFT teaches the form of an answer from solved problems. RL starts from what SFT published.
 """

@@ -1,9 +1,9 @@
 """Train on an environment of verifiers.
 
 python -m venv .venv-verifiers && .venv-verifiers/bin/pip install verifiers==0.4.0 -e .
-splice up runs/mine
+splice up runs/verifiers
 cd examples/verifiers
-../../.venv-verifiers/bin/python train.py ../../runs/mine/run MODEL_FOLDER
+../../.venv-verifiers/bin/python train.py ../../runs/verifiers/run MODEL_FOLDER
 """
 
 import argparse

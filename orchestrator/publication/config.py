@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import PauseMode, PublicationMode, Transport
+
+_TIMEOUTS = (
+    *("join_timeout_s", "plan_timeout_s", "transfer_timeout_s", "commit_timeout_s"),
+    "recovery_timeout_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +61,16 @@ class PublicationConfig:
             raise ConfigError(
                 f"the pause mode is keep, keep_kv, wait or abort, got {self.pause_mode!r}"
             )
+        for key in _TIMEOUTS:
+            if not 0 < (value := getattr(self, key)) < math.inf:
+                raise ConfigError(f"{key} is {value}; it must be a number of seconds above 0")
         if not 0 <= self.drain_s <= self.transfer_timeout_s / 4:
             raise ConfigError(
                 f"drain_s is {self.drain_s}; it must be from 0 to {self.transfer_timeout_s / 4:g}, "
                 "a quarter of transfer_timeout_s"
             )
+        if self.attempts < 1:
+            raise ConfigError(f"attempts is {self.attempts}; it must be at least 1")
         if self.mode not in ("in_place", "shadow"):
             raise ConfigError(f"the publication mode is in_place or shadow, got {self.mode!r}")
         if self.shadow_bytes < 1:
@@ -69,5 +80,5 @@ class PublicationConfig:
             )
         if self.full_every is not None and self.full_every < 1:
             raise ConfigError(
-                f"full_every is {self.full_every}; it must be at least 1 (always all) or None"
+                f"full_every is {self.full_every}; it must be at least 1 (always all), or left out"
             )

@@ -92,6 +92,9 @@ class Checker:
         """The `train` decision of the newest step that ended."""
         self._was_open = False
         """Whether the open step was sent by an earlier start."""
+        self._tokens = 0
+        """Of the newest batch."""
+        self._run = ""
 
     def take(self, line: dict[str, Any]) -> None:
         """Check one decision."""
@@ -103,6 +106,9 @@ class Checker:
     def _on_start(self, line: dict[str, Any]) -> None:
         self._config, self._served_at_start = line["config"], line["version"]
         self._made.add(line["version"])
+        run, self._run = self._run, line.get("run", self._run)
+        if run and run != self._run:
+            self._wrong(f"the loop goes on in another run ({self._run}, before {run})")
         self._was_open = self._sent is not None
         if count := line.get("prompts"):
             self._order = decisions.Order(count, seed=self._config.get("shuffle_seed"))
@@ -193,6 +199,7 @@ class Checker:
         wanted = {place for place, sample in own.items() if not sample.dropped}
         if missing := sorted(wanted - set(trained)):
             self._wrong(f"step {step} discarded {missing}")
+        self._tokens = 0
         for group, sample, attempt in line["rollouts"]:
             self._check_rollout(step, own.get((group, sample)), (group, sample), attempt)
 
@@ -204,7 +211,7 @@ class Checker:
             return
         for version, count in (span for turn in spans for span in turn):
             age = self._made.age(version)
-            self.found.tokens += count
+            self._tokens += count
             self.found.max_staleness = max(self.found.max_staleness, age)
             if age > self._config["max_staleness"]:
                 self._wrong(
@@ -237,6 +244,7 @@ class Checker:
             return
         self.found.steps = step
         self.found.trained += len(self._sent["rollouts"])
+        self.found.tokens += self._tokens
         self._next_group = self._sent["groups"][-1] + 1
         self._samples = {place: s for place, s in self._samples.items() if s.step != step}
         self._sent, self._ended = None, self._sent
@@ -247,6 +255,7 @@ class Checker:
             return
         self.found.steps -= 1
         self.found.trained -= len(self._ended["rollouts"])
+        self.found.tokens -= self._tokens
         self._next_group = self._ended["groups"][0]
         self._sent, self._ended = self._ended, None
 
@@ -282,7 +291,11 @@ def main(argv: list[str]) -> int:
     if not path.is_file():
         sys.stderr.write(f"there is no {path}; a loop writes it into loop/ in the run's folder\n")
         return 2
-    found = check(decisions.read(path))
+    try:
+        found = check(decisions.read(path))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     for violation in found.violations:
         sys.stdout.write(f"violation: {violation}\n")
     sys.stdout.write(found.text() + "\n")

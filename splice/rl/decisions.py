@@ -1,6 +1,6 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
-    start    loop, version, config, prompts    a loop begins, or goes on, with so many prompts
+    start    loop, run, version, config, prompts    a loop begins, or goes on, with so many prompts
     admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
     finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
@@ -138,9 +138,12 @@ def cut_torn_line(path: Path) -> None:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Every decision in the log. A torn last line is left out."""
     with path.open(encoding="utf-8") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ConfigError(f"line {number} of {path} is no decision: {error}") from error
 
 
 @dataclass(slots=True)
@@ -175,11 +178,13 @@ class Past:
         published: False: the last step was taken, but its version could not be published.
         attempt: of the next step's job; those before it have their outcome.
         last: the newest `train` decision.
+        run: identity of the run that the loop belongs to.
         config: of the last start.
         prompts: their number at the last start.
     """
 
     loop: str = ""
+    run: str = ""
     done: int = 0
     groups: int = 0
     made: Made = field(default_factory=Made)
@@ -214,7 +219,7 @@ def _take(found: Past, line: dict[str, Any]) -> None:
     event = line["event"]
     if event == "start":
         found.loop, found.config = line["loop"], line["config"]
-        found.prompts = line.get("prompts")
+        found.prompts, found.run = line.get("prompts"), line.get("run", found.run)
         found.made.add(line["version"])
     elif event == "train":
         found.open = found.last = line
@@ -241,9 +246,9 @@ def status(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     found["is_running"] = is_running(folder / LOG)
-    if not found["is_running"]:
-        ago_s = max(0.0, time.time() - found.get("at", 0.0))
-        found["text"] = f"no loop runs; {ago_s:.0f} s ago: {found['text']}"
+    ago_s = max(0.0, time.time() - found.get("at", 0.0))
+    state = "" if found["is_running"] else "no loop runs in this folder; "
+    found["text"] = f"{state}{ago_s:.0f} s ago: {found['text']}"
     return found
 
 
@@ -289,14 +294,14 @@ def kept_batch(path: Path) -> Batch:
     """Return the batch of the open step.
 
     Raises:
-        ConfigError: its file is gone.
+        ConfigError: its file is gone, or not whole.
     """
     try:
         found = msgpack.unpackb(path.read_bytes())
-    except OSError as error:
+        specs = tuple(TensorSpec.model_validate_json(json.dumps(spec)) for spec in found["specs"])
+        return Batch(specs=specs, buffers=tuple(found["buffers"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"the log beside {path} has a step without an outcome, but its batch cannot be read "
-            f"({error.strerror}); restore the file, or start a loop in a new folder"
+            f"({error}); restore the file, or start a loop in a new folder"
         ) from error
-    specs = tuple(TensorSpec.model_validate_json(json.dumps(spec)) for spec in found["specs"])
-    return Batch(specs=specs, buffers=tuple(found["buffers"]))

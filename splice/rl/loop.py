@@ -26,7 +26,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance, Meter
 from splice.rl.config import LoopConfig, SamplingConfig
 from splice.rl.record import Record
-from splice.rl.reward_threads import RewardThreads
+from splice.rl.reward_threads import NoThread, RewardThreads
 from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler
 from splice.rl.turns import (
     LARGEST_REWARD,
@@ -175,10 +175,20 @@ class Loop:
         optim: OptimParams | Callable[[int], OptimParams] | None = None,
         make_batch: MakeBatch = grpo_batch,
     ) -> None:
+        if isinstance(prompts, Mapping) or not hasattr(prompts, "__getitem__"):
+            raise ConfigError(f"prompts are a list of rows, not {type(prompts).__name__}")
         if not len(prompts):
             raise ConfigError("there are no prompts; a loop needs at least one row")
         if (reward is None) == (environment is None):
             raise ConfigError("a loop takes either a reward or an environment")
+        if not isinstance(prompts[0], Mapping):
+            kind = type(prompts[0]).__name__
+            raise ConfigError(f'a prompt is a row such as {{"prompt": "2 + 3 ="}}, not {kind}')
+        for name, value, of in (("config", config, LoopConfig), ("loss", loss, LossSpec)):
+            if value is not None and not isinstance(value, of):
+                raise ConfigError(f"{name} is a {of.__name__}, not {type(value).__name__}")
+        if not callable(reward or environment):
+            raise ConfigError("the reward or environment is no function")
         self.client, self.folder = client, Path(folder)
         self.config = config or LoopConfig()
         self._prompts, self._make_batch = prompts, make_batch
@@ -191,6 +201,7 @@ class Loop:
         """Step -> group -> samples."""
         self._recent: list[dict[str, float]] = []
         self._exit = contextlib.AsyncExitStack()
+        self._is_entered = False
         self._owns_client = False
 
     @classmethod
@@ -250,6 +261,12 @@ class Loop:
                 f"the loop in {self.folder} has made version {found.made.newest}, but the run "
                 f"serves {version}; give the loop of another run a folder of its own"
             )
+        run = self.client.run_id
+        if found.run and found.run != run:
+            raise ConfigError(
+                f"the loop in {self.folder} belongs to another run ({found.run}, this is {run}); "
+                "give this loop a folder of its own"
+            )
         found.loop = found.loop or uuid.uuid4().hex[:12]
         count, seed = len(self._prompts), self.config.shuffle_seed
         before = (found.prompts or count, found.config.get("shuffle_seed"))
@@ -263,14 +280,24 @@ class Loop:
             "start",
             durable=True,
             loop=found.loop,
+            run=run,
             version=version,
             config=self.config.model_dump(mode="json"),
             prompts=count,
         )
+        (self.folder / decisions.STATUS).unlink(missing_ok=True)  # of an earlier start
         found.made.add(version)
+        self._is_entered = True
         self._next_group, self._admitted = found.groups, found.done
         if found.done or found.open:
             log.info("the loop goes on after step %d", found.done)
+        steps = self.config.steps
+        if steps is not None and found.done >= steps and found.open is None:
+            log.warning(
+                "nothing is left to do: the loop in %s has made %d steps, and steps = %d counts "
+                "over all its starts; another experiment needs a folder or a run of its own",
+                *(self.folder, found.done, steps),
+            )
 
     async def __aexit__(self, *error: Any) -> None:
         await self._exit.__aexit__(*error)
@@ -286,6 +313,8 @@ class Loop:
     # ------------------------------------------------------------ the steps
 
     async def __aiter__(self) -> AsyncIterator[Step]:
+        if not self._is_entered:
+            raise ConfigError("enter the loop first: `async with Loop(...) as loop`")
         if not self._past.published:
             await self._publish_again()
         if self._past.open is not None:
@@ -403,6 +432,8 @@ class Loop:
         self._log.write("trained", durable=True, step=number, **made, metrics=metrics)
         self._record.step(number, **made, train=train, rollout=rollout)
         self._say(number, version, seconds, rollout)
+        for text in result.get("warnings", ()):
+            log.warning("step %d: %s", number, text)
         return Step(
             number=number,
             version=version,
@@ -650,6 +681,8 @@ class Loop:
                     if inspect.isawaitable(given):
                         given = await given
             reward = float(given)
+        except NoThread:
+            raise
         except Exception as error:  # a user's reward may raise anything
             text = (
                 f"the reward took more than {self.config.reward_timeout_s:.0f} s (reward_timeout_s)"
@@ -828,8 +861,10 @@ class Loop:
         self, number: int, version: int, seconds: dict[str, float], rollout: dict[str, float]
     ) -> None:
         """Write what `splice status` shows."""
-        self._recent = [*self._recent[1 - BALANCE_STEPS :], seconds]
-        balance = Balance.of(self._recent, max_staleness=self.config.max_staleness)
+        self._recent = [*self._recent[-BALANCE_STEPS:], seconds]
+        # The first step of a start warms everything up.
+        counted = self._recent[1:] or self._recent
+        balance = Balance.of(counted, max_staleness=self.config.max_staleness)
         text = "; ".join(
             [f"step {number} made version {version}", balance.text(), *self._record.problems]
         )

@@ -12,7 +12,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from orchestrator.errors import ErrorCode, SpliceError
+
 LOOK_S = 1.0
+
+
+class NoThread(SpliceError, RuntimeError):
+    """Every thread is held by a reward that nobody waits for any more."""
+
+    code = ErrorCode.BAD_INPUT
+    remedy = "Let the reward end by itself, with a timeout of its own, then start the loop again."
 
 
 class RewardThreads:
@@ -32,7 +41,7 @@ class RewardThreads:
         """Wait for a place; `call` uses it.
 
         Raises:
-            RuntimeError: every place is held by a call that nobody waits for any more.
+            NoThread: every place is held by a call that nobody waits for any more.
         """
         hopeless_since: float | None = None
         while True:
@@ -42,7 +51,7 @@ class RewardThreads:
             elif hopeless_since is None:
                 hopeless_since = now_s
             elif now_s - hopeless_since > self._patience_s:
-                raise RuntimeError(
+                raise NoThread(
                     f"no thread is free: {self._overdue} rewards exceeded reward_timeout_s and "
                     "have not returned (reward_threads)"
                 )

@@ -333,11 +333,13 @@ def _request(
     }
     if seed is not None:
         body["seed"] = seed
+    if "messages" in row and "prompt" in row:
+        raise RequestRefused("a row has `prompt` or `messages`, not both")
     if "messages" in row:
         return "/v1/chat/completions", {"messages": row["messages"], **body, **ASK_CHAT}
     if "prompt" in row:
         return "/v1/completions", {"prompt": row["prompt"], **body, **ASK}
-    raise ConfigError(f"a prompt's row needs `prompt` or `messages`; it has {sorted(row)}")
+    raise RequestRefused(f"a row needs `prompt` or `messages`; it has {sorted(row)}")
 
 
 @dataclass(slots=True, kw_only=True)

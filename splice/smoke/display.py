@@ -6,6 +6,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 
 from orchestrator.protocol.messages import Progress
@@ -26,13 +27,13 @@ class Display:
             return
         self._last = text
         if self._status is not None:
-            self._status.update(f"{self._elapsed()} {text}")
+            self._status.update(f"{self._elapsed()} {escape(text)}")
         else:
-            self._console.print(f"{self._elapsed()} {text}", markup=False, highlight=False)
+            self.done(escape(text))
 
     def done(self, text: str) -> None:
-        """Print a line."""
-        self._console.print(f"{self._elapsed()} {text}", markup=False, highlight=False)
+        """Print a line of markup."""
+        self._console.print(f"{self._elapsed()} {text}", highlight=False)
 
     def on_progress(self, label: str, progress: Progress) -> None:
         """Show the phase of a job's progress message."""

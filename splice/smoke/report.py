@@ -54,7 +54,7 @@ class SmokeReport:
 def print_table(report: SmokeReport, console: Console) -> None:
     """Print one row per version."""
     table = Table(
-        title=f"{report.model} on {report.device} ({report.dtype}); seconds",
+        title=f"{escape(report.model)} on {report.device} ({report.dtype}); seconds",
         title_justify="left",
         padding=(0, 1, 0, 0),
         box=SIMPLE,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.messages import (
@@ -152,7 +153,7 @@ class _Smoke:
         )
         self._check_metrics(step, result["metrics"])
         for text in result["warnings"]:
-            self._display.done(f"@{step}: {text}")
+            self._display.done(escape(f"@{step}: {text}"))
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
     def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:
@@ -197,7 +198,9 @@ class _Smoke:
         except served.ServedError as error:
             self._fail(f"@{version}: {error}")
         if result["unverified"]:
-            self._display.done(f"@{version}: not verified by digest: {result['unverified']}")
+            self._display.done(
+                escape(f"@{version}: not verified by digest: {result['unverified']}")
+            )
         row = {n: result[n] for n in _REPORTED} | {
             "loss": metrics.get("loss"),
             "tokens": metrics.get("tokens"),
@@ -208,7 +211,7 @@ class _Smoke:
         self._report.versions.append(row)
         loss = "" if row["loss"] is None else f", loss {row['loss']:.4f}, reward {reward:.3f}"
         self._display.done(
-            f"[bold]{result['alias']}[/bold] is served: {result['num_tensors']} tensors "
+            f"[bold]{escape(result['alias'])}[/bold] is served: {result['num_tensors']} tensors "
             f"({result['sent']}), {result['bytes_sent'] / 1e6:.1f} MB, "
             f"pause {seconds['pause'] * 1e3:.0f} ms{loss}"
         )
@@ -258,7 +261,7 @@ class _Smoke:
         )
         self._display.done(
             "TrainLora wrote a PEFT adapter; "
-            f"{self._config.name}@{self._config.steps} is still served"
+            f"{escape(self._config.name)}@{self._config.steps} is still served"
         )
 
     def _prove(self) -> None:
@@ -333,7 +336,7 @@ class _Smoke:
 
     def _fail(self, text: str) -> None:
         self._report.failures.append(text)
-        self._display.done(f"[red]failed[/red] {text}")
+        self._display.done(f"[red]failed[/red] {escape(text)}")
 
     def _note_packages(self) -> None:
         for node in self._cluster.client.status().nodes:

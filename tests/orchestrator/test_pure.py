@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import io
 import json
 import math
 import subprocess
@@ -22,6 +23,7 @@ from orchestrator.publication.verification import digest_mismatches
 from splice import cluster, preflight
 from splice.batches import group_advantages
 from splice.smoke.config import SmokeConfig
+from splice.smoke.display import Display
 from splice.smoke.proof import judge, judge_sensitivity
 from splice.smoke.rollouts import Rollout, build_batch
 from splice.smoke.served import max_difference
@@ -339,6 +341,36 @@ def test_a_signal_is_remembered_where_its_exception_is_lost() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 130 and "Exception ignored" in ran.stderr, ran.stderr
+
+
+def test_a_smoke_in_a_file_has_no_markup() -> None:
+    log = io.StringIO()
+    with Display(Console(file=log, width=130)) as display:
+        display.phase("waiting for [bold]x")
+        display.done("[bold]tiny@2[/bold] is served")
+    waiting, served = log.getvalue().splitlines()
+    assert waiting.endswith(" s waiting for [bold]x"), "what is no markup stays"
+    assert served.endswith(" s tiny@2 is served") and "[" not in served
+
+
+_TIMEOUTS = [f.name for f in dataclasses.fields(PublicationConfig) if "timeout_s" in f.name]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, bad) for key in _TIMEOUTS for bad in (0.0, -5.0, math.nan, math.inf)),
+        *(("attempts", 0), ("full_every", 0), ("shadow_bytes", -1)),
+        *(("drain_s", 500.0), ("drain_s", math.nan)),
+        *(("transport", "udp"), ("pause_mode", "never"), ("mode", "behind")),
+    ],
+)
+def test_a_bad_publication_setting_is_named(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PublicationConfig(**{key: value})  # type: ignore[arg-type]
+    words = {"pause_mode": "the pause mode is", "transport": "the transport is"}
+    words["mode"] = "the publication mode is"
+    assert str(caught.value).startswith(words.get(key, f"{key} is {value}; it must be"))
 
 
 OTHER = {"transport": "nccl", "pause_mode": "wait", "mode": "shadow", "canary": False}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.restarts import EXIT_CONFIG
-from splice import machine
+from splice import machine, up
+from splice.cli import app
 from splice.client import SpliceClient
 from splice.doctor import Gpu
 from splice.reference import markdown
@@ -111,6 +114,12 @@ def test_what_is_shown_reads_back(device, tmp_path):
         ("publication.mode=shadw", "publication.mode: got 'shadw'; allowed: in_place, shadow; did"),
         ("inference.port=70000", "inference.port: Input should be less than or equal to 65535"),
         ("trainer.host='0.0.0.0'", "trainer.host: 0.0.0.0 means all of this host's addresses"),
+        ("publication.attempts=0", "publication: attempts is 0; it must be at least 1"),
+        ("publication.transfer_timeout_s=-5", "publication: transfer_timeout_s is -5.0; it must"),
+        ("publication.drain_s=500", "publication: drain_s is 500.0; it must be from 0 to 75"),
+        ("publication.full_every=0", "publication: full_every is 0; it must be at least 1"),
+        ("publication.shadow_bytes=-1", "publication: shadow_bytes is -1; it must be at least 1"),
+        ("orchestrator.keep_versions=1", "orchestrator.keep_versions: 1 is too few; keep 2 (the"),
         ("publicaton.mode=shadow", "publicaton: unknown key; did you mean 'publication'?"),
         ("name=a@b", "name: 'a@b' cannot be the served name"),
         ("device=cuda", "inference.gpus has 0 GPUs; 1 replicas of tensor_parallel 1 need 1"),
@@ -263,6 +272,36 @@ def test_logs_are_followed(tmp_path):
     unknown = [*argv, "trainr", "--run", str(tmp_path)]
     done = subprocess.run(unknown, env=own, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == EXIT_CONFIG and "there are inference-0, trainer" in done.stderr
+
+
+# ---------------------------------------------------------------- on this host
+
+
+@pytest.mark.parametrize("endpoint", ["localhost", "tcp://127.0.0.1:x", "tcp://0.0.0.0:401"])
+def test_an_endpoint_that_cannot_be_bound_is_found_by_the_check(endpoint, tmp_path):
+    path = written(tmp_path)
+    for command in (("config", "check"), ("up",)):
+        override = f"orchestrator.endpoint={endpoint}"
+        done = CliRunner().invoke(app, [*command, str(path), "--set", override])
+        assert done.exit_code == EXIT_CONFIG and endpoint in done.output
+        assert "tcp://HOST:PORT" in done.output or "beyond loopback" in done.output
+
+
+def test_up_prints_the_command_that_stops_this_run(tmp_path, monkeypatch):
+    """Also where `--set` gave it a folder that the file does not name."""
+    state = {"base_urls": ["http://a"], "replica_urls": ["http://a"]}
+    monkeypatch.setattr(up, "start", lambda run, **_: 1)
+    monkeypatch.setattr(up, "wait_until_up", lambda *_, **__: state)
+    other = tmp_path / "an other"
+    other.mkdir()
+    (other / "endpoint").write_text("tcp://127.0.0.1:1")
+    argv = ["up", str(written(tmp_path)), "--set", f"run_dir={other.name}"]
+    printed = CliRunner().invoke(app, argv).stdout
+    _, command = printed.rstrip().split("end the run: ")
+    stopped = []
+    monkeypatch.setattr(up, "stop", lambda run_dir: stopped.append(run_dir) or True)
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0 and stopped == [other]
 
 
 # ---------------------------------------------------------------- roles on several hosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -126,11 +127,11 @@ def test_the_loop_says_who_waits(run):
     status.parent.mkdir()
     said = {"step": 3, "text": "trainer waits 40%", "at": time.time()}
     status.write_text(json.dumps(said))
-    assert "loop: no loop runs; " in watch(run)
+    assert "loop: no loop runs in this folder; " in watch(run)
     log = decisions.DecisionLog(status.with_name(decisions.LOG))
-    assert "loop: trainer waits 40%" in watch(run)
+    assert re.search(r"loop: \d+ s ago: trainer waits 40%", watch(run))
     assert json.loads(watch(run, "--json"))["loop"]["step"] == 3
     argv = [sys.executable, "-m", "splice", "status", str(run.dir)]
     done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True, timeout=60, check=True)
-    assert "loop: trainer waits 40%" in done.stdout
+    assert "s ago: trainer waits 40%" in done.stdout
     log.close()

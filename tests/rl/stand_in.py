@@ -37,6 +37,7 @@ class StandIn:
     """
 
     def __init__(self, *, seed: int = 0, train_s: float = 0.0, token_s: float = 0.0) -> None:
+        self.run_id = "a-run"
         self.draw = random.Random(seed)
         self.train_s, self.token_s = train_s, token_s
         self.version, self.weights = 0, b""

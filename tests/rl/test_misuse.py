@@ -1,0 +1,134 @@
+"""What a user may get wrong, or damage, is said in a sentence that names it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed
+from splice.rl import Loop, SampleFailed, checker, decisions
+from splice.rl.reward_threads import NoThread
+from tests.rl.stand_in import Crash, StandIn
+from tests.rl.stood_in import ROWS, config, reward, run_loop
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_the_loop_of_another_run_is_refused_and_the_checker_sees_it(tmp_path):
+    """Its open batch would be trained by a policy that did not sample it."""
+    first = StandIn()
+    first.crash_at = "after submit"
+    with pytest.raises(Crash):
+        asyncio.run(run_loop(first, tmp_path, steps=3))
+    other = StandIn()
+    other.run_id, other.version = "another-run", 40
+    with pytest.raises(ConfigError, match=r"belongs to another run \(a-run, this is another-run\)"):
+        asyncio.run(run_loop(other, tmp_path, steps=3))
+    log = list(decisions.read(tmp_path / decisions.LOG))
+    assert checker.check(log).violations == []
+    moved = [*log, {**log[0], "run": "another-run", "version": 40}]
+    assert "another run" in checker.check(moved).violations[0]
+
+
+def test_warnings_of_the_trainer_and_a_loop_with_nothing_left_are_said(tmp_path, caplog):
+    class Warns(StandIn):
+        def wait(self, job_id, *, timeout_s):
+            return super().wait(job_id, timeout_s=timeout_s) | {"warnings": ["log-probs differ"]}
+
+    run = Warns()
+    with caplog.at_level(logging.WARNING, logger="splice.rl"):
+        asyncio.run(run_loop(run, tmp_path, steps=1))
+        assert "step 1: log-probs differ" in caplog.text
+        caplog.clear()
+        assert asyncio.run(run_loop(run, tmp_path, steps=1)) == []
+    assert "has made 1 steps, and steps = 1 counts over all its starts" in caplog.text
+
+
+def test_a_bad_row_is_named_or_dropped(tmp_path, monkeypatch):
+    rows = [*ROWS[:2], {"name": 2}, {"prompt": [1], "messages": [], "name": 3}, ROWS[4]]
+    monkeypatch.setattr("tests.rl.stood_in.ROWS", rows)
+    with pytest.raises(SampleFailed, match=r"needs `prompt` or `messages`.*prompt 2 \(group 2\)"):
+        asyncio.run(run_loop(StandIn(), tmp_path / "stop", steps=2))
+    asyncio.run(run_loop(StandIn(), tmp_path / "drop", steps=2, groups_per_step=3, on_error="drop"))
+    log = (tmp_path / "drop" / decisions.LOG).read_text()
+    assert "not both" in log and '"drop"' in log
+
+
+def test_rewards_that_never_return_end_the_loop_and_drop_nobody_else(tmp_path):
+    def hangs(row, completion):
+        time.sleep(8 if row["name"] == 0 else 0)
+        return reward(row, completion)
+
+    options = {"reward": hangs, "steps": 2, "on_error": "drop", "reward_threads": 1}
+    with pytest.raises(NoThread, match="1 rewards exceeded reward_timeout_s"):
+        asyncio.run(run_loop(StandIn(), tmp_path, reward_timeout_s=0.3, **options))
+    dropped = [d for d in decisions.read(tmp_path / decisions.LOG) if d["event"] == "drop"]
+    assert len(dropped) == 1
+
+
+def test_tokens_of_a_batch_that_failed_are_not_counted(tmp_path):
+    run = StandIn()
+    run.fail_next = [
+        JobFailed(code=ErrorCode.BAD_INPUT, node="trainer", phase="x", message="no", remedy="y")
+    ]
+    with pytest.raises(JobFailed):
+        asyncio.run(run_loop(run, tmp_path, steps=1))
+    asyncio.run(run_loop(run, tmp_path, steps=1))
+    found = checker.check(decisions.read(tmp_path / decisions.LOG))
+    assert (found.trained, found.tokens) == (6, 24) and found.violations == []
+
+
+def test_damaged_files_are_named(tmp_path, capsys):
+    run = StandIn()
+    run.crash_at = "after submit"
+    with pytest.raises(Crash):
+        asyncio.run(run_loop(run, tmp_path, steps=1))
+    run.crash_at = ""
+    kept = (tmp_path / decisions.BATCH).read_bytes()
+    (tmp_path / decisions.BATCH).write_bytes(kept[:-9])
+    with pytest.raises(ConfigError, match="batch cannot be read"):
+        asyncio.run(run_loop(run, tmp_path, steps=1))
+    (tmp_path / decisions.LOG).open("a").write("garbage\n")
+    assert checker.main([str(tmp_path / decisions.LOG)]) == 2
+    assert "is no decision" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"prompts": iter(ROWS)}, "prompts are a list of rows"),
+        ({"prompts": ["2 + 3"]}, "a prompt is a row"),
+        ({"config": {"steps": 3}}, "config is a LoopConfig, not dict"),
+        ({"loss": "grpo"}, "loss is a LossSpec, not str"),
+        ({"reward": 3}, "is no function"),
+    ],
+)
+def test_wrong_arguments(tmp_path, more, message):
+    with pytest.raises(ConfigError, match=message):
+        Loop(StandIn(), tmp_path, **{"prompts": ROWS, "reward": reward} | more)
+
+
+def test_a_loop_that_was_not_entered(tmp_path):
+    async def go():
+        async for _ in Loop(StandIn(), tmp_path, prompts=ROWS, reward=reward, config=config()):
+            pass
+
+    with pytest.raises(ConfigError, match="enter the loop first"):
+        asyncio.run(go())
+
+
+def test_an_earlier_starts_words_are_not_this_ones(tmp_path):
+    folder = tmp_path / decisions.LOOP_DIR
+    run = StandIn()
+    asyncio.run(run_loop(run, folder, steps=1))
+    said = decisions.status(tmp_path)
+    assert said is not None and said["text"].startswith("no loop runs in this folder; 0 s ago")
+
+    async def enter():
+        async with Loop(run, folder, prompts=ROWS, reward=reward, config=config()):
+            assert decisions.status(tmp_path) is None
+
+    asyncio.run(enter())

@@ -219,9 +219,11 @@ class VllmProcess:
 
     def log_tail(self) -> str:
         """Return the last lines of the log and vLLM's first error, for an error message."""
-        tail = self._child.log_tail()
+        return self._with_cause(self._child.log_tail())
+
+    def _with_cause(self, text: str) -> str:
         cause = first_error(self._child.log_tail(LOG_LINES))
-        return tail if cause is None else f"{tail}\nvLLM's first error: {cause}"
+        return text if cause is None else f"{text}\nvLLM's first error: {cause}"
 
     def stop(self) -> None:
         """End the server and all of its processes. Safe to call twice."""
@@ -286,7 +288,7 @@ class VllmProcess:
         if status != 200:
             problem = answer.get("error", {})
             if problem.get("code") == ErrorCode.NODE_LOST:
-                raise NodeLost(str(problem.get("message")))
+                raise NodeLost(self._with_cause(str(problem.get("message"))))
             raise CallFailed(
                 action=action,
                 code=str(problem.get("code")),

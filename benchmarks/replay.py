@@ -35,6 +35,7 @@ def run(*, device: str, small: bool) -> list[Case]:
     if device != "cuda" or small:
         raise ConfigError("vLLM returns routed experts on GPUs only: --device cuda, no --small")
     shape, _, lora = os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b/lora-attn").partition("/")
+    lora = lora or "lora-all"
     prompts = int(os.environ.get("SPLICE_BENCH_PROMPTS", PROMPTS))
     count = loop.WARM_STEPS + int(os.environ.get("SPLICE_BENCH_SAMPLES", STEPS))
     config = loop.loop_config(device, 0, prompts)
@@ -44,7 +45,7 @@ def run(*, device: str, small: bool) -> list[Case]:
             shape,
             folder,
             device=device,
-            lora=lora or "lora-all",
+            lora=lora,
             max_num_seqs=loop.GROUP_SIZE * prompts,
         )
         server = wanted.inference[0]
@@ -64,7 +65,7 @@ def run(*, device: str, small: bool) -> list[Case]:
     settings = config.model_dump(mode="json") | {"router_replay": True, "flags": FLAGS}
     return [
         Case(
-            name=f"{shape}/{lora or 'lora-all'}",
+            name=f"{shape}/{lora}",
             metric=metric,
             unit=unit,
             samples=tuple(_value(step, metric) for step in replayed),

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import PauseMode, PublicationMode, Transport
-
-_TIMEOUTS = (
-    *("join_timeout_s", "plan_timeout_s", "transfer_timeout_s", "commit_timeout_s"),
-    "recovery_timeout_s",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +56,7 @@ class PublicationConfig:
             raise ConfigError(
                 f"the pause mode is keep, keep_kv, wait or abort, got {self.pause_mode!r}"
             )
-        for key in _TIMEOUTS:
+        for key in (f.name for f in fields(self) if f.name.endswith("_timeout_s")):
             if not 0 < (value := getattr(self, key)) < math.inf:
                 raise ConfigError(f"{key} is {value}; it must be a number of seconds above 0")
         if not 0 <= self.drain_s <= self.transfer_timeout_s / 4:

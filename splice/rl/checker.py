@@ -282,16 +282,13 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("usage: python -m splice.rl.checker RUN/loop/decisions.jsonl, or RUN\n")
         return 2
     path = Path(argv[0])
-    if path.is_dir():
-        try:
-            path = run_folder(path) / decisions.LOOP_DIR / decisions.LOG
-        except ConfigError as error:
-            sys.stderr.write(f"{error}\n")
-            return 2
-    if not path.is_file():
-        sys.stderr.write(f"there is no {path}; a loop writes it into loop/ in the run's folder\n")
-        return 2
     try:
+        if path.is_dir():
+            path = run_folder(path) / decisions.LOOP_DIR / decisions.LOG
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no {path}; a loop writes it into loop/ in the run's folder"
+            )
         found = check(decisions.read(path))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

@@ -72,7 +72,7 @@ class RolloutLost(SpliceError, RuntimeError):
 
 
 class RequestRefused(ConfigError):
-    """vLLM refuses a request, and would again."""
+    """A request that vLLM refuses, and would again; or a row that makes no request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

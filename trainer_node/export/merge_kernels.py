@@ -63,6 +63,18 @@ TURN_TILE = Tile(rows=64, columns=64, num_warps=4)
 
 
 @triton.jit
+def offset_of(n, per_group, group_stride, stride, GROUPED: tl.constexpr):
+    """Elements from the first to row or column `n`, which may lie in groups."""
+    if GROUPED:
+        offset = (n // per_group).to(tl.int64) * group_stride + (n % per_group).to(
+            tl.int64
+        ) * stride
+    else:
+        offset = n.to(tl.int64) * stride
+    return offset
+
+
+@triton.jit
 def merged_tile(
     entry,
     o,
@@ -88,12 +100,7 @@ def merged_tile(
     w_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
     if VECTOR > 1:  # addresses out of a table: what Triton cannot see, the plan has checked
         w_ptr = tl.multiple_of(w_ptr, 16)
-    if GROUPED:
-        w_row = (o // rows_per_group).to(tl.int64) * group_stride + (o % rows_per_group).to(
-            tl.int64
-        ) * row_stride
-    else:
-        w_row = o.to(tl.int64) * row_stride
+    w_row = offset_of(o, rows_per_group, group_stride, row_stride, GROUPED)
     w_ptrs = w_ptr + first_i + w_row[:, None] + i[None, :]
     if EVEN:
         w = tl.load(w_ptrs, eviction_policy="evict_first")
@@ -216,12 +223,7 @@ def _turn_kernel(
     entry = table_ptr + (program // tiles).to(tl.int64) * 4
     o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = (tile % tiles_across) * BLOCK_I + tl.arange(0, BLOCK_I)
-    if GROUPED:
-        column = (i // columns_per_group).to(tl.int64) * column_group_stride + (
-            i % columns_per_group
-        ).to(tl.int64) * column_stride
-    else:
-        column = i.to(tl.int64) * column_stride
+    column = offset_of(i, columns_per_group, column_group_stride, column_stride, GROUPED)
     w_ptr, out_offset = tl.load(entry).to(tl.pointer_type(DTYPE)), tl.load(entry + 3)
     if VECTOR > 1:
         w_ptr, out_offset = tl.multiple_of(w_ptr, 16), tl.multiple_of(out_offset, 16)

@@ -301,10 +301,10 @@ class _Launch:
             every |= (k.turned[1] | k.turned[2] | k.out_stride) * size
         else:
             every |= k.columns * size
-        if k.turned is None and k.rows > 1:
-            every |= k.row_stride * size | k.out_stride * size
-        if k.rows_per_group < k.rows:
-            every |= k.group_stride * size
+            if k.rows > 1:
+                every |= (k.row_stride | k.out_stride) * size
+            if k.rows_per_group < k.rows:
+                every |= k.group_stride * size
         self.vectors = every % VECTOR_BYTES == 0
         return entries
 

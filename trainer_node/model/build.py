@@ -219,7 +219,7 @@ def _random_weights(
 ) -> None:
     """Draw normal weights of the config's std, seeded by global name, so that pipeline and expert
     ranks do not matter; sinks too. Biases become zero. Norms keep the values that Megatron gives
-    them, and gated delta rules start as in transformers."""
+    them, and gated delta rules start nearly as in transformers."""
     by_param = {id(t.param_weight): t for t in tasks if t is not None}
     for local, param in modules[0].named_parameters():
         name = _megatron_local_name_to_global(modules, provider, strip_wrappers(local), 0)

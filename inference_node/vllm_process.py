@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -93,6 +94,9 @@ def arguments(config: InferenceConfig) -> list[str]:
         args += ["--kv-cache-memory-bytes", str(int(config.cpu_kv_cache_gb * 2**30))]
     else:
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        if importlib.util.find_spec("flashinfer") is None:
+            # Hopper's default for gated delta nets is FlashInfer, which is not in the locks.
+            args += ["--gdn-prefill-backend", "triton"]
     return [*args, *config.extra_args]
 
 

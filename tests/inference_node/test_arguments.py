@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +13,34 @@ from inference_node.vllm_process import arguments
 from orchestrator.protocol.config import InferenceConfig
 
 
-@pytest.mark.parametrize(("length", "parsed"), [("auto", -1), (777, 777)])
-def test_the_longest_sequence(length, parsed):
-    """-1: vLLM takes the model's own length, or what the KV cache holds."""
+def parsed(**settings: Any) -> Any:
+    """What vLLM reads from a GPU node's configuration."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     _, make_arg_parser, *_ = dialect.server_parts()
-    config = InferenceConfig(model=Path("m"), name="n", device="cuda", max_model_len=length)
-    found = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(config))
-    assert (found.max_model_len, found.served_model_name) == (parsed, ["n"])
+    config = InferenceConfig(model=Path("m"), name="n", device="cuda", **settings)
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(config))
+
+
+@pytest.mark.parametrize(("length", "read"), [("auto", -1), (777, 777)])
+def test_the_longest_sequence(length, read):
+    """-1: vLLM takes the model's own length, or what the KV cache holds."""
+    found = parsed(max_model_len=length)
+    assert (found.max_model_len, found.served_model_name) == (read, ["n"])
+
+
+OTHER = ("--gdn-prefill-backend", "cutedsl")
+
+
+@pytest.mark.parametrize(
+    ("installed", "given", "read"),
+    [(False, (), "triton"), (True, (), None), (False, OTHER, "cutedsl")],
+)
+def test_gated_delta_nets_need_no_flashinfer(installed, given, read, monkeypatch):
+    found = importlib.util.find_spec
+
+    def find_spec(name: str) -> Any:
+        return found(name) if name != "flashinfer" else installed or None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert parsed(extra_args=given).gdn_prefill_backend == read

@@ -188,7 +188,8 @@ class DenseAdapter(_Adapter):
             )
         else:
             lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
-            h = functional.linear(x, lora_A)
+            # torch multiplies a transposed [s, 1, I] row by row, with a copy of A for each.
+            h = functional.linear(x.flatten(0, -2), lora_A).unflatten(0, x.shape[:-1])
         h = h if self._is_copy else self._exchange(h, group=self._group)
         return h * self.scale
 

@@ -1,19 +1,31 @@
 """flash-linear-attention's functions for Megatron's gated delta net, in torch: on a CPU, and on
 GPUs on which its kernels refuse (`providers`).
 
-The gated delta rule (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464) is Megatron's own in torch,
-which refuses packs; here it runs once for each sequence.
+The gated delta rule (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464) keeps a matrix S for each
+head. Each token forgets some of it and corrects what S says of the token's key:
 
-Axes: T = tokens of the pack, C = channels, W = taps of the convolution, A = heads, D = their size.
+    S <- exp(g) S + beta k (v - exp(g) S' k)'        o = S' q / sqrt(D)
+
+A chunk of tokens is computed at once: its corrections solve a triangular system, which needs only
+keys. Chunks of all sequences go through every product but the last few together. Those few go from
+chunk to chunk, for all sequences at once.
+
+Axes: T = tokens of the pack, C = channels, A = heads, D = their size, N = chunks, L = tokens of a
+chunk, S = sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 64
+"""Tokens, as in flash-linear-attention."""
 
 
 def install() -> None:
@@ -22,17 +34,6 @@ def install() -> None:
 
     common.HAVE_FLA, common.l2norm = True, l2norm
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
-
-
-def _sequences(
-    cu_seqlens: torch.Tensor | None, *tensors: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut [1, T, ...] into sequences."""
-    if cu_seqlens is None:
-        yield tensors
-    else:
-        for start, end in pairwise(cu_seqlens.tolist()):
-            yield tuple(t[:, start:end] for t in tensors)
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
@@ -52,25 +53,33 @@ def causal_conv1d(
     initial_state: None,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, None]:
-    """Convolve each channel over the tokens before and at each place, then SiLU; in fp32, rounded
-    once.
+    """Convolve each channel over the tokens before and at each place of a sequence, then SiLU; in
+    fp32, rounded once.
 
     Args:
         x: [1, T, C].
-        weight: [C, W].
+        weight: [C, taps].
         activation: "silu", also called "swish"; Megatron takes no other.
     """
-    channels, taps = weight.shape
-    outputs = []
-    for (x_1TC,) in _sequences(cu_seqlens, x):
-        y_1CT = functional.conv1d(
-            functional.pad(x_1TC.float().transpose(1, 2), (taps - 1, 0)),
-            weight[:, None].float(),
-            None if bias is None else bias.float(),
-            groups=channels,
-        )
-        outputs.append(functional.silu(y_1CT).transpose(1, 2).to(x.dtype))
-    return torch.cat(outputs, dim=1), None
+    places_T = torch.arange(x.shape[1], device=x.device)
+    if cu_seqlens is not None:
+        starts_S = cu_seqlens[:-1].long()
+        places_T = places_T - starts_S[torch.bucketize(places_T, starts_S, right=True) - 1]
+
+    def convolved(
+        x_1TC: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        wide_1TC, taps = x_1TC.float(), weight.shape[1]
+        y_1TC = wide_1TC * weight[:, -1].float()
+        for back in range(1, taps):
+            earlier_1TC = functional.pad(wide_1TC, (0, 0, back, 0))[:, : x_1TC.shape[1]]
+            earlier_1TC = earlier_1TC.masked_fill((places_T < back)[:, None], 0)
+            y_1TC = y_1TC + earlier_1TC * weight[:, taps - 1 - back].float()
+        if bias is not None:
+            y_1TC = y_1TC + bias.float()
+        return functional.silu(y_1TC).to(x_1TC.dtype)
+
+    return _made_again(convolved, x, weight, bias), None
 
 
 def chunk_gated_delta_rule(
@@ -85,11 +94,111 @@ def chunk_gated_delta_rule(
     output_final_state: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[torch.Tensor, None]:
-    """The gated delta rule within each sequence, [1, T, A, D] -> [1, T, A, D]."""
-    from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
+    """The gated delta rule within each sequence, [1, T, A, D] -> [1, T, A, D]; in fp32, rounded
+    once.
 
-    outputs = [
-        torch_chunk_gated_delta_rule(*qkv, g=g_1TA, beta=beta_1TA)[0]
-        for *qkv, g_1TA, beta_1TA in _sequences(cu_seqlens, q, k, v, g, beta)
-    ]
-    return torch.cat(outputs, dim=1), None
+    Args:
+        q, k: [1, T, A, D], with norms of 1.
+        g: [1, T, A], the logarithm of what is kept.
+        beta: [1, T, A], how far S is corrected.
+    """
+    tokens = q.shape[1]
+    lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    return _made_again(_delta_rule, q, k, v, g, beta, _Chunks.of(lengths, q.device)), None
+
+
+def _made_again(function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+    """The function's result; its steps, in fp32, are made again in the backward pass instead of
+    kept."""
+    result: torch.Tensor = checkpoint(
+        function, *inputs, use_reentrant=False, preserve_rng_state=False
+    )
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunks:
+    """Where tokens are: the first chunks of all sequences come first, then their second ones, and
+    so on, so that one step's chunks lie together. Sequences are in descending order of length, so
+    that those that go on are the first."""
+
+    token_NL: torch.Tensor
+    """Each place's token; T where a sequence has ended."""
+    place_T: torch.Tensor
+    """Each token's place in [N * L]."""
+    active: tuple[int, ...]
+    """How many sequences each step has."""
+
+    @staticmethod
+    def of(lengths: list[int], device: torch.device) -> _Chunks:
+        """From each sequence's tokens."""
+        total, starts = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+        order = sorted(range(len(lengths)), key=lambda s: -lengths[s])
+        active = [
+            sum(n > first for n in lengths) for first in range(0, max(lengths, default=0), CHUNK)
+        ]
+        token_NL = torch.full((sum(active), CHUNK), total)
+        chunk = 0
+        for step, count in enumerate(active):
+            for s in order[:count]:
+                first = int(starts[s]) + step * CHUNK
+                here = min(CHUNK, int(starts[s + 1]) - first)
+                token_NL[chunk, :here] = torch.arange(first, first + here)
+                chunk += 1
+        place_T = torch.empty(total, dtype=torch.long)
+        places = (token_NL.flatten() < total).nonzero().flatten()
+        place_T[token_NL.flatten()[places]] = places
+        return _Chunks(
+            token_NL=token_NL.to(device), place_T=place_T.to(device), active=tuple(active)
+        )
+
+    def cut(self, x_1TA: torch.Tensor) -> torch.Tensor:
+        """[1, T, A, ...] -> [N, A, L, ...] in fp32, zeros where a sequence has ended."""
+        with_zeros = torch.cat([x_1TA[0], torch.zeros_like(x_1TA[0, :1])])
+        return with_zeros[self.token_NL].transpose(1, 2).float()
+
+    def join(self, x_NALD: torch.Tensor) -> torch.Tensor:
+        """[N, A, L, D] -> [1, T, A, D]."""
+        return x_NALD.transpose(1, 2).flatten(0, 1)[None, self.place_T]
+
+
+def _delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunks: _Chunks,
+) -> torch.Tensor:
+    q_NALD, k_NALD, v_NALD, g_NAL, beta_NAL = (chunks.cut(x) for x in (q, k, v, g, beta))
+    q_NALD = q_NALD * q.shape[-1] ** -0.5
+    since_NAL = g_NAL.cumsum(dim=-1)
+    kept_NAL1 = since_NAL.exp()[..., None]
+    # What a later token sees of an earlier one. A difference the other way has no finite exponent.
+    decay_NALL = (since_NAL[..., :, None] - since_NAL[..., None, :]).tril().exp().tril()
+
+    # Corrections of a chunk: value - from_state S, for the S that it begins with.
+    system_NALL = (beta_NAL[..., None] * k_NALD) @ k_NALD.mT * decay_NALL
+    wanted_NALD = torch.cat([v_NALD, k_NALD * kept_NAL1], dim=-1) * beta_NAL[..., None]
+    solved_NALD = torch.linalg.solve_triangular(
+        system_NALL, wanted_NALD, upper=False, unitriangular=True
+    )
+    value_NALD, from_state_NALD = solved_NALD.split([v.shape[-1], k.shape[-1]], dim=-1)
+
+    seen_NALL = q_NALD @ k_NALD.mT * decay_NALL
+    asks_NALD = q_NALD * kept_NAL1
+    to_end_NALD = k_NALD * (since_NAL[..., -1:] - since_NAL).exp()[..., None]
+    kept_NA11 = kept_NAL1[:, :, -1:]
+
+    parts = (value_NALD, from_state_NALD, asks_NALD, to_end_NALD, kept_NA11)
+    state_SADD = q_NALD.new_zeros(max(chunks.active), q.shape[2], k.shape[-1], v.shape[-1])
+    corrections, from_states = [], []
+    for value, from_state, asks, to_end, kept in zip(
+        *(part.split(chunks.active) for part in parts), strict=True
+    ):
+        state_SADD = state_SADD[: len(value)]
+        corrections.append(value - from_state @ state_SADD)
+        from_states.append(asks @ state_SADD)
+        state_SADD = state_SADD * kept + to_end.mT @ corrections[-1]
+    o_NALD = torch.cat(from_states) + seen_NALL @ torch.cat(corrections)
+    return chunks.join(o_NALD).to(q.dtype)

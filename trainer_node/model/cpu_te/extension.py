@@ -22,9 +22,19 @@ from trainer_node.model.cpu_te.attention import attend
 
 HAVE_TE = True
 
-# Megatron's own do what TransformerEngine's would.
-TEColumnParallelLinear = ColumnParallelLinear
-TERowParallelLinear = RowParallelLinear
+TEColumnParallelLinear = ColumnParallelLinear  # does what TransformerEngine's would
+
+
+class TERowParallelLinear(RowParallelLinear):
+    """Megatron's own, for any strides."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, I local] -> [s, b, O]."""
+        # torch multiplies a transposed [s, 1, I] row by row, with a copy of the weight for each.
+        result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+            x.flatten(0, 1).unflatten(0, x.shape[:2])
+        )
+        return result
 
 
 def __getattr__(name: str) -> None:

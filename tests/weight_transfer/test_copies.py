@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -83,19 +84,23 @@ def some_parts(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, list[Part], list[torch.Tensor], list[torch.Tensor]]:
     """(buffer, parts, the tensors they write into, what those must then be)."""
-    count = 40 * 96
-    values = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
-    sent = values.view(dtype).view(40, 96)
-    buffer_B = torch.cat([torch.zeros(2 * dtype.itemsize, dtype=torch.uint8), values])
+    values = torch.randint(0, 256, (140 * 96 * dtype.itemsize,), dtype=torch.uint8)
+    sent = values.view(dtype).view(140, 96)
+    lead = VECTOR_BYTES // dtype.itemsize
+    buffer_B = torch.cat([torch.zeros(VECTOR_BYTES, dtype=torch.uint8), values])
     wanted, live, parts = [], [], []
+    turned = (sent.t(), sent.t()[16:], sent[:136].t()[:, 8:], sent.t()[3:80, 1:90])
     for n, source in enumerate(
-        (sent[8:16], sent[:, 48:], sent[3:21, 7:20], sent.t()[5:9], sent[::2, ::3], sent[6:7, 9:10])
+        (
+            *(sent[8:16], sent[:, 48:], sent[3:21, 7:20], sent.t()[5:9], sent[::2, ::3]),
+            *(sent[6:7, 9:10], *turned),
+        )
     ):
         stored = torch.zeros(source.shape[0] + 3, source.shape[1] + 8 * (n % 2)).to(dtype)
         expected = stored.clone()
         target = stored[1 : 1 + source.shape[0], : source.shape[1]]
         expected[1 : 1 + source.shape[0], : source.shape[1]] = source
-        offset = (2 + source.storage_offset()) * dtype.itemsize
+        offset = (lead + source.storage_offset()) * dtype.itemsize
         parts.append(Part(target=target, offset_bytes=offset, strides=tuple(source.stride())))
         live.append(stored)
         wanted.append(expected)
@@ -167,19 +172,31 @@ def test_the_cuda_kernel_compiles(element_bytes: int) -> None:
     from weight_transfer import copy_kernels, digest_kernels
 
     signature = {"table_ptr": "*i64", "block_table_ptr": "*i32", "buffer_ptr": "*u8"}
-    for is_dense in (True, False):
+    for is_dense, turned in (
+        (True, 0),
+        (False, 0),
+        (False, 1),
+        (False, VECTOR_BYTES // element_bytes),
+    ):
         constants = {
             "DTYPE": digest_kernels.UNSIGNED[element_bytes],
             "IS_DENSE": is_dense,
-            "BLOCK_R": 16,
-            "BLOCK_C": 256,
+            "TURNED": turned,
+            "BLOCK_R": 64 if turned else 16,
+            "BLOCK_C": 64 if turned else 256,
         }
         source = ASTSource(
             fn=copy_kernels._copy_kernel,
             signature=signature | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
+            attrs={(n,): [["tt.divisibility", 16]] for n in range(len(signature))},
         )
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        options = {"num_warps": 8}
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        if turned > 1:
+            moved = re.findall(r"\b(ld|st)\.global((?:\.\w+)*) ", ptx)
+            vectors = [kind for kind, what in moved if what.endswith((".v4.b32", ".v2.b64"))]
+            assert set(vectors) == {"ld", "st"}, moved
 
 
 def test_scales_do_not_shift_the_weights_of_their_chunk() -> None:

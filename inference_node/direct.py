@@ -1,8 +1,8 @@
 """Receives a layout's chunks into live kernel tensors, without vLLM's reload where that is proven.
 
-A tensor is *placeable* on a worker if each of its elements there belongs in a live parameter of its
-dtype that is kept exactly as loaded: the same shape, strides and dtype, no permuting packing, no
-packed copy beside it. A tensor travels in one of three ways:
+A tensor is *placeable* on a worker if each of its elements there belongs in a live parameter that
+holds all its values and is kept exactly as loaded: the same shape, strides and dtype, no permuting
+packing, no packed copy beside it. A tensor travels in one of three ways:
 
     live      received in place, on a replica of one worker, if it is one contiguous run;
               neighbours in memory share a chunk
@@ -36,11 +36,11 @@ from dataclasses import dataclass, field
 import torch
 
 from inference_node import verify
-from inference_node.placement import PlacementPlan, Region
+from inference_node.placement import PlacementPlan, Region, is_kept_whole
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
 from weight_transfer.copies import PreparedCopy
 from weight_transfer.cuda_events import QUEUED_CHUNKS
-from weight_transfer.digest import PreparedDigest, row_major_strides
+from weight_transfer.digest import PreparedDigest, region_digest, row_major_strides
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import chunk_offsets, in_vectors, view_of
 from weight_transfer.strides import Part
@@ -117,7 +117,7 @@ def _why_not(region: Region, plan: PlacementPlan, live: Live) -> str | None:
     tensor = live[fmt.alias_of or (region.module, region.param)]
     if isinstance(tensor, str):
         return tensor
-    if plan.sent_dtypes[region.name] != fmt.dtype:
+    if not is_kept_whole(plan.sent_dtypes[region.name], fmt.dtype):
         return f"it is sent as {plan.sent_dtypes[region.name]} and kept as {fmt.dtype}"
     if any(
         step == 0 and extent > 1
@@ -137,7 +137,8 @@ def whole_runs(plan: PlacementPlan, manifest: Manifest, reload: Collection[int])
             continue
         region, dense = regions[0], row_major_strides(regions[0].size)
         is_whole = (
-            region.numel == spec.numel
+            spec.dtype == plan.formats[(region.module, region.param)].dtype
+            and region.numel == spec.numel
             and region.first_index == 0
             and _same(region.index_strides, dense, region.size)
         )
@@ -283,6 +284,30 @@ def ring_slots(sizes: Sequence[int]) -> list[int]:
 # ------------------------------------------------------------ the receive
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Widened:
+    """A part that vLLM keeps in a wider dtype, such as a router or a decay in fp32. There are few,
+    so torch copies them, and digests them as they were sent."""
+
+    part: Part
+    sent: torch.dtype
+    row: int
+    first_index: int
+
+    def place(self, buffer_B: torch.Tensor) -> None:
+        size, part = self.sent.itemsize, self.part
+        flat = buffer_B[: buffer_B.numel() // size * size].view(self.sent)
+        first = flat.storage_offset() + part.offset_bytes // size
+        part.target.copy_(flat.as_strided(part.target.shape, part.strides, first))
+
+    def digest(self, digests_P: torch.Tensor) -> None:
+        digests_P[self.row] = region_digest(
+            self.part.target.to(self.sent),
+            first_index=self.first_index,
+            index_strides=self.part.strides,
+        )
+
+
 @dataclass(slots=True)
 class _LocalChunk:
     """A `WireChunk` as this worker receives it."""
@@ -294,6 +319,8 @@ class _LocalChunk:
     """live: the bytes in place. None for other kinds."""
     copy: PreparedCopy | None = None
     """staged: copies the parts that land here."""
+    widened: list[_Widened] = field(default_factory=list)
+    """staged: those that are kept in a wider dtype."""
     digest: PreparedDigest | None = None
     """Digests the live parts, if they are digested on arrival."""
     slot: int = 0
@@ -380,11 +407,16 @@ class DirectReceiver:
                 self._regions.get(spec.name, ()), start=self._first_part[index]
             ):
                 first = offset + region.first_index * DTYPE_BYTES[spec.dtype]
-                parts.append(
-                    Part(
-                        target=self._view(region), offset_bytes=first, strides=region.index_strides
-                    )
+                part = Part(
+                    target=self._view(region), offset_bytes=first, strides=region.index_strides
                 )
+                sent = getattr(torch, spec.dtype)
+                if part.target.dtype.itemsize > sent.itemsize:
+                    made.widened.append(
+                        _Widened(part=part, sent=sent, row=row, first_index=region.first_index)
+                    )
+                    continue
+                parts.append(part)
                 rows.append(row)
                 origins.append((region.first_index, region.index_strides))
         views = [p.target for p in parts]
@@ -544,10 +576,14 @@ class DirectReceiver:
     def _place(chunk: _LocalChunk, buffer_B: torch.Tensor) -> None:
         if chunk.copy is not None:
             chunk.copy.launch(buffer_B)
+        for widened in chunk.widened:
+            widened.place(buffer_B)
 
     def _digest(self, chunk: _LocalChunk) -> None:
         if chunk.digest is not None:
             chunk.digest.launch(self._digests_P)
+            for widened in chunk.widened:
+                widened.digest(self._digests_P)
 
     def apply(
         self, buffers: Sequence[torch.Tensor], *, load: Load, on_written: Callable[[int], None]

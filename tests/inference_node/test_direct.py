@@ -5,6 +5,7 @@ tensors of a few rows.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_pieces_are_alike_in_size(moe, monkeypatch):
     ("change", "reason"),
     [
         (lambda plan, live: live.update({("experts", "w2"): "packed"}), "packed"),
-        (lambda plan, live: plan.sent_dtypes.update({"0.down": "bfloat16"}), "sent as bfloat16"),
+        (lambda plan, live: plan.sent_dtypes.update({"0.down": "float64"}), "sent as float64"),
     ],
 )
 def test_what_is_not_understood_takes_its_whole_layer_to_the_reload(moe, change, reason):
@@ -239,6 +240,42 @@ def test_bytes_arrive_in_place_and_the_rest_is_loaded(moe):
         assert torch.equal(live["experts", "w2"][e], weights[f"{e}.down"])
     assert set(loaded) == {"norm"} and torch.equal(loaded["norm"], weights["norm"])
     assert live["experts", "w13"].data_ptr() == address and sum(written) == len(weights)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu1)])
+def test_what_is_kept_in_a_wider_dtype_is_placed_and_digested_as_sent(moe, device):
+    manifest, plan, live = moe
+    wide = {"norm", "1.up", "2.down"}
+    specs = [
+        s.model_copy(update={"dtype": "bfloat16"}) if s.name in wide else s
+        for s in manifest.tensors
+    ]
+    manifest = Manifest(tensors=tuple(specs))
+    plan = replace(plan, sent_dtypes={s.name: s.dtype for s in specs})
+    live = {key: tensor.to(device) for key, tensor in live.items()}
+    layout = plan_layout(plan, manifest, live)
+    assert {c.kind for c in layout.chunks} == {"staged", "live"} and layout.why_not_live == {}
+    weights = {s.name: torch.randn(s.shape).to(getattr(torch, s.dtype)) for s in specs}
+    receiver = DirectReceiver(
+        chunks=layout.chunks,
+        manifest=manifest,
+        plan=plan,
+        live=live,
+        device=torch.device(device),
+        digests_on_arrival=True,
+    )
+    for _ in range(2):
+        wire = packed(manifest, layout, weights)
+        receiver.receive(
+            group=Wire(wire) if device == "cpu" else CudaWire(wire),
+            deadline_s=5,
+            load=lambda t: None,
+            on_written=lambda n: None,
+        )
+    assert torch.equal(live["norm", "weight"].cpu(), weights["norm"].float())
+    assert torch.equal(live["experts", "w13"][1, I:].cpu(), weights["1.up"].float())
+    assert torch.equal(live["experts", "w2"][2].cpu(), weights["2.down"].float())
+    assert list(receiver.digests() or ()) == [int(tensor_digest(weights[s.name])) for s in specs]
 
 
 @pytest.mark.gpu1

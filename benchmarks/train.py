@@ -185,7 +185,13 @@ def _cases(
     ]
     if not peers:
         cases.append(
-            Case(name=name, metric="tokens_per_s", unit="tokens/s", samples=rate(ours, "tokens"))
+            Case(
+                name=name,
+                metric="tokens_per_s",
+                unit="tokens/s",
+                samples=rate(ours, "tokens"),
+                settings=settings,
+            )
         )
     cases += [
         Case(

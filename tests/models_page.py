@@ -17,6 +17,7 @@ from tests.trainer_node.family_cases import ONE_RANK, SEVERAL, TOPOLOGIES
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 MEASURED = {
+    "gpt_oss": ("gpt-oss-20b", "train-gpt-oss-20b-1xh200.json"),
     "glm4_moe_lite": ("GLM-4.7-Flash", "train-glm-4.7-flash-1xh200.json"),
     "llama": ("Llama-3.1-8B", "train-llama-8b-1xh200.json"),
     "qwen3": ("Qwen3-8B", "train-8b-1xh200.json"),
@@ -79,11 +80,15 @@ and are published with it. A token of an image is refused (`tests/trainer_node/s
 | experts and their adapters in a few grouped products | SwiGLU without bias, experts whole on a rank, no adapter dropout | Megatron's grouped linears |
 | each HF tensor sent from where it lies in Megatron's parameters | it is an arrangement of a parameter's elements | Bridge's export of that tensor (the norm of gated delta rules) |
 | attention with sinks (gpt-oss) fused, on GPUs | cuDNN 9.18 or newer, which TransformerEngine must find first | TransformerEngine's unfused attention, slow and in much memory |
-| gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang or Triton 3.7.1 | Megatron's own in torch, many times slower |
+| gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang or Triton 3.7.1 | chunks in torch, slower |
 | a received tensor placed directly in vLLM's parameter | vLLM's loader only copies | vLLM's reload of that layer |
 
 No path is chosen by a model's name. The trainer's log, and `fallbacks` in `splice status --json`, name
 each slower path of the trainer and its reason.
+
+Qwen3.5-35B-A3B's shape has not trained on a GPU yet. vLLM 0.32 on an H200 took all its tensors. The
+trainer's first step there had a gradient of NaN, which it refused (the error is
+`NonFiniteGradient`). The cause is not found. Tiny models of the family train on GPUs.
 
 ## Refused, with the reason
 

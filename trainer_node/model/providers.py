@@ -219,7 +219,7 @@ def _delta_rule_obstacle() -> str | None:
     if has_tilelang or not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
         return None
     return (
-        "runs in torch, many times slower than flash-linear-attention's kernels; these need "
+        "runs in torch, slower than flash-linear-attention's kernels; these need "
         "tilelang or Triton 3.7.1 on this GPU"
     )
 

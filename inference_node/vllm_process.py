@@ -94,7 +94,8 @@ def arguments(config: InferenceConfig) -> list[str]:
         args += ["--kv-cache-memory-bytes", str(int(config.cpu_kv_cache_gb * 2**30))]
     else:
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-        if importlib.util.find_spec("flashinfer") is None:
+        given = " ".join(config.extra_args).replace("-", "_")
+        if importlib.util.find_spec("flashinfer") is None and "gdn_prefill_backend" not in given:
             # Hopper's default for gated delta nets is FlashInfer, which is not in the locks.
             args += ["--gdn-prefill-backend", "triton"]
     return [*args, *config.extra_args]

@@ -30,11 +30,17 @@ def test_the_longest_sequence(length, read):
 
 
 OTHER = ("--gdn-prefill-backend", "cutedsl")
+AS_CONFIG = ("--additional-config", '{"gdn_prefill_backend": "cutedsl"}')
 
 
 @pytest.mark.parametrize(
     ("installed", "given", "read"),
-    [(False, (), "triton"), (True, (), None), (False, OTHER, "cutedsl")],
+    [
+        (False, (), "triton"),
+        (True, (), None),
+        (False, OTHER, "cutedsl"),
+        (False, AS_CONFIG, None),
+    ],
 )
 def test_gated_delta_nets_need_no_flashinfer(installed, given, read, monkeypatch):
     found = importlib.util.find_spec

@@ -16,6 +16,7 @@ chunk, S = sequences.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,9 +103,8 @@ def chunk_gated_delta_rule(
         g: [1, T, A], the logarithm of what is kept.
         beta: [1, T, A], how far S is corrected.
     """
-    tokens = q.shape[1]
-    lengths = [tokens] if cu_seqlens is None else cu_seqlens.diff().tolist()
-    return _made_again(_delta_rule, q, k, v, g, beta, _Chunks.of(lengths, q.device)), None
+    lengths = [q.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    return _made_again(_delta_rule, q, k, v, g, beta, _Chunks.of(tuple(lengths), q.device)), None
 
 
 def _made_again(function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
@@ -130,8 +130,9 @@ class _Chunks:
     """How many sequences each step has."""
 
     @staticmethod
-    def of(lengths: list[int], device: torch.device) -> _Chunks:
-        """From each sequence's tokens."""
+    @functools.lru_cache(maxsize=4)
+    def of(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
+        """From each sequence's tokens; all layers share a pack's."""
         total, starts = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
         order = sorted(range(len(lengths)), key=lambda s: -lengths[s])
         active = [
@@ -185,20 +186,22 @@ def _delta_rule(
     )
     value_NALD, from_state_NALD = solved_NALD.split([v.shape[-1], k.shape[-1]], dim=-1)
 
-    seen_NALL = q_NALD @ k_NALD.mT * decay_NALL
-    asks_NALD = q_NALD * kept_NAL1
-    to_end_NALD = k_NALD * (since_NAL[..., -1:] - since_NAL).exp()[..., None]
-    kept_NA11 = kept_NAL1[:, :, -1:]
-
-    parts = (value_NALD, from_state_NALD, asks_NALD, to_end_NALD, kept_NA11)
-    state_SADD = q_NALD.new_zeros(max(chunks.active), q.shape[2], k.shape[-1], v.shape[-1])
-    corrections, from_states = [], []
-    for value, from_state, asks, to_end, kept in zip(
-        *(part.split(chunks.active) for part in parts), strict=True
+    parts = (
+        value_NALD,
+        from_state_NALD,
+        q_NALD @ k_NALD.mT * decay_NALL,
+        q_NALD * kept_NAL1,
+        k_NALD * (since_NAL[..., -1:] - since_NAL).exp()[..., None],
+        kept_NAL1[:, :, -1:],
+    )
+    state_SADD, outputs = None, []
+    going_on = (*chunks.active[1:], 0)
+    for more, (value, from_state, seen, asks, to_end, kept) in zip(
+        going_on, zip(*(part.split(chunks.active) for part in parts), strict=True), strict=True
     ):
-        state_SADD = state_SADD[: len(value)]
-        corrections.append(value - from_state @ state_SADD)
-        from_states.append(asks @ state_SADD)
-        state_SADD = state_SADD * kept + to_end.mT @ corrections[-1]
-    o_NALD = torch.cat(from_states) + seen_NALL @ torch.cat(corrections)
-    return chunks.join(o_NALD).to(q.dtype)
+        correction = value if state_SADD is None else value - from_state @ state_SADD
+        o = seen @ correction
+        outputs.append(o if state_SADD is None else o + asks @ state_SADD)
+        added = to_end[:more].mT @ correction[:more]
+        state_SADD = added if state_SADD is None else state_SADD[:more] * kept[:more] + added
+    return chunks.join(torch.cat(outputs)).to(q.dtype)

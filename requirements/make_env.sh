@@ -43,4 +43,5 @@ fi
 # Source distributions: TransformerEngine's extension compiles against the torch just installed.
 [ ! -f "${lock%.lock}-build.lock" ] || "${pip[@]}" --no-deps --no-build-isolation -r "${lock%.lock}-build.lock"
 # The project itself, in place; the lock's setuptools builds it.
-"${pip[@]}" --no-deps --no-build-isolation --editable "$here/.."
+# A path entry, not a finder: beside the clone, its folder `splice` would hide the package.
+"${pip[@]}" --no-deps --no-build-isolation --config-settings editable_mode=compat --editable "$here/.."

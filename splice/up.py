@@ -229,7 +229,10 @@ def status(run_dir: Path) -> dict[str, Any]:
     if state:
         answer |= {"phase": state["phase"], "pid": state["pid"], "text": state["text"]}
     if not answer["up"] and state.get("phase") in ("starting", "up"):
-        answer |= {"phase": "ended", "text": "its background process was killed"}
+        answer |= {
+            "phase": "ended",
+            "text": "its background process was killed; `splice up FOLDER --resume` goes on",
+        }
     if (loop := decisions.status(run_dir)) is not None:
         answer["loop"] = loop
     if not _has_orchestrator(run_dir, state):

@@ -265,3 +265,10 @@ def test_the_scan_sees_what_it_must(tmp_path: Path) -> None:
         "megatron",
         "megatron.core",
     }
+
+
+def test_a_folder_of_that_name_does_not_hide_the_package(tmp_path: Path) -> None:
+    """Such as the clone's own, beside which people put their scripts."""
+    (tmp_path / "splice").mkdir()
+    argv = [sys.executable, "-c", "from splice import LossSpec"]
+    subprocess.run(argv, cwd=tmp_path, check=True, timeout=60)

@@ -58,8 +58,8 @@ _REFUSED = (
 )
 Urgent = Mapping[str, Callable[[AnyMessage], None]]
 _CHECK = (
-    "check that `splice serve` runs there, that host and port are those of RUN_DIR/endpoint, and "
-    "that no firewall is between"
+    "check that the run is up (`splice up FOLDER --resume` starts a stopped one), that host and "
+    "port are those of RUN_DIR/endpoint, and that no firewall is between"
 )
 SAY_AFTER_S, WELCOME_POLL_S = 3.0, 0.05
 REFUSALS = 4

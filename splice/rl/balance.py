@@ -80,11 +80,12 @@ class Balance:
 
     def advice(self) -> str:
         """What would help, in a sentence."""
-        if self.rewards > BALANCED:
-            return "rewards hold up both sides: make them faster, async, or raise reward_threads"
-        if self.body > BALANCED:
-            return "the loop's body holds up the trainer: evaluate and save less often"
         trainer, sampler = self.trainer_waits, self.sampler_waits
+        matters = max(BALANCED, max(trainer, sampler) / 2)  # explains most of the waiting
+        if self.rewards > matters:
+            return "rewards hold up both sides: make them faster, async, or raise reward_threads"
+        if self.body > matters:
+            return "the loop's body holds up the trainer: evaluate and save less often"
         if self.max_staleness == 0 and min(trainer, sampler) > BALANCED:
             return "strictly on-policy, the sides take turns: max_staleness = 1 lets them overlap"
         if trainer > max(BALANCED, 2 * sampler):

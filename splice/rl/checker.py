@@ -4,6 +4,7 @@ python -m splice.rl.checker RUN/loop/decisions.jsonl
 
 bound        no token was older than max_staleness when a step trained on it; in an environment,
              no token of any turn that trains
+every token  an answer that trains has tokens, each with a version that was served by then
 versions     an answer's versions never decrease, and none is older than its admission
 every prompt each step has the next prompts, in order, with every sample of each
 once         no sample is trained twice, none without an answer
@@ -33,6 +34,7 @@ class Found:
     """What the log shows."""
 
     violations: list[str] = field(default_factory=list)
+    starts: int = 0
     steps: int = 0
     trained: int = 0
     dropped: int = 0
@@ -94,6 +96,8 @@ class Checker:
         """Whether the open step was sent by an earlier start."""
         self._tokens = 0
         """Of the newest batch."""
+        self._newest_token = -1
+        """The newest version among them."""
         self._run = ""
 
     def take(self, line: dict[str, Any]) -> None:
@@ -105,6 +109,7 @@ class Checker:
 
     def _on_start(self, line: dict[str, Any]) -> None:
         self._config, self._served_at_start = line["config"], line["version"]
+        self.found.starts += 1
         self._made.add(line["version"])
         run, self._run = self._run, line.get("run", self._run)
         if run and run != self._run:
@@ -199,7 +204,7 @@ class Checker:
         wanted = {place for place, sample in own.items() if not sample.dropped}
         if missing := sorted(wanted - set(trained)):
             self._wrong(f"step {step} discarded {missing}")
-        self._tokens = 0
+        self._tokens, self._newest_token = 0, -1
         for group, sample, attempt in line["rollouts"]:
             self._check_rollout(step, own.get((group, sample)), (group, sample), attempt)
 
@@ -209,9 +214,12 @@ class Checker:
         if sample is None or sample.attempt != attempt or not turns or len(spans) != len(turns):
             self._wrong(f"step {step} trains on {place}, of which it has no answer")
             return
+        if not all(sum(count for _, count in turn) > 0 for turn in spans):
+            self._wrong(f"step {step} trains on {place}, an answer without tokens")
         for version, count in (span for turn in spans for span in turn):
             age = self._made.age(version)
             self._tokens += count
+            self._newest_token = max(self._newest_token, version)
             self.found.max_staleness = max(self.found.max_staleness, age)
             if age > self._config["max_staleness"]:
                 self._wrong(
@@ -231,6 +239,11 @@ class Checker:
             self._end_step(line["step"])
         elif line["step"] != self.found.steps:
             self._wrong(f"step {line['step']} was trained without a batch")
+        if self._newest_token >= line["version"]:
+            self._wrong(
+                f"step {line['step']} trained on tokens of version {self._newest_token} and made "
+                f"version {line['version']}"
+            )
         # Its job ended, and somebody may have published, before the new start.
         behind = self._served_at_start - line["version"]
         was_seen = behind >= 0 if was_open else behind == 0
@@ -278,7 +291,7 @@ def check(lines: Iterable[dict[str, Any]]) -> Found:
 
 def main(argv: list[str]) -> int:
     """Print what the log shows. Returns 1 if it breaks a promise, 2 without a log."""
-    if len(argv) != 1:
+    if len(argv) != 1 or argv[0].startswith("-"):
         sys.stderr.write("usage: python -m splice.rl.checker RUN/loop/decisions.jsonl, or RUN\n")
         return 2
     path = Path(argv[0])
@@ -290,6 +303,8 @@ def main(argv: list[str]) -> int:
                 f"there is no {path}; a loop writes it into loop/ in the run's folder"
             )
         found = check(decisions.read(path))
+        if not found.starts:
+            raise ConfigError(f"{path} holds no decision")
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

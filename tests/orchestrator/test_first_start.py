@@ -201,7 +201,7 @@ def test_a_wrong_port_is_said_during_the_wait(caplog):
         port = server.getsockname()[1]
     hello = Hello(role="client", node_id="c", incarnation="i", run_token=TOKEN)
     link = NodeLink(endpoint=f"tcp://127.0.0.1:{port}", hello=hello)
-    with pytest.raises(NodeLost, match="within 4 s; check that `splice serve` runs there"):
+    with pytest.raises(NodeLost, match="within 4 s; check that the run is up"):
         link.start(timeout_s=4.0)
     (said,) = [r.getMessage() for r in caplog.records if r.name == "splice.link"]
     assert f"no answer yet from the orchestrator at tcp://127.0.0.1:{port}" in said

@@ -274,6 +274,14 @@ def downwards(lines):
     of_kind(lines, "finish")[-1]["spans"] = [[3, 2], [2, 2]]
 
 
+def from_the_future(lines):
+    of_kind(lines, "finish")[0]["spans"] = [[999, 4]]
+
+
+def without_tokens(lines):
+    of_kind(lines, "finish")[0]["spans"] = []
+
+
 def dropped_silently(lines):
     line = of_kind(lines, "finish")[0]
     drop = {"event": "drop", "group": line["group"], "sample": line["sample"], "why": ""}
@@ -292,6 +300,8 @@ def dropped_silently(lines):
         never_finished,
         too_early,
         downwards,
+        from_the_future,
+        without_tokens,
         dropped_silently,
     ],
 )
@@ -313,6 +323,7 @@ def test_the_checker_finds(tmp_path, break_it):
         (0.01, 0.3, 0.0, 1, "the sampler waits"),
         (0.2, 0.2, 0.0, 1, "both sides wait"),
         (0.3, 0.3, 0.2, 1, "rewards hold up"),
+        (0.0, 0.75, 0.06, 1, "the sampler waits"),
         (0.02, 0.03, 0.0, 1, "balanced"),
     ],
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from splice.rl import decisions
 from splice.rl.checker import check
-from tests.rl.conftest import in_example, tiny_cluster, user_python
+from tests.rl.conftest import ROOT, in_example, tiny_cluster, user_python
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -30,3 +33,28 @@ def test_an_environment_of_verifiers_trains(models, tmp_path, python):
     found = check(decisions.read(tmp_path / "run" / "loop" / decisions.LOG))
     assert found.violations == [] and (found.steps, found.trained) == (3, 36)
     assert found.turns_left_out == 0 and found.tokens > 36 * 2
+
+
+def test_verifiers_evaluates_what_is_served(models, tmp_path, python):
+    """As the example's README says."""
+    with tiny_cluster(models["qwen3"], tmp_path / "run") as cluster:
+        client = {
+            "type": "eval",
+            "base-url": cluster.base_urls[0] + "/v1",
+            "api-key-var": "KEY",
+        }
+        argv = ["echo_taskset", "-m", "tiny", "-r", "2", "--no-push", "-o", str(tmp_path / "found")]
+        argv += [
+            word for key, value in client.items() for word in (f"--env.agent.client.{key}", value)
+        ]
+        argv += ["--env.agent.runtime.type", "subprocess", "--env.agent.sampling.max-tokens", "8"]
+        subprocess.run(
+            [str(python.parent / "vf-eval"), *argv],
+            cwd=ROOT / "examples/verifiers",
+            env={**os.environ, "PYTHONPATH": ".", "KEY": "unused"},
+            check=True,
+            timeout=300,
+        )
+    (file,) = tmp_path.glob("found/*/traces.jsonl")
+    episodes = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(episodes) == 6 and all(episode["ok"] for episode in episodes)

@@ -866,7 +866,7 @@ MUTANTS = [
 
 def copy_of_the_repository(folder: Path) -> Path:
     """What the killers need; compiled modules too, which are as old as their sources still."""
-    for package in ("orchestrator", "trainer_node", "weight_transfer", "tests"):
+    for package in ("splice", "orchestrator", "trainer_node", "weight_transfer", "tests"):
         shutil.copytree(REPO / package, folder / package)
     shutil.copy(REPO / "pyproject.toml", folder)
     return folder

@@ -38,7 +38,7 @@ import torch
 from inference_node import verify
 from inference_node.placement import PlacementPlan, Region, is_kept_whole
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
-from weight_transfer.copies import PreparedCopy
+from weight_transfer.copies import PreparedCopy, elements_of
 from weight_transfer.cuda_events import QUEUED_CHUNKS
 from weight_transfer.digest import PreparedDigest, region_digest, row_major_strides
 from weight_transfer.groups import TransferGroup
@@ -295,10 +295,7 @@ class _Widened:
     first_index: int
 
     def place(self, buffer_B: torch.Tensor) -> None:
-        size, part = self.sent.itemsize, self.part
-        flat = buffer_B[: buffer_B.numel() // size * size].view(self.sent)
-        first = flat.storage_offset() + part.offset_bytes // size
-        part.target.copy_(flat.as_strided(part.target.shape, part.strides, first))
+        self.part.target.copy_(self.part.source_in(elements_of(buffer_B, self.sent)))
 
     def digest(self, digests_P: torch.Tensor) -> None:
         digests_P[self.row] = region_digest(

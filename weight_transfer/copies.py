@@ -51,16 +51,14 @@ class PreparedCopy:
         for part in self._parts:
             by_dtype.setdefault(part.target.dtype, []).append(part)
         for dtype, parts in by_dtype.items():
-            flat = buffer_B[: buffer_B.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-            sources = [
-                flat.as_strided(
-                    p.target.shape,
-                    p.strides,
-                    flat.storage_offset() + p.offset_bytes // dtype.itemsize,
-                )
-                for p in parts
-            ]
+            flat = elements_of(buffer_B, dtype)
+            sources = [p.source_in(flat) for p in parts]
             torch._foreach_copy_([p.target for p in parts], sources)
+
+
+def elements_of(buffer_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer's bytes as elements; a rest that is none is left out."""
+    return buffer_B[: buffer_B.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 @functools.cache

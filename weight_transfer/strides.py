@@ -41,7 +41,12 @@ class Part:
     offset_bytes: int
     """Offset of the first element in the buffer."""
     strides: tuple[int, ...]
-    """Strides in the buffer, in elements of the target's dtype."""
+    """Strides in the buffer, in elements of what was sent."""
+
+    def source_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part within a buffer's elements, in the target's shape."""
+        first = flat.storage_offset() + self.offset_bytes // flat.element_size()
+        return flat.as_strided(self.target.shape, self.strides, first)
 
 
 def boxes_2d(size: Sequence[int], first: Sequence[int], second: Sequence[int]) -> Iterator[Box]:

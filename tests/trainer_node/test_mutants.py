@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer_node import mutantserver
 from tests.trainer_node.conftest import REPO, cpu_env
 
 LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pure.py"
@@ -866,7 +867,7 @@ MUTANTS = [
 
 def copy_of_the_repository(folder: Path) -> Path:
     """What the killers need; compiled modules too, which are as old as their sources still."""
-    for package in ("splice", "orchestrator", "trainer_node", "weight_transfer", "tests"):
+    for package in mutantserver.OURS:
         shutil.copytree(REPO / package, folder / package)
     shutil.copy(REPO / "pyproject.toml", folder)
     return folder

@@ -22,6 +22,7 @@ MEASURED = {
     "llama": ("Llama-3.1-8B", "train-llama-8b-1xh200.json"),
     "qwen3": ("Qwen3-8B", "train-8b-1xh200.json"),
     "qwen3_moe": ("Qwen3-30B-A3B", "train-30b-a3b-again-1xh200.json"),
+    "qwen3_5_moe": ("Qwen3.5-35B-A3B", "train-qwen3.5-35b-a3b-1xh200.json"),
 }
 """Family -> the shape that was measured, and the file with its tokens per second."""
 HEAD = """\
@@ -86,14 +87,11 @@ and are published with it. A token of an image is refused (`tests/trainer_node/s
 No path is chosen by a model's name. The trainer's log, and `fallbacks` in `splice status --json`, name
 each slower path of the trainer and its reason.
 
-Qwen3.5-35B-A3B's shape has not trained on a GPU yet. vLLM 0.32 on an H200 took all its tensors. The
-trainer's first step there had a gradient of NaN, which it refused (the error is
-`NonFiniteGradient`). The cause is not found. Tiny models of the family train on GPUs.
-
 ## Refused, with the reason
 
 | what | why |
 | --- | --- |
+| grouped attention heads wider than 128 (Qwen3.5, Gemma) on GPUs with a cuDNN older than 9.19 | 9.14's backward pass gave NaN on an H200; 9.19's did not |
 | an architecture without a bridge (Qwen2-MoE, Mixtral, GLM-4 dense, Phi-3, OLMo 2) | Megatron-Bridge 0.6.2 has no mapping for it |
 | Ernie 4.5 MoE, OLMoE with `clip_qkv` | the check finds other log-probs than transformers' |
 | a bias or head that Bridge's mapping lacks (Llama's `attention_bias`, Gemma 3 untied) | its tensors would not be published |

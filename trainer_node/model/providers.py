@@ -22,10 +22,9 @@ from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.model import cpu_shims, gated_delta
+from trainer_node.model import cpu_shims, cudnn, gated_delta
 from trainer_node.model.model import DTYPES
 
-CUDNN_WITH_SINKS = (9, 18, 0)
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -100,6 +99,8 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
 
         gdn.chunk_gated_delta_rule = gated_delta.chunk_gated_delta_rule
     provider.finalize()
+    if config.device != "cpu":
+        cudnn.refuse_wide_heads(provider)
 
 
 def fallbacks(provider: Any, config: TrainerConfig) -> dict[str, str]:
@@ -109,7 +110,7 @@ def fallbacks(provider: Any, config: TrainerConfig) -> dict[str, str]:
         return {}
     found = {
         "gated delta rule": _delta_rule_obstacle() if _has_delta_nets(provider) else None,
-        "attention": _sinks_obstacle() if provider.softmax_type == "learnable" else None,
+        "attention": cudnn.sinks_obstacle() if provider.softmax_type == "learnable" else None,
     }
     return {part: what for part, what in found.items() if what is not None}
 
@@ -221,22 +222,6 @@ def _delta_rule_obstacle() -> str | None:
     return (
         "runs in torch, slower than flash-linear-attention's kernels; these need "
         "tilelang or Triton 3.7.1 on this GPU"
-    )
-
-
-def _sinks_obstacle() -> str | None:
-    """TransformerEngine attends unfused, in the memory of all scores, if its cuDNN knows no sinks
-    in packs."""
-    from transformer_engine.pytorch.utils import get_cudnn_version
-
-    found = get_cudnn_version()
-    if found >= CUDNN_WITH_SINKS:
-        return None
-    has, needs = (".".join(map(str, version)) for version in (found, CUDNN_WITH_SINKS))
-    return (
-        f"sinks run unfused, slowly and in much memory: TransformerEngine loaded cuDNN {has} and "
-        f"needs {needs}; put the folder of a newer one first in LD_LIBRARY_PATH, such as "
-        "site-packages/nvidia/cudnn/lib"
     )
 
 

@@ -1,0 +1,42 @@
+"""Which cuDNN a model's attention needs on GPUs. TransformerEngine is not installed here, so its
+answer to the one question that is asked is put in its place."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from trainer_node.model import cudnn
+
+
+def provider(*, heads_of: int, is_latent: bool = False) -> types.SimpleNamespace:
+    return types.SimpleNamespace(kv_channels=heads_of, multi_latent_attention=is_latent)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    utils = types.ModuleType("transformer_engine.pytorch.utils")
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    return utils
+
+
+def test_wide_heads_are_refused_with_an_older_cudnn(engine: types.ModuleType) -> None:
+    engine.get_cudnn_version = lambda: (9, 14, 0)
+    with pytest.raises(ConfigError, match=r"heads of 256 .* cuDNN 9\.14\.0 and needs 9\.19\.0"):
+        cudnn.refuse_wide_heads(provider(heads_of=256))
+    cudnn.refuse_wide_heads(provider(heads_of=128))
+    cudnn.refuse_wide_heads(provider(heads_of=256, is_latent=True))
+    engine.get_cudnn_version = lambda: (9, 19, 0)
+    cudnn.refuse_wide_heads(provider(heads_of=256))
+
+
+def test_sinks_run_unfused_with_an_older_cudnn(engine: types.ModuleType) -> None:
+    engine.get_cudnn_version = lambda: (9, 17, 1)
+    assert "LD_LIBRARY_PATH" in (cudnn.sinks_obstacle() or "")
+    engine.get_cudnn_version = lambda: (9, 18, 0)
+    assert cudnn.sinks_obstacle() is None

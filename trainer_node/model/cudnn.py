@@ -1,0 +1,48 @@
+"""What attention on GPUs asks of the cuDNN that TransformerEngine loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.errors import ConfigError
+
+WITH_SINKS = (9, 18, 0)
+# 9.14's backward pass of grouped heads of 256 gave NaN on an H200, and 9.19's did not.
+WITH_WIDE_HEADS = (9, 19, 0)
+
+
+def sinks_obstacle() -> str | None:
+    """TransformerEngine attends unfused, in the memory of all scores, if its cuDNN knows no sinks
+    in packs."""
+    older = _older(WITH_SINKS)
+    return older and f"sinks run unfused, slowly and in much memory: {older}"
+
+
+def refuse_wide_heads(provider: Any) -> None:
+    """Refuse grouped attention with heads wider than 128 if the gradient would be NaN. Latent
+    attention, whose heads share nothing, ran with 9.14.
+
+    Raises:
+        ConfigError: the cuDNN is too old for the model's heads.
+    """
+    if provider.kv_channels <= 128 or provider.multi_latent_attention:
+        return
+    older = _older(WITH_WIDE_HEADS)
+    if older:
+        raise ConfigError(
+            f"the gradient of attention heads of {provider.kv_channels} can be NaN here: {older}"
+        )
+
+
+def _older(needed: tuple[int, int, int]) -> str | None:
+    """What to do, if the loaded cuDNN is older than the needed one."""
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    found = get_cudnn_version()
+    if found >= needed:
+        return None
+    has, needs = (".".join(map(str, version)) for version in (found, needed))
+    return (
+        f"TransformerEngine loaded cuDNN {has} and needs {needs}; put the folder of a newer one "
+        "first in LD_LIBRARY_PATH, such as site-packages/nvidia/cudnn/lib, or remove the older one"
+    )

@@ -158,9 +158,38 @@ class _Chunks:
         with_zeros = torch.cat([x_1TA[0], torch.zeros_like(x_1TA[0, :1])])
         return with_zeros[self.token_NL].transpose(1, 2).float()
 
-    def join(self, x_NALD: torch.Tensor) -> torch.Tensor:
-        """[N, A, L, D] -> [1, T, A, D]."""
-        return x_NALD.transpose(1, 2).flatten(0, 1)[None, self.place_T]
+    def join(self, x_NAL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[N, A, L, ...] -> [1, T, A, ...]."""
+        return x_NAL.transpose(1, 2).flatten(0, 1)[None, self.place_T].to(dtype)
+
+
+class _Cut(torch.autograd.Function):
+    """`cut` and `join` move tokens: each is the other's gradient. That of an index, in torch, sorts
+    and adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x_1TA: torch.Tensor, chunks: _Chunks) -> torch.Tensor:
+        ctx.chunks, ctx.dtype = chunks, x_1TA.dtype
+        return chunks.cut(x_1TA)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_NAL: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.chunks.join(gradient_NAL, ctx.dtype), None
+
+
+class _Join(torch.autograd.Function):
+    """See `_Cut`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NAL: torch.Tensor, chunks: _Chunks, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.chunks = chunks
+        return chunks.join(x_NAL, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_1TA: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return ctx.chunks.cut(gradient_1TA), None, None
 
 
 def _delta_rule(
@@ -171,7 +200,7 @@ def _delta_rule(
     beta: torch.Tensor,
     chunks: _Chunks,
 ) -> torch.Tensor:
-    q_NALD, k_NALD, v_NALD, g_NAL, beta_NAL = (chunks.cut(x) for x in (q, k, v, g, beta))
+    q_NALD, k_NALD, v_NALD, g_NAL, beta_NAL = (_Cut.apply(x, chunks) for x in (q, k, v, g, beta))
     q_NALD = q_NALD * q.shape[-1] ** -0.5
     since_NAL = g_NAL.cumsum(dim=-1)
     kept_NAL1 = since_NAL.exp()[..., None]
@@ -204,4 +233,5 @@ def _delta_rule(
         outputs.append(o if state_SADD is None else o + asks @ state_SADD)
         added = to_end[:more].mT @ correction[:more]
         state_SADD = added if state_SADD is None else state_SADD[:more] * kept[:more] + added
-    return chunks.join(torch.cat(outputs)).to(q.dtype)
+    joined: torch.Tensor = _Join.apply(torch.cat(outputs), chunks, q.dtype)
+    return joined

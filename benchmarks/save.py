@@ -14,6 +14,7 @@ one that saves the whole. There are no rollouts between them, so the trainer nev
 disk has the least time. Of each job, `wait_s` is what the step waits for: the save itself, and the
 copy before the optimizer step. `step_s` is the whole job. `moments_share` is the part of the step
 that the moments cost, beyond the step of the same round that saves the adapter alone.
+`announced` is a step during whose save the next one's passes begin; `wait_s` is without them.
 SPLICE_BENCH_TOKENS sets the step, SPLICE_BENCH_ROLLOUT_S a pause before each,
 SPLICE_BENCH_ROUNDS (SPLICE_BENCH_SAMPLES) the rounds.
 """
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,7 +129,8 @@ def _behind(trainer: Any, folder: Path, name: str, *, device: str, samples: int)
     rounds = int(os.environ.get("SPLICE_BENCH_ROUNDS", samples))
     # The first round is not counted: it makes buffers, and warms caches up.
     taken = [steps.round(number) for number in range(rounds + 1)][1:]
-    whole, behind, adapter = ([one[way] for one in taken] for way in ("whole", "behind", "adapter"))
+    ways = ("whole", "behind", "adapter", "announced")
+    whole, behind, adapter, announced = ([one[way] for one in taken] for way in ways)
     settings = {
         "tokens": steps.num_tokens,
         "rollout_s": steps.rollout_s,
@@ -151,6 +154,15 @@ def _behind(trainer: Any, folder: Path, name: str, *, device: str, samples: int)
         case("wait_s", "s", lambda one, alone: one[1]),
         case("step_s", "s", lambda one, alone: one[0]),
         case("moments_share", "of the step", lambda one, alone: (one[0] - alone[0]) / one[0]),
+        Case(
+            name=f"save/{name}/announced",
+            metric="wait_s",
+            unit="s",
+            samples=tuple(wait_s for _, wait_s in announced),
+            peer="the same step without the next batch",
+            peer_samples=tuple(wait_s for _, wait_s in behind),
+            settings=settings,
+        ),
     ]
 
 
@@ -161,13 +173,15 @@ class _Steps:
         from orchestrator.protocol.messages import LossSpec, OptimParams, batch_specs
         from trainer_node.export.merged import Exporter
         from trainer_node.jobs import Jobs
+        from trainer_node.lockstep import Lockstep
 
         self.num_tokens = int(
             os.environ.get("SPLICE_BENCH_TOKENS", "65536" if device == "cuda" else "512")
         )
         self.rollout_s = float(os.environ.get("SPLICE_BENCH_ROLLOUT_S", "0"))
         self._trainer, self._folder, self._version = trainer, folder / "versions", 0
-        self._jobs = Jobs(trainer, Exporter(trainer.model))
+        self._jobs = Jobs(trainer, Exporter(trainer.model), Lockstep(trainer.model.control_group))
+        self._link: Any = None
         self._length = min(512, trainer.model.max_length, self.num_tokens)
         specs = batch_specs(
             num_sequences=self.num_tokens // self._length, num_tokens=self.num_tokens
@@ -193,19 +207,31 @@ class _Steps:
         self.run(self.behind)
         ways = [self.adapter, self.whole]
         ways = [self.behind, *(ways if number % 2 else reversed(ways))]
-        return {way.__name__: self.run(way) for way in ways}
+        return {way.__name__: self.run(way) for way in [*ways, self.announced]}
 
     def run(self, way: Callable[[], dict[str, float]]) -> Step:
         """One job. Returns the seconds of the step, and those that it waited for saves."""
         time.sleep(self.rollout_s)
         self._version += 1
         seconds = way()
-        waited_s = self._trainer.behind.step_waited_s
+        waited_s = self._trainer.behind.step_waited_s - seconds.get("ahead", 0.0)
         return seconds["train"] + seconds["save"], seconds["save"] + waited_s
 
     def behind(self) -> dict[str, float]:
         """The moments are written after the job."""
         return self._merged()
+
+    def announced(self) -> dict[str, float]:
+        """As `behind`, with the next batch there: the same one, which the next round takes."""
+        from orchestrator.protocol.frames import Envelope
+        from orchestrator.protocol.messages import NextBatch
+
+        told = Envelope(message=NextBatch(**self._fields), buffers=tuple(self._buffers))
+        self._link = SimpleNamespace(next_batch=told, progress=lambda *_, **__: None)
+        try:
+            return self._merged()
+        finally:
+            self._link = None
 
     def whole(self) -> dict[str, float]:
         """Everything is on the disk at the end of the job."""
@@ -237,7 +263,7 @@ class _Steps:
             message=message,
             buffers=self._buffers,
             received_s=time.monotonic(),
-            link=None,
+            link=self._link,
             aborts={},
             phase="",
         )

@@ -68,7 +68,9 @@ _FIRST = frozenset({"Hello"})
 _ANY_PEER = _FIRST | {"Heartbeat"}
 _NODE = _ANY_PEER | {"Ready", "Unready", "Progress", "Completed", "Failed"}
 MAY_SEND: dict[Role, frozenset[str]] = {
-    "client": _ANY_PEER | {"SubmitJob", "CancelJob", "GetStatus", "Subscribe", "StopRun"},
+    "client": _ANY_PEER
+    | {"SubmitJob", "CancelJob", "GetStatus", "Subscribe", "StopRun"}
+    | {"NextBatch"},
     "trainer": _NODE,
     "inference": _NODE,
     "launcher": _NODE | {"NodeEnded"},

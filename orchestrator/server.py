@@ -35,6 +35,7 @@ from orchestrator.protocol.messages import (
     ForwardBackward,
     GetStatus,
     LoadCheckpoint,
+    NextBatch,
     NodeStatus,
     Shutdown,
     Status,
@@ -242,6 +243,8 @@ class Orchestrator:
             await self._router.send(client, self._status())
         elif isinstance(message, Subscribe):
             self._jobs.subscribe(client)
+        elif isinstance(message, NextBatch):
+            await self._jobs.tell("trainer", envelope.frames)
         elif isinstance(message, StopRun):
             self.stop()
         else:

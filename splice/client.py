@@ -52,6 +52,7 @@ from orchestrator.protocol.messages import (
     LoadCheckpointJob,
     LossSpec,
     NewAdapterJob,
+    NextBatch,
     OptimParams,
     OptimStepJob,
     Progress,
@@ -63,6 +64,7 @@ from orchestrator.protocol.messages import (
     TensorSpec,
     TrainLoraJob,
     TrainMergedJob,
+    TrainStep,
     check_node_id,
 )
 from orchestrator.protocol.node_link import NodeLink
@@ -230,6 +232,19 @@ class SpliceClient:
                 del self._jobs[job_id]
             raise
         return job_id
+
+    def announce(self, job: TrainMergedJob, *, buffers: Sequence[bytes | memoryview]) -> None:
+        """Say what the next training job will bring, while another one runs.
+
+        The trainer may begin with the batch while it saves. If the next job has the same batch and
+        loss, it goes on behind that, with the same result as without; `optim` may differ. Any other
+        job makes the trainer forget it. Call it once for a batch.
+
+        Raises:
+            ProtocolError: the buffers do not match the job's `tensors`.
+        """
+        fields = {name: getattr(job, name) for name in TrainStep.model_fields}
+        self._link.send(NextBatch(**fields), buffers)
 
     def wait(self, job_id: str, *, timeout_s: float = 7200.0) -> dict[str, Any]:
         """The result of a job that this client submitted. Raises as `run` does.
@@ -583,6 +598,10 @@ class AsyncSpliceClient:
     async def submit(self, job: JobSpec, **kwargs: Any) -> str:
         """See `SpliceClient.submit`."""
         return await asyncio.to_thread(self._client.submit, job, **kwargs)
+
+    async def announce(self, job: TrainMergedJob, **kwargs: Any) -> None:
+        """See `SpliceClient.announce`."""
+        await asyncio.to_thread(self._client.announce, job, **kwargs)
 
     async def wait(self, job_id: str, **kwargs: Any) -> dict[str, Any]:
         """See `SpliceClient.wait`."""

@@ -391,9 +391,13 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
 
     One that does not come in time is not waited for any longer.
     """
-    status, deadline_s = client.status(timeout_s=30.0), time.monotonic() + SERVED_S
-    name = f"{status.name}@{status.version}"
-    while status.version is not None and time.monotonic() < deadline_s:
+    deadline_s = time.monotonic() + SERVED_S
+    # Asked each time: a job that a crash had interrupted may publish the next version meanwhile.
+    while (status := client.status(timeout_s=30.0)).version is not None:
+        name = f"{status.name}@{status.version}"
+        if time.monotonic() > deadline_s:
+            log.warning("no replica serves %s within %.0f s", name, SERVED_S)
+            return
         wait(f"waiting until {name} is served")
         for url in urls:
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
@@ -403,8 +407,6 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
                 if any(model["id"] == name for model in reply.json()["data"]):
                     return
         time.sleep(POLL_S)
-    if status.version is not None:
-        log.warning("no replica serves %s within %.0f s", name, SERVED_S)
 
 
 def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str) -> str:

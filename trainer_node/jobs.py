@@ -32,24 +32,28 @@ from orchestrator.protocol.messages import (
 )
 from trainer_node.export.hf_export import export_hf
 from trainer_node.export.merged import Exporter
-from trainer_node.lockstep import packed
+from trainer_node.lockstep import Lockstep, packed
 from trainer_node.request import Outcome, Request
 from trainer_node.state import checkpoint, remake
 from trainer_node.state.behind import OnDisk
 from trainer_node.state.removal import Removal
 from trainer_node.training import gap, pack_size, steps
+from trainer_node.training.ahead import Ahead
 from trainer_node.training.batch import Batch, decode_forward
 from trainer_node.training.sums import StepSums
 from trainer_node.training.trainer import Trainer
 
 log = logging.getLogger("splice.trainer")
+_KEEPS_BEGUN = (TrainMerged, Forward, ExportHf)
+"""Requests that change neither weights nor gradients, or go on with what was begun."""
 
 
 class Jobs:
     """The handlers and the trainer that they use."""
 
-    def __init__(self, trainer: Trainer, exporter: Exporter) -> None:
+    def __init__(self, trainer: Trainer, exporter: Exporter, lockstep: Lockstep) -> None:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
+        self._ahead = Ahead(trainer, lockstep)
         self.removal = Removal()
 
     @property
@@ -71,6 +75,8 @@ class Jobs:
 
     def _noted(self, handler: Callable[[Request[Any]], Outcome], request: Request[Any]) -> Outcome:
         """Add what the client must learn to the result's warnings."""
+        if not isinstance(request.message, _KEEPS_BEGUN):
+            self._ahead.drop()
         outcome = handler(request)
         if notes := self._trainer.notes:
             outcome.result["warnings"] = [*outcome.result.get("warnings", ()), *notes]
@@ -93,9 +99,16 @@ class Jobs:
             step = checkpoint.Step(base=base, request=packed(message, request.buffers))
         folder = Path(message.checkpoint_dir)
         self.removal.wait_for(folder)
-        checkpoint.save(trainer, folder, version=message.version, step=step)
+        checkpoint.save(
+            trainer,
+            folder,
+            version=message.version,
+            step=step,
+            meanwhile=partial(self._ahead.while_writing, request.link),
+        )
         seconds = self._seconds(request, train_s, started)
         seconds["wait_for_save"] = behind.step_waited_s + behind.save_waited_s
+        seconds["ahead"] = self._ahead.seconds
         result |= {"version": message.version, "seconds": seconds}
         return Outcome(result=result | self._delete(request, message.delete_after))
 
@@ -129,7 +142,9 @@ class Jobs:
         message: TrainStep = request.message
         request.progress("training")
         started = time.monotonic()
-        batch = steps.batch_of(self._trainer, request.message, request.buffers)
+        batch = self._ahead.take(message, request.buffers, request.link)
+        if batch is None:
+            batch = steps.batch_of(self._trainer, message, request.buffers)
         is_on_policy = self._trainer.steps_since_sent == 0
 
         def on_step(step: steps.Step, count: int) -> None:

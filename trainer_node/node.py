@@ -87,7 +87,7 @@ class Node:
         publication = Publication(self.trainer, exporter, self.transfer, self.lockstep)
         self.trainer.when_adapted = publication.forget_plans
         self.trainer.before_save = self.transfer.prepare
-        self._jobs = Jobs(self.trainer, exporter)
+        self._jobs = Jobs(self.trainer, exporter, self.lockstep)
         self._may_change_weights = frozenset(self._jobs.handlers)
         self._handlers = self._jobs.handlers | publication.handlers
         self._request_id = ""

@@ -43,6 +43,7 @@ from orchestrator.protocol.messages import (
     Failed,
     Heartbeat,
     Hello,
+    NextBatch,
     Progress,
     Rejected,
     Shutdown,
@@ -126,6 +127,8 @@ class NodeLink:
         self._last_word: AnyMessage | None = None
         """The latest `Ready` or `Unready`."""
         self._dialled_s = 0.0
+        self.next_batch: Envelope | None = None
+        """The newest `NextBatch`. Who takes it puts None here."""
         self._orchestrator = ""
         self._waited_s, self._looked_before = 0.0, 0.0
         self._thread = threading.Thread(target=self._run, name="splice-control", daemon=True)
@@ -466,6 +469,8 @@ class NodeLink:
             pass
         elif message.kind in self._urgent:
             self._urgent[message.kind](message)
+        elif isinstance(message, NextBatch):
+            self.next_batch = envelope
         elif isinstance(message, Shutdown) or self._hello.role == "client":
             self._inbox.put(envelope)
         else:

@@ -199,6 +199,8 @@ class Loop:
         self._order = decisions.Order(len(prompts), seed=self.config.shuffle_seed)
         self._tasks: dict[int, dict[int, list[asyncio.Task[tuple[Rollout, ...]]]]] = {}
         """Step -> group -> samples."""
+        self._announced: dict[int, Batch] = {}
+        """Step -> its batch, which the trainer knows before the job."""
         self._recent: list[dict[str, float]] = []
         self._exit = contextlib.AsyncExitStack()
         self._is_entered = False
@@ -337,8 +339,8 @@ class Loop:
             )
         groups = await self._groups_of(number)
         numbers = list(self._tasks.pop(number))
-        batch = self._make_batch([part for group in groups for part in answers_by_name(group)])
-        job = self._job_of(number, batch)
+        batch = self._announced.pop(number, None) or self._batch_of(groups)
+        job = self._job_of(batch, self._optim_of(number))
         check_sendable(number, job, batch)
         decisions.keep_batch(self.folder / decisions.BATCH, batch)
         line = {
@@ -355,6 +357,33 @@ class Loop:
         }
         return await self._train(line, job, batch, groups, attempt=self._past.attempt)
 
+    def _batch_of(self, groups: Sequence[Sequence[Rollout]]) -> Batch:
+        return self._make_batch([part for group in groups for part in answers_by_name(group)])
+
+    @contextlib.asynccontextmanager
+    async def _announcing(self, number: int) -> AsyncIterator[None]:
+        """Announce the step within the block, if it gets that far."""
+        announcing = asyncio.create_task(self._announce(number))
+        try:
+            yield
+        finally:
+            announcing.cancel()
+            await asyncio.wait([announcing])
+
+    async def _announce(self, number: int) -> None:
+        """Tell the trainer of the step's batch as soon as its rollouts are there.
+
+        Whatever is wrong with them, the step itself says.
+        """
+        if number not in self._tasks:
+            return
+        with contextlib.suppress(Exception):
+            groups = await self._groups_of(number)
+            batch = self._announced.get(number) or self._batch_of(groups)
+            self._announced[number] = batch
+            job = self._job_of(batch, OptimParams())
+            await self._call(self.client.announce, job, buffers=batch.buffers)
+
     async def _train_kept(self, line: dict[str, Any]) -> Step:
         """Train on the batch that an earlier start of the loop sampled, or hear of its outcome."""
         batch = decisions.kept_batch(self.folder / decisions.BATCH)
@@ -366,7 +395,7 @@ class Loop:
                 f"loop with max_staleness = {stalest:.0f} until the step is made"
             )
         self._admit_for(line["step"])
-        job = self._job_of(line["step"], batch)
+        job = self._job_of(batch, self._optim_of(line["step"]))
         names = ("step", "version", "groups", "rollouts", "metrics")
         kept = {name: line[name] for name in names}
         return await self._train(kept, job, batch, (), attempt=line["attempt"])
@@ -396,7 +425,8 @@ class Loop:
                 with self._meter.during("training"):
                     place = f"{self._past.loop}-{line['step']}-{attempt}"
                     job_id = f"loop-{place}-{digest.hexdigest()[:8]}"
-                    result = await self._job(job, job_id, batch.buffers)
+                    async with self._announcing(line["step"] + 1):
+                        result = await self._job(job, job_id, batch.buffers)
                 break
             except JobFailed as error:
                 self._log.write(
@@ -443,13 +473,16 @@ class Loop:
             result=result,
         )
 
-    def _job_of(self, number: int, batch: Batch) -> TrainMergedJob:
+    def _optim_of(self, number: int) -> OptimParams:
+        return self._optim(number) if callable(self._optim) else self._optim
+
+    def _job_of(self, batch: Batch, optim: OptimParams) -> TrainMergedJob:
         loss = self._loss
         if self.config.max_staleness:
             loss = loss.model_copy(update={"off_policy": True})
         return TrainMergedJob(
             loss=loss,
-            optim=self._optim(number) if callable(self._optim) else self._optim,
+            optim=optim,
             tensors=batch.specs,
             mini_batch_sequences=self.config.mini_batch_sequences,
             epochs=self.config.epochs,

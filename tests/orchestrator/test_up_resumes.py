@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 
 from orchestrator.errors import JobFailed
@@ -48,3 +52,40 @@ def test_a_restarted_orchestrator_binds_its_earlier_port(run, tmp_path):
     bound = (run.dir / "bound").read_text().strip()
     assert cli._old_endpoint(run.dir, "tcp://127.0.0.1:0", resume=True) == bound
     assert cli._old_endpoint(run.dir, "tcp://127.0.0.1:0", resume=False) != bound
+
+
+class Models(BaseHTTPRequestHandler):
+    """A replica that lists one model."""
+
+    served = ""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"data": [{"id": self.served}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_up_waits_for_the_version_that_is_served_now(run):
+    """A job that a crash had interrupted publishes m@1 while `up` waits for m@0."""
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("One", (Models,), {"served": "m@1"}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    said = []
+
+    def wait(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+        assert len(said) < 10
+
+    try:
+        up._wait_served(run.client, [f"http://127.0.0.1:{server.server_port}"], wait)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert said == ["waiting until m@0 is served"] * 2 + ["waiting until m@1 is served"]

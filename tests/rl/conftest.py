@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ def tiny_cluster(
     replicas: int = 1,
     pause_mode: str = "keep",
     trainer: TrainerConfig | None = None,
+    **more: Any,
 ) -> Iterator[Cluster]:
     """A cluster that serves tiny@0."""
     node = InferenceConfig(
@@ -50,6 +52,7 @@ def tiny_cluster(
         or TrainerConfig(model=model, admission="skip", lora=LoraConfig(rank=4, alpha=8)),
         inference=(node,) * replicas,
         publication=PublicationConfig(pause_mode=pause_mode),  # type: ignore[arg-type]
+        **more,
     )
     with Cluster(config) as cluster:
         cluster.client.run(InitialSyncJob(), timeout_s=120)

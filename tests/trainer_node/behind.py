@@ -35,6 +35,7 @@ from tests.trainer_node.data import arrays, training
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.export.merged import Exporter
 from trainer_node.jobs import Jobs
+from trainer_node.lockstep import Lockstep
 from trainer_node.request import Request
 from trainer_node.state import behind, checkpoint, generations, remake
 from trainer_node.state.behind import Behind
@@ -113,7 +114,7 @@ class Bench:
 
     def __init__(self, trainer: Trainer, out: Path) -> None:
         self.trainer, self.out = trainer, out
-        self.jobs = Jobs(trainer, Exporter(trainer.model))
+        self.jobs = Jobs(trainer, Exporter(trainer.model), Lockstep(trainer.model.control_group))
 
     def ask(self, kind: type, buffers: Any = (), **fields: Any) -> dict[str, Any]:
         message = kind(request_id="r", deadline_s=60, **fields)

@@ -34,6 +34,7 @@ from trainer_node.export.hf_export import export_hf
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport
 from trainer_node.jobs import Jobs
+from trainer_node.lockstep import Lockstep
 from trainer_node.node import Node
 from trainer_node.request import Request
 from trainer_node.state import checkpoint
@@ -144,7 +145,7 @@ def check_bfloat16(model: Path, out: Path) -> None:
         request_id="r", deadline_s=60, output_dir=str(out), tensors=(), loss=LOSS, optim=OPTIM
     )
     with pytest.raises(ConfigError, match=r"TrainLora \(use TrainMerged\) needs adapters"):
-        Jobs(trainer, exporter).train_lora(
+        Jobs(trainer, exporter, Lockstep(trainer.model.control_group)).train_lora(
             Request(message=message, buffers=(), received_s=0.0, link=None, aborts={}, phase="")
         )
     start = exported(exporter)

@@ -181,9 +181,7 @@ class _Join(torch.autograd.Function):
     """See `_Cut`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_NAL: torch.Tensor, chunks: _Chunks, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_NAL: torch.Tensor, chunks: _Chunks, dtype: torch.dtype) -> torch.Tensor:
         ctx.chunks = chunks
         return chunks.join(x_NAL, dtype)
 

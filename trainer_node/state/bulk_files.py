@@ -79,8 +79,24 @@ def spans(extents: Sequence[Extent], *, span_bytes: int) -> list[Span]:
 class Writing:
     """A file that is being written."""
 
-    def __init__(self, handle: int, spans: Sequence[Future[bytes]]) -> None:
-        self._handle, self._spans = handle, list(spans)
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._spans: list[Future[bytes]] = []
+        self._sizes: list[int] = []
+
+    def add(self, span: Future[bytes], nbytes: int) -> None:
+        """Take one more span that a thread writes."""
+        self._spans.append(span)
+        self._sizes.append(nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return sum(self._sizes)
+
+    def written(self) -> int:
+        """Bytes of the spans that have ended, also with an error."""
+        return sum(n for span, n in zip(self._spans, self._sizes, strict=True) if span.done())
 
     def wait(self) -> str:
         """Wait until all of the file is on the disk. Returns the hash of its content (`hashing`).
@@ -126,10 +142,11 @@ class BulkWriter:
             self._ready.record(torch.cuda.current_stream(self._device))
         cut = spans(extents, span_bytes=hashing.SPAN_BYTES)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        writing = Writing(handle, [])
+        writing = Writing(handle)
         self._started.append(writing)
         os.ftruncate(handle, sum(s.nbytes for s in cut))
-        writing._spans += [self._pool.submit(self._write, handle, span) for span in cut]
+        for span in cut:
+            writing.add(self._pool.submit(self._write, handle, span), span.nbytes)
         return writing
 
     def close(self) -> None:

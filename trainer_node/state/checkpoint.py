@@ -29,6 +29,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ from trainer_node.training.trainer import Trainer
 
 log = logging.getLogger("splice.trainer")
 ADAPTER, WEIGHTS, STATE, REMAKE = "adapter", "weights", "state", "remake.bin"
+Meanwhile = Callable[[Callable[[], float | None]], None]
+"""Gets a function that tells the seconds until the write ends, or None."""
 _FORMAT = 2
 
 
@@ -120,12 +123,15 @@ def save(
     version: int,
     client_state: Mapping[str, Any] | None = None,
     step: Step | None = None,
+    meanwhile: Meanwhile = lambda left_s: None,
 ) -> None:
     """Write everything that `load` needs, without pending gradients, which stay. A collective.
 
     Args:
         step: how the state was made. The moments are then written after the return, if the earlier
             save in the background did not fail. None: everything is on the disk at the return.
+        meanwhile: called on every rank once the adapter is being written. The state must stay as
+            it is.
 
     Raises:
         CheckpointError: on every rank, if one could not write. An earlier whole checkpoint is kept.
@@ -139,7 +145,7 @@ def save(
         "client_state": dict(client_state or {}),
         **({} if step is None else {"remake": _remake(step, folder)}),
     }
-    hashes = _write(trainer, folder, meta, stacks, step)
+    hashes = _write(trainer, folder, meta, stacks, step, meanwhile)
     with _agree(model.control_group, f"moving {folder}"):
         if dist.get_rank() == 0:
             generations.finish(
@@ -159,6 +165,7 @@ def _write(
     meta: Mapping[str, Any],
     stacks: Sequence[peft_io.Stack],
     step: Step | None,
+    meanwhile: Meanwhile,
 ) -> dict[str, str]:
     """Write the files beside the target. Returns the hashes of those that all ranks wrote."""
     rank, temp, model = dist.get_rank(), generations.new_folder(folder), trainer.model
@@ -186,9 +193,12 @@ def _write(
                     writer=writer,
                 )
                 hashes |= {f"{name}/{file}": value for file, value in found.items()}
+            random_state = rng.state(model.device)
+            if not model.trains_all:
+                meanwhile(_left(list(early.values())))
             with _agree(model.control_group, f"writing rank {rank}'s state to {temp}"):
                 file = temp / f"rank_{rank}.pt"
-                write_file(file, lambda path: torch.save(rng.state(model.device), path))
+                write_file(file, lambda path: torch.save(random_state, path))
                 hashes |= hashing.hashes({file.name: file})
                 hashes |= {name: writing.wait() for name, writing in early.items()}
                 if stacks:
@@ -219,6 +229,19 @@ def _start(
         extent = Extent(offset=0, nbytes=request.numel(), source=lambda: request)
         found[REMAKE] = writer.start(temp / REMAKE, [extent])
     return found
+
+
+def _left(writings: Sequence[Writing]) -> Callable[[], float | None]:
+    """Tell the seconds until the files are written, from their rate so far."""
+    began, total = time.monotonic(), sum(writing.nbytes for writing in writings)
+
+    def left_s() -> float | None:
+        done = sum(writing.written() for writing in writings)
+        if done == total:
+            return 0.0
+        return (time.monotonic() - began) * (total - done) / done if done else None
+
+    return left_s
 
 
 # ---------------------------------------------------------------- moments behind

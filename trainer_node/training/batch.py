@@ -497,6 +497,17 @@ class Packs(Sequence[MicroBatch]):
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def rest(self, first: int, last: int | None = None) -> Packs:
+        """The packs from `first` on, up to `last`."""
+        return Packs(
+            self._batch,
+            self._sequences[first:last],
+            self.lengths[first:last],
+            sequence_tokens=self._sequence_tokens,
+            context=self._context,
+            device=self._device,
+        )
+
     def __getitem__(self, index: int) -> MicroBatch:  # type: ignore[override]  # no slices
         if not 0 <= index < len(self):
             raise IndexError(index)

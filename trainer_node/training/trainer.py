@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,28 @@ class NothingPending(SpliceError, RuntimeError):
     remedy = "Send ForwardBackward first."
 
 
+@dataclass(slots=True, kw_only=True)
+class Begun:
+    """A batch of which the first packs have run before its job came."""
+
+    batch: Batch
+    loss: LossSpec
+    packs: Packs
+    reports: list[Any] = field(default_factory=list)
+    """Of the packs that have run."""
+    seconds: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every pack has run."""
+        return len(self.reports) == len(self.packs)
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens of the next pack."""
+        return self.packs.lengths[len(self.reports)]
+
+
 class Trainer:
     """One rank's model, its optimizer, and the gradients that wait for a step."""
 
@@ -77,6 +99,8 @@ class Trainer:
         self.references = References(model)
         self.pending = self.used = Pending()
         """`used`: the gradients of the last optimizer step, taken or skipped."""
+        self.begun: Begun | None = None
+        """The next job's batch. Nothing is pending meanwhile."""
         self.num_steps, self.num_skipped_steps = 0, 0
         self.steps_since_sent = 0
         """Optimizer steps since the weights were sent or loaded. 0: the next step should be on
@@ -139,16 +163,11 @@ class Trainer:
                         adapters=loss.kl.reference == "adapter",
                     )
                 batch = replace(batch, reference_logprobs_T=base_T)
-            with self.model.adapters.dropout.on(self._dropout_key()):
-                of_pack = partial(
-                    passes.loss,
-                    self.model,
-                    loss,
-                    self._allowed(loss.allowed_token_ids),
-                    loss_weight,
-                )
-                packs = self._cut(batch)
-                reports = self._run(packs, of_pack)
+            begun = self._take_begun(batch)
+            packs = self._cut(batch) if begun is None else begun.packs
+            reports = [] if begun is None else begun.reports
+            left = packs.rest(len(reports)) if reports else packs
+            reports = reports + self._losses(left, loss, loss_weight)
             sums = passes.reduce_sums(self.model, reports, batch, loss)
             gap.check(sums, loss)
             logprobs_T = torch.zeros(0)
@@ -165,14 +184,55 @@ class Trainer:
             sums,
             normalize_by=loss.normalize_by,
             rows=len(batch.tokens_T),
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - started + (0.0 if begun is None else begun.seconds),
         )
         return sums, logprobs_T
+
+    def _losses(self, packs: Packs, loss: LossSpec, weight: float) -> list[Any]:
+        """Run packs forward and backward."""
+        allowed_K = self._allowed(loss.allowed_token_ids)
+        of_pack = partial(passes.loss, self.model, loss, allowed_K, weight)
+        with self.model.adapters.dropout.on(self._dropout_key()):
+            return self._run(packs, of_pack) if len(packs) else []
+
+    # ------------------------------------------------------------ ahead of a job
+
+    def begin(self, batch: Batch, loss: LossSpec) -> None:
+        """Cut a batch that was checked, so that `run_begun` runs its packs. No gradients are
+        pending."""
+        assert not self.pending.num_batches, "gradients are pending"
+        self.begun = Begun(batch=batch, loss=loss, packs=self._cut(batch))
+
+    def run_begun(self) -> None:
+        """Run the next pack of the begun batch, and wait for the device."""
+        begun, started = self.begun, time.monotonic()
+        assert begun is not None
+        at = len(begun.reports)
+        begun.reports += self._losses(begun.packs.rest(at, at + 1), begun.loss, 1.0)
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        begun.seconds += time.monotonic() - started
+
+    def _take_begun(self, batch: Batch) -> Begun | None:
+        """Return what was begun, if it is this batch."""
+        begun = self.begun
+        if begun is not None and begun.batch is not batch:
+            self.drop_begun()
+            return None
+        self.begun = None
+        return begun
+
+    def drop_begun(self) -> None:
+        """Forget the gradients of the begun batch."""
+        if self.begun is not None:
+            self.begun = None
+            for p in self.model.params:
+                p.drop_grad()
 
     def drop_pending(self) -> int:
         """Forget accumulated gradients. Returns how many batches they came from."""
         dropped = self.pending.num_batches
-        self.pending = Pending()
+        self.pending, self.begun = Pending(), None
         for p in self.model.params:
             p.drop_grad()
         return dropped

@@ -11,6 +11,8 @@ from orchestrator.protocol.messages import answers, client, inference, jobs, pee
 AnyMessage = (
     # client -> orchestrator
     client.SubmitJob | client.CancelJob | client.GetStatus | client.Subscribe | client.StopRun
+    # client -> orchestrator -> trainer
+    | jobs.NextBatch
     # orchestrator -> trainer and launcher
     | jobs.OperationJob | trainer.TrainMerged | trainer.SaveCheckpoint
     | trainer.PlanPublication | trainer.OpenTransferGroup | trainer.UseLayout | trainer.SendWeights

@@ -74,6 +74,17 @@ class TrainMergedJob(TrainStep):
     kind: Literal["TrainMergedJob"] = "TrainMergedJob"
 
 
+class NextBatch(TrainStep):
+    """What the next `TrainMergedJob` will bring. Nothing answers, and nothing depends on it.
+
+    The orchestrator passes it on at once. The trainer may begin the batch's passes while it writes
+    the present job's checkpoint, and goes on with them in the job with the same batch and loss. Any
+    other job makes it forget them. `optim` is ignored.
+    """
+
+    kind: Literal["NextBatch"] = "NextBatch"
+
+
 class TrainLora(Operation, TrainStep):
     """Train, then write the adapter in PEFT format to `output_dir`. Nothing is published."""
 

@@ -1,0 +1,83 @@
+"""The trainer begins the next batch while it saves, on a real cluster whose disk is slow."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from orchestrator.protocol.messages import TrainMergedJob
+from splice import LossSpec, OptimParams
+from splice.batches import Completion, grpo_batch
+from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
+from splice.rl.checker import check
+from tests.rl.conftest import tiny_cluster
+from tests.rl.test_strict import ROWS, even
+from tests.rl.weights import digest
+
+pytestmark = pytest.mark.timeout(900)
+LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=5e-3)
+
+
+@pytest.fixture(scope="module")
+def slow(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slow")
+    with tiny_cluster(
+        models["qwen3"], folder / "run", trainer_module="tests.rl.slow_disk"
+    ) as cluster:
+        yield cluster
+
+
+def batch(seed: int):
+    """Two groups of two answers."""
+
+    def answer(k: int) -> Completion:
+        ids = [(seed * 31 + k * 7 + i) % 150 + 5 for i in range(8)]
+        return Completion(prompt_ids=(5, 17, 33), answer_ids=tuple(ids), logprobs=(-5.0,) * 8)
+
+    return grpo_batch([[(answer(2 * g + k), float(k)) for k in range(2)] for g in range(2)])
+
+
+def job(made) -> TrainMergedJob:
+    return TrainMergedJob(loss=LOSS, optim=OPTIM, tensors=made.specs)
+
+
+@pytest.mark.parametrize("announced", [2, 3], ids=["the next batch", "another one"])
+def test_an_announced_batch_changes_nothing_but_time(slow, tmp_path, announced):
+    client, one, two = slow.client, batch(1), batch(2)
+    client.save_checkpoint(str(tmp_path / "start"))
+    client.train_merged(one, LOSS, OPTIM)
+    client.train_merged(two, LOSS, OPTIM)
+    client.export_hf(str(tmp_path / "plain"))
+    client.load_checkpoint(str(tmp_path / "start"))
+    client.publish()
+    running = client.submit(job(one), buffers=one.buffers)
+    told = batch(announced)
+    client.announce(job(told), buffers=told.buffers)
+    first = client.wait(running, timeout_s=60)
+    second = client.train_merged(two, LOSS, OPTIM)
+    client.export_hf(str(tmp_path / "ahead"))
+    assert digest(tmp_path / "ahead") == digest(tmp_path / "plain")
+    assert 0 < first["seconds"]["ahead"] < first["seconds"]["save"]
+    assert second["seconds"]["ahead"] == 0
+    assert second["version"] == first["version"] + 1
+
+
+def test_a_loop_announces_its_batches(slow, tmp_path):
+    async def run() -> list:
+        config = LoopConfig(
+            groups_per_step=2,
+            group_size=4,
+            steps=5,
+            sampling=SamplingConfig(max_tokens=10, extra={"ignore_eos": True}),
+        )
+        options = {"prompts": ROWS, "reward": even, "config": config}
+        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **options) as loop:
+            return [step async for step in loop]
+
+    steps = asyncio.run(run())
+    ahead = [step.seconds["job.ahead"] for step in steps]
+    assert sum(seconds > 0 for seconds in ahead) >= 2, ahead
+    assert ahead[-1] == 0, "there is no sixth step"
+    found = check(decisions.read(tmp_path / "loop" / decisions.LOG))
+    assert found.violations == [] and found.steps == 5 and found.max_staleness <= 1

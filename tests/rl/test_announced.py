@@ -12,7 +12,7 @@ from splice.batches import Completion, grpo_batch
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
 from splice.rl.checker import check
 from tests.rl.conftest import tiny_cluster
-from tests.rl.test_strict import ROWS, even
+from tests.rl.strict_run import ROWS, even
 from tests.rl.weights import digest
 
 pytestmark = pytest.mark.timeout(900)

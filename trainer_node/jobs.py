@@ -44,8 +44,6 @@ from trainer_node.training.sums import StepSums
 from trainer_node.training.trainer import Trainer
 
 log = logging.getLogger("splice.trainer")
-_KEEPS_BEGUN = (TrainMerged, Forward, ExportHf)
-"""Requests that change neither weights nor gradients, or go on with what was begun."""
 
 
 class Jobs:
@@ -75,8 +73,6 @@ class Jobs:
 
     def _noted(self, handler: Callable[[Request[Any]], Outcome], request: Request[Any]) -> Outcome:
         """Add what the client must learn to the result's warnings."""
-        if not isinstance(request.message, _KEEPS_BEGUN):
-            self._ahead.drop()
         outcome = handler(request)
         if notes := self._trainer.notes:
             outcome.result["warnings"] = [*outcome.result.get("warnings", ()), *notes]

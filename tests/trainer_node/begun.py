@@ -21,6 +21,7 @@ import torch.distributed as dist
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     ForwardBackward,
+    NewAdapter,
     NextBatch,
     OptimStep,
     TrainLora,
@@ -136,12 +137,13 @@ def bench_batch(bench: Ahead) -> Any:
 def check_another_batch_or_loss(bench: Ahead, known: list[Any], _: Any) -> None:
     changed: list[tuple[Any, dict[str, Any]]] = [
         (arrays(3), {}),
-        (None, {"loss": {"name": "ppo"}}),
+        (None, {"loss": {"entropy_bonus": 0.5}}),
         (None, {"epochs": 2}),
         (arrays(2) | {"tokens": arrays(2)["tokens"] + 10**6}, {}),  # refused, and not by the job
     ]
-    for values, fields in changed:
+    for at, (values, fields) in enumerate(changed):
         begun(bench, packs=2, values=values, **fields)
+        assert (bench.trainer.begun is not None) == (at < 3)
         bench.left = lambda: 0.0
         bench.step(2)
         assert same(bench.state(), known[1]), fields
@@ -191,6 +193,15 @@ def check_other_requests(bench: Ahead, known: list[Any], _: Any) -> None:
     lora = bench.ask(TrainLora, buffers, output_dir=str(bench.out / "lora"), optim=optim, **fields)
     assert lora["metrics"]["num_batches"] == 1
     assert same(bench.state(), known[1])
+    states = []
+    for packs in (2, 0):  # the same batch, but on other weights than those of its first packs
+        begun(bench, packs=packs)
+        bench.settled()
+        bench.load(0)
+        bench.left = lambda: 0.0
+        bench.step(2)
+        states.append(bench.state())
+    assert same(*states)
 
 
 def check_a_late_announcement(bench: Ahead, known: list[Any], _: Any) -> None:
@@ -243,9 +254,10 @@ def check_the_estimate(bench: Ahead, _: list[Any], __: Any) -> None:
     data = torch.zeros(40 * bulk_files.hashing.SPAN_BYTES // 4)
     extent = bulk_files.Extent(offset=0, nbytes=data.nbytes, source=lambda: data)
     with (
-        replaced(bulk_files.BulkWriter, "_put", staticmethod(slowly)),
+        pytest.MonkeyPatch.context() as patch,
         bulk_files.bulk_writer(torch.device("cpu")) as writer,
     ):
+        patch.setattr(bulk_files.BulkWriter, "_put", staticmethod(slowly))
         left_s = _left([writing := writer.start(bench.out / "slow", [extent])])
         began, told = time.monotonic(), []
         while (left := left_s()) != 0:
@@ -258,6 +270,13 @@ def check_the_estimate(bench: Ahead, _: list[Any], __: Any) -> None:
     assert middle and all(0.5 * took < end < 2 * took for end in middle), (took, told)
 
 
+def check_a_new_adapter(bench: Ahead, _: list[Any], __: Any) -> None:
+    """Last, because the checks' checkpoints have another."""
+    begun(bench, packs=2)
+    bench.ask(NewAdapter, rank=2)
+    assert bench.trainer.begun is None
+
+
 CHECKS = (
     check_whole_and_part,
     check_another_batch_or_loss,
@@ -267,6 +286,7 @@ CHECKS = (
     check_a_late_announcement,
     check_that_packs_fit,
     check_the_estimate,
+    check_a_new_adapter,
 )
 
 

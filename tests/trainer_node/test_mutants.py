@@ -39,6 +39,7 @@ FUSED = "tests/trainer_node/test_fp8_export.py::test_the_fused_kernels_interpret
 BLOCKS = "tests/trainer_node/test_fp8_blocks.py"
 READAPTED = "tests/trainer_node/test_readapted.py::test_a_new_adapter_is_one_from_the_start"
 PROBE = "tests/trainer_node/test_probe.py"
+BEGUN = "tests/trainer_node/test_begun.py::test_one_rank[dense_tied]"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
 UNMUTATED = "the repository as it is"
@@ -100,6 +101,48 @@ MUTANTS = [
         old='own_id = f"{request.request_id}-{incarnation[:12]}"',
         new='own_id = new_id("again")',
         killer="tests/orchestrator/test_resume.py::test_killed_while_idle_and_in_the_step",
+    ),
+    Mutant(
+        name="a batch that was begun is used for any other",
+        file="trainer_node/training/ahead.py",
+        old="if not _are_same(announced, self._buffers, message, buffers):",
+        new="if False:",
+        killer=BEGUN,
+    ),
+    Mutant(
+        name="the loss of a batch that was begun does not matter",
+        file="trainer_node/training/ahead.py",
+        old='if name != "optim"]',
+        new='if name not in ("optim", "loss")]',
+        killer=BEGUN,
+    ),
+    Mutant(
+        name="gradients of a forgotten batch stay",
+        file="trainer_node/training/trainer.py",
+        old="self.begun = None\n            for p in self.model.params:\n                p.drop_grad()",
+        new="self.begun = None",
+        killer=BEGUN,
+    ),
+    Mutant(
+        name="a batch that was begun outlives its weights",
+        file="trainer_node/training/trainer.py",
+        old="self.pending, self.begun = Pending(), None\n        for p",
+        new="self.pending = Pending()\n        for p",
+        killer=BEGUN,
+    ),
+    Mutant(
+        name="a batch is begun after its job",
+        file="trainer_node/training/ahead.py",
+        old="                link.next_batch = None\n        begun",
+        new="                pass\n        begun",
+        killer=BEGUN,
+    ),
+    Mutant(
+        name="packs are begun however little of the write is left",
+        file="trainer_node/training/ahead.py",
+        old="LEAST_SHARE = 0.5",
+        new="LEAST_SHARE = 0.0",
+        killer=BEGUN,
     ),
     Mutant(
         name="magnitudes of an earlier fill stay",

@@ -429,7 +429,8 @@ class Trainer:
         """
         model = self.model
         adapt(model, lora, seed=model.config.seed if seed is None else seed)
-        dropped, self.pending = self.pending.num_batches, Pending()
+        dropped = self.pending.num_batches
+        self.pending, self.begun = Pending(), None
         self.optimizer = ShardedAdamW(model.params)
         self.references = References(model)
         self._host_copies = None

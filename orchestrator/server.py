@@ -244,7 +244,7 @@ class Orchestrator:
         elif isinstance(message, Subscribe):
             self._jobs.subscribe(client)
         elif isinstance(message, NextBatch):
-            await self._jobs.tell("trainer", envelope.frames)
+            await self._versions.announce(envelope)
         elif isinstance(message, StopRun):
             self.stop()
         else:

@@ -7,15 +7,17 @@ journal, so a restarted orchestrator repeats neither the training nor the save.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.facts import steps_taken
 from orchestrator.jobs import Job, Outcome
 from orchestrator.operations import request_id
+from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     PublishJob,
@@ -42,6 +44,9 @@ class Versions:
         self._config, self._folder, self._router = run.config, run.folder, run.router
         self._journal, self._facts, self._publisher = run.journal, run.facts, run.publisher
         self._trainer, self._resync = run.trainer, resync
+        self._announced: Envelope | None = None
+        """The newest `NextBatch` that the trainer does not have."""
+        self._may_pass_on = False
         self._on_disk: list[int] = []
         self._named: Sequence[int] = ()
         """The versions that the last save was told to delete."""
@@ -160,23 +165,44 @@ class Versions:
         noted = self._facts.of_job(job.id).get("version")
         return self._trainer.memory.version + 1 if noted is None else int(noted)
 
+    async def announce(self, envelope: Envelope) -> None:
+        """Keep what the next job will bring, for the trainer. It gets one during each job: a
+        batch that came during a publication would be in that one's way."""
+        self._announced = envelope
+        await self._pass_on()
+
+    async def _pass_on(self) -> None:
+        if self._announced is None or not self._may_pass_on:
+            return
+        frames, self._announced, self._may_pass_on = self._announced.frames, None, False
+        with contextlib.suppress(NodeLost):  # nothing depends on it
+            await self._router.send_frames("trainer", frames)
+
+    @contextlib.asynccontextmanager
+    async def _passing_on(self) -> AsyncIterator[None]:
+        self._may_pass_on = True
+        try:
+            await self._pass_on()
+            yield
+        finally:
+            self._may_pass_on = False
+
     async def _train(self, job: Job, spec: TrainMergedJob, version: int) -> dict[str, Any]:
         """Train, durable as `version`; returns metrics, seconds, steps and warnings."""
         going = self._expired(version)
         self._facts.note(job.id, version=version)
-        completed, _ = await self._trainer.ask(
-            TrainMerged(
-                request_id=request_id("training", job),
-                deadline_s=self._config.train_timeout_s,
-                version=version,
-                checkpoint_dir=self._dir(version),
-                delete_after=tuple(map(self._dir, going)),
-                **{name: getattr(spec, name) for name in TrainStep.model_fields},
-            ),
-            job.buffers,
-            phase="training",
-            report=job.report,
+        request = TrainMerged(
+            request_id=request_id("training", job),
+            deadline_s=self._config.train_timeout_s,
+            version=version,
+            checkpoint_dir=self._dir(version),
+            delete_after=tuple(map(self._dir, going)),
+            **{name: getattr(spec, name) for name in TrainStep.model_fields},
         )
+        async with self._passing_on():
+            completed, _ = await self._trainer.ask(
+                request, job.buffers, phase="training", report=job.report
+            )
         wanted = ("metrics", "seconds", "steps", "warnings")
         made = {name: completed.result[name] for name in wanted if name in completed.result}
         self._trainer.memory.stepped(steps_taken(made))

@@ -393,11 +393,14 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
     """
     deadline_s = time.monotonic() + SERVED_S
     # Asked each time: a job that a crash had interrupted may publish the next version meanwhile.
-    while (status := client.status(timeout_s=30.0)).version is not None:
-        name = f"{status.name}@{status.version}"
-        if time.monotonic() > deadline_s:
-            log.warning("no replica serves %s within %.0f s", name, SERVED_S)
-            return
+    name = "a version"
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(TimeoutError, NodeLost):  # it may be starting again
+            status = client.status(timeout_s=30.0)
+            if status.version is None:
+                log.warning("nothing is served: publication %s", status.publication)
+                return
+            name = f"{status.name}@{status.version}"
         wait(f"waiting until {name} is served")
         for url in urls:
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
@@ -407,6 +410,7 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
                 if any(model["id"] == name for model in reply.json()["data"]):
                     return
         time.sleep(POLL_S)
+    log.warning("no replica serves %s within %.0f s", name, SERVED_S)
 
 
 def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str) -> str:

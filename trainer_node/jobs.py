@@ -51,7 +51,7 @@ class Jobs:
 
     def __init__(self, trainer: Trainer, exporter: Exporter, lockstep: Lockstep) -> None:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
-        self._ahead = Ahead(trainer, lockstep)
+        self.ahead = Ahead(trainer, lockstep)
         self.removal = Removal()
 
     @property
@@ -100,11 +100,11 @@ class Jobs:
             folder,
             version=message.version,
             step=step,
-            meanwhile=partial(self._ahead.while_writing, request.link),
+            meanwhile=partial(self.ahead.while_writing, request.link),
         )
         seconds = self._seconds(request, train_s, started)
         seconds["wait_for_save"] = behind.step_waited_s + behind.save_waited_s
-        seconds["ahead"] = self._ahead.seconds
+        seconds |= {"ahead": self.ahead.seconds, "begun": self.ahead.taken_s}
         result |= {"version": message.version, "seconds": seconds}
         return Outcome(result=result | self._delete(request, message.delete_after))
 
@@ -138,7 +138,7 @@ class Jobs:
         message: TrainStep = request.message
         request.progress("training")
         started = time.monotonic()
-        batch = self._ahead.take(message, request.buffers, request.link)
+        batch = self.ahead.take(message, request.buffers, request.link)
         if batch is None:
             batch = steps.batch_of(self._trainer, message, request.buffers)
         is_on_policy = self._trainer.steps_since_sent == 0

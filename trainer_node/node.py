@@ -161,6 +161,7 @@ class Node:
                 log.exception("%s failed while %s", message.kind, request.phase)
             failures = self.lockstep.compare(error)
         diverged = has_diverged(failures, world_size=dist.get_world_size())
+        diverged |= self._jobs.ahead.has_diverged
         if self.link is not None and not failures:
             self.link.complete(
                 request.id, result=outcome.result, tensors=outcome.tensors, buffers=outcome.buffers

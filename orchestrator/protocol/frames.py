@@ -32,7 +32,10 @@ _LARGER_BODIES = {
     "Hello": 16 * _KIB,
     # allowed_token_ids may hold a whole vocabulary; client_state is the user's.
     **dict.fromkeys(
-        ("SubmitJob", "Forward", "ForwardBackward", "TrainMerged", "TrainLora", "SaveCheckpoint"),
+        (
+            *("SubmitJob", "NextBatch", "Forward", "ForwardBackward", "TrainMerged", "TrainLora"),
+            "SaveCheckpoint",
+        ),
         4 * _MIB,
     ),
     # Manifests and layouts: a model of 100,000 tensors takes 12 MiB.

@@ -311,6 +311,7 @@ class Loop:
         if tasks:
             await asyncio.wait(tasks)
         self._tasks.clear()
+        self._announced.clear()
 
     # ------------------------------------------------------------ the steps
 
@@ -375,14 +376,18 @@ class Loop:
 
         Whatever is wrong with them, the step itself says.
         """
-        if number not in self._tasks:
-            return
-        with contextlib.suppress(Exception):
+        kl = self._loss.kl
+        needs_more_passes = kl is not None and kl.reference != "given"
+        if number not in self._tasks or self.config.mini_batch_sequences or needs_more_passes:
+            return  # the trainer would not begin it
+        try:
             groups = await self._groups_of(number)
             batch = self._announced.get(number) or self._batch_of(groups)
             self._announced[number] = batch
             job = self._job_of(batch, OptimParams())
             await self._call(self.client.announce, job, buffers=batch.buffers)
+        except Exception as error:  # noqa: BLE001  - a user's reward or make_batch raises anything
+            log.info("step %d is not announced: %s", number, error)
 
     async def _train_kept(self, line: dict[str, Any]) -> Step:
         """Train on the batch that an earlier start of the loop sampled, or hear of its outcome."""

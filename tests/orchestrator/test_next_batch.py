@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from orchestrator.errors import ProtocolError
-from orchestrator.protocol.messages import InitialSyncJob, NextBatch, OptimParams
+from orchestrator.protocol.messages import (
+    InitialSyncJob,
+    NextBatch,
+    OptimParams,
+    TrainMergedJob,
+)
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
 
-def test_the_trainer_gets_the_newest_announcement(tmp_path):
+def rated(rate: float) -> TrainMergedJob:
+    return JOB.model_copy(update={"optim": OptimParams(lr=rate)})
+
+
+def test_the_trainer_gets_one_announcement_while_it_trains(tmp_path):
+    """The newest of those before the job."""
     with Run(tmp_path) as run:
-        run.client.announce(JOB, buffers=BUFFERS)  # no trainer is there
+        run.client.announce(rated(1.0), buffers=BUFFERS)  # no trainer is there
         trainer = run.trainer()
         run.replica(trainer)
         run.client.run(InitialSyncJob(), timeout_s=30)
-        assert trainer.link.next_batch is None
-        for rate in (1e-3, 2e-3):
-            job = JOB.model_copy(update={"optim": OptimParams(lr=rate)})
-            run.client.announce(job, buffers=BUFFERS)
-        deadline_s = time.monotonic() + 10
-        while (found := trainer.link.next_batch) is None or found.message.optim.lr != 2e-3:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        assert isinstance(found.message, NextBatch) and found.message.tensors == JOB.tensors
-        assert [bytes(buffer) for buffer in found.buffers] == BUFFERS
+        run.client.announce(rated(2.0), buffers=BUFFERS)
+        run.client.status()  # has the announcement handled
+        assert trainer.link.next_batch is None, "it would be in a publication's way"
         assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 1
+        found = trainer.link.next_batch
+        assert isinstance(found.message, NextBatch) and found.message.optim.lr == 2.0
+        assert found.message.tensors == JOB.tensors
+        assert [bytes(buffer) for buffer in found.buffers] == BUFFERS
+        trainer.link.next_batch = None
+        assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 2
+        assert trainer.link.next_batch is None
+
+
+def test_a_whole_vocabulary_may_be_announced(tmp_path):
+    """As it may be submitted."""
+    allowed = JOB.loss.model_copy(update={"allowed_token_ids": tuple(range(100_000))})
+    with Run(tmp_path) as run:
+        run.client.announce(JOB.model_copy(update={"loss": allowed}), buffers=BUFFERS)
 
 
 def test_buffers_that_do_not_fit_are_refused_before_they_leave(tmp_path):

@@ -60,6 +60,7 @@ def test_an_announced_batch_changes_nothing_but_time(slow, tmp_path, announced):
     assert digest(tmp_path / "ahead") == digest(tmp_path / "plain")
     assert 0 < first["seconds"]["ahead"] < first["seconds"]["save"]
     assert second["seconds"]["ahead"] == 0
+    assert (second["seconds"]["begun"] > 0) == (announced == 2)
     assert second["version"] == first["version"] + 1
 
 

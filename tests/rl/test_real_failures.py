@@ -24,6 +24,9 @@ from tests.rl.weights import digest
 
 pytestmark = pytest.mark.timeout(2400)
 STEPS = 6
+KILLS = [(1, 0.85), (3, 0.15)]
+"""After which step, and how many seconds later: in the next step's training or publication, and in
+its rollouts."""
 SKIP = ("--set", "trainer.admission=skip")
 
 
@@ -85,13 +88,15 @@ def test_everything_is_killed_and_the_loop_goes_on(models, tmp_path):
     try:
         with SpliceClient.of_run(run_dir) as client:
             client.save_checkpoint("start")
-        loop = start_loop(run_dir, tmp_path / "killed")
-        assert loop.stdout is not None
-        while "step 3" not in (line := loop.stdout.readline()):
-            assert line or loop.poll() is None
-        time.sleep(0.15)  # in the next step's rollouts or training
-        kill_everything(folder, loop)
-        splice("up", folder, "--resume", *SKIP)
+        for step, delay_s in KILLS:
+            loop = start_loop(run_dir, tmp_path / "killed")
+            assert loop.stdout is not None
+            while (line := loop.stdout.readline()) and int(line.split()[1]) < step:
+                pass
+            assert line, loop.wait(10)
+            time.sleep(delay_s)
+            kill_everything(folder, loop)
+            splice("up", folder, "--resume", *SKIP)
         assert start_loop(run_dir, tmp_path / "killed").wait(300) == 0
         with SpliceClient.of_run(run_dir) as client:
             assert client.status().version == STEPS

@@ -36,17 +36,27 @@ LEAST_SHARE = 0.5
 """Of a pack, that must fit into the rest of the write."""
 POLL_S = 0.002
 _STOP, _RUN, _BEGIN = 0, 1, 2
+_REFUSALS = frozenset({"BatchError", "ConfigError", "AdapterError"})
 
 
 class Ahead:
-    """One rank's work on the next batch."""
+    """One rank's work on the next batch.
+
+    Attributes:
+        seconds: of the last `while_writing` that went into the next batch.
+        taken_s: seconds of the packs that the last `take` gave its job.
+        has_diverged: a pack has failed so that the ranks may be out of step. The process has to end
+            after the present job, which needs no more than the control group.
+    """
 
     def __init__(self, trainer: Trainer, lockstep: Lockstep) -> None:
         self._trainer, self._lockstep = trainer, lockstep
         self._message: NextBatch | None = None
         self._buffers: Sequence[bytes] = ()
-        self.seconds = 0.0
-        """Of the last `while_writing` that went into packs."""
+        self._begin_s = 0.0
+        """Seconds that it took to begin the last batch."""
+        self._may = True
+        self.seconds, self.taken_s, self.has_diverged = 0.0, 0.0, False
 
     # ------------------------------------------------------------ while a job saves
 
@@ -58,7 +68,7 @@ class Ahead:
             left_s: asked on rank 0 alone.
         """
         self.seconds = 0.0
-        if not self._may:
+        if not self._all_may():
             return
         while order := self._shared(_STOP if link is None else self._order(link, left_s)):
             began = time.monotonic()
@@ -66,17 +76,24 @@ class Ahead:
                 envelope = None
                 if link is not None:
                     envelope, link.next_batch = link.next_batch, None
-                self._begin(self._lockstep.broadcast(envelope))
+                envelope = self._lockstep.broadcast(envelope)
+                self._tried(lambda: self._begin(envelope))  # noqa: B023  - called at once
+                self._begin_s = time.monotonic() - began
             else:
-                self._run()
+                self._tried(self._trainer.run_begun)
             self.seconds += time.monotonic() - began
 
-    @property
-    def _may(self) -> bool:
+    def _all_may(self) -> bool:
         """Pipeline stages run all packs together. In other memory modes the gradients would move
-        to the host, or end with the process."""
+        to the host, or end with the process. Rank 0 may hold the other ranks' adapters, which the
+        pack size does not know of."""
         config = self._trainer.model.config
-        return config.parallel.pipeline == 1 and config.memory == "resident"
+        if not self._may or config.parallel.pipeline > 1 or config.memory != "resident":
+            return False  # the same on all ranks
+        everyones = objects.all_gather(
+            self._trainer.has_room, group=self._trainer.model.control_group
+        )
+        return all(everyones)
 
     def _shared(self, order: int) -> int:
         """Rank 0's order."""
@@ -87,52 +104,57 @@ class Ahead:
     def _order(self, link: NodeLink, left_s: LeftS) -> int:
         """What all ranks do now; waits while there is nothing to do and the write goes on."""
         while (left := left_s()) != 0:
-            begun = self._trainer.begun
-            if begun is None and link.next_batch is not None:
-                return _BEGIN
+            begun, told = self._trainer.begun, link.next_batch
             if begun is not None and begun.is_whole:
                 return _STOP
             if begun is not None and left is not None:
-                fits = left >= LEAST_SHARE * self._pack_s(begun.next_tokens)
-                return _RUN if fits else _STOP
+                return _RUN if left >= LEAST_SHARE * self._pack_s(begun.next_tokens) else _STOP
+            if begun is None and told is not None and left is not None:
+                assert isinstance(told.message, NextBatch)
+                if not can_begin(told.message):
+                    return _STOP
+                pack_s = self._pack_s(self._trainer.micro_batch_tokens, told.message)
+                return _BEGIN if left >= self._begin_s + LEAST_SHARE * pack_s else _STOP
             time.sleep(POLL_S)
         return _STOP
 
-    def _pack_s(self, tokens: int) -> float:
-        """Seconds of a pack, from those of the last step."""
-        used = self._trainer.used
-        data_ranks = parallel_state.get_data_parallel_world_size()
-        return used.seconds * data_ranks * tokens / max(1, used.num_rows)
+    def _pack_s(self, tokens: int, message: NextBatch | None = None) -> float:
+        """Seconds of a pack, of a batch at most, from those of the last step."""
+        used, ranks = self._trainer.used, parallel_state.get_data_parallel_world_size()
+        if message is not None:
+            tokens = min(tokens, _shape_of(message, "tokens") // ranks)
+        return used.seconds * ranks * tokens / max(1, used.num_rows)
 
     def _begin(self, envelope: Envelope | None) -> None:
         assert envelope is not None
         message = envelope.message
         assert isinstance(message, NextBatch)
-        try:
-            batch = steps.batch_of(self._trainer, message, envelope.buffers)
-        except Exception as error:  # noqa: BLE001  - the job with this batch says it to its client
-            log.info("the next batch is not begun: %s", error)
-            return
-        size = message.mini_batch_sequences
-        is_one_step = size is None or size >= len(batch.lengths)
-        needs_more_passes = message.loss.kl is not None and message.loss.kl.reference != "given"
-        if is_one_step and not needs_more_passes:
-            self._message, self._buffers = message, envelope.buffers
-            self._trainer.begin(batch, message.loss)
+        batch = steps.batch_of(self._trainer, message, envelope.buffers)
+        self._trainer.begin(batch, message.loss)
+        self._message, self._buffers = message, envelope.buffers
 
-    def _run(self) -> None:
+    def _tried(self, function: Callable[[], None]) -> None:
+        """Call it on every rank. A failure ends the work ahead, and not the present job."""
         own: Exception | None = None
         try:
-            self._trainer.run_begun()
+            function()
         except Exception as error:  # noqa: BLE001  - the present job must not fail for the next one
-            own = error
+            # Its frames would keep a pack's tensors.
+            own = error.with_traceback(None)
+            own.__context__ = own.__cause__ = None
         failures = self._lockstep.compare(own)
         if not failures:
             return
         self.drop()
-        if has_diverged(failures, world_size=dist.get_world_size()):
-            raise own or RuntimeError(f"rank {failures[0].rank}: {failures[0]}")
-        log.warning("the next batch could not be begun: %s", failures[0])
+        # What is refused, the next job says again. After anything else the next packs may fail too.
+        is_refusal = all(failure.kind in _REFUSALS for failure in failures)
+        self._may = self._may and is_refusal
+        self.has_diverged = has_diverged(failures, world_size=dist.get_world_size())
+        log.log(
+            logging.INFO if is_refusal else logging.WARNING,
+            "the next batch is not begun: %s",
+            failures[0],
+        )
         if self._trainer.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -148,6 +170,7 @@ class Ahead:
             if late is not None and _are_same(late.message, late.buffers, message, buffers):
                 link.next_batch = None
         begun, announced = self._trainer.begun, self._message
+        self.taken_s = 0.0
         if begun is None or announced is None:
             return None
         if not _are_same(announced, self._buffers, message, buffers):
@@ -155,12 +178,26 @@ class Ahead:
             return None
         self._message, self._buffers = None, ()
         self._trainer.first_forward_s = time.monotonic()
+        self.taken_s = begun.seconds
         return begun.batch
 
     def drop(self) -> None:
         """Forget what was begun."""
         self._message, self._buffers = None, ()
         self._trainer.drop_begun()
+
+
+def can_begin(message: TrainStep) -> bool:
+    """Whether a batch's packs can run before its job: all are one step's, and the loss needs no
+    other passes."""
+    size, kl = message.mini_batch_sequences, message.loss.kl
+    is_one_step = size is None or size >= _shape_of(message, "sequence_lengths")
+    return is_one_step and (kl is None or kl.reference == "given")
+
+
+def _shape_of(message: TrainStep, name: str) -> int:
+    """Length of a tensor of the batch, which has it."""
+    return next(spec.shape[0] for spec in message.tensors if spec.name == name)
 
 
 def _are_same(

@@ -99,6 +99,8 @@ class Trainer:
         self.references = References(model)
         self.pending = self.used = Pending()
         """`used`: the gradients of the last optimizer step, taken or skipped."""
+        self._resident = 0
+        """Bytes of the GPU's tensors after the last step."""
         self.begun: Begun | None = None
         """The next job's batch. Nothing is pending meanwhile."""
         self.num_steps, self.num_skipped_steps = 0, 0
@@ -221,6 +223,16 @@ class Trainer:
             return None
         self.begun = None
         return begun
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a pack fits into the GPU's memory beside what is there now: as much is free as
+        the largest pack so far took."""
+        if self.model.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info()
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return free >= torch.cuda.max_memory_allocated() - self._resident
 
     def drop_begun(self) -> None:
         """Forget the gradients of the begun batch."""
@@ -372,6 +384,8 @@ class Trainer:
         metrics |= self.usage(pending.num_rows, seconds=pending.seconds + seconds_optim)
         self.num_steps += 1
         self.steps_since_sent += 1
+        if self.model.device.type == "cuda":
+            self._resident = torch.cuda.memory_allocated()
         return metrics
 
     def usage(self, num_rows: int, *, seconds: float) -> dict[str, float]:

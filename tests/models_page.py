@@ -13,7 +13,14 @@ from pathlib import Path
 
 from tests.serving import BFLOAT16, UNLISTED, UNSERVED
 from tests.trainer_node.families import FAMILIES
-from tests.trainer_node.family_cases import ONE_RANK, SEVERAL, TOPOLOGIES
+from tests.trainer_node.family_cases import (
+    ONE_RANK,
+    PIPELINES,
+    SEVERAL,
+    SLOW_EXPERTS,
+    TOPOLOGIES,
+)
+from tests.trainer_node.topologies import DENSE, MOE
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 MEASURED = {
@@ -66,10 +73,13 @@ on one H200, with [its commands](performance.md#training-one-h200).
 MORE = """
 LoRA: `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
 outside the experts; the experts of this family are one tensor, and a target names it
-(`experts.down_proj`). Over ranks: tp tensor, cp context, ep expert, etp expert tensor.
+(`experts.down_proj`). Slower part: what takes the [other path](#fused-and-other-paths) on a CPU, as
+the tests of adapters see it. Over ranks: tp tensor, pp pipeline, cp context, ep expert, etp expert
+tensor, dp data parallelism.
 
 Two pretrained models went through `splice smoke --model FOLDER --lr 1e-4` on a CPU, every check
-included: SmolLM2-135M-Instruct (169 s) and Qwen2.5-Coder-0.5B-Instruct (516 s).
+included: SmolLM2-135M-Instruct (169 s) and Qwen2.5-Coder-0.5B-Instruct (516 s). On GPUs the 0.5B
+learned in [loops](convergence.md).
 
 Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
 and are published with it. A token of an image is refused (`tests/trainer_node/sees.py`).
@@ -85,13 +95,14 @@ and are published with it. A token of an image is refused (`tests/trainer_node/s
 | a received tensor placed directly in vLLM's parameter | vLLM's loader only copies | vLLM's reload of that layer |
 
 No path is chosen by a model's name. The trainer's log, and `fallbacks` in `splice status --json`, name
-each slower path of the trainer and its reason.
+each slower path of the trainer and its reason. The inference node's log names tensors that it
+reloads.
 
 ## Refused, with the reason
 
 | what | why |
 | --- | --- |
-| grouped attention heads wider than 128 (Qwen3.5, Gemma) on GPUs with a cuDNN older than 9.19 | 9.14's backward pass gave NaN on an H200; 9.19's did not |
+| attention heads wider than 128 (Qwen3.5, Gemma), except latent attention, on GPUs with a cuDNN older than 9.19 | 9.14's backward pass gave NaN on an H200; 9.19's did not |
 | an architecture without a bridge (Qwen2-MoE, Mixtral, GLM-4 dense, Phi-3, OLMo 2) | Megatron-Bridge 0.6.2 has no mapping for it |
 | Ernie 4.5 MoE, OLMoE with `clip_qkv` | the check finds other log-probs than transformers' |
 | a bias or head that Bridge's mapping lacks (Llama's `attention_bias`, Gemma 3 untied) | its tensors would not be published |
@@ -100,6 +111,9 @@ each slower path of the trainer and its reason.
 | Gemma 2 | its logits have a softcap, and its attention takes no packs |
 | a tower (vision, audio), or a language part that is no architecture of its own (Qwen2.5-VL) | the trainer trains on text |
 | heads that predict further tokens | they are neither trained nor exported |
+| DeepSeek-V2 with YaRN's `mscale` (as published), MiniMax-M2 with `rotary_dim` (as published), Gemma 1 with `hidden_act: "gelu"` | transformers 5.12.1 computes these otherwise than Megatron, and the check goes by transformers |
+| expert groups that are not ranked by the best 2 scores (DeepSeek-V3) or the best 1 (V2, with softmax) | Megatron ranks them by `num_experts_per_tok / topk_group` scores, which is V3's 8 / 4 |
+| a class in `architectures` that is not the kind's causal language model | the trainer builds no other |
 | rope scaling other than YaRN and Llama 3's, or Llama 3's with other constants | Megatron-Core 0.19.2 has these alone, with fixed constants |
 | YaRN's `attention_factor` | Megatron computes its own |
 | windows where Bridge's provider knows none, or a pattern of them without a period | Megatron would attend to the whole sequence |
@@ -119,6 +133,11 @@ def topologies() -> dict[str, list[str]]:
         text = "".join(f"{name}{size}" for name, size in pairs if size > 1)
         if text not in found[family]:
             found[family].append(text)
+    for family in PIPELINES:
+        found[family].append("pp2")
+    for family, matrix in (("qwen3", DENSE), ("qwen3_moe", MOE)):
+        names = [name for name in matrix if "no-sequence" not in name]
+        found[family] = list(dict.fromkeys([*found[family], *names]))
     return found
 
 
@@ -138,8 +157,8 @@ def markdown() -> str:
     for family, targets in ONE_RANK:
         adapted[family].append(targets)
     lines = [
-        "| family | class | LoRA | over ranks | vLLM on a CPU | training speed |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| family | class | LoRA | slower part | over ranks | vLLM on a CPU | training speed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, family in FAMILIES.items():
         lora = "-"
@@ -152,7 +171,8 @@ def markdown() -> str:
         if name in UNSERVED:
             served = f"refuses requests: `{UNSERVED[name]}`"
         ranks = ", ".join(over[name]) or "-"
-        row = (name, f"`{family.name}ForCausalLM`", lora, ranks, served, speed(name))
+        slow = "experts" if name in SLOW_EXPERTS else "-"
+        row = (name, f"`{family.name}ForCausalLM`", lora, slow, ranks, served, speed(name))
         lines.append(f"| {' | '.join(row)} |")
     return HEAD + "\n".join(lines) + "\n" + MORE
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+PIPELINES = ["llama", "qwen3_moe", "deepseek_v3"]
+"""Over two pipeline stages."""
+SLOW_EXPERTS = ["gpt_oss"]
+"""With experts whose grouped products the trainer does not have."""
 TOPOLOGIES = [
     # family and SIZES
     ("llama", 2, 1, 1, 1),

@@ -14,7 +14,7 @@ from tests.numerics import chain_error_bound
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import LENGTHS, make, pack_experts
 from tests.trainer_node.family_bounds import SMALL, roundings
-from tests.trainer_node.family_cases import ALL, ONE_RANK, PACKED, SEVERAL
+from tests.trainer_node.family_cases import ALL, ONE_RANK, PACKED, SEVERAL, SLOW_EXPERTS
 from trainer_node.adapters.identity_adapter import linear_shapes
 from trainer_node.model.hf import read_config
 
@@ -99,7 +99,7 @@ def test_adapters_are_pefts(cell: Cell, family: str, targets: str, tmp_path: Pat
         ends = targets.split(",")
         assert {n for n in result["names"] if not n.endswith(tuple(ends))} == set()
         assert all(any(n.endswith(e) for n in result["names"]) for e in ends)
-    is_slow = family == "gpt_oss" or "experts.gate_up_proj" in targets
+    is_slow = family in SLOW_EXPERTS or "experts.gate_up_proj" in targets
     assert set(result["fallbacks"]) == ({"experts"} if is_slow else set())
     assert result["stacked"] == (0 if is_slow else result["moe_layers"])
 

@@ -46,6 +46,52 @@ def test_every_family_is_admitted(checked: Checked, tmp_path: Path, name: str) -
     assert report["ok"], report["rows"]
 
 
+GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+"""DeepSeek-V3's."""
+
+
+def test_deepseek_v3s_groups_are_admitted(checked: Checked, tmp_path: Path) -> None:
+    """Its small model takes as many experts of each group."""
+    report = checked(make("deepseek_v3", tmp_path / "model", **GROUPS))
+    assert report["ok"], report["rows"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}),
+        ("deepseek_v3", GROUPS | {"topk_group": 2}),
+        ("deepseek_v2", GROUPS | {"topk_group": 3, "num_experts_per_tok": 6}),  # V2's own
+    ],
+)
+def test_other_groups_are_refused(
+    checked: Checked, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    report = checked(make(family, tmp_path / "model", **settings))
+    assert not report["ok"] and "Megatron ranks groups by" in report["rows"]["built"]["text"]
+
+
+def test_the_padding_token_is_not_drawn(checked: Checked, tmp_path: Path) -> None:
+    """transformers has no gradient for its embedding."""
+    ((first, *_), *_) = check_model._tokens(transformers.LlamaConfig(vocab_size=300))
+    report = checked(make("llama", tmp_path / "model", pad_token_id=int(first)))
+    assert report["ok"], report["rows"]
+    tokens = check_model._tokens(transformers.LlamaConfig(vocab_size=300, pad_token_id=int(first)))
+    assert int(first) not in [int(t) for ids in tokens for t in ids]
+    assert max(int(ids.max()) for ids in tokens) < 300
+
+
+@pytest.mark.parametrize("named", ["LlamaForSequenceClassification", None])
+def test_another_class_is_refused(tmp_path: Path, named: str | None) -> None:
+    """The start would not build it."""
+    folder = make("llama", tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["architectures"] = None if named is None else [named]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=f"names {named or 'nothing'} .*LlamaForCausalLM is"):
+        check_model.write_small(folder, tmp_path / "small")
+
+
 def test_a_window_that_is_off_by_one_is_found(checked: Checked, tmp_path: Path) -> None:
     """As Megatron-Bridge 0.3.1 had it."""
     report = checked(make("mistral", tmp_path / "mistral"), "window_size", "[8, 0]")

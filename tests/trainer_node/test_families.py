@@ -15,7 +15,7 @@ from tests.numerics import chain_error_bound
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import FAMILIES, LENGTHS, make
 from tests.trainer_node.family_bounds import SMALL, roundings
-from tests.trainer_node.family_cases import TOPOLOGIES
+from tests.trainer_node.family_cases import PIPELINES, TOPOLOGIES
 
 Cell = Callable[..., dict[str, Any]]
 Sizes = tuple[int, int, int, int]
@@ -108,7 +108,7 @@ def test_a_family_in_bfloat16(cell: Cell, family: str) -> None:
     check(cell(family, "bfloat16"), family, torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", PIPELINES)
 def test_a_family_over_pipeline_stages(torchrun: Ranks, tmp_path: Path, family: str) -> None:
     torchrun(2, "staged", make(family, tmp_path / family))
 

@@ -117,7 +117,19 @@ def fallbacks(provider: Any, config: TrainerConfig) -> dict[str, str]:
 
 def _router(provider: Any, hf_config: Any) -> None:
     """Normalise the chosen experts' probabilities or leave them: HF has both, and Bridge's families
-    assume one. Megatron normalises sigmoid scores always."""
+    assume one. Megatron normalises sigmoid scores always.
+
+    It ranks groups of experts by the sum of their best scores, as many as a token takes of each
+    chosen group. DeepSeek-V2 ranks them by the best one, and V3 and its successors by two.
+    """
+    groups, chosen = provider.moe_router_num_groups, provider.moe_router_group_topk
+    if groups and chosen and chosen < groups:
+        wanted = 1 if provider.moe_router_score_function == "softmax" else 2
+        if provider.moe_router_topk // chosen != wanted:
+            raise ConfigError(
+                f"{provider.moe_router_topk} experts of {chosen} groups: Megatron ranks groups by "
+                f"the best {provider.moe_router_topk // chosen} scores, and the model by {wanted}"
+            )
     normalises = getattr(hf_config, "norm_topk_prob", None)
     if normalises is None:
         return

@@ -151,6 +151,10 @@ def small_config(folder: Path) -> Any:
         if key.endswith("_token_id") and isinstance(value, int):
             settings[key] = value % settings["vocab_size"]
     settings["num_hidden_layers"] = layers
+    if (raw.get("topk_group") or 1) < (raw.get("n_group") or 1):
+        # Megatron ranks groups by as many experts as a token takes of each.
+        of_each = max(1, min(raw["num_experts_per_tok"] // raw["topk_group"], 3))
+        settings["num_experts_per_tok"] = of_each * settings["topk_group"]
     return type(config)(**{k: v for k, v in raw.items() if k not in _NOT_SETTINGS} | settings)
 
 
@@ -201,14 +205,28 @@ def write_small(folder: Path, out: Path) -> Path:
         config.initializer_range = 0.1  # log-probs far from uniform
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ERRORS as error:
+        why = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"transformers cannot build a small {config.model_type}: {error}"
+            f"transformers cannot build a small {config.model_type}: {why}"
         ) from error
+    _refuse_another_class(folder, type(model).__name__)
     config.architectures = [type(model).__name__]
     randomize(model)
     model.save_pretrained(out)
     write_tokenizer(out)
     return out
+
+
+def _refuse_another_class(folder: Path, built: str) -> None:
+    """The start builds what `architectures` names. A language part has a class of its own."""
+    raw = json.loads((folder / "config.json").read_text())
+    named = (raw.get("architectures") or ["nothing"])[0]
+    has_parts = any(key.endswith("_config") for key in raw if key != "quantization_config")
+    if named != built and not has_parts:
+        raise ConfigError(
+            f"{folder}/config.json names {named} in architectures, and {built} is the causal "
+            f"language model of a {raw.get('model_type')}"
+        )
 
 
 # ---------------------------------------------------------------- transformers' side
@@ -219,6 +237,15 @@ def _one_epsilon(model: Any) -> None:
     for module in model.modules() if epsilon is not None else ():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = epsilon
+
+
+def _tokens(config: Any) -> list[torch.Tensor]:
+    """Random sequences without the padding token, for whose embedding transformers has no
+    gradient."""
+    generator, padding = torch.Generator().manual_seed(1), config.pad_token_id
+    size = config.vocab_size - (padding is not None)
+    drawn = [torch.randint(size, (n,), generator=generator) for n in LENGTHS]
+    return drawn if padding is None else [ids + (ids >= padding) for ids in drawn]
 
 
 class Reference:
@@ -235,9 +262,7 @@ class Reference:
         ).eval()
         self.config = self._model.config
         _one_epsilon(self._model)
-        generator = torch.Generator().manual_seed(1)
-        size = self.config.get_text_config().vocab_size
-        self.tokens = [torch.randint(size, (n,), generator=generator) for n in LENGTHS]
+        self.tokens = _tokens(self.config.get_text_config())
 
     def log_probs(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Of each sequence's tokens but the first, end to end."""

@@ -27,13 +27,14 @@ class _Texts(logging.Handler):
 
 def main() -> None:
     """See the module's docstring."""
-    folder, pattern = sys.argv[1:]
+    folder, pattern, *dtype = sys.argv[1:]
     ranks = int(pattern) if pattern.isdigit() else 1
     parallel = ParallelConfig(world_size=ranks, expert=ranks)
     said = _Texts()
     logging.getLogger("splice.trainer").addHandler(said)
     try:
-        start(TrainerConfig(model=Path(folder), finetuning_type="full", parallel=parallel))
+        config = {"model": Path(folder), "finetuning_type": "full", "parallel": parallel}
+        start(TrainerConfig(**config, dtype=dtype[0] if dtype else "float32"))
     except ConfigError as error:
         if pattern.isdigit():
             raise

@@ -79,6 +79,15 @@ def test_what_nobody_reads_is_named(torchrun: Ranks, tmp_path: Path) -> None:
     )
 
 
+def test_what_is_rounded_is_named(torchrun: Ranks, tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "model", "bfloat16")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {GATE: tensors[GATE].float()}, file, {"format": "pt"})
+    said = rf"1 of \d+ tensors of the checkpoint are float32, e\.g\. {GATE}; .* rounded"
+    torchrun(1, "refused_start", folder, said, "bfloat16")
+
+
 def test_experts_of_other_ranks_are_read(torchrun: Ranks, tmp_path: Path) -> None:
     torchrun(2, "refused_start", make("qwen3_moe", tmp_path / "model"), 2)
 

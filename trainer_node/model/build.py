@@ -32,7 +32,7 @@ from trainer_node.adapters.lora import AdapterSet
 from trainer_node.adapters.merge import strip_wrappers
 from trainer_node.export.layouts import layouts
 from trainer_node.model import language_part, providers, topology
-from trainer_node.model.hf import HfCheckpoint, tensor_files
+from trainer_node.model.hf import HfCheckpoint, tensor_files, warn_of_rounding
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import (
     VOCAB_PARAMS,
@@ -77,6 +77,8 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         # Expert-parallel ranks have tasks of their own experts.
         names = objects.all_gather(_hf_names(tasks), group=control_group)
         checkpoint.check_names(set().union(*names))
+        if config.dtype == "bfloat16":
+            warn_of_rounding(config.model, set().union(*names))
         _load_weights(bridge, checkpoint, modules)
         _check_finite(tasks)
     modules[0].requires_grad_(False)

@@ -26,6 +26,7 @@ from trainer_node.model import fp8_blocks, language_part
 log = logging.getLogger("splice.trainer")
 _UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
 """Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
+_KEPT_WIDE = "e_score_correction_bias"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -172,6 +173,24 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
         with _reading(path), safe_open(path, framework="pt") as file:
             found |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     return found
+
+
+def warn_of_rounding(folder: Path, names: Collection[str]) -> None:
+    """Say which of these tensors a model in bfloat16 rounds. Megatron keeps the bias by which
+    experts are chosen in fp32."""
+    wide = sorted(
+        name
+        for name, dtype in tensor_dtypes(folder).items()
+        if dtype in ("F32", "F64") and name in names and not name.endswith(_KEPT_WIDE)
+    )
+    if wide:
+        log.warning(
+            "%d of %d tensors of the checkpoint are float32, e.g. %s; with dtype = bfloat16 they "
+            "are rounded, and served so from the first version on",
+            len(wide),
+            len(names),
+            wide[0],
+        )
 
 
 class HfCheckpoint:

@@ -4,6 +4,7 @@ on one cluster, rollouts from the served alias, training and publication.
     tokens_per_s    prompt and answer tokens of trained steps over wall-clock
     step_s          from one new version to the next
     trainer_idle    share of the step in which the trainer neither trains, saves nor sends
+    save_share      share in which it saves without training on the next batch meanwhile
     inference_idle  share in which no request is with vLLM, or vLLM is paused
     staleness_max   most versions between a token and the step that trains on it
     discarded       rollouts that were asked for and not trained on, found by `splice.rl.checker`
@@ -51,7 +52,7 @@ MOST_PROMPTS = 64
 ANSWER_TOKENS = {"cpu": 32, "cuda": 512}
 MODES = {"strict": 0, "async": 1}
 """Name -> max_staleness."""
-PHASES = ("train", "save", "send", "pause")
+PHASES = ("train", "save", "ahead", "send", "pause")
 """Of a job."""
 Measured = dict[str, tuple[float, ...]]
 
@@ -190,6 +191,9 @@ def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int)
         "inference_idle": tuple(
             (s.seconds["sampler_waits"] + s.seconds["job.pause"]) / s.seconds["step"] for s in steps
         ),
+        "save_share": tuple(
+            (s.seconds["job.save"] - s.seconds["job.ahead"]) / s.seconds["step"] for s in steps
+        ),
         "staleness_max": tuple(s.metrics["staleness_max"] for s in steps),
         "discarded": (float(log.dropped + log.asked_again),),
         **{f"{name}_s": tuple(s.seconds[f"job.{name}"] for s in steps) for name in PHASES},
@@ -217,6 +221,7 @@ def _idle(seconds: Mapping[str, float], *busy: str) -> float:
 UNITS: dict[str, str] = {
     "tokens_per_s": "tokens/s",
     "trainer_idle": "share",
+    "save_share": "share",
     "inference_idle": "share",
     "staleness_max": "versions",
     "discarded": "rollouts",

@@ -21,3 +21,8 @@ def test_two_ranks(
     tensor: int, pipeline: int, expert: int, models, torchrun, tmp_path: Path
 ) -> None:
     torchrun(2, "begun", tmp_path, models["moe"], tensor, pipeline, expert)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_parameters(ranks: int, models, torchrun, tmp_path: Path) -> None:
+    torchrun(ranks, "begun", tmp_path, models["dense_tied"], 1, 1, 1, "full")

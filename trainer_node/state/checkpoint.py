@@ -130,7 +130,7 @@ def save(
     Args:
         step: how the state was made. The moments are then written after the return, if the earlier
             save in the background did not fail. None: everything is on the disk at the return.
-        meanwhile: called on every rank once the adapter is being written. The state must stay as
+        meanwhile: called on every rank once the weights are being written. The state must stay as
             it is.
 
     Raises:
@@ -171,6 +171,10 @@ def _write(
     rank, temp, model = dist.get_rank(), generations.new_folder(folder), trainer.model
     began = False
     hashes: dict[str, str] = {}
+
+    def weights_are_written(writings: Sequence[Writing]) -> None:
+        meanwhile(_left(writings))
+
     try:
         with bulk_writer(model.device) as writer:
             early: dict[str, Writing] = {}
@@ -184,6 +188,7 @@ def _write(
                         temp / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=1))
                     )
                     early = _start(writer, temp, stacks, step)
+            random_state = rng.state(model.device)
             kinds = {WEIGHTS: ("weight",) * model.trains_all, STATE: MOMENTS * (step is None)}
             for name in (WEIGHTS,) * model.trains_all + (STATE,) * (step is None):
                 found = sharded_state.save(
@@ -191,11 +196,11 @@ def _write(
                     temp / name,
                     group=model.control_group,
                     writer=writer,
+                    meanwhile=weights_are_written if name == WEIGHTS else lambda writings: None,
                 )
                 hashes |= {f"{name}/{file}": value for file, value in found.items()}
-            random_state = rng.state(model.device)
             if not model.trains_all:
-                meanwhile(_left(list(early.values())))
+                weights_are_written(list(early.values()))
             with _agree(model.control_group, f"writing rank {rank}'s state to {temp}"):
                 file = temp / f"rank_{rank}.pt"
                 write_file(file, lambda path: torch.save(random_state, path))

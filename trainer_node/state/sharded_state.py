@@ -10,13 +10,14 @@ Tensors are read with weights_only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import math
 import pathlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer_node.objects import enum_member
-from trainer_node.state.bulk_files import BulkWriter, Extent, bulk_writer
+from trainer_node.state.bulk_files import BulkWriter, Extent, Writing, bulk_writer
 from trainer_node.state.generations import CheckpointError
 
 INDEX = ".metadata"
@@ -98,7 +99,12 @@ def _rows(tensor: Callable[[], torch.Tensor], first: int, count: int) -> torch.T
 
 
 def save(
-    shards: Mapping[Place, Shard], folder: Path, *, group: Any, writer: BulkWriter | None = None
+    shards: Mapping[Place, Shard],
+    folder: Path,
+    *,
+    group: Any,
+    writer: BulkWriter | None = None,
+    meanwhile: Callable[[Sequence[Writing]], None] = lambda writings: None,
 ) -> dict[str, str]:
     """Write each rank's shards and flush them. They must make up whole tensors. A collective over a
     CPU group.
@@ -107,6 +113,7 @@ def save(
 
     Args:
         writer: shared with other files; None: one of its own, for shards in CPU memory.
+        meanwhile: called on every rank, also one that cannot write, with what the rank writes.
 
     Raises:
         CheckpointError: on every rank, if one could not write, or shards overlap or leave a gap.
@@ -115,8 +122,8 @@ def save(
     shards = {place: shard for place, shard in shards.items() if math.prod(shard.sizes)}
     if writer is None:
         with bulk_writer(torch.device("cpu")) as own:
-            return save(shards, folder, group=group, writer=own)
-    storage = _Writer(folder, writer)
+            return save(shards, folder, group=group, writer=own, meanwhile=meanwhile)
+    storage = _Writer(folder, writer, meanwhile)
     try:
         with warnings.catch_warnings():  # of `no_dist`, which is meant
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -232,9 +239,11 @@ class _Writer(filesystem.FileSystemWriter):
     """torch's files, a rank's tensors written by many threads: its own writer calls `torch.save`
     for one after the other, which checks them with a CRC that nothing reads."""
 
-    def __init__(self, folder: Path, writer: BulkWriter) -> None:
+    def __init__(
+        self, folder: Path, writer: BulkWriter, meanwhile: Callable[[Sequence[Writing]], None]
+    ) -> None:
         super().__init__(folder)
-        self._writer = writer
+        self._writer, self._meanwhile = writer, meanwhile
         self.hashes: dict[str, str] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -260,7 +269,12 @@ class _Writer(filesystem.FileSystemWriter):
             results.append(
                 WriteResult(index=item.index, size_in_bytes=end - begin, storage_data=info)
             )
-        self.hashes[name] = self._writer.start(Path(self.path) / name, parts).wait()
+        with contextlib.ExitStack() as at_the_end:
+            started: list[Writing] = []
+            # A collective, whatever happens to this rank's file.
+            at_the_end.callback(lambda: self._meanwhile(started))
+            started.append(self._writer.start(Path(self.path) / name, parts))
+        self.hashes[name] = started[0].wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

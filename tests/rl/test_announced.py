@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import psutil
 import pytest
 
 from orchestrator.protocol.messages import TrainMergedJob
@@ -14,6 +15,7 @@ from splice.rl.checker import check
 from tests.rl.conftest import tiny_cluster
 from tests.rl.strict_run import ROWS, even
 from tests.rl.weights import digest
+from trainer_node.state.generations import new_folder
 
 pytestmark = pytest.mark.timeout(900)
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=5e-3)
@@ -82,3 +84,46 @@ def test_a_loop_announces_its_batches(slow, tmp_path):
     assert ahead[-1] == 0, "there is no sixth step"
     found = check(decisions.read(tmp_path / "loop" / decisions.LOG))
     assert found.violations == [] and found.steps == 5 and found.max_staleness <= 1
+
+
+def rank_of(run_dir) -> psutil.Process:
+    """The trainer's only rank."""
+    (found,) = (
+        process
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"] == "splice-rank-0"
+        and any(str(run_dir) in part for part in process.info["cmdline"])
+    )
+    return found
+
+
+def test_a_trainer_that_dies_while_it_works_ahead_has_lost_time_alone(slow, tmp_path):
+    run_dir = slow.config.run_dir
+    steps_before = slow.client.status().version
+
+    async def kill_in_the_save_of(version: int) -> None:
+        folder = new_folder(run_dir / "versions" / str(version))
+        while not folder.exists():
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.3)
+        rank_of(run_dir).kill()
+
+    async def run() -> list:
+        config = LoopConfig(
+            groups_per_step=2,
+            group_size=4,
+            steps=5,
+            sampling=SamplingConfig(max_tokens=10, extra={"ignore_eos": True}),
+        )
+        options = {"prompts": ROWS, "reward": even, "config": config}
+        killing = asyncio.create_task(kill_in_the_save_of(steps_before + 3))
+        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **options) as loop:
+            steps = [step async for step in loop]
+        await killing
+        return steps
+
+    steps = asyncio.run(run())
+    assert [step.number for step in steps] == [1, 2, 3, 4, 5]
+    assert sum(step.seconds["job.begun"] > 0 for step in steps) >= 1
+    found = check(decisions.read(tmp_path / "loop" / decisions.LOG))
+    assert found.violations == [] and (found.steps, found.trained) == (5, 5 * 8)

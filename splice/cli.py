@@ -40,7 +40,7 @@ from orchestrator.server import Orchestrator
 from splice import doctor as doctoring
 from splice import run_cli
 from splice.cluster import trainer_variables
-from splice.machine import local_model
+from splice.machine import inference_python, local_model
 from splice.run_cli import AsJson, Overrides, node_file
 from splice.run_file import load
 from splice.smoke.config import SmokeConfig
@@ -73,7 +73,7 @@ _ORCHESTRATOR = OrchestratorConfig(
     run_dir=Path(), run_token="", name="defaults", publication=_PUBLICATION
 )
 _HERE = Path(sys.executable)
-_INFERENCE = Path(".venv-inference/bin/python")
+_INFERENCE = inference_python()
 _CHECKED = {m.__name__: m for m in (LoraConfig, ParallelConfig, TrainerConfig, InferenceConfig)}
 """Models that options fill, by the title of their errors."""
 

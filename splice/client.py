@@ -241,8 +241,11 @@ class SpliceClient:
         job makes the trainer forget it. Call it once for a batch.
 
         Raises:
+            ConfigError: the job is of another kind.
             ProtocolError: the buffers do not match the job's `tensors`.
         """
+        if not isinstance(job, TrainMergedJob):
+            raise ConfigError(f"announce takes a TrainMergedJob, not {type(job).__name__}")
         fields = {name: getattr(job, name) for name in TrainStep.model_fields}
         self._link.send(NextBatch(**fields), buffers)
 

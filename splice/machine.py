@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ SHARED = """\
 transport = "tcp"                # NCCL refuses two processes on one GPU
 gpu_memory_utilization = 0.4     # the trainer has the rest
 """
+_INFERENCE = Path(".venv-inference/bin/python")
 FETCH = "import sys; from pathlib import Path; from trainer_node.model.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
 TEMPLATE = """\
 # A run of splice: `splice up`, `splice status`, `splice logs`, `splice stop` read this file.
@@ -76,6 +78,12 @@ class Sizes:
     def replicas(self) -> int:
         """Number of inference nodes."""
         return max(1, len(self.inference_gpus) // self.inference_tensor)
+
+
+def inference_python() -> Path:
+    """`make envs`' second interpreter: in this folder, or beside the environment that runs."""
+    beside = Path(sys.prefix).parent / _INFERENCE
+    return beside if beside.exists() and not _INFERENCE.exists() else _INFERENCE
 
 
 def choose_sizes(

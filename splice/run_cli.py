@@ -38,7 +38,7 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _HERE = Path()
-_INFERENCE = Path(".venv-inference/bin/python")
+_INFERENCE = machine.inference_python()
 UP_TIMEOUT_S = 1800.0
 TAIL_LINES = 20
 FRAME_WIDTH = 130

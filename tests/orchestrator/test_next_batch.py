@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.errors import ProtocolError
+from orchestrator.errors import ConfigError, ProtocolError
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     NextBatch,
     OptimParams,
+    PublishJob,
     TrainMergedJob,
 )
 from tests.orchestrator.run import BUFFERS, JOB, Run
@@ -43,6 +44,11 @@ def test_a_whole_vocabulary_may_be_announced(tmp_path):
     allowed = JOB.loss.model_copy(update={"allowed_token_ids": tuple(range(100_000))})
     with Run(tmp_path) as run:
         run.client.announce(JOB.model_copy(update={"loss": allowed}), buffers=BUFFERS)
+
+
+def test_only_a_training_job_may_be_announced(tmp_path):
+    with Run(tmp_path) as run, pytest.raises(ConfigError, match="TrainMergedJob, not PublishJob"):
+        run.client.announce(PublishJob(), buffers=[])
 
 
 def test_buffers_that_do_not_fit_are_refused_before_they_leave(tmp_path):

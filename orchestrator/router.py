@@ -69,8 +69,7 @@ _ANY_PEER = _FIRST | {"Heartbeat"}
 _NODE = _ANY_PEER | {"Ready", "Unready", "Progress", "Completed", "Failed"}
 MAY_SEND: dict[Role, frozenset[str]] = {
     "client": _ANY_PEER
-    | {"SubmitJob", "CancelJob", "GetStatus", "Subscribe", "StopRun"}
-    | {"NextBatch"},
+    | {"SubmitJob", "CancelJob", "NextBatch", "GetStatus", "Subscribe", "StopRun"},
     "trainer": _NODE,
     "inference": _NODE,
     "launcher": _NODE | {"NodeEnded"},

@@ -33,7 +33,12 @@ _LARGER_BODIES = {
     # allowed_token_ids may hold a whole vocabulary; client_state is the user's.
     **dict.fromkeys(
         (
-            *("SubmitJob", "NextBatch", "Forward", "ForwardBackward", "TrainMerged", "TrainLora"),
+            "SubmitJob",
+            "NextBatch",
+            "Forward",
+            "ForwardBackward",
+            "TrainMerged",
+            "TrainLora",
             "SaveCheckpoint",
         ),
         4 * _MIB,

@@ -376,10 +376,9 @@ class Loop:
 
         Whatever is wrong with them, the step itself says.
         """
-        kl = self._loss.kl
-        needs_more_passes = kl is not None and kl.reference != "given"
-        if number not in self._tasks or self.config.mini_batch_sequences or needs_more_passes:
-            return  # the trainer would not begin it
+        never_begun = self.config.mini_batch_sequences or self._loss.needs_reference_passes
+        if number not in self._tasks or never_begun:
+            return
         try:
             groups = await self._groups_of(number)
             batch = self._announced.get(number) or self._batch_of(groups)

@@ -19,6 +19,16 @@ from trainer_node.state.generations import new_folder
 
 pytestmark = pytest.mark.timeout(900)
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=5e-3)
+LOOP = {
+    "prompts": ROWS,
+    "reward": even,
+    "config": LoopConfig(
+        groups_per_step=2,
+        group_size=4,
+        steps=5,
+        sampling=SamplingConfig(max_tokens=10, extra={"ignore_eos": True}),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +78,7 @@ def test_an_announced_batch_changes_nothing_but_time(slow, tmp_path, announced):
 
 def test_a_loop_announces_its_batches(slow, tmp_path):
     async def run() -> list:
-        config = LoopConfig(
-            groups_per_step=2,
-            group_size=4,
-            steps=5,
-            sampling=SamplingConfig(max_tokens=10, extra={"ignore_eos": True}),
-        )
-        options = {"prompts": ROWS, "reward": even, "config": config}
-        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **options) as loop:
+        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **LOOP) as loop:
             return [step async for step in loop]
 
     steps = asyncio.run(run())
@@ -109,15 +112,8 @@ def test_a_trainer_that_dies_while_it_works_ahead_has_lost_time_alone(slow, tmp_
         rank_of(run_dir).kill()
 
     async def run() -> list:
-        config = LoopConfig(
-            groups_per_step=2,
-            group_size=4,
-            steps=5,
-            sampling=SamplingConfig(max_tokens=10, extra={"ignore_eos": True}),
-        )
-        options = {"prompts": ROWS, "reward": even, "config": config}
         killing = asyncio.create_task(kill_in_the_save_of(steps_before + 3))
-        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **options) as loop:
+        async with Loop(slow.client, tmp_path / "loop", optim=OPTIM, **LOOP) as loop:
             steps = [step async for step in loop]
         await killing
         return steps

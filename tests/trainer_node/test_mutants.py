@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         name="gradients of a forgotten batch stay",
         file="trainer_node/training/trainer.py",
-        old="self.begun = None\n            for p in self.model.params:\n                p.drop_grad()",
+        old="if self.begun is not None:\n            self.drop_pending()",
         new="self.begun = None",
         killer=BEGUN,
     ),

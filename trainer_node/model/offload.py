@@ -21,6 +21,13 @@ from typing import Any
 import torch
 
 
+def free_bytes() -> int:
+    """Bytes of the GPU that this process may still take: what nobody has, and what torch holds for
+    later tensors."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes in use since the process started: of the GPU's tensors, or of the process on a
     CPU."""

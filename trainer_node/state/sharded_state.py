@@ -10,7 +10,6 @@ Tensors are read with weights_only.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import math
@@ -269,11 +268,11 @@ class _Writer(filesystem.FileSystemWriter):
             results.append(
                 WriteResult(index=item.index, size_in_bytes=end - begin, storage_data=info)
             )
-        with contextlib.ExitStack() as at_the_end:
-            started: list[Writing] = []
-            # A collective, whatever happens to this rank's file.
-            at_the_end.callback(lambda: self._meanwhile(started))
+        started: list[Writing] = []
+        try:
             started.append(self._writer.start(Path(self.path) / name, parts))
+        finally:  # a collective, whatever happens to this rank's file
+            self._meanwhile(started)
         self.hashes[name] = started[0].wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -190,9 +190,9 @@ class Ahead:
 def can_begin(message: TrainStep) -> bool:
     """Whether a batch's packs can run before its job: all are one step's, and the loss needs no
     other passes."""
-    size, kl = message.mini_batch_sequences, message.loss.kl
+    size = message.mini_batch_sequences
     is_one_step = size is None or size >= _shape_of(message, "sequence_lengths")
-    return is_one_step and (kl is None or kl.reference == "given")
+    return is_one_step and not message.loss.needs_reference_passes
 
 
 def _shape_of(message: TrainStep, name: str) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LossSpec
+from trainer_node.model.offload import free_bytes
 from trainer_node.training import rng
 from trainer_node.training.batch import Batch
 
@@ -163,14 +164,13 @@ def _peak(trainer: Trainer, tokens: int) -> int:
 
 def _room(trainer: Trainer) -> int:
     """Bytes that a pass may take, besides gradients and moments. No probe may be allocated."""
-    free, total = torch.cuda.mem_get_info()
-    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    _, total = torch.cuda.mem_get_info()
     grads = sum(4 * p.param.numel() for p in trainer.model.params)
     moments = sum(
         8 * p.param.numel() for p, found in trainer.optimizer.tensors() if len(found) == 1
     )
     sender = SENDER_BYTES + (GATHER_BYTES if dist.get_world_size() > 1 else 0)
-    return int(free - grads - moments - sender - MARGIN * total)
+    return int(free_bytes() - grads - moments - sender - MARGIN * total)
 
 
 def probe(trainer: Trainer, tokens: int) -> None:

@@ -31,6 +31,7 @@ from trainer_node.adapters.references import References
 from trainer_node.model.model import Model
 from trainer_node.model.offload import (
     HostCopies,
+    free_bytes,
     peak_memory_bytes,
     storage_bytes,
     tensors_in,
@@ -157,7 +158,7 @@ class Trainer:
         """
         started = time.monotonic()
         try:
-            if loss.kl is not None and loss.kl.reference != "given":
+            if loss.kl is not None and loss.needs_reference_passes:
                 with self.references.in_place(loss.kl.adapter_dir):
                     base_T, _ = self.forward(
                         replace(batch, scored_T=None),
@@ -230,16 +231,12 @@ class Trainer:
         the largest pack so far took."""
         if self.model.device.type != "cuda":
             return True
-        free, _ = torch.cuda.mem_get_info()
-        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return free >= torch.cuda.max_memory_allocated() - self._resident
+        return free_bytes() >= torch.cuda.max_memory_allocated() - self._resident
 
     def drop_begun(self) -> None:
-        """Forget the gradients of the begun batch."""
+        """Forget the gradients of the begun batch; no others are pending."""
         if self.begun is not None:
-            self.begun = None
-            for p in self.model.params:
-                p.drop_grad()
+            self.drop_pending()
 
     def drop_pending(self) -> int:
         """Forget accumulated gradients. Returns how many batches they came from."""
@@ -308,7 +305,7 @@ class Trainer:
         """
         bind_loss(loss)
         self.pending.check(loss.normalize_by)
-        if loss.kl is not None and loss.kl.reference != "given":
+        if loss.kl is not None and loss.needs_reference_passes:
             self.model.need_adapters(
                 f"a KL term with reference {loss.kl.reference!r} (send reference log-probs and "
                 "use 'given')"

@@ -98,6 +98,11 @@ class LossSpec(Message):
     off_policy: bool = False
     """Some samples are of an older version: only a large gap gives a warning."""
 
+    @property
+    def needs_reference_passes(self) -> bool:
+        """Whether the trainer computes the reference's log-probs by passes of their own."""
+        return self.kl is not None and self.kl.reference != "given"
+
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, data: Any) -> Any:

@@ -119,6 +119,7 @@ def cluster_config(
     mode: PublicationMode = "in_place",
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
+    micro_batch_tokens: int | Literal["auto"] = 4096,
 ) -> ClusterConfig:
     """One trainer rank and one vLLM, LoRA of rank 16; makes the model in `folder` if it is not
     there.
@@ -147,7 +148,7 @@ def cluster_config(
         dtype=dtype,
         transport=transport,
         lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]),
-        micro_batch_tokens=4096,
+        micro_batch_tokens=micro_batch_tokens,
         admission="skip",
     )
     inference = InferenceConfig(

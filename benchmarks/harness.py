@@ -37,6 +37,8 @@ PACKAGES = (
     "cupy-cuda13x",
     "pyzmq",
     "triton",
+    "flash-linear-attention",
+    "tilelang",
 )
 
 

@@ -78,6 +78,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     lora=lora,
                     max_num_seqs=seqs,
                     pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
+                    micro_batch_tokens="auto",
                 ),
                 keep_versions=3,
             )
@@ -184,6 +185,7 @@ def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int)
     steps = taken[WARM_STEPS:]
     for step in steps:
         print(step.number, {name: round(s, 3) for name, s in step.seconds.items()}, flush=True)
+        print({k: v for k, v in step.metrics.items() if k.startswith("seconds_")}, flush=True)
     return {
         "tokens_per_s": tuple(tokens_of(s) / s.seconds["step"] for s in steps),
         "step_s": tuple(s.seconds["step"] for s in steps),

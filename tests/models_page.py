@@ -27,7 +27,7 @@ MEASURED = {
     "gpt_oss": ("gpt-oss-20b", "train-gpt-oss-20b-1xh200.json"),
     "glm4_moe_lite": ("GLM-4.7-Flash", "train-glm-4.7-flash-1xh200.json"),
     "llama": ("Llama-3.1-8B", "train-llama-8b-1xh200.json"),
-    "qwen3": ("Qwen3-8B", "train-8b-1xh200.json"),
+    "qwen3": ("Qwen3-8B", "train-8b-again-1xh200.json"),
     "qwen3_moe": ("Qwen3-30B-A3B", "train-30b-a3b-again-1xh200.json"),
     "qwen3_5_moe": ("Qwen3.5-35B-A3B", "train-qwen3.5-35b-a3b-1xh200.json"),
 }
@@ -91,7 +91,7 @@ and are published with it. A token of an image is refused (`tests/trainer_node/s
 | experts and their adapters in a few grouped products | SwiGLU without bias, experts whole on a rank, no adapter dropout | Megatron's grouped linears |
 | each HF tensor sent from where it lies in Megatron's parameters | it is an arrangement of a parameter's elements | Bridge's export of that tensor (the norm of gated delta rules) |
 | attention with sinks (gpt-oss) fused, on GPUs | cuDNN 9.18 or newer, which TransformerEngine must find first | TransformerEngine's unfused attention, slow and in much memory |
-| gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang or Triton 3.7.1 | chunks in torch, slower |
+| gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang and `nvcc`, or Triton 3.7.1 | chunks in torch, slower |
 | a received tensor placed directly in vLLM's parameter | vLLM's loader only copies | vLLM's reload of that layer |
 
 No path is chosen by a model's name. The trainer's log, and `fallbacks` in `splice status --json`, name
@@ -102,7 +102,7 @@ reloads.
 
 | what | why |
 | --- | --- |
-| attention heads wider than 128 (Qwen3.5, Gemma), except latent attention, on GPUs with a cuDNN older than 9.19 | 9.14's backward pass gave NaN on an H200; 9.19's did not |
+| attention heads wider than 128 (Qwen3.5, Gemma, latent attention), on GPUs with a cuDNN older than 9.19 | 9.14's backward pass was wrong on H200s: NaN for Qwen3.5's shape, another gradient for GLM-4.7-Flash's. 9.19's is finite, and not yet compared |
 | an architecture without a bridge (Qwen2-MoE, Mixtral, GLM-4 dense, Phi-3, OLMo 2) | Megatron-Bridge 0.6.2 has no mapping for it |
 | Ernie 4.5 MoE, OLMoE with `clip_qkv` | the check finds other log-probs than transformers' |
 | a bias or head that Bridge's mapping lacks (Llama's `attention_bias`, Gemma 3 untied) | its tensors would not be published |

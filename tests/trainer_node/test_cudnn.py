@@ -12,8 +12,14 @@ from orchestrator.errors import ConfigError
 from trainer_node.model import cudnn
 
 
-def provider(*, heads_of: int, is_latent: bool = False) -> types.SimpleNamespace:
-    return types.SimpleNamespace(kv_channels=heads_of, multi_latent_attention=is_latent)
+def grouped(width: int) -> types.SimpleNamespace:
+    return types.SimpleNamespace(kv_channels=width, multi_latent_attention=False)
+
+
+def latent(nope: int, rope: int) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        kv_channels=64, multi_latent_attention=True, qk_head_dim=nope, qk_pos_emb_head_dim=rope
+    )
 
 
 @pytest.fixture
@@ -27,12 +33,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def test_wide_heads_are_refused_with_an_older_cudnn(engine: types.ModuleType) -> None:
     engine.get_cudnn_version = lambda: (9, 14, 0)
-    with pytest.raises(ConfigError, match=r"heads of 256 .* cuDNN 9\.14\.0 and needs 9\.19\.0"):
-        cudnn.refuse_wide_heads(provider(heads_of=256))
-    cudnn.refuse_wide_heads(provider(heads_of=128))
-    cudnn.refuse_wide_heads(provider(heads_of=256, is_latent=True))
+    for wide in (grouped(256), latent(192, 64)):
+        with pytest.raises(ConfigError, match=r"heads of 256 .* cuDNN 9\.14\.0 and needs 9\.19\.0"):
+            cudnn.refuse_wide_heads(wide)
+    for narrow in (grouped(128), latent(64, 64)):
+        cudnn.refuse_wide_heads(narrow)
     engine.get_cudnn_version = lambda: (9, 19, 0)
-    cudnn.refuse_wide_heads(provider(heads_of=256))
+    cudnn.refuse_wide_heads(grouped(256))
 
 
 def test_sinks_run_unfused_with_an_older_cudnn(engine: types.ModuleType) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -223,17 +224,19 @@ def _has_delta_nets(provider: Any) -> bool:
 
 def _delta_rule_obstacle() -> str | None:
     """flash-linear-attention has no backward pass on Hopper GPUs with Triton from 3.4 up to 3.7.1,
-    which miscompiles it, and without tilelang."""
+    which miscompiles it, and without tilelang, which compiles with nvcc."""
     if importlib.util.find_spec("fla") is None:  # Megatron names the package
         return None
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+    from torch.utils.cpp_extension import CUDA_HOME
 
-    has_tilelang = importlib.util.find_spec("tilelang") is not None
+    has_nvcc = CUDA_HOME is not None and (Path(CUDA_HOME) / "bin" / "nvcc").exists()
+    has_tilelang = has_nvcc and importlib.util.find_spec("tilelang") is not None
     if has_tilelang or not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
         return None
     return (
-        "runs in torch, slower than flash-linear-attention's kernels; these need "
-        "tilelang or Triton 3.7.1 on this GPU"
+        "runs in torch, four times slower than flash-linear-attention's kernels; these need "
+        "tilelang with CUDA's nvcc (in CUDA_HOME or PATH), or Triton 3.7.1, on this GPU"
     )
 
 

@@ -12,7 +12,7 @@ on one cluster, rollouts from the served alias, training and publication.
 The peer of each is the strict loop, in the same run. Shapes from SPLICE_BENCH_SHAPES (8b on cuda,
 tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits on 80 GB). The two
 sides' work should balance, so on a GPU a few strict steps of two sizes come first, and the number
-of prompts is chosen from their times; SPLICE_BENCH_PROMPTS sets it (8 on a CPU). Each prompt has 4
+of prompts is chosen from their times, for saves that the next batch hides; SPLICE_BENCH_PROMPTS sets it (8 on a CPU). Each prompt has 4
 answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU) tokens. Answers have a fixed length, so no
 step waits for a long one. Prompts are a short sentence, or random token ids, as many as
 SPLICE_BENCH_PROMPT_TOKENS says: the trainer takes longer for long ones, and vLLM hardly does. Steps
@@ -98,7 +98,8 @@ def run(*, device: str, small: bool) -> list[Case]:
 
 
 def _prompts(client: SpliceClient, folder: Path, device: str) -> int:
-    """As many that rollouts take as long as training, saving and sending; see `balanced`."""
+    """As many that rollouts and a save take as long as training and sending: a batch that is there
+    when a save begins is trained on meanwhile. See `balanced`."""
     given = os.environ.get("SPLICE_BENCH_PROMPTS", "8" if device == "cpu" else "")
     if given:
         return int(given)
@@ -106,16 +107,17 @@ def _prompts(client: SpliceClient, folder: Path, device: str) -> int:
     for prompts, warm in SIZES.items():
         config = loop_config(device, 0, prompts)
         seconds = first_steps(client, folder / f"strict-{prompts}", config, warm + 1)[-1].seconds
-        rollouts_s, job_s = seconds["trainer_waits"], seconds["step"] - seconds["trainer_waits"]
-        times.append((prompts, rollouts_s + seconds["job.pause"], job_s))
+        rollouts_s, save_s = seconds["trainer_waits"], seconds["job.save"]
+        job_s = seconds["step"] - rollouts_s - save_s
+        times.append((prompts, rollouts_s + seconds["job.pause"] + save_s, job_s))
     chosen = balanced(*times)
-    print(f"prompts, seconds of rollouts, of the job: {times}; chosen: {chosen}", flush=True)
+    print(f"prompts, seconds of rollouts and save, the rest: {times}; {chosen} chosen", flush=True)
     return chosen
 
 
 def balanced(one: tuple[int, float, float], two: tuple[int, float, float]) -> int:
-    """Prompts with which both sides take the same time, from (prompts, seconds of rollouts, seconds
-    of the job) of two sizes, by straight lines through both. Pure.
+    """Prompts with which both sides take the same time, from (prompts, seconds of one side, of the
+    other) of two sizes, by straight lines through both. Pure.
     """
     (a, *seconds_a), (b, *seconds_b) = one, two
     gap_a, gap_b = seconds_a[0] - seconds_a[1], seconds_b[0] - seconds_b[1]

@@ -52,6 +52,7 @@ from trainer_node.launcher import host as trainer_host
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(run_cli.app)
 TABLE_WIDTH = 130
@@ -486,6 +487,11 @@ def doctor(
         typer.echo(json.dumps({"ok": fits, **rows}, indent=1))
     else:
         _print_findings(console, findings, gpus)
+        console.print(
+            f"This is {python}. --python names another environment's.",
+            highlight=False,
+            soft_wrap=True,
+        )
     raise typer.Exit(0 if fits else 1)
 
 

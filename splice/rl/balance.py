@@ -89,9 +89,12 @@ class Balance:
         if self.max_staleness == 0 and min(trainer, sampler) > BALANCED:
             return "strictly on-policy, the sides take turns: max_staleness = 1 lets them overlap"
         if trainer > max(BALANCED, 2 * sampler):
-            return "the trainer waits: give inference more GPUs or replicas, or shorten answers"
+            return (
+                "the trainer waits: take more answers a step (vLLM decodes many at once in about "
+                "the time of few), give inference more GPUs, or shorten answers"
+            )
         if sampler > max(BALANCED, 2 * trainer):
-            return "the sampler waits: give the trainer more GPUs, or sample more (group_size)"
+            return "the sampler waits: give the trainer more GPUs"
         if max(trainer, sampler) > BALANCED:
             return (
                 "both sides wait: a few long answers end each batch; raise max_staleness or "

@@ -12,11 +12,11 @@ on one cluster, rollouts from the served alias, training and publication.
 The peer of each is the strict loop, in the same run. Shapes from SPLICE_BENCH_SHAPES (8b on cuda,
 tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits on 80 GB). The two
 sides' work should balance, so on a GPU a few strict steps of two sizes come first, and the number
-of prompts is chosen from their times, for saves that the next batch hides; SPLICE_BENCH_PROMPTS sets it (8 on a CPU). Each prompt has 4
-answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU) tokens. Answers have a fixed length, so no
-step waits for a long one. Prompts are a short sentence, or random token ids, as many as
-SPLICE_BENCH_PROMPT_TOKENS says: the trainer takes longer for long ones, and vLLM hardly does. Steps
-from SPLICE_BENCH_SAMPLES (7).
+of prompts is chosen from their times, for saves that the next batch hides; SPLICE_BENCH_PROMPTS
+sets it (8 on a CPU). Each prompt has 4 answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU)
+tokens. Answers have a fixed length, so no step waits for a long one. Prompts are a short sentence,
+or random token ids, as many as SPLICE_BENCH_PROMPT_TOKENS says: the trainer takes longer for long
+ones, and vLLM hardly does. Steps from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
 (default) computes the KV cache of running answers anew after each publication, `keep_kv` keeps it.
 """

@@ -158,7 +158,10 @@ class Node:
                 outcome = self._dispatch(request)
             except Exception as caught:  # the boundary: an error ends the request, not the node
                 error = caught
-                log.exception("%s failed while %s", message.kind, request.phase)
+                stack = None if isinstance(caught, ConfigError) else caught  # a refusal says all
+                log.error(
+                    "%s failed while %s: %s", message.kind, request.phase, caught, exc_info=stack
+                )
             failures = self.lockstep.compare(error)
         diverged = has_diverged(failures, world_size=dist.get_world_size())
         diverged |= self._jobs.ahead.has_diverged

@@ -40,8 +40,12 @@ if ! grep -q '^torch==' "$lock"; then # a CUDA lock names torch itself
     fi
 fi
 "${pip[@]}" --no-deps -r "$lock"
-# Source distributions: TransformerEngine's extension compiles against the torch just installed.
-[ ! -f "${lock%.lock}-build.lock" ] || "${pip[@]}" --no-deps --no-build-isolation -r "${lock%.lock}-build.lock"
+# Source distributions: TransformerEngine's extension compiles against the torch just installed, with the same lock's nvcc and headers.
+if [ -f "${lock%.lock}-build.lock" ]; then
+    nvidia=$("$venv/bin/python" -c 'import nvidia; print(list(nvidia.__path__)[0])')
+    CUDA_HOME=$nvidia/cu13 PATH=$nvidia/cu13/bin:$PATH CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} \
+        "${pip[@]}" --no-deps --no-build-isolation -r "${lock%.lock}-build.lock"
+fi
 # The project itself, in place; the lock's setuptools builds it.
 # A path entry, not a finder: beside the clone, its folder `splice` would hide the package.
 "${pip[@]}" --no-deps --no-build-isolation --config-settings editable_mode=compat --editable "$here/.."

@@ -228,16 +228,21 @@ def _delta_rule_obstacle() -> str | None:
     if importlib.util.find_spec("fla") is None:  # Megatron names the package
         return None
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
-    from torch.utils.cpp_extension import CUDA_HOME
 
-    has_nvcc = CUDA_HOME is not None and (Path(CUDA_HOME) / "bin" / "nvcc").exists()
-    has_tilelang = has_nvcc and importlib.util.find_spec("tilelang") is not None
-    if has_tilelang or not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
+    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or _has_tilelang():
         return None
     return (
         "runs in torch, four times slower than flash-linear-attention's kernels; these need "
-        "tilelang with CUDA's nvcc (in CUDA_HOME or PATH), or Triton 3.7.1, on this GPU"
+        "tilelang with CUDA's nvcc, or Triton 3.7.1, on this GPU"
     )
+
+
+def _has_tilelang() -> bool:
+    if importlib.util.find_spec("tilelang") is None:
+        return False
+    from tilelang.env import CUDA_HOME
+
+    return (Path(CUDA_HOME) / "bin" / "nvcc").exists()
 
 
 def settle(model: Any, provider: Any) -> None:

@@ -37,6 +37,17 @@ def install() -> None:
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
 
 
+def use_kernels() -> None:
+    """Give Megatron's module flash-linear-attention's functions; see `megatron_import`."""
+    from fla.modules.convolution import causal_conv1d
+    from fla.modules.l2norm import l2norm
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    common.HAVE_FLA, common.l2norm = True, l2norm
+    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
+
+
 def l2norm(x: torch.Tensor) -> torch.Tensor:
     """Divide by the norm of the last axis, with flash-linear-attention's epsilon; in fp32, rounded
     once."""

@@ -1,4 +1,9 @@
-"""Imports Megatron-Bridge without its traces in this process."""
+"""Imports Megatron-Bridge without its traces in this process.
+
+Megatron's gated delta net imports flash-linear-attention, which asks the GPU for its name. That
+initialises CUDA's driver, and no fork of the process could use it (`launcher.ranks`). It is hidden
+here; `gated_delta.use_kernels` brings it back.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block stdout is stderr and no logger speaks below a warning; after it the root
-    logger is as before.
+    """Within the block stdout is stderr, no logger speaks below a warning, and
+    flash-linear-attention cannot be found; after it the root logger is as before.
 
     Bridge 0.6.2 imports Megatron-LM's training loop, which gives the root logger a handler that
     writes to stdout, and level INFO. A later `logging.basicConfig` would then do nothing, and
@@ -20,6 +25,7 @@ def quiet() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level, disabled = [*root.handlers], root.level, root.manager.disable
     logging.disable(max(disabled, logging.INFO))
+    fla = sys.modules.setdefault("fla", None)  # type: ignore[arg-type]
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -27,6 +33,8 @@ def quiet() -> Iterator[None]:
         root.handlers[:] = handlers
         root.setLevel(level)
         logging.disable(disabled)
+        if fla is None:
+            del sys.modules["fla"]
 
 
 def load() -> None:

@@ -46,7 +46,7 @@ from splice.smoke import rollouts
 GROUP_SIZE, LR = 4, 1e-4
 WARM_STEPS = 2
 """Not counted: kernels are loaded, and the asynchronous loop begins to overlap."""
-SIZES = {12: WARM_STEPS, 20: 1}
+SIZES = {16: WARM_STEPS, 48: 1}
 """Prompts of the steps that the balance is found with -> steps before the one that counts."""
 MOST_PROMPTS = 64
 ANSWER_TOKENS = {"cpu": 32, "cuda": 512}

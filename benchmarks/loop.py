@@ -117,11 +117,12 @@ def _prompts(client: SpliceClient, folder: Path, device: str) -> int:
 
 def balanced(one: tuple[int, float, float], two: tuple[int, float, float]) -> int:
     """Prompts with which both sides take the same time, from (prompts, seconds of one side, of the
-    other) of two sizes, by straight lines through both. Pure.
+    other) of two sizes, by straight lines through both; the first size where these do not meet.
+    Pure.
     """
     (a, *seconds_a), (b, *seconds_b) = one, two
     gap_a, gap_b = seconds_a[0] - seconds_a[1], seconds_b[0] - seconds_b[1]
-    if gap_a == gap_b:
+    if gap_a <= gap_b:  # more prompts do not help
         return a
     return min(MOST_PROMPTS, max(1, round(a + gap_a * (b - a) / (gap_a - gap_b))))
 

@@ -1,5 +1,5 @@
 # The trainer, and the orchestrator. Build from the repository root: docker build -f docker/trainer.Dockerfile -t splice-trainer .
-# The lock has CUDA's libraries, cuDNN and nvcc. TransformerEngine would load an image's own cuDNN before the lock's, so it must have none.
+# The lock has CUDA's libraries, cuDNN and nvcc.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential python3.12-dev python3.12-venv && \
     rm -rf /var/lib/apt/lists/*

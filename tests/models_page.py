@@ -25,7 +25,7 @@ from tests.trainer_node.topologies import DENSE, MOE
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 MEASURED = {
     "gpt_oss": ("gpt-oss-20b", "train-gpt-oss-20b-1xh200.json"),
-    "glm4_moe_lite": ("GLM-4.7-Flash", "train-glm-4.7-flash-1xh200.json"),
+    "glm4_moe_lite": ("GLM-4.7-Flash, cuDNN 9.14", "train-glm-4.7-flash-1xh200.json"),
     "llama": ("Llama-3.1-8B", "train-llama-8b-1xh200.json"),
     "qwen3": ("Qwen3-8B", "train-8b-again-1xh200.json"),
     "qwen3_moe": ("Qwen3-30B-A3B", "train-30b-a3b-again-1xh200.json"),

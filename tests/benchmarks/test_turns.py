@@ -113,6 +113,7 @@ def test_without_the_variable_nothing_is_locked(monkeypatch: pytest.MonkeyPatch)
         ((12, 5.0, 3.0), (20, 6.0, 4.0), 12),  # they never meet
         ((12, 9.0, 1.0), (20, 9.0, 1.5), MOST_PROMPTS),
         ((12, 1.0, 3.0), (20, 1.0, 5.0), 4),
+        ((16, 5.0, 4.0), (48, 7.0, 5.0), 16),  # they part
     ],
 )
 def test_prompts_with_which_both_sides_take_as_long(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
 
+from trainer_node.model import gated_delta
 from trainer_node.model.gated_delta import causal_conv1d, chunk_gated_delta_rule, l2norm
 
 LENGTHS = (130, 1, 64, 65, 200, 63, 7)
@@ -87,3 +93,50 @@ def test_the_convolution_stays_within_sequences(bias):
         for s in x.split(LENGTHS, dim=1)
     ]
     same(ours, torch.cat(theirs, dim=1))
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
+    """flash-linear-attention on a Hopper GPU with Triton 3.6, and tilelang without nvcc. Neither is
+    installed here."""
+    names = ("fla", "fla.utils", "fla.modules", "fla.modules.convolution", "fla.modules.l2norm",
+             "fla.ops", "fla.ops.gated_delta_rule",
+             "tilelang", "tilelang.env")  # fmt: skip # a list
+    made = {name: types.ModuleType(name) for name in names}
+    for name, module in made.items():
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    utils = made["fla.utils"]
+    utils.IS_NVIDIA_HOPPER = utils.TRITON_ABOVE_3_4_0 = True
+    utils.TRITON_ABOVE_3_7_1 = False
+    made["tilelang.env"].CUDA_HOME = str(tmp_path)
+    made["fla.modules.convolution"].causal_conv1d = "convolution"
+    made["fla.modules.l2norm"].l2norm = "norm"
+    made["fla.ops.gated_delta_rule"].chunk_gated_delta_rule = "rule"
+    return utils
+
+
+def test_flash_linear_attention_needs_a_backward_pass(
+    fla: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nvcc" in (gated_delta.kernels_obstacle() or "")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert gated_delta.kernels_obstacle() is None
+    monkeypatch.delitem(sys.modules, "tilelang")
+    assert "tilelang" in (gated_delta.kernels_obstacle() or "")
+    fla.TRITON_ABOVE_3_7_1 = True
+    assert gated_delta.kernels_obstacle() is None
+
+
+def test_megatron_gets_flash_linear_attention_back(
+    fla: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = types.ModuleType("megatron.core.ssm.gated_delta_net")
+    net.common, net.gdn = types.SimpleNamespace(), types.SimpleNamespace()
+    for name in ("megatron", "megatron.core", "megatron.core.ssm"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, net.__name__, net)
+    gated_delta.use_kernels()
+    assert (net.common.HAVE_FLA, net.common.l2norm) == (True, "norm")
+    assert (net.gdn.causal_conv1d, net.gdn.chunk_gated_delta_rule) == ("convolution", "rule")

@@ -42,6 +42,6 @@ def _older(needed: tuple[int, int, int]) -> str | None:
         return None
     has, needs = (".".join(map(str, version)) for version in (found, needed))
     return (
-        f"TransformerEngine loaded cuDNN {has} and needs {needs}; put the folder of a newer one "
-        "first in LD_LIBRARY_PATH, such as site-packages/nvidia/cudnn/lib, or remove the older one"
+        f"TransformerEngine loaded cuDNN {has} and needs {needs}; set CUDNN_HOME to the folder "
+        "of a newer one, such as site-packages/nvidia/cudnn"
     )

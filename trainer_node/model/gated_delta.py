@@ -17,8 +17,10 @@ chunk, S = sequences.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,29 @@ def use_kernels() -> None:
 
     common.HAVE_FLA, common.l2norm = True, l2norm
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
+
+
+def kernels_obstacle() -> str | None:
+    """flash-linear-attention has no backward pass of the rule on Hopper GPUs without tilelang,
+    which compiles with nvcc, and with Triton from 3.4 up to 3.7.1, which miscompiles it."""
+    if importlib.util.find_spec("fla") is None:  # Megatron names the package
+        return None
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+
+    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or _has_tilelang():
+        return None
+    return (
+        "runs in torch, four times slower than flash-linear-attention's kernels; these need "
+        "tilelang with CUDA's nvcc, or Triton 3.7.1, on this GPU"
+    )
+
+
+def _has_tilelang() -> bool:
+    if importlib.util.find_spec("tilelang") is None:
+        return False
+    from tilelang.env import CUDA_HOME
+
+    return (Path(CUDA_HOME) / "bin" / "nvcc").exists()
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:

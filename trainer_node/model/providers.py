@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
         from megatron.core.ssm.gated_delta_net import gdn
 
         gated_delta.use_kernels()
-        if _delta_rule_obstacle() is not None:
+        if gated_delta.kernels_obstacle() is not None:
             gdn.chunk_gated_delta_rule = gated_delta.chunk_gated_delta_rule
     provider.finalize()
     if config.device != "cpu":
@@ -112,7 +111,7 @@ def fallbacks(provider: Any, config: TrainerConfig) -> dict[str, str]:
     if config.device == "cpu":
         return {}
     found = {
-        "gated delta rule": _delta_rule_obstacle() if _has_delta_nets(provider) else None,
+        "gated delta rule": gated_delta.kernels_obstacle() if _has_delta_nets(provider) else None,
         "attention": cudnn.sinks_obstacle() if provider.softmax_type == "learnable" else None,
     }
     return {part: what for part, what in found.items() if what is not None}
@@ -222,29 +221,6 @@ def _plain_query_projections() -> None:
 
 def _has_delta_nets(provider: Any) -> bool:
     return bool(provider.experimental_attention_variant == "gated_delta_net")
-
-
-def _delta_rule_obstacle() -> str | None:
-    """flash-linear-attention has no backward pass on Hopper GPUs with Triton from 3.4 up to 3.7.1,
-    which miscompiles it, and without tilelang, which compiles with nvcc."""
-    if importlib.util.find_spec("fla") is None:  # Megatron names the package
-        return None
-    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
-
-    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or _has_tilelang():
-        return None
-    return (
-        "runs in torch, four times slower than flash-linear-attention's kernels; these need "
-        "tilelang with CUDA's nvcc, or Triton 3.7.1, on this GPU"
-    )
-
-
-def _has_tilelang() -> bool:
-    if importlib.util.find_spec("tilelang") is None:
-        return False
-    from tilelang.env import CUDA_HOME
-
-    return (Path(CUDA_HOME) / "bin" / "nvcc").exists()
 
 
 def settle(model: Any, provider: Any) -> None:

@@ -26,6 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from splice import machine
+
 PACKAGES = (
     "torch",
     "vllm",
@@ -154,7 +156,7 @@ def with_case(result: Result, case: Case) -> Result:
 
 def inference_python() -> Path:
     """The interpreter that has vLLM: SPLICE_INFERENCE_PYTHON, else .venv-inference's."""
-    return Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ".venv-inference/bin/python")).absolute()
+    return Path(os.environ.get("SPLICE_INFERENCE_PYTHON", machine.inference_python())).absolute()
 
 
 def installed_packages() -> dict[str, str]:

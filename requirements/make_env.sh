@@ -40,11 +40,13 @@ if ! grep -q '^torch==' "$lock"; then # a CUDA lock names torch itself
     fi
 fi
 "${pip[@]}" --no-deps -r "$lock"
-# Source distributions: TransformerEngine's extension compiles against the torch just installed, with the same lock's headers; its setup asks nvcc for a version.
+# Source distributions: TransformerEngine's extension compiles against the torch just installed, with the same lock's headers. Its setup
+# asks nvcc for a version, and compiles on all cores if it finds ninja.
 if [ -f "${lock%.lock}-build.lock" ]; then
     nvidia=$("$venv/bin/python" -c 'import nvidia; print(list(nvidia.__path__)[0])')
-    bin=$(cd "$venv/bin" && pwd) # with ninja: compiling takes all cores
-    NVTE_PYTORCH_FORCE_BUILD=TRUE CUDA_HOME=$nvidia/cu13 PATH=$bin:$nvidia/cu13/bin:$PATH CPATH=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH} \
+    bin=$(cd "$venv/bin" && pwd)
+    headers=$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH}
+    NVTE_PYTORCH_FORCE_BUILD=TRUE CUDA_HOME=$nvidia/cu13 PATH=$bin:$nvidia/cu13/bin:$PATH CPATH=$headers \
         "${pip[@]}" --no-deps --no-build-isolation -r "${lock%.lock}-build.lock"
 fi
 # The project itself, in place; the lock's setuptools builds it.

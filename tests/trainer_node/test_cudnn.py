@@ -3,8 +3,11 @@ answer to the one question that is asked is put in its place."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +43,23 @@ def test_wide_heads_are_refused_with_an_older_cudnn(engine: types.ModuleType) ->
         cudnn.refuse_wide_heads(narrow)
     engine.get_cudnn_version = lambda: (9, 19, 0)
     cudnn.refuse_wide_heads(grouped(256))
+
+
+def test_torchs_cudnn_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia", "nvidia.cudnn"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(os, "environ", {})
+    cudnn.prefer_torchs()
+    assert os.environ == {}, "torch came without one"
+    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    importlib.invalidate_caches()
+    cudnn.prefer_torchs()
+    assert os.environ == {"CUDNN_HOME": str(tmp_path / "nvidia" / "cudnn")}
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):  # the user's
+        monkeypatch.setattr(os, "environ", {name: "mine"})
+        cudnn.prefer_torchs()
+        assert os.environ == {name: "mine"}
 
 
 def test_sinks_run_unfused_with_an_older_cudnn(engine: types.ModuleType) -> None:

@@ -138,5 +138,8 @@ def test_megatron_gets_flash_linear_attention_back(
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, net.__name__, net)
     gated_delta.use_kernels()
+    assert net.gdn.chunk_gated_delta_rule is chunk_gated_delta_rule, "theirs cannot train"
+    fla.TRITON_ABOVE_3_7_1 = True
+    gated_delta.use_kernels()
     assert (net.common.HAVE_FLA, net.common.l2norm) == (True, "norm")
     assert (net.gdn.causal_conv1d, net.gdn.chunk_gated_delta_rule) == ("convolution", "rule")

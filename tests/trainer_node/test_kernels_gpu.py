@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
@@ -37,27 +38,27 @@ def differences(kernel: Function, reference: Function, inputs: list[torch.Tensor
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize(
-    ("heads", "groups", "width", "value_width"),
+    ("heads", "groups", "width"),
     [
-        pytest.param(32, 8, 128, 128, id="usual"),
-        pytest.param(16, 2, 256, 256, id="qwen3.5"),
-        pytest.param(20, 20, 256, 256, id="glm-4.7-flash"),
-        pytest.param(16, 16, 192, 192, id="deepseek"),
+        pytest.param(32, 8, 128, id="usual"),
+        pytest.param(16, 2, 256, id="qwen3.5"),
+        pytest.param(20, 20, 256, id="glm-4.7-flash"),
+        pytest.param(16, 16, 192, id="deepseek"),
     ],
 )
-def test_attention(heads: int, groups: int, width: int, value_width: int) -> None:
+def test_attention(heads: int, groups: int, width: int) -> None:
     from transformer_engine.pytorch import DotProductAttention
 
     torch.manual_seed(1)
-    bounds = [0]
-    for length in LENGTHS:
-        bounds.append(bounds[-1] + length)
-    sizes = ((heads, width), (groups, width), (groups, value_width))
-    inputs = [torch.randn(bounds[-1], *size, device="cuda").bfloat16() for size in sizes]
+    bounds = list(accumulate(LENGTHS, initial=0))
+    inputs = [
+        torch.randn(bounds[-1], count, width, device="cuda").bfloat16()
+        for count in (heads, groups, groups)
+    ]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     attention = DotProductAttention(
         heads,
-        (width, value_width),
+        width,
         num_gqa_groups=groups,
         attention_dropout=0.0,
         qkv_format="thd",
@@ -81,7 +82,7 @@ def test_attention(heads: int, groups: int, width: int, value_width: int) -> Non
             q, k, v, bounds, scale=width**-0.5, window=None, sink_A=None, context_group=ONE_RANK
         )
 
-    assert max(differences(kernel, reference, inputs)) < BOUND
+    assert all(found < BOUND for found in differences(kernel, reference, inputs))  # none is NaN
 
 
 @pytest.mark.gpu1
@@ -110,4 +111,5 @@ def test_the_gated_delta_rule() -> None:
         return run
 
     ours = by(gated_delta.chunk_gated_delta_rule)
-    assert max(differences(by(chunk_gated_delta_rule), ours, inputs)) < BOUND
+    found = differences(by(chunk_gated_delta_rule), ours, inputs)
+    assert all(difference < BOUND for difference in found)

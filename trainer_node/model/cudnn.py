@@ -1,7 +1,9 @@
-"""What attention on GPUs asks of the cuDNN that TransformerEngine loaded."""
+"""Which cuDNN TransformerEngine loads, and what attention on GPUs asks of it."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -10,6 +12,16 @@ WITH_SINKS = (9, 18, 0)
 # On H200s, 9.14's backward pass of heads of 256 gave NaN (grouped heads), or another gradient than
 # 9.19's for the same forward bits (latent attention: a norm of 1.41 instead of 1.60).
 WITH_WIDE_HEADS = (9, 19, 0)
+
+
+def prefer_torchs() -> None:
+    """Name the cuDNN that came with torch, unless the user names one. TransformerEngine would load
+    the system's, if there is one, beside it. Call it before TransformerEngine is imported."""
+    if "CUDNN_PATH" in os.environ or importlib.util.find_spec("nvidia") is None:
+        return
+    found = importlib.util.find_spec("nvidia.cudnn")
+    if found is not None and found.submodule_search_locations:
+        os.environ.setdefault("CUDNN_HOME", found.submodule_search_locations[0])
 
 
 def sinks_obstacle() -> str | None:

@@ -33,27 +33,33 @@ CHUNK = 64
 
 def install() -> None:
     """Give Megatron's module the functions, as if flash-linear-attention were installed."""
-    from megatron.core.ssm.gated_delta_net import common, gdn
-
-    common.HAVE_FLA, common.l2norm = True, l2norm
-    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
+    _give(l2norm, causal_conv1d, chunk_gated_delta_rule)
 
 
 def use_kernels() -> None:
-    """Give Megatron's module flash-linear-attention's functions; see `megatron_import`."""
-    from fla.modules.convolution import causal_conv1d
-    from fla.modules.l2norm import l2norm
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    """Give Megatron's module flash-linear-attention's functions (see `megatron_import`), but the
+    rule in torch where theirs cannot train. Megatron names the package if it is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return
+    from fla.modules import convolution
+    from fla.modules import l2norm as norm
+    from fla.ops import gated_delta_rule as theirs
+
+    rule = theirs.chunk_gated_delta_rule if kernels_obstacle() is None else chunk_gated_delta_rule
+    _give(norm.l2norm, convolution.causal_conv1d, rule)
+
+
+def _give(norm: Any, convolution: Any, rule: Any) -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
 
-    common.HAVE_FLA, common.l2norm = True, l2norm
-    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = causal_conv1d, chunk_gated_delta_rule
+    common.HAVE_FLA, common.l2norm = True, norm
+    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = convolution, rule
 
 
 def kernels_obstacle() -> str | None:
     """flash-linear-attention has no backward pass of the rule on Hopper GPUs without tilelang,
     which compiles with nvcc, and with Triton from 3.4 up to 3.7.1, which miscompiles it."""
-    if importlib.util.find_spec("fla") is None:  # Megatron names the package
+    if importlib.util.find_spec("fla") is None:
         return None
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 

@@ -8,11 +8,11 @@ here; `gated_delta.use_kernels` brings it back.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Iterator
+
+from trainer_node.model import cudnn
 
 
 @contextlib.contextmanager
@@ -40,12 +40,7 @@ def quiet() -> Iterator[None]:
 
 
 def load() -> None:
-    """Import it; on a CPU `cpu_shims.apply` does.
-
-    TransformerEngine would load the system's cuDNN, another one than torch's, if there is one.
-    """
-    cudnn = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    if cudnn is not None and "CUDNN_PATH" not in os.environ:
-        os.environ.setdefault("CUDNN_HOME", next(iter(cudnn.submodule_search_locations or ())))
+    """Import it; on a CPU `cpu_shims.apply` does."""
+    cudnn.prefer_torchs()
     with quiet():
         import megatron.bridge  # noqa: F401

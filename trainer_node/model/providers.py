@@ -8,7 +8,6 @@ built model. The CPU tier differs in `cpu_shims.without_cuda` alone.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -94,12 +93,8 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
         provider.recompute_method, provider.recompute_num_layers = "uniform", 1
     if config.device == "cpu":
         cpu_shims.without_cuda(provider)
-    elif _has_delta_nets(provider) and importlib.util.find_spec("fla") is not None:
-        from megatron.core.ssm.gated_delta_net import gdn
-
+    elif _has_delta_nets(provider):
         gated_delta.use_kernels()
-        if gated_delta.kernels_obstacle() is not None:
-            gdn.chunk_gated_delta_rule = gated_delta.chunk_gated_delta_rule
     provider.finalize()
     if config.device != "cpu":
         cudnn.refuse_wide_heads(provider)

@@ -31,10 +31,13 @@ def start(config: TrainerConfig) -> Trainer:
         cpu_shims.apply()
     megatron_import.load()
     # Late, because on a CPU Megatron can be imported only after the shims.
+    from trainer_node.model import kernel_check
     from trainer_node.model.build import build
     from trainer_node.training.trainer import Trainer
 
     trainer = Trainer(build(config, hf_config))
+    if trainer.model.device.type == "cuda":
+        kernel_check.check(trainer.model)
     if config.adapter is not None:
         trainer.load_adapter(config.adapter)
     if trainer.model.device.type == "cuda":

@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 
+ADVICE = "set CUDNN_HOME to the folder of a newer one, such as site-packages/nvidia/cudnn"
 WITH_SINKS = (9, 18, 0)
 # On H200s, 9.14's backward pass of heads of 256 gave NaN (grouped heads), or another gradient than
 # 9.19's for the same forward bits (latent attention: a norm of 1.41 instead of 1.60).
@@ -45,15 +46,21 @@ def refuse_wide_heads(provider: Any) -> None:
         raise ConfigError(f"the gradient of attention heads of {width} can be wrong here: {older}")
 
 
-def _older(needed: tuple[int, int, int]) -> str | None:
-    """What to do, if the loaded cuDNN is older than the needed one."""
+def version() -> str:
+    """As MAJOR.MINOR.PATCH."""
+    return ".".join(map(str, _version()))
+
+
+def _version() -> tuple[int, int, int]:
     from transformer_engine.pytorch.utils import get_cudnn_version
 
-    found = get_cudnn_version()
-    if found >= needed:
+    found: tuple[int, int, int] = get_cudnn_version()
+    return found
+
+
+def _older(needed: tuple[int, int, int]) -> str | None:
+    """What to do, if the loaded cuDNN is older than the needed one."""
+    if _version() >= needed:
         return None
-    has, needs = (".".join(map(str, version)) for version in (found, needed))
-    return (
-        f"TransformerEngine loaded cuDNN {has} and needs {needs}; set CUDNN_HOME to the folder "
-        "of a newer one, such as site-packages/nvidia/cudnn"
-    )
+    needs = ".".join(map(str, needed))
+    return f"TransformerEngine loaded cuDNN {version()} and needs {needs}; {ADVICE}"

@@ -70,7 +70,7 @@ def attend(
             k_AKD, v_AKV = (t.repeat_interleave(heads_of_group, dim=0) for t in (k_AKD, v_AKV))
         mask = None
         if size > 1 or window is not None or sink_A is not None:
-            mask = _visible(length, window, rank=rank, size=size)
+            mask = _visible(length, window, rank=rank, size=size).to(query.device)
         if sink_A is not None and mask is not None:
             mask = _with_sink(mask, sink_A.to(q_AQD.dtype))
             k_AKD, v_AKV = (functional.pad(t, (0, 0, 1, 0)) for t in (k_AKD, v_AKV))

@@ -1,0 +1,15 @@
+"""See `kernels`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_node import families
+from tests.trainer_node.conftest import Ranks
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
+def test_attention_kernels_are_checked(torchrun: Ranks, tmp_path: Path, family: str) -> None:
+    torchrun(1, "kernels", families.make(family, tmp_path / family))

@@ -1,0 +1,145 @@
+"""Checks the attention kernels that this GPU's TransformerEngine and cuDNN give a model.
+
+    each kind of attention layer -> random packed queries, keys and values in bf16
+    -> output and gradients by the layer, and in fp32 by torch -> they differ by rounding alone
+
+A wrong backward pass shows nowhere else: cuDNN 9.14 had the right output for heads of 256, and
+other gradients.
+
+Axes: T = tokens of the pack, A = heads, G = key-value heads, D = their size, V = the values' size.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from orchestrator.errors import ConfigError
+from trainer_node.model import cudnn
+from trainer_node.model.cpu_te.attention import attend
+from trainer_node.model.model import Model
+from trainer_node.training import rng
+
+LENGTHS = (700, 64, 333)
+BOUND = 0.03
+"""Of a tensor's norm: some times what bf16 leaves."""
+NAMES = ("output", "query's gradient", "key's gradient", "value's gradient")
+_ONE_RANK = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+Function = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What an attention kernel is chosen by. `window` as in `attend`."""
+
+    heads: int
+    groups: int
+    width: int
+    value_width: int
+    scale: float
+    window: int | None
+    has_sinks: bool
+
+    @staticmethod
+    def of(attention: Attention) -> Kind:
+        """Of one layer."""
+        config = attention.core_attention.config  # a kind of its own may differ from the model's
+        heads = attention.num_attention_heads_per_partition
+        is_latent = config.multi_latent_attention
+        width = attention.q_head_dim if is_latent else attention.hidden_size_per_attention_head
+        scale = attention.softmax_scale if is_latent else config.softmax_scale
+        is_window = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, attention.layer_number
+        )
+        return Kind(
+            heads=heads,
+            groups=heads if is_latent else attention.num_query_groups_per_partition,
+            width=width,
+            value_width=config.v_head_dim if is_latent else width,
+            scale=width**-0.5 if scale is None else scale,
+            window=config.window_size[0] if is_window else None,
+            has_sinks=config.softmax_type == "learnable",
+        )
+
+
+def check(model: Model) -> None:
+    """Check each kind of attention among a model's layers. In fp32 TransformerEngine has no fused
+    kernel; with context parallelism a layer is a collective, and is not checked.
+
+    Raises:
+        ConfigError: a kernel is wrong.
+    """
+    config, device = model.config, model.device
+    if config.dtype != "bfloat16" or config.parallel.context > 1:
+        return
+    generators = rng.state(device)
+    try:
+        _check(model.modules[0], device)
+    finally:
+        rng.restore(generators, device)
+
+
+def _check(module: torch.nn.Module, device: torch.device) -> None:
+    layers = [m for m in module.modules() if isinstance(m, Attention)]
+    for kind, layer in {Kind.of(layer): layer for layer in layers}.items():
+        for name, difference in zip(NAMES, _differences(layer, kind, device), strict=True):
+            if not difference <= BOUND:  # NaN too
+                raise ConfigError(
+                    f"attention is wrong on this GPU: with heads of {kind.width}, the {name} "
+                    f"differs from torch's by {difference:.0%} of its norm. TransformerEngine "
+                    f"loaded cuDNN {cudnn.version()}: {cudnn.ADVICE}"
+                )
+
+
+def _differences(layer: Attention, kind: Kind, device: torch.device) -> list[float]:
+    bounds = list(accumulate(LENGTHS, initial=0))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(LENGTHS),
+        max_seqlen_kv=max(LENGTHS),
+    )
+
+    def kernel(*qkv: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer._run_core_attention(
+            *qkv, None, attn_mask_type=layer.attn_mask_type, packed_seq_params=packed
+        )
+        return output.flatten(1)
+
+    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        sinks = layer.core_attention.softmax_offset.flatten() if kind.has_sinks else None
+        return attend(
+            q, k, v, bounds,
+            scale=kind.scale, window=kind.window, sink_A=sinks, context_group=_ONE_RANK,
+        )  # fmt: skip # tensors, then rules
+
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = ((kind.heads, kind.width), (kind.groups, kind.width), (kind.groups, kind.value_width))
+    *qkv, slope = (
+        torch.randn(bounds[-1], *size, generator=generator, device=device)
+        for size in (*sizes, (kind.heads * kind.value_width,))
+    )
+    return differences(kernel, reference, qkv, slope)
+
+
+def differences(
+    kernel: Function, reference: Function, inputs: list[torch.Tensor], slope: torch.Tensor
+) -> list[float]:
+    """Of a kernel in bf16 to a reference in fp32: output, and the gradient of each input for the
+    output's `slope`, relative to the reference's norm."""
+    found = []
+    for function, dtype in ((kernel, torch.bfloat16), (reference, torch.float32)):
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
+        output = function(*leaves)
+        gradients = torch.autograd.grad(output, leaves, slope.bfloat16().to(output.dtype))
+        found.append([x.detach().float() for x in (output, *gradients)])
+    return [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]

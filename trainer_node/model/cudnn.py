@@ -33,7 +33,8 @@ def sinks_obstacle() -> str | None:
 
 
 def refuse_wide_heads(provider: Any) -> None:
-    """Refuse attention with heads wider than 128 if its gradient may be wrong.
+    """Refuse attention with heads wider than 128 if its gradient may be wrong, by the version of
+    cuDNN. For context parallelism, where `kernel_check` does not compare what is computed.
 
     Raises:
         ConfigError: the cuDNN is too old for the model's heads.

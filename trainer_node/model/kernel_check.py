@@ -71,7 +71,8 @@ class Kind:
 
 def check(model: Model) -> None:
     """Check each kind of attention among a model's layers. In fp32 TransformerEngine has no fused
-    kernel; with context parallelism a layer is a collective, and is not checked.
+    kernel. With context parallelism a layer is a collective and is not checked: there
+    `cudnn.refuse_wide_heads` goes by the version.
 
     Raises:
         ConfigError: a kernel is wrong.

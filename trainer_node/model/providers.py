@@ -96,7 +96,7 @@ def prepare(provider: Any, bridge: Any, config: TrainerConfig, hf_config: Any) -
     elif _has_delta_nets(provider):
         gated_delta.use_kernels()
     provider.finalize()
-    if config.device != "cpu":
+    if config.device != "cpu" and config.parallel.context > 1:
         cudnn.refuse_wide_heads(provider)
 
 

@@ -10,13 +10,15 @@ on one cluster, rollouts from the served alias, training and publication.
     discarded       rollouts that were asked for and not trained on, found by `splice.rl.checker`
 
 The peer of each is the strict loop, in the same run. Shapes from SPLICE_BENCH_SHAPES (8b on cuda,
-tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits on 80 GB). The two
-sides' work should balance, so on a GPU a few strict steps of two sizes come first, and the number
-of prompts is chosen from their times, for saves that the next batch hides; SPLICE_BENCH_PROMPTS
-sets it (8 on a CPU). Each prompt has 4 answers of SPLICE_BENCH_ANSWER_TOKENS (512; 32 on a CPU)
-tokens. Answers have a fixed length, so no step waits for a long one. Prompts are a short sentence,
-or random token ids, as many as SPLICE_BENCH_PROMPT_TOKENS says: the trainer takes longer for long
-ones, and vLLM hardly does. Steps from SPLICE_BENCH_SAMPLES (7).
+tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits on 80 GB). A step
+has SPLICE_BENCH_PROMPTS prompts (24; 8 on a CPU), each with 4 answers of SPLICE_BENCH_ANSWER_TOKENS
+(512; 32 on a CPU) tokens. Answers have a fixed length, so no step waits for a long one.
+
+The two sides' work should balance. The trainer takes longer for longer prompts, and vLLM hardly
+does; more prompts cost both alike. So on a GPU a few strict steps with prompts of two lengths come
+first, and the length is chosen from their times, for saves that the next batch hides.
+SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence.
+Steps from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
 (default) computes the KV cache of running answers anew after each publication, `keep_kv` keeps it.
 """
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -46,15 +48,18 @@ from splice.smoke import rollouts
 GROUP_SIZE, LR = 4, 1e-4
 WARM_STEPS = 2
 """Not counted: kernels are loaded, and the asynchronous loop begins to overlap."""
-SIZES = {16: WARM_STEPS, 48: 1}
-"""Prompts of the steps that the balance is found with -> steps before the one that counts."""
-MOST_PROMPTS = 64
+LENGTHS = {64: WARM_STEPS, 1024: 1}
+"""Tokens of prompts of the steps that the balance is found with -> steps before the one that
+counts."""
+LONGEST = 4096
+PROMPTS = {"cpu": 8, "cuda": 24}
 ANSWER_TOKENS = {"cpu": 32, "cuda": 512}
 MODES = {"strict": 0, "async": 1}
 """Name -> max_staleness."""
 PHASES = ("train", "save", "ahead", "send", "pause")
 """Of a job."""
 Measured = dict[str, tuple[float, ...]]
+Row = dict[str, Any]
 
 
 def run(*, device: str, small: bool) -> list[Case]:
@@ -67,16 +72,16 @@ def run(*, device: str, small: bool) -> list[Case]:
     for plan in shapes.split(","):
         shape, _, lora = plan.partition("/")
         lora = lora or "lora-all"
+        count = int(os.environ.get("SPLICE_BENCH_PROMPTS", PROMPTS[device]))
         with TemporaryDirectory(prefix="splice-bench-") as name:
             folder = Path(name)
-            seqs = GROUP_SIZE * MOST_PROMPTS if device == "cuda" else 64
             cluster_config = replace(
                 clusters.cluster_config(
                     shape,
                     folder,
                     device=device,
                     lora=lora,
-                    max_num_seqs=seqs,
+                    max_num_seqs=max(64, GROUP_SIZE * count),
                     pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
                     micro_batch_tokens="auto",
                 ),
@@ -84,47 +89,48 @@ def run(*, device: str, small: bool) -> list[Case]:
             )
             with turns.started(Cluster(cluster_config)) as cluster, turns.alone():
                 cluster.client.run(InitialSyncJob())
-                prompts = _prompts(cluster.client, folder, device)
-                found = {
-                    mode: _measure(
-                        cluster.client, folder / mode, loop_config(device, stale, prompts), steps
-                    )
-                    for mode, stale in MODES.items()
-                }
-        settings = loop_config(device, MODES["async"], prompts).model_dump(mode="json")
-        settings |= {"pause_mode": pause_mode, "prompt_tokens": _prompt_tokens() or "a sentence"}
+                config = loop_config(device, MODES["strict"], count)
+                length = _length(cluster.client, folder, device, config)
+                rows = make_rows(count, length)
+                found = {}
+                for mode, stale in MODES.items():
+                    config = loop_config(device, stale, count)
+                    found[mode] = _measure(cluster.client, folder / mode, config, rows, steps)
+        settings = config.model_dump(mode="json")
+        settings |= {"pause_mode": pause_mode, "prompt_tokens": length or "a sentence"}
         cases += _cases(f"{shape}/{lora}/1to1", found, settings)
     return cases
 
 
-def _prompts(client: SpliceClient, folder: Path, device: str) -> int:
-    """As many that rollouts and a save take as long as training and sending: a batch that is there
-    when a save begins is trained on meanwhile. See `balanced`."""
-    given = os.environ.get("SPLICE_BENCH_PROMPTS", "8" if device == "cpu" else "")
+def _length(client: SpliceClient, folder: Path, device: str, config: LoopConfig) -> int:
+    """Tokens of a prompt with which rollouts and a save take as long as training and sending: a
+    batch that is there when a save begins is trained on meanwhile. See `balanced`."""
+    given = os.environ.get("SPLICE_BENCH_PROMPT_TOKENS", "0" if device == "cpu" else "")
     if given:
         return int(given)
     times = []
-    for prompts, warm in SIZES.items():
-        config = loop_config(device, 0, prompts)
-        seconds = first_steps(client, folder / f"strict-{prompts}", config, warm + 1)[-1].seconds
+    for length, warm in LENGTHS.items():
+        rows = make_rows(config.groups_per_step, length)
+        taken = first_steps(client, folder / f"strict-{length}", config, rows, warm + 1)
+        seconds = taken[-1].seconds
         rollouts_s, save_s = seconds["trainer_waits"], seconds["job.save"]
         job_s = seconds["step"] - rollouts_s - save_s
-        times.append((prompts, rollouts_s + seconds["job.pause"] + save_s, job_s))
+        times.append((length, rollouts_s + seconds["job.pause"] + save_s, job_s))
     chosen = balanced(*times)
-    print(f"prompts, seconds of rollouts and save, the rest: {times}; {chosen} chosen", flush=True)
+    print(f"tokens, seconds of rollouts and save, the rest: {times}; {chosen} chosen", flush=True)
     return chosen
 
 
 def balanced(one: tuple[int, float, float], two: tuple[int, float, float]) -> int:
-    """Prompts with which both sides take the same time, from (prompts, seconds of one side, of the
-    other) of two sizes, by straight lines through both; the first size where these do not meet.
-    Pure.
+    """Tokens of a prompt with which both sides take the same time, from (tokens, seconds of one
+    side, of the other) of two lengths, by straight lines through both; the first length where these
+    do not meet. Pure.
     """
     (a, *seconds_a), (b, *seconds_b) = one, two
     gap_a, gap_b = seconds_a[0] - seconds_a[1], seconds_b[0] - seconds_b[1]
-    if gap_a <= gap_b:  # more prompts do not help
+    if gap_a <= gap_b:  # longer prompts do not help
         return a
-    return min(MOST_PROMPTS, max(1, round(a + gap_a * (b - a) / (gap_a - gap_b))))
+    return min(LONGEST, max(1, round(a + gap_a * (b - a) / (gap_a - gap_b))))
 
 
 def loop_config(device: str, max_staleness: int, prompts: int) -> LoopConfig:
@@ -139,20 +145,31 @@ def loop_config(device: str, max_staleness: int, prompts: int) -> LoopConfig:
 
 
 def first_steps(
-    client: SpliceClient, folder: Path, config: LoopConfig, count: int, *, lr: float = LR
+    client: SpliceClient,
+    folder: Path,
+    config: LoopConfig,
+    rows: Sequence[Row],
+    count: int,
+    *,
+    lr: float = LR,
 ) -> list[Step]:
-    """The first steps of a new loop."""
-    return asyncio.run(_taken(client, folder, config, count, lr))
+    """The first `count` steps of a new loop over `rows`."""
+    return asyncio.run(_taken(client, folder, config, rows, count, lr))
 
 
 async def _taken(
-    client: SpliceClient, folder: Path, config: LoopConfig, count: int, lr: float
+    client: SpliceClient,
+    folder: Path,
+    config: LoopConfig,
+    rows: Sequence[Row],
+    count: int,
+    lr: float,
 ) -> list[Step]:
     taken: list[Step] = []
     loop = Loop(
         client,
         folder,
-        prompts=_rows(),
+        prompts=rows,
         reward=_reward,
         config=config,
         loss=LossSpec(name="grpo"),
@@ -166,22 +183,19 @@ async def _taken(
     return taken
 
 
-def _rows() -> list[dict[str, Any]]:
-    """A row for each prompt."""
-    if length := _prompt_tokens():
-        ids = np.random.default_rng(1).integers(10, 200, (MOST_PROMPTS, length))
+def make_rows(count: int, length: int) -> list[Row]:
+    """A row for each prompt, of `length` random token ids; 0: of a short sentence."""
+    if length:
+        ids = np.random.default_rng(1).integers(10, 200, (count, length))
         return [{"prompt": row} for row in ids.tolist()]
-    return [{"prompt": text} for text in rollouts.choose_prompts(count=MOST_PROMPTS, seed=1)]
+    return [{"prompt": text} for text in rollouts.choose_prompts(count=count, seed=1)]
 
 
-def _prompt_tokens() -> int:
-    """Of each prompt; 0: those of a short sentence."""
-    return int(os.environ.get("SPLICE_BENCH_PROMPT_TOKENS", "0"))
-
-
-def _measure(client: SpliceClient, folder: Path, config: LoopConfig, count: int) -> Measured:
+def _measure(
+    client: SpliceClient, folder: Path, config: LoopConfig, rows: Sequence[Row], count: int
+) -> Measured:
     """Each metric, a value for each step."""
-    taken = first_steps(client, folder, config, WARM_STEPS + count)
+    taken = first_steps(client, folder, config, rows, WARM_STEPS + count)
     log = checker.check(decisions.read(folder / decisions.LOG))
     if log.violations:
         raise RuntimeError(f"the loop's log breaks its promises: {log.violations[:3]}")

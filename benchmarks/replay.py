@@ -39,6 +39,7 @@ def run(*, device: str, small: bool) -> list[Case]:
     prompts = int(os.environ.get("SPLICE_BENCH_PROMPTS", PROMPTS))
     count = loop.WARM_STEPS + int(os.environ.get("SPLICE_BENCH_SAMPLES", STEPS))
     config = loop.loop_config(device, 0, prompts)
+    rows = loop.make_rows(prompts, int(os.environ.get("SPLICE_BENCH_PROMPT_TOKENS", "0")))
     with TemporaryDirectory(prefix="splice-bench-") as name:
         folder = Path(name)
         wanted = clusters.cluster_config(
@@ -57,6 +58,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     cluster.client,
                     folder / f"replay-{replay}",
                     config.model_copy(update={"router_replay": replay}),
+                    rows,
                     count,
                     lr=LR,
                 )[loop.WARM_STEPS :]

@@ -90,8 +90,8 @@ and are published with it. A token of an image is refused (`tests/trainer_node/s
 | --- | --- | --- |
 | experts and their adapters in a few grouped products | SwiGLU without bias, experts whole on a rank, no adapter dropout | Megatron's grouped linears |
 | each HF tensor sent from where it lies in Megatron's parameters | it is an arrangement of a parameter's elements | Bridge's export of that tensor (the norm of gated delta rules) |
-| attention with sinks (gpt-oss) fused, on GPUs | cuDNN 9.18 or newer, which TransformerEngine must find first | TransformerEngine's unfused attention, slow and in much memory |
-| gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang and `nvcc`, or Triton 3.7.1 | chunks in torch, slower |
+| attention with sinks (gpt-oss) fused, on GPUs | cuDNN 9.18 or newer; the trainer's lock has 9.19 | TransformerEngine's unfused attention, slow and in much memory |
+| gated delta rules (Qwen3-Next, Qwen3.5) in Triton, on GPUs | flash-linear-attention's kernels have a backward pass: on Hopper with tilelang and `nvcc` (both in the trainer's lock), or Triton 3.7.1 | chunks in torch, slower |
 | a received tensor placed directly in vLLM's parameter | vLLM's loader only copies | vLLM's reload of that layer |
 
 No path is chosen by a model's name. The trainer's log, and `fallbacks` in `splice status --json`, name
@@ -102,7 +102,7 @@ reloads.
 
 | what | why |
 | --- | --- |
-| attention heads wider than 128 (Qwen3.5, Gemma, latent attention), on GPUs with a cuDNN older than 9.19 | 9.14's backward pass was wrong on H200s: NaN for Qwen3.5's shape, another gradient for GLM-4.7-Flash's. 9.19's is finite, and not yet compared |
+| attention whose kernels are wrong on this GPU | the start compares each kind of layer with torch, forward and backward. cuDNN 9.14 is wrong for heads wider than 128 (Qwen3.5, Gemma, latent attention) |
 | an architecture without a bridge (Qwen2-MoE, Mixtral, GLM-4 dense, Phi-3, OLMo 2) | Megatron-Bridge 0.6.2 has no mapping for it |
 | Ernie 4.5 MoE, OLMoE with `clip_qkv` | the check finds other log-probs than transformers' |
 | a bias or head that Bridge's mapping lacks (Llama's `attention_bias`, Gemma 3 untied) | its tensors would not be published |

@@ -12,8 +12,11 @@ experts, one that receives tokens is perturbed.
 In bf16, rounded activations move a served log-prob away from an fp32 computation on the same
 weights. The size of the difference depends on the model, since experts may change their routing.
 transformers measures it: the same bf16 weights, once computed in fp32 and once in bf16. The median
-served difference over tokens may be at most twice the measured one. It must be less than half of
-the difference to the previous version. The median ignores tokens that are routed elsewhere.
+served difference over tokens may be at most twice the measured one. The median ignores tokens that
+are routed elsewhere. An update may move a log-prob by less than rounding does, so the versions are
+told apart over all tokens: what is served must have come more than half of the way from the
+previous reference to its own (`way`). transformers' own bf16 results must show both ends of the way
+first; where they do not, the update is too small to prove anything.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.errors import SpliceError
-from splice.smoke.served import Logprobs, max_difference, median_difference
+from splice.smoke.served import Logprobs, max_difference, median_difference, way
 
 REFERENCE_TIMEOUT_S = 600.0
 REFERENCE_S_PER_GB = 1200.0
@@ -47,6 +50,8 @@ class Proof:
     """bf16: median difference of transformers' bf16 and fp32 results."""
     median_to_own: dict[int, float] = field(default_factory=dict)
     median_to_previous: dict[int, float] = field(default_factory=dict)
+    way: dict[int, float] = field(default_factory=dict)
+    """bf16: how far what is served came from the previous reference (0) to its own (1)."""
     to_own: dict[int, float] = field(default_factory=dict)
     to_previous: dict[int, float] = field(default_factory=dict)
     perturbed: dict[str, float] = field(default_factory=dict)
@@ -130,8 +135,13 @@ def judge(
         if rounded is None:
             _judge_sharply(proof, version)
         else:
-            proof.rounding[version] = median_difference(rounded[str(version)], own)
-            _judge_rounded(proof, version)
+            own_rounded = rounded[str(version)]
+            proof.rounding[version] = median_difference(own_rounded, own)
+            _judge_rounding(proof, version)
+            if previous is not None:
+                proof.way[version] = way(logprobs, own, previous)
+                stays = way(rounded[str(version - 1)], own, previous)
+                _judge_way(proof, version, stays, way(own_rounded, own, previous))
     return proof
 
 
@@ -148,21 +158,27 @@ def _judge_sharply(proof: Proof, version: int) -> None:
         )
 
 
-def _judge_rounded(proof: Proof, version: int) -> None:
-    own, rounding, previous = (
-        proof.median_to_own[version],
-        proof.rounding[version],
-        proof.median_to_previous.get(version),
-    )
+def _judge_rounding(proof: Proof, version: int) -> None:
+    own, rounding = proof.median_to_own[version], proof.rounding[version]
     if not own <= 2 * rounding:
         proof.failures.append(
             f"@{version}: served differs from its reference by {own:.2e} in the median, "
             f"bf16 rounding explains only {rounding:.2e}"
         )
-    if previous is not None and not own < previous / 2:
+
+
+def _judge_way(proof: Proof, version: int, stays: float, comes: float) -> None:
+    """Args: `stays` and `comes` are the ways of transformers' bf16 results, of the previous version
+    and of this one."""
+    if not (abs(stays) < 0.5 and abs(comes - 1) < 0.5):
         proof.failures.append(
-            f"@{version}: served is no nearer to its own reference ({own:.2e}) "
-            f"than to @{version - 1}'s ({previous:.2e})"
+            f"@{version} differs too little from @{version - 1} to be told apart from it over "
+            "bf16 rounding: pass a larger --lr"
+        )
+    elif not proof.way[version] > 0.5:
+        proof.failures.append(
+            f"@{version}: served came only {proof.way[version]:.0%} of the way from "
+            f"@{version - 1}'s reference to its own"
         )
 
 

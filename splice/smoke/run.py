@@ -295,6 +295,7 @@ class _Smoke:
             row["median_logprob_diff"] = proof.median_to_own[row["version"]]
             row["median_diff_to_previous"] = proof.median_to_previous.get(row["version"])
             row["median_rounding_diff"] = proof.rounding.get(row["version"])
+            row["way_from_previous"] = proof.way.get(row["version"])
         self._report.proof = {
             "tau": proof.tau if sharp else None,
             "perturbed": proof.perturbed,

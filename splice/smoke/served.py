@@ -124,12 +124,35 @@ def median_difference(a: Logprobs, b: Logprobs) -> float:
     return median(differences) if differences and max(differences) < math.inf else math.inf
 
 
-def _differences(a: Logprobs, b: Logprobs) -> list[float]:
-    if [len(x) for x in a] != [len(x) for x in b]:
-        return [math.inf]
-    pairs = [
-        (x, y)
-        for row_a, row_b in zip(a, b, strict=True)
-        for x, y in zip(row_a[1:], row_b[1:], strict=True)
+def way(logprobs: Logprobs, own: Logprobs, previous: Logprobs) -> float:
+    """The b for which `previous + b (own - previous)` is nearest to `logprobs`, in the sum of
+    absolute differences over the tokens of `max_difference`: the median of (logprobs - previous) /
+    (own - previous), weighted by |own - previous|. nan if shapes disagree or nothing differs.
+    """
+    ways = [
+        ((x - b) / (a - b), abs(a - b)) for x, a, b in _tokens(logprobs, own, previous) if a != b
     ]
-    return [abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in pairs]
+    half, passed = sum(weight for _, weight in ways) / 2, 0.0
+    for ratio, weight in sorted(ways):
+        passed += weight
+        if passed >= half:
+            return ratio
+    return math.nan
+
+
+def _differences(a: Logprobs, b: Logprobs) -> list[float]:
+    return [
+        abs(x - y) if math.isfinite(x) and math.isfinite(y) else math.inf for x, y in _tokens(a, b)
+    ]
+
+
+def _tokens(*tables: Logprobs) -> list[tuple[float, ...]]:
+    """Of each table a token's log-prob, without the first of each sequence; none if shapes
+    disagree."""
+    if len({tuple(len(row) for row in table) for table in tables}) > 1:
+        return []
+    return [
+        values
+        for rows in zip(*tables, strict=True)
+        for values in zip(*(row[1:] for row in rows), strict=True)
+    ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import turns
-from benchmarks.loop import MOST_PROMPTS, balanced
+from benchmarks.loop import LONGEST, balanced
 
 SHORT_S = 0.3
 
@@ -109,14 +109,14 @@ def test_without_the_variable_nothing_is_locked(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("one", "two", "expected"),
     [
-        ((12, 3.70, 3.23), (20, 4.08, 5.11), 15),  # an H200's 8B: lines meet at 14.5
-        ((12, 5.0, 3.0), (20, 6.0, 4.0), 12),  # they never meet
-        ((12, 9.0, 1.0), (20, 9.0, 1.5), MOST_PROMPTS),
-        ((12, 1.0, 3.0), (20, 1.0, 5.0), 4),
-        ((16, 5.0, 4.0), (48, 7.0, 5.0), 16),  # they part
+        ((64, 11.0, 3.0), (1024, 11.5, 7.8), 1850),  # the lines meet at 1,850.0
+        ((64, 5.0, 3.0), (1024, 6.0, 4.0), 64),  # they never meet
+        ((64, 9.0, 1.0), (1024, 9.0, 1.5), LONGEST),
+        ((64, 1.0, 3.0), (1024, 1.0, 51.0), 24),
+        ((64, 5.0, 4.0), (1024, 7.0, 5.0), 64),  # they part
     ],
 )
-def test_prompts_with_which_both_sides_take_as_long(
+def test_lengths_with_which_both_sides_take_as_long(
     one: tuple[int, float, float], two: tuple[int, float, float], expected: int
 ) -> None:
     assert balanced(one, two) == expected

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import random
 import subprocess
 import sys
 
@@ -278,9 +279,34 @@ def test_in_bf16_the_yardstick_is_what_rounding_alone_does():
     stale = judge(
         tau=1e-4, served={0: served[0], 1: served[0]}, reference=reference, rounded=rounded
     )
-    assert len(stale.failures) == 2
+    assert len(stale.failures) == 2 and "came only" in stale.failures[1]
     noisy = judge(tau=1e-4, served={0: [[0.0, -1.3, -1.3]]}, reference=reference, rounded=rounded)
     assert len(noisy.failures) == 1
+
+
+@pytest.mark.parametrize(("size", "expected"), [(0.05, ""), (1e-3, "larger --lr"), (0, "larger")])
+def test_in_bf16_versions_are_told_apart_below_the_rounding_of_a_token(size: float, expected: str):
+    rng = random.Random(0)
+
+    def noisy(table: list[list[float]]) -> list[list[float]]:
+        return [[0.0, *(x + rng.gauss(0, 0.1) for x in table[0][1:])]]
+
+    first = [[0.0, *(rng.uniform(-9, -1) for _ in range(300))]]
+    second = [[0.0, *(x + rng.gauss(0, size) for x in first[0][1:])]]
+    reference = {"0": first, "1": second}
+    found = {
+        name: judge(
+            tau=1e-4,
+            served={0: noisy(first), 1: noisy(is_served)},
+            reference=reference,
+            rounded={"0": noisy(first), "1": noisy(second)},
+        ).failures
+        for name, is_served in (("new", second), ("old", first))
+    }
+    if expected:
+        assert expected in str(found["new"]) and expected in str(found["old"])
+    else:
+        assert found["new"] == [] and "came only" in str(found["old"])
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

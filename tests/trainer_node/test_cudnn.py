@@ -3,6 +3,7 @@ answer to the one question that is asked is put in its place."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -45,21 +46,31 @@ def test_wide_heads_are_refused_with_an_older_cudnn(engine: types.ModuleType) ->
     cudnn.refuse_wide_heads(grouped(256))
 
 
-def test_torchs_cudnn_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_cudnn_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia", "nvidia.cudnn"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+    loaded: list[Path] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda file, mode: loaded.append(Path(file)))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(os, "environ", {})
-    cudnn.prefer_torchs()
-    assert os.environ == {}, "torch came without one"
-    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    cudnn.load()
+    assert os.environ == {} and not loaded, "torch came without one"
+
+    parts = [f"libcudnn{part}.so.9" for part in ("_graph", "_ops", "", "_adv", "_heuristic")]
+    for folder in (torchs := tmp_path / "nvidia" / "cudnn", mine := tmp_path / "mine"):
+        (folder / "lib").mkdir(parents=True)
+        for part in parts:
+            (folder / "lib" / part).touch()
     importlib.invalidate_caches()
-    cudnn.prefer_torchs()
-    assert os.environ == {"CUDNN_HOME": str(tmp_path / "nvidia" / "cudnn")}
-    for name in ("CUDNN_HOME", "CUDNN_PATH"):  # the user's
-        monkeypatch.setattr(os, "environ", {name: "mine"})
-        cudnn.prefer_torchs()
-        assert os.environ == {name: "mine"}
+    cudnn.load()
+    assert os.environ == {"CUDNN_HOME": str(torchs)}
+    assert loaded == [torchs / "lib" / part for part in parts], "what others need comes first"
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        loaded.clear()
+        monkeypatch.setattr(os, "environ", {name: str(mine)})
+        cudnn.load()
+        assert os.environ["CUDNN_HOME"] == str(mine)
+        assert loaded == [mine / "lib" / part for part in parts]
 
 
 def test_sinks_run_unfused_with_an_older_cudnn(engine: types.ModuleType) -> None:

@@ -13,3 +13,8 @@ from tests.trainer_node.conftest import Ranks
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
 def test_attention_kernels_are_checked(torchrun: Ranks, tmp_path: Path, family: str) -> None:
     torchrun(1, "kernels", families.make(family, tmp_path / family))
+
+
+@pytest.mark.whole
+def test_attention_kernels_of_real_sizes(torchrun: Ranks, tmp_path: Path) -> None:
+    torchrun(1, "kernel_kinds", tmp_path, "cpu")

@@ -6,70 +6,22 @@ not, so only a gradient shows it.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
-from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.trainer_node.conftest import run_on_gpus
 from trainer_node.model import gated_delta
-from trainer_node.model.cpu_te.attention import attend
 from trainer_node.model.kernel_check import BOUND, Function, differences
 
 LENGTHS = (1111, 64, 333, 700)
-ONE_RANK = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize(
-    ("heads", "groups", "width"),
-    [
-        pytest.param(32, 8, 128, id="usual"),
-        pytest.param(16, 2, 256, id="qwen3.5"),
-        pytest.param(20, 20, 256, id="glm-4.7-flash"),
-        pytest.param(16, 16, 192, id="deepseek"),
-    ],
-)
-def test_attention(heads: int, groups: int, width: int) -> None:
-    from transformer_engine.pytorch import DotProductAttention
-
-    torch.manual_seed(1)
-    bounds = list(accumulate(LENGTHS, initial=0))
-    inputs = [
-        torch.randn(bounds[-1], count, width, device="cuda").bfloat16()
-        for count in (heads, groups, groups)
-    ]
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    attention = DotProductAttention(
-        heads,
-        width,
-        num_gqa_groups=groups,
-        attention_dropout=0.0,
-        qkv_format="thd",
-        attn_mask_type="padding_causal",
-    )
-
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max(LENGTHS),
-            max_seqlen_kv=max(LENGTHS),
-        )
-        return output
-
-    def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend(
-            q, k, v, bounds, scale=width**-0.5, window=None, sink_A=None, context_group=ONE_RANK
-        )
-
-    slope = torch.randn(bounds[-1], heads * width, device="cuda")
-    found = differences(kernel, reference, inputs, slope)
-    assert all(difference < BOUND for difference in found)  # none is NaN
+def test_attention(tmp_path: Path) -> None:
+    run_on_gpus(1, "kernel_kinds", tmp_path, "cuda")
 
 
 @pytest.mark.gpu1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
 
+_NEEDED_BY_OTHERS = ("libcudnn_graph", "libcudnn_ops")
 ADVICE = "set CUDNN_HOME to the folder of a newer one, such as site-packages/nvidia/cudnn"
 WITH_SINKS = (9, 18, 0)
 # On H200s, 9.14's backward pass of heads of 256 gave NaN (grouped heads), or another gradient than
@@ -15,14 +18,30 @@ WITH_SINKS = (9, 18, 0)
 WITH_WIDE_HEADS = (9, 19, 0)
 
 
-def prefer_torchs() -> None:
-    """Name the cuDNN that came with torch, unless the user names one. TransformerEngine would load
-    the system's, if there is one, beside it. Call it before TransformerEngine is imported."""
-    if "CUDNN_PATH" in os.environ or importlib.util.find_spec("nvidia") is None:
+def load() -> None:
+    """Load the cuDNN that came with torch, or that the user names, whole. Call it before
+    TransformerEngine is imported.
+
+    TransformerEngine looks in CUDNN_HOME first, and links to cuDNN's parts by name. Where the host
+    has a CUDA toolkit and a cuDNN of its own, it so gets the front of one cuDNN and the parts of
+    the other, and the older one's version. A part that is loaded already is taken instead.
+    """
+    folder = os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH") or _torchs()
+    if folder is None:
         return
+    os.environ["CUDNN_HOME"] = folder
+    files = Path(folder).rglob("libcudnn*.so.[0-9]*")
+    parts = {file.name.partition(".")[0]: file for file in files}
+    for name in sorted(parts, key=lambda name: (name not in _NEEDED_BY_OTHERS, name)):
+        ctypes.CDLL(str(parts[name]), mode=ctypes.RTLD_GLOBAL)
+
+
+def _torchs() -> str | None:
+    if importlib.util.find_spec("nvidia") is None:
+        return None
     found = importlib.util.find_spec("nvidia.cudnn")
-    if found is not None and found.submodule_search_locations:
-        os.environ.setdefault("CUDNN_HOME", found.submodule_search_locations[0])
+    folders = found.submodule_search_locations if found is not None else None
+    return folders[0] if folders else None
 
 
 def sinks_obstacle() -> str | None:

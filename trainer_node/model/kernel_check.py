@@ -90,7 +90,7 @@ def check(model: Model) -> None:
 def _check(module: torch.nn.Module, device: torch.device) -> None:
     layers = [m for m in module.modules() if isinstance(m, Attention)]
     for kind, layer in {Kind.of(layer): layer for layer in layers}.items():
-        for name, difference in zip(NAMES, _differences(layer, kind, device), strict=True):
+        for name, difference in zip(NAMES, differences_of(layer, kind, device), strict=True):
             if not difference <= BOUND:  # NaN too
                 raise ConfigError(
                     f"attention is wrong on this GPU: with heads of {kind.width}, the {name} "
@@ -99,7 +99,8 @@ def _check(module: torch.nn.Module, device: torch.device) -> None:
                 )
 
 
-def _differences(layer: Attention, kind: Kind, device: torch.device) -> list[float]:
+def differences_of(layer: Attention, kind: Kind, device: torch.device) -> list[float]:
+    """Of a layer's output and gradients (NAMES) to torch's, relative to their norms."""
     bounds = list(accumulate(LENGTHS, initial=0))
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
     packed = PackedSeqParams(

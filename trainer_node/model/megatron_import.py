@@ -41,6 +41,6 @@ def quiet() -> Iterator[None]:
 
 def load() -> None:
     """Import it; on a CPU `cpu_shims.apply` does."""
-    cudnn.prefer_torchs()
+    cudnn.load()
     with quiet():
         import megatron.bridge  # noqa: F401

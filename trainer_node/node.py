@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.errors import ConfigError, ErrorCode, NodeLost
 from orchestrator.processes.interfaces import gloo_variables, refuse_loopback_name
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, START_ID
@@ -64,6 +64,14 @@ _PACKAGES = (
     "torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers",
     "cupy-cuda13x", "splice",
 )  # fmt: skip # a short list
+_REFUSALS = {
+    ErrorCode.BAD_INPUT,
+    ErrorCode.NOT_READY,
+    ErrorCode.PLAN_REFUSED,
+    ErrorCode.LOGPROB_GAP,
+    ErrorCode.NON_FINITE_GRADIENT,
+}
+"""Their messages say all: no stack is logged with them."""
 _KEEPS_OFFLOADED = (ReleaseMemory, OpenTransferGroup, LeaveTransferGroup)
 """Requests that need no weights on the device."""
 
@@ -158,7 +166,8 @@ class Node:
                 outcome = self._dispatch(request)
             except Exception as caught:  # the boundary: an error ends the request, not the node
                 error = caught
-                stack = None if isinstance(caught, ConfigError) else caught  # a refusal says all
+                code, _ = classify(caught, phase=request.phase)
+                stack = None if code in _REFUSALS else caught
                 log.error(
                     "%s failed while %s: %s", message.kind, request.phase, caught, exc_info=stack
                 )

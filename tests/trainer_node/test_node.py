@@ -271,6 +271,9 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         )
         assert refused.code == "non_finite_gradient"
         assert not (tmp_path / "v2").exists()
+        said = (tmp_path / "node.log").read_text()
+        assert "failed while training: the gradient's norm is" in said
+        assert "Traceback" not in said, "a refusal says all"
         unchanged = check_publication(control, receiver, manifest, version=1)
         assert all(torch.equal(unchanged[n], at_1[n]) for n in at_1)
         missing = control.refused(LoadCheckpoint, checkpoint_dir=str(tmp_path / "nowhere"))
@@ -538,6 +541,7 @@ def test_operations(models, tmp_path: Path) -> None:
         )
 
         check_gap(control, first)
+        assert "Traceback" not in (tmp_path / "node.log").read_text()
         control.ok(
             SaveCheckpoint,
             version=3,

@@ -12,7 +12,7 @@ import importlib.util
 import io
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -45,11 +45,13 @@ PLOTS: dict[str, tuple[str, ...]] = {
 }
 """Title of a plot -> the metrics in it. One without numbers is left out."""
 PHASES = {
-    "training": ("trainer works", _TRAINER),
-    "trainer_waits": ("trainer waits", _PAUSE),
-    "body": ("loop's body", _BODY),
+    "training": _TRAINER,
+    "saving": _MORE,
+    "publishing": _SAMPLER,
+    "waiting": _PAUSE,
+    "loop's body": _BODY,
 }
-"""What the trainer's side does -> its name and colour, for the seconds of each step."""
+"""What the trainer's side does in a step (`phases_of`) -> its colour."""
 
 
 @dataclass(slots=True)
@@ -179,7 +181,7 @@ class _Plots:
         """Return each step's seconds on the trainer's side, on top of each other."""
         figure, axis = self.figure(width=5.2, height=2.6)
         columns = {
-            name: _thin([(step, own.get(name, 0.0)) for step, own in sorted(seconds.items())])
+            name: _thin([(step, phases_of(own)[name]) for step, own in sorted(seconds.items())])
             for name in PHASES
         }
         steps = next(iter(columns.values()))[0]
@@ -189,8 +191,8 @@ class _Plots:
                 [v for v in values for _ in range(2)] if len(steps) < POINTS else values
                 for _, values in columns.values()
             ),
-            labels=[label for label, _ in PHASES.values()],
-            colors=[color for _, color in PHASES.values()],
+            labels=list(PHASES),
+            colors=list(PHASES.values()),
             alpha=0.85,
         )
         axis.xaxis.set_major_locator(self._integers(nbins=6, integer=True))
@@ -227,6 +229,21 @@ class _Plots:
         sampler.set_xlabel("seconds", fontsize=9)
         sampler.set_xlim(0, end - zero)
         return self.svg(figure)
+
+
+def phases_of(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step by what the trainer's side does. As far as a save begins the next batch,
+    it is training; publishing is what a job takes beside both."""
+    job = seconds.get("training", 0.0)
+    train, save = seconds.get("job.train", job), seconds.get("job.save", 0.0)
+    ahead = seconds.get("job.ahead", 0.0)
+    return {
+        "training": train + ahead,
+        "saving": max(0.0, save - ahead),
+        "publishing": max(0.0, job - train - save),
+        "waiting": seconds.get("trainer_waits", 0.0),
+        "loop's body": seconds.get("body", 0.0),
+    }
 
 
 def _thin(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from orchestrator.errors import ConfigError, ErrorCode, NodeLost
+from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.interfaces import gloo_variables, refuse_loopback_name
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, START_ID

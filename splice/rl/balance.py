@@ -90,8 +90,8 @@ class Balance:
             return "strictly on-policy, the sides take turns: max_staleness = 1 lets them overlap"
         if trainer > max(BALANCED, 2 * sampler):
             return (
-                "the trainer waits: take more answers a step (vLLM decodes many at once in about "
-                "the time of few), give inference more GPUs, or shorten answers"
+                "the trainer waits: take more answers a step (vLLM decodes them together), give "
+                "inference more GPUs, or shorten answers"
             )
         if sampler > max(BALANCED, 2 * trainer):
             return "the sampler waits: give the trainer more GPUs"

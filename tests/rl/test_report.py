@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splice.cli import app
+from splice.report import phases_of
 from tests.rl.stand_in import StandIn
 from tests.rl.stood_in import run_loop
 
@@ -58,6 +59,21 @@ def test_the_page_has_every_plot_and_asks_for_nothing(tmp_path):
     assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)", text), "nothing to fetch"
     assert "<script" not in text and "@import" not in text
     assert not re.findall(r"url\((?!#)", text)
+
+
+def test_a_step_is_what_the_trainer_does_in_it():
+    step = {"step": 10.0, "training": 7.0, "trainer_waits": 2.0, "body": 1.0}
+    job = {"job.train": 4.0, "job.save": 2.5, "job.ahead": 2.0}
+    found = phases_of(step | job)
+    assert found == {
+        "training": 6.0,  # two seconds of it while a save went on
+        "saving": 0.5,
+        "publishing": 0.5,
+        "waiting": 2.0,
+        "loop's body": 1.0,
+    }
+    assert sum(found.values()) == step["step"]
+    assert phases_of(step)["training"] == 7.0, "of a job without seconds"
 
 
 @pytest.mark.parametrize("missing", ["loop", "step", "matplotlib"])

@@ -25,11 +25,7 @@ def start(config: TrainerConfig) -> Trainer:
     hf_config = read_config(config.model)
     import_losses(config.loss_modules)
     topology.check(config, hf_config)
-    if config.device == "cpu":
-        from trainer_node.model import cpu_shims
-
-        cpu_shims.apply()
-    megatron_import.load()
+    megatron_import.load(config.device)
     # Late, because on a CPU Megatron can be imported only after the shims.
     from trainer_node.model import kernel_check
     from trainer_node.model.build import build

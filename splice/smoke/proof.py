@@ -12,16 +12,17 @@ experts, one that receives tokens is perturbed.
 In bf16, rounded activations move a served log-prob away from an fp32 computation on the same
 weights. The size of the difference depends on the model, since experts may change their routing.
 transformers measures it: the same bf16 weights, once computed in fp32 and once in bf16. The median
-served difference over tokens may be at most twice the measured one. The median ignores tokens that
-are routed elsewhere. An update may move a log-prob by less than rounding does, so the versions are
-told apart over all tokens: what is served must have come more than half of the way from the
-previous reference to its own (`way`). transformers' own bf16 results must show both ends of the way
-first; where they do not, the update is too small to prove anything.
+served difference over tokens may be at most RANGE times the measured one. The median ignores tokens
+that are routed elsewhere. An update may move a log-prob by less than rounding does, so the versions
+are told apart over all tokens: what is served must have come the way from the previous reference to
+its own (`way`), neither half of it nor one and a half. If rounding RANGE times the measured one
+could hide that, the update is too small to prove anything, and the proof fails.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.errors import SpliceError
-from splice.smoke.served import Logprobs, max_difference, median_difference, way
+from splice.smoke.served import (
+    Logprobs,
+    is_way_visible,
+    max_difference,
+    median_difference,
+    way,
+)
 
+RANGE = 2.0
+"""bf16: what vLLM may round, in times of what transformers rounds."""
 REFERENCE_TIMEOUT_S = 600.0
 REFERENCE_S_PER_GB = 1200.0
 """Of the checkpoint's weights, beyond REFERENCE_TIMEOUT_S: a model is scored some 50 times."""
@@ -135,13 +144,12 @@ def judge(
         if rounded is None:
             _judge_sharply(proof, version)
         else:
-            own_rounded = rounded[str(version)]
-            proof.rounding[version] = median_difference(own_rounded, own)
+            proof.rounding[version] = median_difference(rounded[str(version)], own)
             _judge_rounding(proof, version)
             if previous is not None:
                 proof.way[version] = way(logprobs, own, previous)
-                stays = way(rounded[str(version - 1)], own, previous)
-                _judge_way(proof, version, stays, way(own_rounded, own, previous))
+                seen = is_way_visible(own, rounded[str(version)], previous, times=RANGE)
+                _judge_way(proof, version, is_visible=seen)
     return proof
 
 
@@ -160,24 +168,22 @@ def _judge_sharply(proof: Proof, version: int) -> None:
 
 def _judge_rounding(proof: Proof, version: int) -> None:
     own, rounding = proof.median_to_own[version], proof.rounding[version]
-    if not own <= 2 * rounding:
+    if not own <= RANGE * rounding < math.inf:
         proof.failures.append(
             f"@{version}: served differs from its reference by {own:.2e} in the median, "
             f"bf16 rounding explains only {rounding:.2e}"
         )
 
 
-def _judge_way(proof: Proof, version: int, stays: float, comes: float) -> None:
-    """Args: `stays` and `comes` are the ways of transformers' bf16 results, of the previous version
-    and of this one."""
-    if not (abs(stays) < 0.5 and abs(comes - 1) < 0.5):
+def _judge_way(proof: Proof, version: int, *, is_visible: bool) -> None:
+    if not is_visible:
         proof.failures.append(
             f"@{version} differs too little from @{version - 1} to be told apart from it over "
             "bf16 rounding: pass a larger --lr"
         )
-    elif not proof.way[version] > 0.5:
+    elif not abs(proof.way[version] - 1) < 0.5:
         proof.failures.append(
-            f"@{version}: served came only {proof.way[version]:.0%} of the way from "
+            f"@{version}: served came {proof.way[version]:.0%} of the way from "
             f"@{version - 1}'s reference to its own"
         )
 

@@ -127,11 +127,29 @@ def median_difference(a: Logprobs, b: Logprobs) -> float:
 def way(logprobs: Logprobs, own: Logprobs, previous: Logprobs) -> float:
     """The b for which `previous + b (own - previous)` is nearest to `logprobs`, in the sum of
     absolute differences over the tokens of `max_difference`: the median of (logprobs - previous) /
-    (own - previous), weighted by |own - previous|. nan if shapes disagree or nothing differs.
+    (own - previous), weighted by |own - previous|. nan if shapes disagree, nothing differs, or a
+    value is not finite.
     """
-    ways = [
-        ((x - b) / (a - b), abs(a - b)) for x, a, b in _tokens(logprobs, own, previous) if a != b
-    ]
+    return _way(_tokens(logprobs, own, previous))
+
+
+def is_way_visible(
+    own: Logprobs, rounded: Logprobs, previous: Logprobs, *, times: float, draws: int = 100
+) -> bool:
+    """Whether `way` would be within 0.5 of 1 for what has come to `own`, under rounding errors as
+    large as those of `rounded` `times` over, with random signs, in each of the draws."""
+    rng, tokens = random.Random(20), _tokens(own, rounded, previous)
+    for _ in range(draws):
+        drawn = [(a + times * rng.choice((-1, 1)) * (x - a), a, b) for a, x, b in tokens]
+        if not abs(_way(drawn) - 1) < 0.5:
+            return False
+    return True
+
+
+def _way(tokens: Sequence[tuple[float, ...]]) -> float:
+    if not all(math.isfinite(value) for values in tokens for value in values):
+        return math.nan
+    ways = [((x - b) / (a - b), abs(a - b)) for x, a, b in tokens if a != b]
     half, passed = sum(weight for _, weight in ways) / 2, 0.0
     for ratio, weight in sorted(ways):
         passed += weight

@@ -5,16 +5,22 @@ torchrun ... -m tests.trainer_node.kernel_kinds FOLDER cuda
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from megatron.core.transformer.attention import Attention
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from tests.trainer_node import families
 from trainer_node.model import kernel_check, topology
 from trainer_node.model.kernel_check import BOUND, NAMES, Kind, differences_of
+from trainer_node.model.model import Model
 from trainer_node.start import start
+from trainer_node.training import rng
 
 
 def _heads(heads: int, groups: int, width: int) -> dict[str, int]:
@@ -38,7 +44,7 @@ SIZES = {
     "qwen3_moe": _heads(32, 4, 128),
     "mistral": _heads(32, 8, 128) | {"sliding_window": 256},
     "gpt_oss": _heads(64, 8, 64) | {"sliding_window": 128},
-    "gemma3": _heads(8, 4, 256) | {"sliding_window": 256},
+    "gemma3": _heads(8, 4, 256) | {"sliding_window": 1024},
     "qwen3_5_moe": _heads(16, 2, 256),
     "glm4_moe_lite": _latent(20, 192, 256),
     "deepseek_v3": _latent(16, 128, 128),
@@ -49,7 +55,8 @@ Qwen3.5-35B-A3B, GLM-4.7-Flash, DeepSeek-V3 on 8 GPUs."""
 
 def main() -> None:
     folder, device = Path(sys.argv[1]), sys.argv[2]
-    kernel_check.check = lambda model: None  # all of them are wanted, not the first that is wrong
+    asked: list[Model] = []
+    check, kernel_check.check = kernel_check.check, asked.append  # every kind, not the first wrong
     wrong = []
     for family, sizes in SIZES.items():
         model = families.make(family, folder / family, hidden_size=256, **sizes)
@@ -61,8 +68,22 @@ def main() -> None:
             text = ", ".join(f"{n} {d:.2%}" for n, d in zip(NAMES, found, strict=True))
             print(f"{family}: {kind}: {text}", flush=True)
             wrong += [family] if not all(d <= BOUND for d in found) else []
+        assert asked == ([trainer.model] if device == "cuda" else []), "by the start"
+        asked.clear()
+        check_generators(trainer.model, check)
         topology.leave()
     assert not wrong, wrong
+
+
+def check_generators(model: Model, check: Callable[[Model], None]) -> None:
+    """The check leaves them as they were, or training would not be what its seed says."""
+    before = rng.state(model.device)
+    with contextlib.suppress(ConfigError):
+        check(model)
+    after = rng.state(model.device)
+    assert all(
+        torch.equal(after[name], before[name]) for name in ("rng", "cuda_rng") if name in after
+    )
 
 
 if __name__ == "__main__":

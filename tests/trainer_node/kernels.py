@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ def main() -> None:
     layers = [m for m in trainer.model.modules[0].modules() if isinstance(m, Attention)]
     assert any(HAS[model.name](Kind.of(layer)) for layer in layers)
     kernel_check.check(trainer.model)
+    config = trainer.model.config
+    fp32 = {"dtype": "float32"}
+    contexts = {"parallel": config.parallel.model_copy(update={"context": 2})}
+    for change in (fp32, contexts):  # without a single layer
+        model = SimpleNamespace(config=config.model_copy(update=change), device=None)
+        kernel_check.check(model)
     cudnn.version = lambda: "9.1.0"  # not installed here
     usual = layers[-1]._run_core_attention
     for factor in (1.1, float("nan")):
@@ -55,6 +62,13 @@ def main() -> None:
         )
         with pytest.raises(ConfigError, match=r"the key's gradient differs .* cuDNN 9\.1\.0"):
             kernel_check.check(trainer.model)
+
+    def none(*args: object, **kwargs: object) -> None:
+        raise ValueError("no backend")
+
+    layers[-1]._run_core_attention = none
+    with pytest.raises(ConfigError, match=r"no attention kernel for Kind.*no backend"):
+        kernel_check.check(trainer.model)
 
 
 if __name__ == "__main__":

@@ -46,31 +46,64 @@ def test_wide_heads_are_refused_with_an_older_cudnn(engine: types.ModuleType) ->
     cudnn.refuse_wide_heads(grouped(256))
 
 
-def test_torchs_cudnn_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+PARTS = [f"libcudnn{part}.so.9" for part in ("_graph", "_ops", "_adv", "_heuristic", "")]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """What is loaded; there is no package of torch's cuDNN, and no variable."""
     for name in ("nvidia", "nvidia.cudnn"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    loaded: list[Path] = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda file, mode: loaded.append(Path(file)))
+    files: list[Path] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda file, mode: files.append(Path(file)))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(os, "environ", {})
-    cudnn.load()
-    assert os.environ == {} and not loaded, "torch came without one"
-
-    parts = [f"libcudnn{part}.so.9" for part in ("_graph", "_ops", "", "_adv", "_heuristic")]
-    for folder in (torchs := tmp_path / "nvidia" / "cudnn", mine := tmp_path / "mine"):
-        (folder / "lib").mkdir(parents=True)
-        for part in parts:
-            (folder / "lib" / part).touch()
-    importlib.invalidate_caches()
-    cudnn.load()
-    assert os.environ == {"CUDNN_HOME": str(torchs)}
-    assert loaded == [torchs / "lib" / part for part in parts], "what others need comes first"
     for name in ("CUDNN_HOME", "CUDNN_PATH"):
-        loaded.clear()
-        monkeypatch.setattr(os, "environ", {name: str(mine)})
+        monkeypatch.setenv(name, "")  # taken back after the test
+        monkeypatch.delenv(name)
+    return files
+
+
+def install(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).touch()
+    importlib.invalidate_caches()
+    return folder
+
+
+def test_torchs_cudnn_is_loaded_whole(loaded: list[Path], tmp_path: Path) -> None:
+    cudnn.load()
+    assert "CUDNN_HOME" not in os.environ and not loaded, "torch came without one"
+    folder = install(tmp_path / "nvidia" / "cudnn" / "lib", *PARTS)
+    cudnn.load()
+    assert os.environ["CUDNN_HOME"] == str(folder.parent)
+    assert loaded == [folder / part for part in PARTS], "what others need comes first"
+    assert "newer one's folder" in cudnn.advice()
+
+
+@pytest.mark.parametrize("name", ["CUDNN_HOME", "CUDNN_PATH"])
+def test_the_users_cudnn_is_loaded_whole(loaded: list[Path], tmp_path: Path, name: str) -> None:
+    """Below /usr there may be several: the one that TransformerEngine takes, and no part of
+    another."""
+    install(tmp_path / "nvidia" / "cudnn" / "lib", *PARTS)
+    os.environ[name] = str(tmp_path / "usr")
+    install(tmp_path / "usr" / "dist-packages" / "cudnn", *PARTS)
+    system = install(tmp_path / "usr" / "lib", "libcudnn_ops_infer.so.8", "libcudnn.so.8")
+    for part in PARTS:
+        (system / f"{part}.14.0").touch()
+        (system / part).symlink_to(f"{part}.14.0")
+    cudnn.load()
+    assert os.environ["CUDNN_HOME"] == str(tmp_path / "usr")
+    assert loaded == [*(system / part for part in PARTS[:-1]), system / f"{PARTS[-1]}.14.0"]
+    assert "unset CUDNN_HOME and CUDNN_PATH" in cudnn.advice()
+
+
+def test_a_folder_without_a_cudnn_is_refused(loaded: list[Path], tmp_path: Path) -> None:
+    os.environ["CUDNN_PATH"] = str(install(tmp_path / "empty"))
+    with pytest.raises(
+        ConfigError, match=r"no libcudnn\.so below .*empty; correct or unset CUDNN_PATH"
+    ):
         cudnn.load()
-        assert os.environ["CUDNN_HOME"] == str(mine)
-        assert loaded == [mine / "lib" / part for part in parts]
 
 
 def test_sinks_run_unfused_with_an_older_cudnn(engine: types.ModuleType) -> None:

@@ -39,6 +39,7 @@ FUSED = "tests/trainer_node/test_fp8_export.py::test_the_fused_kernels_interpret
 BLOCKS = "tests/trainer_node/test_fp8_blocks.py"
 READAPTED = "tests/trainer_node/test_readapted.py::test_a_new_adapter_is_one_from_the_start"
 PROBE = "tests/trainer_node/test_probe.py"
+KERNELS = "tests/trainer_node/test_kernels.py::test_attention_kernels_are_checked[gemma3]"
 BEGUN = "tests/trainer_node/test_begun.py::test_one_rank[dense_tied]"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
 FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
@@ -413,6 +414,27 @@ MUTANTS = [
         old="self.logprob_gap / self.gap_tokens if",
         new="self.logprob_gap / self.num_tokens if",
         killer=f"{PURE}::TestGap::test_only_losses_that_take_the_samplers_log_probs_count",
+    ),
+    Mutant(
+        name="a kernel whose gradient is NaN passes",
+        file="trainer_node/model/kernel_check.py",
+        old="if not difference <= BOUND:",
+        new="if difference > BOUND:",
+        killer=KERNELS,
+    ),
+    Mutant(
+        name="a kernel's backward pass is not compared",
+        file="trainer_node/model/kernel_check.py",
+        old="for x in (output, *gradients)",
+        new="for x in (output, *leaves)",
+        killer=KERNELS,
+    ),
+    Mutant(
+        name="the parts of a cuDNN from several folders",
+        file="trainer_node/model/cudnn.py",
+        old="front.parent.glob",
+        new="front.parent.parent.rglob",
+        killer="tests/trainer_node/test_cudnn.py::test_the_users_cudnn_is_loaded_whole[CUDNN_HOME]",
     ),
     Mutant(
         name="a whole generation that was not yet in its place is forgotten",

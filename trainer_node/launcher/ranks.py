@@ -72,11 +72,7 @@ def import_all(device: str) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from trainer_node.model import megatron_import
 
-    if device == "cpu":
-        from trainer_node.model import cpu_shims
-
-        cpu_shims.apply()
-    megatron_import.load()
+    megatron_import.load(device)
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()

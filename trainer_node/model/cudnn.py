@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 
 _NEEDED_BY_OTHERS = ("libcudnn_graph", "libcudnn_ops")
-ADVICE = "set CUDNN_HOME to the folder of a newer one, such as site-packages/nvidia/cudnn"
+_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH")
 WITH_SINKS = (9, 18, 0)
 # On H200s, 9.14's backward pass of heads of 256 gave NaN (grouped heads), or another gradient than
 # 9.19's for the same forward bits (latent attention: a norm of 1.41 instead of 1.60).
@@ -25,15 +25,36 @@ def load() -> None:
     TransformerEngine looks in CUDNN_HOME first, and links to cuDNN's parts by name. Where the host
     has a CUDA toolkit and a cuDNN of its own, it so gets the front of one cuDNN and the parts of
     the other, and the older one's version. A part that is loaded already is taken instead.
+
+    Raises:
+        ConfigError: the user's folder has no cuDNN that can be loaded.
     """
-    folder = os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH") or _torchs()
+    variable = next((name for name in _VARIABLES if os.environ.get(name)), None)
+    folder = os.environ[variable] if variable else _torchs()
     if folder is None:
         return
+    # TransformerEngine takes the last by name of all below the folder.
+    fronts = [file for file in Path(folder).rglob("libcudnn.so*") if "stub" not in str(file)]
+    try:
+        if not fronts:
+            raise OSError(f"there is no libcudnn.so below {folder}")
+        for part in _parts(max(fronts, key=lambda file: file.name)):
+            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        hint = f"correct or unset {variable}" if variable else "install it again"
+        raise ConfigError(f"cuDNN cannot be loaded: {error}; {hint}") from error
     os.environ["CUDNN_HOME"] = folder
-    files = Path(folder).rglob("libcudnn*.so.[0-9]*")
-    parts = {file.name.partition(".")[0]: file for file in files}
-    for name in sorted(parts, key=lambda name: (name not in _NEEDED_BY_OTHERS, name)):
-        ctypes.CDLL(str(parts[name]), mode=ctypes.RTLD_GLOBAL)
+
+
+def _parts(front: Path) -> list[Path]:
+    """The libraries of one cuDNN: those that others need first, the front last."""
+    front = front.resolve()
+    major = front.name.partition(".so.")[2].partition(".")[0]
+    parts = {
+        file.name.partition(".")[0]: file for file in front.parent.glob(f"libcudnn_*.so.{major}")
+    }
+    names = sorted(parts, key=lambda name: (name not in _NEEDED_BY_OTHERS, name))
+    return [*(parts[name] for name in names), front]
 
 
 def _torchs() -> str | None:
@@ -71,6 +92,13 @@ def version() -> str:
     return ".".join(map(str, _version()))
 
 
+def advice() -> str:
+    """What to do about a cuDNN whose kernels are wrong."""
+    if os.environ.get("CUDNN_HOME") not in (None, _torchs()):
+        return "unset CUDNN_HOME and CUDNN_PATH to use the one that came with torch"
+    return "set CUDNN_HOME to a newer one's folder; NVTE_DEBUG=1 logs which kernels run"
+
+
 def _version() -> tuple[int, int, int]:
     from transformer_engine.pytorch.utils import get_cudnn_version
 
@@ -83,4 +111,4 @@ def _older(needed: tuple[int, int, int]) -> str | None:
     if _version() >= needed:
         return None
     needs = ".".join(map(str, needed))
-    return f"TransformerEngine loaded cuDNN {version()} and needs {needs}; {ADVICE}"
+    return f"TransformerEngine loaded cuDNN {version()} and needs {needs}; {advice()}"

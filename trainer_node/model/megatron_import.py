@@ -39,8 +39,17 @@ def quiet() -> Iterator[None]:
             sys.modules.pop("fla", None)
 
 
-def load() -> None:
-    """Import it; on a CPU `cpu_shims.apply` does."""
+def load(device: str) -> None:
+    """Import it for a device.
+
+    Raises:
+        ConfigError: as `cpu_shims.apply` and `cudnn.load`.
+    """
+    if device == "cpu":
+        from trainer_node.model import cpu_shims  # which imports this module
+
+        cpu_shims.apply()
+        return
     cudnn.load()
     with quiet():
         import megatron.bridge  # noqa: F401

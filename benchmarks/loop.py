@@ -81,7 +81,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     folder,
                     device=device,
                     lora=lora,
-                    max_num_seqs=max(64, GROUP_SIZE * count),
+                    max_num_seqs=max(64, 2 * GROUP_SIZE * count),  # two batches are sampled at once
                     pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
                     micro_batch_tokens="auto",
                 ),

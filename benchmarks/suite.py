@@ -214,7 +214,7 @@ TASKS = (
         SPLICE_BENCH_TOKENS="32768",
         SPLICE_BENCH_SAMPLES="3",
     ),
-    _cluster("loop-8b", "loop", 400, SPLICE_BENCH_SHAPES="8b"),
+    _cluster("loop-8b", "loop", 400, SPLICE_BENCH_SHAPES="8b", SPLICE_BENCH_PROMPT_TOKENS="512"),
     _cluster("soak", "soak", 900),
     _bench("wire", "wire", 2, 120, by_number=True),
     *(_bench(name, name, 1, 240) for name in ("merge", "export", "logits", "save", "arrival")),

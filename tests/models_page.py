@@ -102,7 +102,7 @@ reloads.
 
 | what | why |
 | --- | --- |
-| attention whose kernels are wrong on this GPU | the start compares each kind of layer with torch, forward and backward. cuDNN 9.14 is wrong for heads wider than 128 (Qwen3.5, Gemma, latent attention) |
+| attention whose kernels are wrong on this GPU | the start compares each kind of attention layer with torch ([which](installation.md#on-gpus)). cuDNN 9.14 is wrong for heads wider than 128 (Qwen3.5, Gemma, latent attention) |
 | an architecture without a bridge (Qwen2-MoE, Mixtral, GLM-4 dense, Phi-3, OLMo 2) | Megatron-Bridge 0.6.2 has no mapping for it |
 | Ernie 4.5 MoE, OLMoE with `clip_qkv` | the check finds other log-probs than transformers' |
 | a bias or head that Bridge's mapping lacks (Llama's `attention_bias`, Gemma 3 untied) | its tensors would not be published |

@@ -25,7 +25,12 @@ def start(config: TrainerConfig) -> Trainer:
     hf_config = read_config(config.model)
     import_losses(config.loss_modules)
     topology.check(config, hf_config)
-    megatron_import.load(config.device)
+    if config.device == "cpu":
+        from trainer_node.model import cpu_shims
+
+        cpu_shims.apply()
+    else:
+        megatron_import.load()
     # Late, because on a CPU Megatron can be imported only after the shims.
     from trainer_node.model import kernel_check
     from trainer_node.model.build import build

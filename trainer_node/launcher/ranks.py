@@ -72,7 +72,12 @@ def import_all(device: str) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from trainer_node.model import megatron_import
 
-    megatron_import.load(device)
+    if device == "cpu":
+        from trainer_node.model import cpu_shims
+
+        cpu_shims.apply()
+    else:
+        megatron_import.load()
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()

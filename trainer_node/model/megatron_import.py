@@ -39,17 +39,12 @@ def quiet() -> Iterator[None]:
             sys.modules.pop("fla", None)
 
 
-def load(device: str) -> None:
-    """Import it for a device.
+def load() -> None:
+    """Import it on a GPU's host; on a CPU `cpu_shims.apply` does.
 
     Raises:
-        ConfigError: as `cpu_shims.apply` and `cudnn.load`.
+        ConfigError: as `cudnn.load`.
     """
-    if device == "cpu":
-        from trainer_node.model import cpu_shims  # which imports this module
-
-        cpu_shims.apply()
-        return
     cudnn.load()
     with quiet():
         import megatron.bridge  # noqa: F401

@@ -16,7 +16,8 @@ has SPLICE_BENCH_PROMPTS prompts (24; 8 on a CPU), each with 4 answers of SPLICE
 
 The two sides' work should balance. The trainer takes longer for longer prompts, and vLLM hardly
 does; more prompts cost both alike. So on a GPU a few strict steps with prompts of two lengths come
-first, and the length is chosen from their times, for saves that the next batch hides.
+first, and the length is chosen from their times. A save that the next batch hides keeps vLLM
+waiting as long, so steps should be long beside a save.
 SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence.
 Steps from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
@@ -46,9 +47,7 @@ from splice.rl import Loop, LoopConfig, SamplingConfig, Step, checker, decisions
 from splice.smoke import rollouts
 
 GROUP_SIZE, LR = 4, 1e-4
-WARM_STEPS = 2
-"""Not counted: kernels are loaded, and the asynchronous loop begins to overlap."""
-LENGTHS = {64: WARM_STEPS, 1024: 1}
+LENGTHS = {256: 1, 1792: 0}
 """Tokens of prompts of the steps that the balance is found with -> steps before the one that
 counts."""
 LONGEST = 4096
@@ -103,8 +102,8 @@ def run(*, device: str, small: bool) -> list[Case]:
 
 
 def _length(client: SpliceClient, folder: Path, device: str, config: LoopConfig) -> int:
-    """Tokens of a prompt with which rollouts and a save take as long as training and sending: a
-    batch that is there when a save begins is trained on meanwhile. See `balanced`."""
+    """Tokens of a prompt with which rollouts and half a save take as long as training and sending:
+    the next batch then comes before a save, and is trained on meanwhile. See `balanced`."""
     given = os.environ.get("SPLICE_BENCH_PROMPT_TOKENS", "0" if device == "cpu" else "")
     if given:
         return int(given)
@@ -115,9 +114,9 @@ def _length(client: SpliceClient, folder: Path, device: str, config: LoopConfig)
         seconds = taken[-1].seconds
         rollouts_s, save_s = seconds["trainer_waits"], seconds["job.save"]
         job_s = seconds["step"] - rollouts_s - save_s
-        times.append((length, rollouts_s + seconds["job.pause"] + save_s, job_s))
+        times.append((length, rollouts_s + seconds["job.pause"] + save_s / 2, job_s))
     chosen = balanced(*times)
-    print(f"tokens, seconds of rollouts and save, the rest: {times}; {chosen} chosen", flush=True)
+    print(f"tokens, seconds of either side: {times}; {chosen} chosen", flush=True)
     return chosen
 
 
@@ -195,11 +194,12 @@ def _measure(
     client: SpliceClient, folder: Path, config: LoopConfig, rows: Sequence[Row], count: int
 ) -> Measured:
     """Each metric, a value for each step."""
-    taken = first_steps(client, folder, config, rows, WARM_STEPS + count)
+    warm = 1 + config.max_staleness  # kernels are loaded, and the loop begins to overlap
+    taken = first_steps(client, folder, config, rows, warm + count)
     log = checker.check(decisions.read(folder / decisions.LOG))
     if log.violations:
         raise RuntimeError(f"the loop's log breaks its promises: {log.violations[:3]}")
-    steps = taken[WARM_STEPS:]
+    steps = taken[warm:]
     for step in steps:
         print(step.number, {name: round(s, 3) for name, s in step.seconds.items()}, flush=True)
         print({k: v for k, v in step.metrics.items() if k.startswith("seconds_")}, flush=True)

@@ -27,7 +27,7 @@ from splice.cluster import Cluster
 from splice.rl import Step
 
 FLAGS = ("--enable-return-routed-experts", "--enable-scale-out")
-PROMPTS, STEPS, LR = 8, 4, 1e-9
+PROMPTS, WARM_STEPS, STEPS, LR = 8, 2, 4, 1e-9
 
 
 def run(*, device: str, small: bool) -> list[Case]:
@@ -37,7 +37,7 @@ def run(*, device: str, small: bool) -> list[Case]:
     shape, _, lora = os.environ.get("SPLICE_BENCH_SHAPES", "30b-a3b/lora-attn").partition("/")
     lora = lora or "lora-all"
     prompts = int(os.environ.get("SPLICE_BENCH_PROMPTS", PROMPTS))
-    count = loop.WARM_STEPS + int(os.environ.get("SPLICE_BENCH_SAMPLES", STEPS))
+    count = WARM_STEPS + int(os.environ.get("SPLICE_BENCH_SAMPLES", STEPS))
     config = loop.loop_config(device, 0, prompts)
     rows = loop.make_rows(prompts, int(os.environ.get("SPLICE_BENCH_PROMPT_TOKENS", "0")))
     with TemporaryDirectory(prefix="splice-bench-") as name:
@@ -61,7 +61,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     rows,
                     count,
                     lr=LR,
-                )[loop.WARM_STEPS :]
+                )[WARM_STEPS:]
                 for replay in (False, True)
             )
     settings = config.model_dump(mode="json") | {"router_replay": True, "flags": FLAGS}

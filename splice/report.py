@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import io
 import json
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,7 +138,9 @@ class _Plots:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError('the report needs matplotlib: pip install "splice[plot]"')
+            raise ConfigError(
+                f"the report needs matplotlib: {sys.executable} -m pip install matplotlib"
+            )
         self._mpl = importlib.import_module("matplotlib")
         self._figure = importlib.import_module("matplotlib.figure").Figure
         self._integers = importlib.import_module("matplotlib.ticker").MaxNLocator
@@ -268,9 +271,9 @@ def page(loop_dir: Path) -> str:
     Raises:
         ConfigError: matplotlib is not installed, or the loop has no trained step.
     """
-    plots = _Plots()
     log = loop_dir / decisions.LOG
     history = read(log)
+    plots = _Plots()
     sections = [
         _facts(history, loop_dir),
         *_timeline(plots, history),

@@ -25,7 +25,10 @@ from tests.trainer_node.topologies import DENSE, MOE
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 MEASURED = {
     "gpt_oss": ("gpt-oss-20b", "train-gpt-oss-20b-1xh200.json"),
-    "glm4_moe_lite": ("GLM-4.7-Flash, cuDNN 9.14", "train-glm-4.7-flash-1xh200.json"),
+    "glm4_moe_lite": (
+        "GLM-4.7-Flash, with kernels that are refused now",
+        "train-glm-4.7-flash-1xh200.json",
+    ),
     "llama": ("Llama-3.1-8B", "train-llama-8b-1xh200.json"),
     "qwen3": ("Qwen3-8B", "train-8b-again-1xh200.json"),
     "qwen3_moe": ("Qwen3-30B-A3B", "train-30b-a3b-again-1xh200.json"),
@@ -71,7 +74,10 @@ on one H200, with [its commands](performance.md#training-one-h200).
 
 """
 MORE = """
-LoRA: `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
+Rows are tiny variants: DeepSeek-V2, V2-Lite and MiniMax-M2 as published are refused, [see
+below](#refused-with-the-reason).
+
+LoRA: `-`: not tested apart from its relative without the suffix. `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
 outside the experts; the experts of this family are one tensor, and a target names it
 (`experts.down_proj`). Slower part: what takes the [other path](#fused-and-other-paths) on a CPU, as
 the tests of adapters see it. Over ranks: tp tensor, pp pipeline, cp context, ep expert, etp expert

@@ -37,7 +37,8 @@ async def main(arguments):
         optim=OptimParams(lr=1e-3),
     ) as loop:
         async for step in loop:
-            print(f"step {step.number}: loss {step.metrics['loss']:.4f}", flush=True)
+            loss, mean = step.metrics["loss"], step.metrics["reward_mean"]
+            print(f"step {step.number}: loss {loss:.4f}, mean reward {mean:.2f}", flush=True)
 
 
 def arguments_of(argv=None):

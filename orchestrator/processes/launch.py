@@ -92,7 +92,7 @@ class Launcher:
         self._restarting = threading.Lock()
         """Held while a node restarts: after the restart is counted, the node looks dead for good.
         """
-        self._peak_bytes = 0
+        self._peak_bytes, self.measures_memory = 0, False
         self._thread = threading.Thread(target=self._watch, name="splice-launcher", daemon=True)
 
     def start(self, node: NodeProcess) -> NodeProcess:
@@ -117,7 +117,7 @@ class Launcher:
     def peak_bytes(self) -> int:
         """Peak memory of all nodes and this process, as a sum of proportional set sizes.
 
-        It is sampled once a second.
+        It is sampled once a second if `measures_memory` is set, which takes a sixth of a core.
         """
         return self._peak_bytes
 
@@ -148,7 +148,8 @@ class Launcher:
                         node.keep_alive(time.monotonic())
                     except OSError as error:  # out of memory or processes: watch the others
                         log.warning("cannot start %s again: %s", node.name, error)
-            self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
+            if self.measures_memory:
+                self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
 
     def _memory_bytes(self) -> int:
         total = 0

@@ -201,7 +201,7 @@ class NodeLink:
         Raises:
             LinkLost: the orchestrator was silent for `lost_after_s`, without time when this process
                 was suspended.
-            ConfigError: the orchestrator has rejected this peer since.
+            ConfigError: the orchestrator has rejected this peer since, or `start` was never called.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=timeout_s)
@@ -209,6 +209,10 @@ class NodeLink:
             raise ConfigError(
                 f"the orchestrator at {self._endpoint} rejected {self.node_id}: "
                 f"{self._rejected.reason}"
+            )
+        if self._thread.ident is None:
+            raise ConfigError(
+                f"the connection to {self._endpoint} was never opened: enter it by `with`"
             )
         if not self._thread.is_alive():
             raise LinkLost(f"the connection to the orchestrator at {self._endpoint} is closed")

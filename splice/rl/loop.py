@@ -287,7 +287,6 @@ class Loop:
             config=self.config.model_dump(mode="json"),
             prompts=count,
         )
-        (self.folder / decisions.STATUS).unlink(missing_ok=True)  # of an earlier start
         found.made.add(version)
         self._is_entered = True
         self._next_group, self._admitted = found.groups, found.done
@@ -300,6 +299,8 @@ class Loop:
                 "over all its starts; another experiment needs a folder or a run of its own",
                 *(self.folder, found.done, steps),
             )
+        else:
+            (self.folder / decisions.STATUS).unlink(missing_ok=True)  # of an earlier start
 
     async def __aexit__(self, *error: Any) -> None:
         await self._exit.__aexit__(*error)

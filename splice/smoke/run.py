@@ -61,7 +61,9 @@ def run_smoke(
     started_s = time.monotonic()
     with Display(console) as display:
         try:
-            with Cluster(cluster_config, on_wait=display.phase) as cluster:
+            started = Cluster(cluster_config, on_wait=display.phase)
+            started.launcher.measures_memory = True
+            with started as cluster:
                 report.seconds["start"] = time.monotonic() - started_s
                 vocab_size = int(model_config["vocab_size"])
                 _Smoke(

@@ -207,6 +207,11 @@ def test_without_the_token_nothing_reaches_the_orchestrator():
     with_router(test)
 
 
+def test_a_link_that_was_never_opened_says_so():
+    with pytest.raises(ConfigError, match="never opened: enter it by `with`"):
+        NodeLink(endpoint="tcp://127.0.0.1:9", hello=hello()).recv(timeout_s=0.01)
+
+
 def test_a_stranger_cannot_make_the_orchestrator_hold_more_than_one_piece():
     """A frame that is announced as large is refused by its first bytes, before the handshake is
     done.

@@ -57,7 +57,7 @@ def fetch(model: Path) -> Path:
         why = (
             "HF_HUB_OFFLINE is set, and the model is not in the cache"
             if constants.HF_HUB_OFFLINE
-            else error
+            else str(error).partition("\n")[0]
         )
         raise ConfigError(
             f"{model} is not a local folder, and the Hub download failed: {why} (cache: "

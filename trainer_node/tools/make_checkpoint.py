@@ -428,7 +428,8 @@ def chosen_shape(*, name: str, arch: Arch | None, tied: bool, fp8: bool = False)
 def main(argv: list[str] | None = None) -> None:
     """Command line: see the module's docstring."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer_node.tools.make_checkpoint", description=__doc__.splitlines()[0]
+        prog="python -m trainer_node.tools.make_checkpoint",
+        description=__doc__.partition("\n\n")[0],
     )  # type: ignore[union-attr]
     parser.add_argument(
         "--arch",

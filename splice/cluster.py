@@ -75,10 +75,16 @@ class Cluster:
         NodeLost: a node died or was not ready in time. The text quotes its log.
     """
 
-    def __init__(self, config: ClusterConfig, *, on_wait: OnWait | None = None) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        on_wait: OnWait | None = None,
+        measures_memory: bool = False,
+    ) -> None:
         self.config = config
         self.run_token = config.run_token or secrets.token_hex(16)
-        self.launcher = Launcher()
+        self.launcher = Launcher(measures_memory=measures_memory)
         self.client: SpliceClient
         self._on_wait = on_wait or (lambda _: None)
 

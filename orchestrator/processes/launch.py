@@ -86,13 +86,13 @@ class NodeProcess(ChildProcess):
 class Launcher:
     """A set of node processes. Leaving the context ends them all, last started first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, measures_memory: bool = False) -> None:
         self.nodes: dict[str, NodeProcess] = {}
         self._watching = threading.Event()
         self._restarting = threading.Lock()
         """Held while a node restarts: after the restart is counted, the node looks dead for good.
         """
-        self._peak_bytes, self.measures_memory = 0, False
+        self._peak_bytes, self._measures_memory = 0, measures_memory
         self._thread = threading.Thread(target=self._watch, name="splice-launcher", daemon=True)
 
     def start(self, node: NodeProcess) -> NodeProcess:
@@ -117,7 +117,7 @@ class Launcher:
     def peak_bytes(self) -> int:
         """Peak memory of all nodes and this process, as a sum of proportional set sizes.
 
-        It is sampled once a second if `measures_memory` is set, which takes a sixth of a core.
+        It is sampled once a second with `measures_memory`, which takes a sixth of a core.
         """
         return self._peak_bytes
 
@@ -148,7 +148,7 @@ class Launcher:
                         node.keep_alive(time.monotonic())
                     except OSError as error:  # out of memory or processes: watch the others
                         log.warning("cannot start %s again: %s", node.name, error)
-            if self.measures_memory:
+            if self._measures_memory:
                 self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
 
     def _memory_bytes(self) -> int:

@@ -61,9 +61,7 @@ def run_smoke(
     started_s = time.monotonic()
     with Display(console) as display:
         try:
-            started = Cluster(cluster_config, on_wait=display.phase)
-            started.launcher.measures_memory = True
-            with started as cluster:
+            with Cluster(cluster_config, on_wait=display.phase, measures_memory=True) as cluster:
                 report.seconds["start"] = time.monotonic() - started_s
                 vocab_size = int(model_config["vocab_size"])
                 _Smoke(

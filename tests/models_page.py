@@ -77,7 +77,8 @@ MORE = """
 Rows are tiny variants: DeepSeek-V2, V2-Lite and MiniMax-M2 as published are refused, [see
 below](#refused-with-the-reason).
 
-LoRA: `-`: not tested apart from its relative without the suffix. `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
+LoRA: `-`: not tested apart from its relative without the suffix. `all`:
+every linear of the decoder layers, experts included, routers not. `attention`: linears
 outside the experts; the experts of this family are one tensor, and a target names it
 (`experts.down_proj`). Slower part: what takes the [other path](#fused-and-other-paths) on a CPU, as
 the tests of adapters see it. Over ranks: tp tensor, pp pipeline, cp context, ep expert, etp expert

@@ -37,11 +37,10 @@ def start(config: TrainerConfig) -> Trainer:
     from trainer_node.training.trainer import Trainer
 
     trainer = Trainer(build(config, hf_config))
-    if trainer.model.device.type == "cuda":
-        kernel_check.check(trainer.model)
     if config.adapter is not None:
         trainer.load_adapter(config.adapter)
     if trainer.model.device.type == "cuda":
+        kernel_check.check(trainer.model)
         torch.cuda.empty_cache()  # building needs scratch memory: experts are copied into stacks
     trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
     return trainer

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from megatron.core.transformer.attention import Attention
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from tests.trainer_node import families
 from trainer_node.model import kernel_check, topology
-from trainer_node.model.kernel_check import BOUND, NAMES, Kind, differences_of
+from trainer_node.model.kernel_check import BOUND, NAMES, differences_of, layers_of
 from trainer_node.model.model import Model
 from trainer_node.start import start
 from trainer_node.training import rng
@@ -62,8 +61,7 @@ def main() -> None:
         model = families.make(family, folder / family, hidden_size=256, **sizes)
         config = {"model": model, "device": device, "dtype": "bfloat16", "micro_batch_tokens": 4096}
         trainer = start(TrainerConfig.model_validate(config))
-        layers = [m for m in trainer.model.modules[0].modules() if isinstance(m, Attention)]
-        for kind, layer in {Kind.of(layer): layer for layer in layers}.items():
+        for kind, layer in layers_of(trainer.model).items():
             found = differences_of(layer, kind, trainer.model.device)
             text = ", ".join(f"{n} {d:.2%}" for n, d in zip(NAMES, found, strict=True))
             print(f"{family}: {kind}: {text}", flush=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.attention import Attention
 
 from orchestrator.errors import ConfigError
 from tests.trainer_node.worker import make_trainer
@@ -45,8 +44,9 @@ HAS: dict[str, Callable[[Kind], bool]] = {
 def main() -> None:
     model = Path(sys.argv[1])
     trainer = make_trainer(model, 1, 1, 1, dtype="bfloat16")
-    layers = [m for m in trainer.model.modules[0].modules() if isinstance(m, Attention)]
-    assert any(HAS[model.name](Kind.of(layer)) for layer in layers)
+    layers = kernel_check.layers_of(trainer.model)
+    assert any(HAS[model.name](kind) for kind in layers)
+    layer = list(layers.values())[-1]
     kernel_check.check(trainer.model)
     config = trainer.model.config
     fp32 = {"dtype": "float32"}
@@ -55,9 +55,9 @@ def main() -> None:
         model = SimpleNamespace(config=config.model_copy(update=change), device=None)
         kernel_check.check(model)
     cudnn.version = lambda: "9.1.0"  # not installed here
-    usual = layers[-1]._run_core_attention
+    usual = layer._run_core_attention
     for factor in (1.1, float("nan")):
-        layers[-1]._run_core_attention = lambda q, k, v, *args, by=factor, **kwargs: usual(
+        layer._run_core_attention = lambda q, k, v, *args, by=factor, **kwargs: usual(
             q, Wrong.apply(k, by), v, *args, **kwargs
         )
         with pytest.raises(ConfigError, match=r"the key's gradient differs .* cuDNN 9\.1\.0"):
@@ -66,7 +66,7 @@ def main() -> None:
     def none(*args: object, **kwargs: object) -> None:
         raise ValueError("no backend")
 
-    layers[-1]._run_core_attention = none
+    layer._run_core_attention = none
     with pytest.raises(ConfigError, match=r"no attention kernel for Kind.*no backend"):
         kernel_check.check(trainer.model)
 

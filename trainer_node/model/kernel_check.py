@@ -79,35 +79,39 @@ def check(model: Model) -> None:
     Raises:
         ConfigError: a kernel is wrong.
     """
-    config, device = model.config, model.device
+    config = model.config
     if config.dtype != "bfloat16" or config.parallel.context > 1:
         return
-    generators = rng.state(device)
+    generators = rng.state(model.device)
     try:
-        _check(model.modules[0], device)
+        _check(model)
     finally:
-        rng.restore(generators, device)
+        rng.restore(generators, model.device)
 
 
-def _check(module: torch.nn.Module, device: torch.device) -> None:
-    layers = [m for m in module.modules() if isinstance(m, Attention)]
-    for kind, layer in {Kind.of(layer): layer for layer in layers}.items():
+def layers_of(model: Model) -> dict[Kind, Attention]:
+    """Each kind of attention in a model -> a layer of it."""
+    layers = (m for m in model.modules[0].modules() if isinstance(m, Attention))
+    return {Kind.of(layer): layer for layer in layers}
+
+
+def _check(model: Model) -> None:
+    for kind, layer in layers_of(model).items():
         try:
-            found = differences_of(layer, kind, device)
+            found = differences_of(layer, kind, model.device)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"no attention kernel for {kind}: {error}; {advice()}") from error
+            raise ConfigError(f"no attention kernel for {kind}: {error}; {_advice()}") from error
         for name, difference in zip(NAMES, found, strict=True):
             if not difference <= BOUND:  # NaN too
                 raise ConfigError(
                     f"attention is wrong on this GPU: with heads of {kind.width}, the {name} "
-                    f"differs from torch's by {difference:.0%} of its norm; {advice()}"
+                    f"differs from torch's by {difference:.0%} of its norm; {_advice()}"
                 )
 
 
-def advice() -> str:
-    """What to do about kernels."""
+def _advice() -> str:
     return f"TransformerEngine loaded cuDNN {cudnn.version()}: {cudnn.advice()}"
 
 

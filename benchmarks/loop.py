@@ -14,10 +14,11 @@ tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits
 has SPLICE_BENCH_PROMPTS prompts (24; 8 on a CPU), each with 4 answers of SPLICE_BENCH_ANSWER_TOKENS
 (512; 32 on a CPU) tokens. Answers have a fixed length, so no step waits for a long one.
 
-The two sides' work should balance. The trainer takes longer for longer prompts, and vLLM hardly
-does; more prompts cost both alike. So on a GPU a few strict steps with prompts of two lengths come
-first, and the length is chosen from their times. A save that the next batch hides keeps vLLM
-waiting as long, so steps should be long beside a save.
+The two sides' work should balance. vLLM takes longer for longer answers, and decodes many at once
+for little more. The trainer's time grows with all tokens. So many prompts with short answers suit a
+fast trainer. Longer prompts take the trainer more time than vLLM: on a GPU, a few strict steps with
+prompts of two lengths come first, and the length is chosen from their times. A save that the next
+batch hides keeps vLLM waiting as long, so steps should be long beside a save.
 SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence.
 Steps from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
@@ -47,9 +48,8 @@ from splice.rl import Loop, LoopConfig, SamplingConfig, Step, checker, decisions
 from splice.smoke import rollouts
 
 GROUP_SIZE, LR = 4, 1e-4
-LENGTHS = {256: 1, 1792: 0}
-"""Tokens of prompts of the steps that the balance is found with -> steps before the one that
-counts."""
+LENGTHS = (128, 640)
+"""Tokens of prompts of the steps that the balance is found with."""
 LONGEST = 4096
 PROMPTS = {"cpu": 8, "cuda": 24}
 ANSWER_TOKENS = {"cpu": 32, "cuda": 512}
@@ -80,7 +80,7 @@ def run(*, device: str, small: bool) -> list[Case]:
                     folder,
                     device=device,
                     lora=lora,
-                    max_num_seqs=max(64, 2 * GROUP_SIZE * count),  # two batches are sampled at once
+                    max_num_seqs=max(64, GROUP_SIZE * count),  # as `max_in_flight`
                     pause_mode=cast(PauseMode, pause_mode),  # PublicationConfig checks it
                     micro_batch_tokens="auto",
                 ),
@@ -108,10 +108,10 @@ def _length(client: SpliceClient, folder: Path, device: str, config: LoopConfig)
     if given:
         return int(given)
     times = []
-    for length, warm in LENGTHS.items():
+    for length in LENGTHS:
         rows = make_rows(config.groups_per_step, length)
-        taken = first_steps(client, folder / f"strict-{length}", config, rows, warm + 1)
-        seconds = taken[-1].seconds
+        taken = first_steps(client, folder / f"strict-{length}", config, rows, 2)
+        seconds = taken[-1].seconds  # the first one loads kernels
         rollouts_s, save_s = seconds["trainer_waits"], seconds["job.save"]
         job_s = seconds["step"] - rollouts_s - save_s
         times.append((length, rollouts_s + seconds["job.pause"] + save_s / 2, job_s))
@@ -140,6 +140,7 @@ def loop_config(device: str, max_staleness: int, prompts: int) -> LoopConfig:
         group_size=GROUP_SIZE,
         groups_per_step=prompts,
         sampling=SamplingConfig(max_tokens=length, extra={"ignore_eos": True}),
+        max_in_flight=GROUP_SIZE * prompts,
     )
 
 

@@ -14,11 +14,12 @@ tiny else), each as SHAPE or SHAPE/LORA (`30b-a3b/lora-attn`, whose trainer fits
 has SPLICE_BENCH_PROMPTS prompts (24; 8 on a CPU), each with 4 answers of SPLICE_BENCH_ANSWER_TOKENS
 (512; 32 on a CPU) tokens. Answers have a fixed length, so no step waits for a long one.
 
-The two sides' work should balance. vLLM takes longer for longer answers, and decodes many at once
-for little more. The trainer's time grows with all tokens. So many prompts with short answers suit a
-fast trainer. Longer prompts take the trainer more time than vLLM: on a GPU, a few strict steps with
-prompts of two lengths come first, and the length is chosen from their times. A save that the next
-batch hides keeps vLLM waiting as long, so steps should be long beside a save.
+The two sides' work should balance. vLLM decodes many short answers in less time than few long
+ones, and the trainer's time grows with all tokens: a fast trainer wants many prompts and short
+answers. Longer prompts cost the trainer more than vLLM, which computes a prompt once for all its
+answers: on a GPU, a few strict steps with prompts of two lengths come first, and the length is
+chosen from their times. A save that the next batch hides keeps vLLM waiting as long, so steps
+should be long beside a save.
 SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence.
 Steps from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`

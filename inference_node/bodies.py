@@ -113,3 +113,8 @@ def stream_interval_of(fields: dict[str, Any]) -> int:
     sampling = fields.get("sampling_params")  # of /inference/v1/generate
     interval = (sampling if isinstance(sampling, dict) else fields).get("stream_interval")
     return interval if isinstance(interval, int) and interval > 0 else 1
+
+
+def names_tokens_by_id(fields: dict[str, Any]) -> bool:
+    """Whether the answer's log-probs name tokens as `token_id:N`, not by their text."""
+    return fields.get("return_tokens_as_token_ids") is True

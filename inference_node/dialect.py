@@ -429,6 +429,16 @@ def keep_logprobs_flat(engine_client: Any, request_id: str) -> None:
         processor.logprobs = FlatLogprobs()
 
 
+def leave_logprobs_undecoded(engine_client: Any, request_id: str) -> None:
+    """Decode no token of a new request's log-probs alone. vLLM does so for each token, for half of
+    its API process's time in log-probs, even if the answer names tokens by id.
+    """
+    state = _request_state(engine_client, request_id)
+    processor: Any = getattr(state, "logprobs_processor", None)
+    if processor is not None and processor.num_prompt_logprobs is None:  # these have text
+        processor.tokenizer = None
+
+
 def _request_states(engine_client: Any) -> Any:
     """Request id -> what vLLM's API process keeps of it. None: this vLLM hides it."""
     return getattr(getattr(engine_client, "output_processor", None), "request_states", None)

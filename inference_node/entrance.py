@@ -75,6 +75,8 @@ class Entrance:
             flight = FLIGHT.get()
             if flight is not None:
                 flight.entered(request.request_id)
+                if flight.names_tokens_by_id:
+                    dialect.leave_logprobs_undecoded(self._engine, request.request_id)
                 dialect.stream_every(self._engine, request.request_id, flight.stream_interval)
         await self._enter(request)
 

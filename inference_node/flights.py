@@ -39,6 +39,7 @@ class Flight:
     Args:
         says_versions: each JSON object of its answer gets its versions, even a single one.
         stream_interval: tokens of each event of its stream.
+        names_tokens_by_id: its log-probs name tokens by id.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Flight:
         pinned: bool,
         says_versions: bool = False,
         stream_interval: int = 1,
+        names_tokens_by_id: bool = False,
     ) -> None:
         self.alias, self.pinned, self.says_versions = alias, pinned, says_versions
-        self.stream_interval = stream_interval
+        self.stream_interval, self.names_tokens_by_id = stream_interval, names_tokens_by_id
         self.admitted_version = alias.version
         self.requests: list[str] = []
         """vLLM's ids of the requests that entered the engine."""

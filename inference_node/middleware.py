@@ -28,7 +28,14 @@ from starlette.requests import Request
 
 from inference_node.actions import Actions
 from inference_node.alias import Alias, Refusal
-from inference_node.bodies import Bodies, BodyRefused, fields_of, model_of, stream_interval_of
+from inference_node.bodies import (
+    Bodies,
+    BodyRefused,
+    fields_of,
+    model_of,
+    names_tokens_by_id,
+    stream_interval_of,
+)
 from inference_node.flights import (
     END_GRACE_S,
     FLIGHT,
@@ -202,6 +209,7 @@ class SpliceMiddleware:
             pinned=self.alias.is_pinned(model),
             says_versions=scope["path"] in VERSIONED_ROUTES,
             stream_interval=stream_interval_of(fields),
+            names_tokens_by_id=names_tokens_by_id(fields),
         )
         self.flights.add(flight)
         FLIGHT.set(flight)

@@ -20,9 +20,11 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import TensorSpec, batch_specs
 
-ASK = {"logprobs": 1, "return_token_ids": True}
+_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+"""The second one: vLLM need not decode each token of the log-probs alone."""
+ASK = {"logprobs": 0, **_IDS}
 """What a request to /v1/completions needs besides prompt and sampling settings."""
-ASK_CHAT = {"logprobs": True, "return_token_ids": True}
+ASK_CHAT = {"logprobs": True, **_IDS}
 """The same for /v1/chat/completions."""
 
 

@@ -528,7 +528,8 @@ def check(
         bool, typer.Option(help="With the model's own weights, not a small one of its kind.")
     ] = False,
     serve: Annotated[
-        bool, typer.Option(help="Publish the small model to a vLLM on the CPU as well, by `smoke`.")
+        bool,
+        typer.Option(help="Publish the checked model to a vLLM on the CPU as well, by `smoke`."),
     ] = False,
     report: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
     trainer_python: TrainerPython = _HERE,
@@ -542,7 +543,7 @@ def check(
         small = Path(folder) / "model"
         argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
         argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
-        argv += ["--keep", str(small)] if serve else []
+        argv += ["--keep", str(small)] if serve and not whole else []
         # On a CPU: transformers would take its kernels for GPUs where it sees one.
         env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         try:
@@ -556,7 +557,7 @@ def check(
         try:
             config = SmokeConfig(
                 run_dir=Path(folder) / "run",
-                model=small,
+                model=Path(model) if whole else small,
                 trainer_python=trainer_python,
                 inference_python=inference_python,
             )

@@ -48,12 +48,14 @@ log-probs of packed sequences and the gradient must be those of transformers. Th
 is ten times transformers' own rounding in fp32, which is measured, and at least 2e-5 nats.
 
 - The table names the numbers of `config.json` that moved the log-probs, and so were compared. A limit
-  that small random models never reach (OLMoE's `clip_qkv`) is lowered until it binds. The table also
-  names the numbers of your config that have no effect in transformers.
+  that small random models never reach (OLMoE's `clip_qkv`) is lowered until it has an effect. The table
+  also names the numbers of your config that were not seen to change transformers' log-probs.
 - No weight of the model itself is read. `--whole` compares the model's own weights.
-- `--serve` publishes the small model to a vLLM on the CPU as well.
-- `trainer.admission = "skip"` starts without the check. `splice smoke` skips it too, unless you give
-  `--no-proof`: its own proof compares more.
+- `--serve` publishes the checked model to a vLLM on the CPU as well.
+- It trains all parameters on one CPU. Of adapters, several ranks and a GPU's kernels it says nothing. The
+  tests below and [the start on a GPU](installation.md#on-gpus) do.
+- `trainer.admission = "skip"` starts without the check. `splice smoke` proves more than the check does, and
+  leaves it out. `splice smoke --no-proof` makes the check.
 
 The start reads the weights. It refuses files that are cut short, missing or wrongly shaped tensors,
 NaN, and a tied head with other values, by name. Tensors that nobody reads are named in the
@@ -65,8 +67,8 @@ Every row is a tiny checkpoint of transformers' own class. `tests/trainer_node/t
 compares names, bytes, log-probs and gradients with transformers, in full-parameter training.
 `tests/trainer_node/test_adapters_families.py` compares adapters with PEFT.
 `tests/inference_node/test_families.py` publishes three versions to a real vLLM. Every live tensor
-is verified there, and served log-probs are transformers'. `tests/e2e/test_families.py` joins both
-sides. `make test` runs a few of the rows, `make test-all` every one. Training speed is that of LoRA
+is verified there, and in fp32 served log-probs are transformers'. `tests/e2e/test_families.py` joins both
+sides, apart from Qwen3.5. `make test` runs a few of the rows, `make test-all` every one. Training speed is that of LoRA
 on one H200, with [its commands](performance.md#training-one-h200).
 
 """
@@ -74,21 +76,26 @@ MORE = """
 Rows are tiny variants: DeepSeek-V2, V2-Lite and MiniMax-M2 as published are refused, [see
 below](#refused-with-the-reason).
 
-LoRA: `-`: not tested apart from its relative without the suffix. `all`:
+LoRA: `-`: adapters go through `tests/e2e` alone. `all`:
 every linear of the decoder layers, experts included, routers not. `attention`: linears
 outside the experts; the experts of this family are one tensor, and a target names it
 (`experts.down_proj`). Slower part: what takes the [other path](#fused-and-other-paths) on a CPU, as
 the tests of adapters see it. Over ranks: tp tensor, pp pipeline, cp context, ep expert, etp expert
 tensor, dp data parallelism.
 
+vLLM on a CPU: with `bf16`, which its gated delta rule wants there, log-probs are those of a fresh vLLM that
+loaded the same weights, to the bit. A family that refuses requests has its live tensors verified, and no
+log-probs.
+
 Two pretrained models went through `splice smoke --model FOLDER --lr 1e-4` on a CPU, every check
 included: SmolLM2-135M-Instruct (169 s) and Qwen2.5-Coder-0.5B-Instruct (516 s). With `--lr 1e-3` they
 did so in bf16 on two H200s (112 and 151 s, `smoke-smollm2-135m-2xh200.json` and
-`smoke-qwen2.5-coder-0.5b-2xh200.json`): what 1e-4 changes in two steps hides in bf16's rounding. The 0.5B
-learned in [loops](convergence.md) there.
+`smoke-qwen2.5-coder-0.5b-2xh200.json`). There, two steps with 1e-4 change less than bf16 rounds, and the
+proof says so. The 0.5B learned in [loops](convergence.md) on GPUs.
 
 Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
-and are published with it. A token of an image is refused (`tests/trainer_node/sees.py`).
+and are exported with it. A token of an image is refused (`tests/trainer_node/sees.py`). No such checkpoint
+has been published to a vLLM yet: on GPUs, Qwen3.5 ran as its text class.
 
 ## Fused and other paths
 
@@ -110,17 +117,18 @@ reloads.
 | --- | --- |
 | attention whose kernels are wrong on this GPU | the start compares each kind of attention layer with torch ([which](installation.md#on-gpus)). cuDNN 9.14 is wrong for heads wider than 128 (Qwen3.5, Gemma, latent attention) |
 | an architecture without a bridge (Qwen2-MoE, Mixtral, GLM-4 dense, Phi-3, OLMo 2) | Megatron-Bridge 0.6.2 has no mapping for it |
+| OLMoE with fewer key-value heads than heads | Megatron normalises all heads at once; "the tensors do not fit" |
 | Ernie 4.5 MoE, OLMoE with `clip_qkv` | the check finds other log-probs than transformers' |
 | a bias or head that Bridge's mapping lacks (Llama's `attention_bias`, Gemma 3 untied) | its tensors would not be published |
 | layers without experts in other places than the first (`mlp_layer_types`) | Bridge builds another pattern |
 | weights in GPTQ, AWQ, bitsandbytes or another quantisation than [block-scaled FP8](fp8.md) | the trainer reads bf16 |
 | Gemma 2 | its logits have a softcap, and its attention takes no packs |
-| a tower (vision, audio), or a language part that is no architecture of its own (Qwen2.5-VL) | the trainer trains on text |
+| images and sound, and a model whose language part is no architecture of its own (Qwen2.5-VL) | the trainer trains [language parts](#families-under-test), on text |
 | heads that predict further tokens | they are neither trained nor exported |
 | DeepSeek-V2 with YaRN's `mscale` (as published), MiniMax-M2 with `rotary_dim` (as published), Gemma 1 with `hidden_act: "gelu"` | transformers 5.12.1 computes these otherwise than Megatron, and the check goes by transformers |
-| expert groups that are not ranked by the best 2 scores (DeepSeek-V3) or the best 1 (V2, with softmax) | Megatron ranks them by `num_experts_per_tok / topk_group` scores, which is V3's 8 / 4 |
+| expert groups that are not ranked by the best 2 scores (DeepSeek-V3) or the best 1 (V2, with softmax) | Megatron ranks them by `num_experts_per_tok / topk_group` scores: 8 / 4 in V3; 6 / 3 in a V2 is refused |
 | a class in `architectures` that is not the kind's causal language model | the trainer builds no other |
-| rope scaling other than YaRN and Llama 3's, or Llama 3's with other constants | Megatron-Core 0.19.2 has these alone, with fixed constants |
+| rope scaling other than YaRN and Llama 3's, or Llama 3's with other constants than 1, 4 and 8,192 (`low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`) | Megatron-Core 0.19.2 has these alone, with fixed constants |
 | YaRN's `attention_factor` | Megatron computes its own |
 | windows where Bridge's provider knows none, or a pattern of them without a period | Megatron would attend to the whole sequence |
 | `norm_topk_prob` off with sigmoid scores | Megatron always normalises them |

@@ -23,10 +23,14 @@ from trainer_node import objects
 from trainer_node.launcher import rendezvous
 
 log = logging.getLogger("splice.trainer")
+SAYS = "splice check: "
+"""What the check's own errors begin with; before it stand other packages' lines."""
 TIMEOUT_S = 900.0
 PACKAGES = ("megatron-core", "megatron-bridge", "transformers", "torch")
 RANKS = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 """Beginnings of the environment's names that make a process a rank."""
+AT_MOST = 1500
+"""Characters of what the check says when it cannot be made."""
 SKIP = 'trainer.admission = "skip" starts without the check'
 
 
@@ -72,9 +76,8 @@ def require(model: Path) -> None:
         out = Path(folder) / "report.json"
         done = _run(model, out)
         if not out.is_file():
-            raise ConfigError(
-                f"{model} cannot be checked: {(done.stdout + done.stderr)[-1500:]}\n{SKIP}"
-            )
+            said = done.stderr.rpartition(SAYS)[2].strip()[-AT_MOST:]
+            raise ConfigError(f"{model} cannot be checked: {said}\n{SKIP}")
         found = json.loads(out.read_text())
     if not found["ok"]:
         wrong = "; ".join(f"{r['name']}: {r['text']}" for r in found["rows"] if not r["ok"])

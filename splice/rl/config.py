@@ -8,11 +8,10 @@ from pydantic import Field, field_validator
 
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.messages import MIN_TEMPERATURE
+from splice.batches import ASK
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-OWN_FIELDS = frozenset(
-    {"model", "prompt", "messages", "n", "stream", "logprobs", "return_token_ids"}
-)
+OWN_FIELDS = frozenset({"model", "prompt", "messages", "n", "stream", *ASK})
 """Fields of a request that the loop sets."""
 
 

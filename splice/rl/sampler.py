@@ -273,7 +273,7 @@ class Sampler:
         sampling = {n: v for n, v in body.items() if n not in _NOT_SAMPLING}
         return {
             "token_ids": token_ids,
-            "sampling_params": {**sampling, "logprobs": 1},
+            "sampling_params": {**sampling, "logprobs": 0},
             "stream": True,
             "output_mode": "text",
         }

@@ -133,6 +133,25 @@ def test_sampled_logprobs_are_of_the_restricted_distribution_and_prompt_logprobs
     )
 
 
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}])
+def test_tokens_named_by_id_have_the_same_logprobs(dense: Node, more: dict[str, Any]) -> None:
+    ensure_published(dense)
+    body = {
+        "model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0.0, "logprobs": 2,
+        "return_token_ids": True, **more,
+    }  # fmt: skip # a table
+    by_text = dense.post("/v1/completions", body).json()["choices"][0]
+    by_id = dense.post("/v1/completions", body | {"return_tokens_as_token_ids": True})
+    (choice,) = by_id.json()["choices"]
+    assert choice["token_ids"] == by_text["token_ids"] and choice["text"] == by_text["text"]
+    given, named = choice["logprobs"], [f"token_id:{i}" for i in choice["token_ids"]]
+    assert given["tokens"] == named != by_text["logprobs"]["tokens"]
+    assert given["token_logprobs"] == by_text["logprobs"]["token_logprobs"]
+    best = [max(row.values()) for row in given["top_logprobs"]]
+    assert best == [max(row.values()) for row in by_text["logprobs"]["top_logprobs"]]
+    assert choice["prompt_logprobs"] == by_text["prompt_logprobs"]
+
+
 def sampled_gap(node: Node, settings: dict[str, Any], *, temperature: float) -> float:
     """Largest |vLLM - transformers| of sampled tokens' log-probs, the latter's of softmax(logits /
     temperature) over the allowed ids.

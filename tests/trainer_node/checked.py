@@ -1,6 +1,6 @@
 """Runs `splice check` on a folder, with a mistake in Megatron's config if one is named.
 
-python -m tests.trainer_node.checked OUT FOLDER [FIELD VALUE]
+python -m tests.trainer_node.checked OUT FOLDER [FIELD VALUE | --whole]
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def main() -> None:
         prepare(provider, *args)
         setattr(provider, mistake[0], json.loads(mistake[1]))
 
-    if mistake:
+    whole = mistake == ["--whole"]
+    if mistake and not whole:
         providers.prepare = prepare_wrongly
-    code = check_model.main(["--model", folder, "--out", out])
+    code = check_model.main(["--model", folder, "--out", out, *["--whole"] * whole])
     sys.exit(0 if code in (0, 1) else code)
 
 

@@ -2,8 +2,9 @@
 
     torchrun ... -m tests.trainer_node.sees FOLDER FAMILY
 
-Log-probs of text equal those of transformers' whole model; every tensor of the checkpoint is
-exported; a step changes tensors of the language part only; a token of an image is refused.
+Log-probs of text equal those of transformers' whole model; every tensor of the checkpoint but heads
+of further tokens is exported; a step changes tensors of the language part only; a token of an image
+is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
@@ -57,6 +59,8 @@ def make(family: str, folder: Path) -> Path:
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float()
     randomize(model)
     model.save_pretrained(folder)
+    further = {"mtp.fc.weight": torch.ones(4, 4), "mtp.norm.weight": torch.ones(4)}
+    save_file(further, folder / "further.safetensors")  # heads of further tokens, as published
     return folder
 
 
@@ -78,7 +82,9 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel = ParallelConfig(tensor=world, world_size=world)
     trainer = start(TrainerConfig(model=folder, finetuning_type="full", parallel=parallel))
-    stored = {name: trainer.model.checkpoint.state[name] for name in trainer.model.checkpoint.state}
+    state = trainer.model.checkpoint.state
+    stored = {name: state[name] for name in state if not name.startswith("mtp.")}
+    assert len(stored) < len(state)
     vocabulary = trainer.model.checkpoint.vocab_tensors
     stored |= {name: stored[name][:VOCAB] for name in vocabulary if name in stored}
     exporter = Exporter(trainer.model)

@@ -44,7 +44,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "cut": (cut, r"\.safetensors cannot be read: .*is it complete\?"),
     "nan": (
         lambda f: changed(f, lambda t: t[GATE].view(-1)[3:4].fill_(float("nan"))),
-        rf"NaN or infinite weights in .*{GATE}",
+        rf"NaN or infinite weights in {GATE}; restore",
     ),
     "another-head": (
         lambda f: changed(f, other_head, "llama_tied"),

@@ -13,6 +13,7 @@ import pytest
 import transformers
 
 from orchestrator.errors import ConfigError
+from tests.trainer_node import sees
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import FAMILIES, make
 from trainer_node import admission
@@ -23,10 +24,11 @@ Checked = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def checked(torchrun: Ranks, tmp_path: Path) -> Checked:
-    """The report on a folder, with a mistake in Megatron's config if one is given."""
+    """The report on a folder, on its own weights with `--whole`, or with a mistake in Megatron's
+    config."""
 
-    def run(folder: Path, *mistake: str) -> dict[str, Any]:
-        torchrun(1, "checked", tmp_path / "report.json", folder, *mistake)
+    def run(folder: Path, *more: str) -> dict[str, Any]:
+        torchrun(1, "checked", tmp_path / "report.json", folder, *more)
         found: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
         return found | {"rows": {row["name"]: row for row in found["rows"]}}
 
@@ -43,6 +45,12 @@ def test_a_model_with_a_window_is_admitted(checked: Checked, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_admitted(checked: Checked, tmp_path: Path, name: str) -> None:
     report = checked(make(name, tmp_path / name))
+    assert report["ok"], report["rows"]
+
+
+@pytest.mark.parametrize("family", sees.TOWERS)
+def test_the_weights_of_a_model_that_sees(checked: Checked, tmp_path: Path, family: str) -> None:
+    report = checked(sees.make(family, tmp_path / family), "--whole")
     assert report["ok"], report["rows"]
 
 
@@ -142,6 +150,8 @@ def test_what_the_trainer_refuses_is_the_report(checked: Checked, tmp_path: Path
             ),
             r"num_attention_heads \(4\) is no multiple of num_key_value_heads \(3\)",
         ),
+        ('{"model_type": "nonesuch"}', r"transformers 5\S+, .* knows no model_type 'nonesuch'"),
+        ('{"model_type": "qwen2_5_vl"}', r"qwen2_5_vl \(qwen2_5_vl_text\).*language parts only"),
     ],
 )
 def test_what_cannot_be_checked_ends_in_a_sentence(
@@ -174,7 +184,7 @@ def test_a_limit_that_would_not_bind_is_lowered(checked: Checked, tmp_path: Path
     report = checked(folder)
     assert not report["ok"] and "clip_qkv" in report["seen"]
     assert not report["rows"]["log-probs"]["ok"]
-    assert "Without effect in transformers: " in report["rows"]["config"]["text"]
+    assert "Not seen to change transformers' log-probs: " in report["rows"]["config"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -228,5 +238,5 @@ def test_a_model_that_fails_is_refused_with_the_reason(
         admission.require(tmp_path / "gemma2")
     assert not list(tmp_path.glob("splice/checks/*"))
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
-    with pytest.raises(ConfigError, match=r"cannot be checked: .*nonesuch"):
+    with pytest.raises(ConfigError, match=r"cannot be checked: /.*knows no model_type 'nonesuch'"):
         admission.require(tmp_path)

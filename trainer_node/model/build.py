@@ -80,7 +80,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
         if config.dtype == "bfloat16":
             warn_of_rounding(config.model, set().union(*names))
         _load_weights(bridge, checkpoint, modules)
-        _check_finite(tasks)
+        _check_finite(tasks, checkpoint)
     modules[0].requires_grad_(False)
     language_part.export_towers(bridge, checkpoint.state, tasks[-1])
     if not with_weights:
@@ -198,7 +198,7 @@ def _load_weights(bridge: Any, checkpoint: HfCheckpoint, modules: list[Any]) -> 
         ) from error
 
 
-def _check_finite(tasks: Sequence[Any]) -> None:
+def _check_finite(tasks: Sequence[Any], checkpoint: HfCheckpoint) -> None:
     """Refuse weights that are no numbers: whatever they touch would be none either.
 
     Raises:
@@ -206,8 +206,12 @@ def _check_finite(tasks: Sequence[Any]) -> None:
     """
     for task in tasks:
         if task.param_weight is not None and not torch.isfinite(task.param_weight).all():
-            names = ", ".join(_hf_names([task]))
-            raise ConfigError(f"the checkpoint has NaN or infinite weights in {names}")
+            names = _hf_names([task])
+            wrong = [n for n in names if not torch.isfinite(checkpoint.state[n]).all()]
+            raise ConfigError(
+                f"the checkpoint has NaN or infinite weights in {', '.join(wrong or names)}; "
+                "restore the file, or take an earlier checkpoint"
+            )
 
 
 def _hf_names(tasks: Sequence[Any]) -> list[str]:

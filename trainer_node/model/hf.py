@@ -24,8 +24,6 @@ from orchestrator.protocol import topology
 from trainer_node.model import fp8_blocks, language_part
 
 log = logging.getLogger("splice.trainer")
-_UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
-"""Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
 _KEPT_WIDE = "e_score_correction_bias"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -138,11 +136,11 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _is_left_out(name: str, layers: int) -> bool:
+def is_left_out(name: str, layers: int) -> bool:
     """Whether no trainer of a model of so many layers reads the tensor."""
     layer = _LAYER.search(name)
     beyond = layer is not None and int(layer.group(1)) >= layers
-    return beyond or _UNUSED.search(name) is not None
+    return beyond or language_part.UNREAD.search(name) is not None
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -236,7 +234,7 @@ class HfCheckpoint:
         missing = sorted(name for name in names if name not in self.state)
         unread = set(self.state.source).difference(names, language_part.towers(self.state))
         layers = getattr(self.config, "num_hidden_layers", 0)
-        left = sorted(name for name in unread if not _is_left_out(name, layers))
+        left = sorted(name for name in unread if not is_left_out(name, layers))
         if missing:
             other = f", and has {left[0]} instead" if left else ""
             raise ConfigError(

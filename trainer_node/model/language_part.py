@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from orchestrator.errors import ConfigError
+from trainer_node.model import fp8_blocks
 
 NESTED = "language_model."
 """What transformers puts into the names of a nested language model's tensors."""
+UNREAD = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
+"""Tensors that no trainer reads or exports: further tokens' heads, and buffers of old releases."""
 _TOWER_TOKEN = re.compile(r"(?:image|video|audio)_token_(?:id|index)")
 
 
@@ -37,8 +40,9 @@ def text_config(config: Any) -> Any:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if name is None:
         raise ConfigError(
-            f"the language part of {config.model_type} ({text.model_type}) is no architecture of "
-            "its own in transformers; the trainer trains language parts only, not towers"
+            f"{config.name_or_path}: the language part of {config.model_type} ({text.model_type}) "
+            "is no architecture of its own in transformers; the trainer trains language parts "
+            "only, not towers"
         )
     text = copy.deepcopy(text)
     text.architectures = [name]
@@ -92,11 +96,19 @@ def use_names(bridge: Any, names: Collection[str]) -> None:
 
 
 def towers(names: Iterable[str]) -> list[str]:
-    """The checkpoint's tensors that are no part of the language model."""
+    """The checkpoint's tensors of towers. Scales of block-scaled FP8 are no tensors of their own:
+    they are read with their weights."""
     names = list(names)
     if prefix_of(names) is None:
         return []
-    return [name for name in names if NESTED not in name and not name.startswith("lm_head.")]
+    return [
+        name
+        for name in names
+        if NESTED not in name
+        and not name.startswith("lm_head.")
+        and not name.endswith(fp8_blocks.SUFFIX)
+        and not UNREAD.search(name)
+    ]
 
 
 def export_towers(bridge: Any, state: Mapping[str, torch.Tensor], last_task: Any) -> None:

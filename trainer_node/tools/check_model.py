@@ -49,8 +49,8 @@ from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.messages import LossSpec
 from trainer_node import admission
-from trainer_node.model import fp8_blocks, hub
-from trainer_node.model.hf import tensor_files
+from trainer_node.model import fp8_blocks, hub, language_part
+from trainer_node.model.hf import is_left_out, tensor_files
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
 if TYPE_CHECKING:
@@ -116,14 +116,16 @@ def small_config(folder: Path) -> Any:
     part.
 
     Raises:
-        ConfigError: no config.json, or transformers does not know the architecture.
+        ConfigError: no config.json, or transformers does not know the architecture, or of a
+            model that sees not its language part.
     """
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+        config = transformers.AutoConfig.from_pretrained(folder)
     except ERRORS as error:
-        raise ConfigError(f"transformers cannot read {folder}/config.json: {error}") from error
+        raise ConfigError(_unreadable(folder, error)) from error
+    config = language_part.text_config(config)
     raw = config.to_dict()
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     if lacking := [key for key in sizes if not isinstance(raw.get(key), int)]:
@@ -158,7 +160,22 @@ def small_config(folder: Path) -> Any:
     return type(config)(**{k: v for k, v in raw.items() if k not in _NOT_SETTINGS} | settings)
 
 
-_NOT_SETTINGS = ("model_type", "transformers_version", "architectures", "quantization_config")
+def _unreadable(folder: Path, error: Exception) -> str:
+    import transformers
+
+    file = folder / "config.json"
+    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
+    if kind is None or kind in transformers.CONFIG_MAPPING:
+        return f"transformers cannot read {file}: {error}"
+    return (  # transformers' own text says to install another version
+        f"{file}: transformers {transformers.__version__}, which the trainer runs on, knows no "
+        f"model_type {kind!r}. splice cannot train it until Megatron-Bridge and that version do"
+    )
+
+
+_NOT_SETTINGS = (
+    "model_type", "transformers_version", "architectures", "quantization_config", "tower_tokens",
+)  # fmt: skip # a list of names
 
 
 def _layers(raw: dict[str, Any]) -> int:
@@ -260,7 +277,7 @@ class Reference:
             attn_implementation="eager",
             experts_implementation="eager",  # the others take no fp64
         ).eval()
-        self.config = self._model.config
+        self.config, self.architecture = self._model.config, type(self._model).__name__
         _one_epsilon(self._model)
         self.tokens = _tokens(self.config.get_text_config())
 
@@ -381,8 +398,13 @@ class _Trained:
                 stored = file.get_tensor(name)
             if stored.shape != tensor.shape or not torch.equal(stored.to(tensor.dtype), tensor):
                 wrong.append(f"{name} comes out with other values")
-        keys = self._trainer.model.checkpoint.state.source
-        wrong += [f"{name} is not exported" for name in sorted(left) if name in keys]
+        checkpoint = self._trainer.model.checkpoint
+        layers = checkpoint.config.num_hidden_layers
+        wrong += [
+            f"{name} is not exported"
+            for name in sorted(left)
+            if name in checkpoint.state.source and not is_left_out(name, layers)
+        ]
         return len(files), wrong
 
     def run(self, tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, float]:
@@ -449,7 +471,7 @@ def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
     with tempfile.TemporaryDirectory(prefix="splice-check-") as folder:
         used = model if whole else write_small(model, keep or Path(folder) / "model")
         reference = Reference(used)
-        report.architecture = str(reference.config.architectures[0])
+        report.architecture = reference.architecture
         moves = reference.moves()
         if not whole and (lowered := lower_limits(reference, moves, used)):
             reference = Reference(used)
@@ -491,7 +513,7 @@ def _compare(
     set_here = _names(json.loads((folder / "config.json").read_text()))
     idle = [name for name in report.unseen if name in set_here]
     text = f"compared: {', '.join(report.seen) or 'nothing'}"
-    text += f". Without effect in transformers: {', '.join(idle)}" if idle else ""
+    text += f". Not seen to change transformers' log-probs: {', '.join(idle)}" if idle else ""
     rows.append(Row("config", bool(report.seen), text))
 
 
@@ -551,7 +573,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"{args.model}: tensors have other shapes than config.json says"
         elif not isinstance(error, ConfigError):
             text = f"{args.model}: {type(error).__name__}: {text}"
-        sys.stderr.write(f"splice check: {text}\n")
+        sys.stderr.write(f"{admission.SAYS}{text}\n")
         return 2
     text = json.dumps(asdict(report) | {"ok": report.ok}, indent=1)
     if args.out is not None:

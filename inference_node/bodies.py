@@ -116,5 +116,7 @@ def stream_interval_of(fields: dict[str, Any]) -> int:
 
 
 def names_tokens_by_id(fields: dict[str, Any]) -> bool:
-    """Whether the answer's log-probs name tokens as `token_id:N`, not by their text."""
-    return fields.get("return_tokens_as_token_ids") is True
+    """Whether the answer has token ids, and its log-probs name tokens as `token_id:N` as well."""
+    return all(
+        fields.get(name) is True for name in ("return_token_ids", "return_tokens_as_token_ids")
+    )

@@ -430,8 +430,8 @@ def keep_logprobs_flat(engine_client: Any, request_id: str) -> None:
 
 
 def leave_logprobs_undecoded(engine_client: Any, request_id: str) -> None:
-    """Decode no token of a new request's log-probs alone. vLLM does so for each token, for half of
-    its API process's time in log-probs, even if the answer names tokens by id.
+    """Decode no token of a new request's log-probs. vLLM decodes each one, also where the answer
+    names it by id; without the text, chat answers have no `bytes` of it.
     """
     state = _request_state(engine_client, request_id)
     processor: Any = getattr(state, "logprobs_processor", None)

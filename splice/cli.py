@@ -529,7 +529,7 @@ def check(
     ] = False,
     serve: Annotated[
         bool,
-        typer.Option(help="Publish the checked model to a vLLM on the CPU as well, by `smoke`."),
+        typer.Option(help="Publish the small model to a vLLM on the CPU as well, by `smoke`."),
     ] = False,
     report: Annotated[Path | None, typer.Option(help="File for the report, as JSON.")] = None,
     trainer_python: TrainerPython = _HERE,
@@ -539,11 +539,16 @@ def check(
 
     Exit code 1 if it does not, 2 if the model cannot be checked.
     """
+    if whole and serve:
+        text = (
+            f"--serve publishes the small model; for its own weights: splice smoke --model {model}"
+        )
+        _die(_console(), ConfigError(text))
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "model"
         argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
         argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
-        argv += ["--keep", str(small)] if serve and not whole else []
+        argv += ["--keep", str(small)] if serve else []
         # On a CPU: transformers would take its kernels for GPUs where it sees one.
         env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         try:
@@ -557,7 +562,7 @@ def check(
         try:
             config = SmokeConfig(
                 run_dir=Path(folder) / "run",
-                model=Path(model) if whole else small,
+                model=small,
                 trainer_python=trainer_python,
                 inference_python=inference_python,
             )

@@ -51,7 +51,8 @@ is ten times transformers' own rounding in fp32, which is measured, and at least
   that small random models never reach (OLMoE's `clip_qkv`) is lowered until it has an effect. The table
   also names the numbers of your config that were not seen to change transformers' log-probs.
 - No weight of the model itself is read. `--whole` compares the model's own weights.
-- `--serve` publishes the checked model to a vLLM on the CPU as well.
+- `--serve` publishes the small model to a vLLM on the CPU as well. `splice smoke --model MODEL` does it with
+  the model itself.
 - It trains all parameters on one CPU. Of adapters, several ranks and a GPU's kernels it says nothing. The
   tests below and [the start on a GPU](installation.md#on-gpus) do.
 - `trainer.admission = "skip"` starts without the check. `splice smoke` proves more than the check does, and
@@ -83,9 +84,9 @@ outside the experts; the experts of this family are one tensor, and a target nam
 the tests of adapters see it. Over ranks: tp tensor, pp pipeline, cp context, ep expert, etp expert
 tensor, dp data parallelism.
 
-vLLM on a CPU: with `bf16`, which its gated delta rule wants there, log-probs are those of a fresh vLLM that
-loaded the same weights, to the bit. A family that refuses requests has its live tensors verified, and no
-log-probs.
+vLLM on a CPU: its gated delta rule takes `bf16` alone there. Those log-probs are compared with a fresh
+vLLM's, which loaded the same weights, and are equal to the bit. MiniMax-M2's live tensors are verified, but
+no log-probs.
 
 Two pretrained models went through `splice smoke --model FOLDER --lr 1e-4` on a CPU, every check
 included: SmolLM2-135M-Instruct (169 s) and Qwen2.5-Coder-0.5B-Instruct (516 s). With `--lr 1e-3` they

@@ -76,8 +76,10 @@ def require(model: Path) -> None:
         out = Path(folder) / "report.json"
         done = _run(model, out)
         if not out.is_file():
-            said = done.stderr.rpartition(SAYS)[2].strip()[-AT_MOST:]
-            raise ConfigError(f"{model} cannot be checked: {said}\n{SKIP}")
+            before, _, said = done.stderr.rpartition(SAYS)
+            said = said[:AT_MOST] if before or done.stderr.startswith(SAYS) else said[-AT_MOST:]
+            why = said.strip() or f"its process ended with code {done.returncode}"
+            raise ConfigError(f"{model} cannot be checked: {why}\n{SKIP}")
         found = json.loads(out.read_text())
     if not found["ok"]:
         wrong = "; ".join(f"{r['name']}: {r['text']}" for r in found["rows"] if not r["ok"])

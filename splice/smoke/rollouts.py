@@ -19,7 +19,7 @@ import httpx
 
 from orchestrator.errors import SpliceError
 from orchestrator.protocol.messages import TensorSpec
-from splice.batches import Completion, completions_of, grpo_batch
+from splice.batches import ASK, Completion, completions_of, grpo_batch
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 """Reward of each answer. The task is the usual yes-no-maybe toy: learn to answer maybe."""
@@ -149,10 +149,9 @@ async def _sample_group(
         "max_tokens": max_tokens,
         "min_tokens": max_tokens,
         "temperature": temperature,
-        "logprobs": 1,
         "seed": seed,
-        "return_token_ids": True,
         "ignore_eos": True,
+        **ASK,
     }
     if restrict:
         body["allowed_token_ids"] = sorted(rewards)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import transformers
+from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
+from splice.cli import app
 from tests.trainer_node import sees
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import FAMILIES, make
@@ -52,6 +54,8 @@ def test_every_family_is_admitted(checked: Checked, tmp_path: Path, name: str) -
 def test_the_weights_of_a_model_that_sees(checked: Checked, tmp_path: Path, family: str) -> None:
     report = checked(sees.make(family, tmp_path / family), "--whole")
     assert report["ok"], report["rows"]
+    assert "Nobody reads mtp.fc.weight, mtp.norm.weight" in report["rows"]["exported"]["text"]
+    assert not any("vision_config" in name for name in report["seen"] + report["unseen"])
 
 
 GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
@@ -150,6 +154,13 @@ def test_what_the_trainer_refuses_is_the_report(checked: Checked, tmp_path: Path
             ),
             r"num_attention_heads \(4\) is no multiple of num_key_value_heads \(3\)",
         ),
+        (
+            json.dumps(
+                {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2}
+                | {"hidden_size": 64, "rope_parameters": {"rope_type": "magic", "factor": 2.0}}
+            ),
+            r"cannot build a small llama: it does not know 'magic', which \S*config.json says",
+        ),
         ('{"model_type": "nonesuch"}', r"transformers 5\S+, .* knows no model_type 'nonesuch'"),
         ('{"model_type": "qwen2_5_vl"}', r"qwen2_5_vl \(qwen2_5_vl_text\).*language parts only"),
     ],
@@ -195,6 +206,11 @@ def test_a_small_model_has_each_kind_of_layer_after_each_that_it_follows(
     kinds: str, layers: int
 ) -> None:
     assert check_model._layers({"num_hidden_layers": len(kinds), "kinds": list(kinds)}) == layers
+
+
+def test_only_the_small_model_is_published(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["check", str(tmp_path), "--whole", "--serve"])
+    assert done.exit_code == 2 and "splice smoke --model" in done.output
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from orchestrator.protocol import topology
 from trainer_node.model import fp8_blocks, language_part
 
 log = logging.getLogger("splice.trainer")
+_UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
+"""Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
 _KEPT_WIDE = "e_score_correction_bias"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -140,7 +142,7 @@ def is_left_out(name: str, layers: int) -> bool:
     """Whether no trainer of a model of so many layers reads the tensor."""
     layer = _LAYER.search(name)
     beyond = layer is not None and int(layer.group(1)) >= layers
-    return beyond or language_part.UNREAD.search(name) is not None
+    return beyond or _UNUSED.search(name) is not None
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -19,8 +19,8 @@ from trainer_node.model import fp8_blocks
 
 NESTED = "language_model."
 """What transformers puts into the names of a nested language model's tensors."""
-UNREAD = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
-"""Tensors that no trainer reads or exports: further tokens' heads, and buffers of old releases."""
+_FURTHER = re.compile(r"(?:model\.)?mtp\.")
+"""Heads of further tokens."""
 _TOWER_TOKEN = re.compile(r"(?:image|video|audio)_token_(?:id|index)")
 
 
@@ -107,7 +107,7 @@ def towers(names: Iterable[str]) -> list[str]:
         if NESTED not in name
         and not name.startswith("lm_head.")
         and not name.endswith(fp8_blocks.SUFFIX)
-        and not UNREAD.search(name)
+        and not _FURTHER.match(name)
     ]
 
 

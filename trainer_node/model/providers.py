@@ -165,11 +165,14 @@ def _rotary(provider: Any, bridge: Any, hf_config: Any) -> None:
             setattr(provider, field, values.get(hf_key, rope.get(hf_key)))
         provider.yarn_correction_range_round_to_int = rope.get("truncate", True)
     if kind == "llama3":
-        got = {"rope_scaling": provider.rope_scaling} | {k: rope.get(k) for k in _LLAMA3}
-        if got != {"rope_scaling": True} | _LLAMA3:
+        if not provider.rope_scaling:
             raise ConfigError(
-                f"Megatron computes llama3's rope scaling with {_LLAMA3} only, and in families "
-                f"that Bridge reads it of; got {got}"
+                f"Megatron-Bridge does not read llama3's rope scaling in a {hf_config.model_type}"
+            )
+        if (got := {k: rope.get(k) for k in _LLAMA3}) != _LLAMA3:
+            raise ConfigError(
+                f"Megatron computes llama3's rope scaling with {_LLAMA3} only; config.json has "
+                f"{got}"
             )
 
 
@@ -230,10 +233,10 @@ def settle(model: Any, provider: Any) -> None:
     """
     head = getattr(model, "output_layer", None)
     if head is not None and (type(head) is not ColumnParallelLinear or head.bias is not None):
-        kind = " + ".join(base.__name__ for base in (type(head), *type(head).__bases__))
+        bias = " with a bias" if head.bias is not None else ""
         raise ConfigError(
-            f"the output layer is a {kind} (bias: {head.bias is not None}); the trainer's chunked "
-            "logits know a plain product, without softcap, bias or scale"
+            f"the model's logits come from a {type(head).__name__}{bias}. The trainer computes "
+            "logits without softcap, bias or scale, so it cannot train this model"
         )
     for module in model.modules():
         if hasattr(module, "eps"):

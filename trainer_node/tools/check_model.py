@@ -111,9 +111,8 @@ class Report:
 # ---------------------------------------------------------------- a small model of the same kind
 
 
-def small_config(folder: Path) -> Any:
-    """A small transformers config of the folder's kind; of a vision-language model its language
-    part.
+def read_config(folder: Path) -> Any:
+    """The folder's config by transformers; of a vision-language model that of its language part.
 
     Raises:
         ConfigError: no config.json, or transformers does not know the architecture, or of a
@@ -125,7 +124,16 @@ def small_config(folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder)
     except ERRORS as error:
         raise ConfigError(_unreadable(folder, error)) from error
-    config = language_part.text_config(config)
+    return language_part.text_config(config)
+
+
+def small_config(folder: Path) -> Any:
+    """A small transformers config of the folder's kind.
+
+    Raises:
+        ConfigError: as `read_config`, or the config lacks a size.
+    """
+    config = read_config(folder)
     raw = config.to_dict()
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     if lacking := [key for key in sizes if not isinstance(raw.get(key), int)]:
@@ -222,7 +230,10 @@ def write_small(folder: Path, out: Path) -> Path:
         config.initializer_range = 0.1  # log-probs far from uniform
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ERRORS as error:
-        why = f"{type(error).__name__}: {error}"
+        text = str(error).partition(" Model type should be one of")[0]
+        why = f"{type(error).__name__}: {text}"
+        if isinstance(error, KeyError):  # such as a rope_type
+            why = f"it does not know {error}, which {folder}/config.json says"
         raise ConfigError(
             f"transformers cannot build a small {config.model_type}: {why}"
         ) from error
@@ -337,6 +348,8 @@ def fields(
         at = (*path, key)
         if str(key).endswith("_token_id") or key in _NO_MATHEMATICS:
             continue
+        if isinstance(value, dict) and key.endswith("_config") and key != "text_config":
+            continue  # a tower's
         if isinstance(value, dict):
             yield from fields(value, at)
         elif isinstance(value, bool):
@@ -383,8 +396,8 @@ class _Trained:
         config = TrainerConfig(model=folder, finetuning_type="full", micro_batch_tokens=4096)
         self._trainer = start(config)
 
-    def differences(self, folder: Path) -> tuple[int, list[str]]:
-        """Number of exported tensors, and what differs from the checkpoint."""
+    def differences(self, folder: Path) -> tuple[int, list[str], list[str]]:
+        """Number of exported tensors, what differs from the checkpoint, and what nobody reads."""
         from trainer_node.export.merged import Exporter
 
         files, wrong = tensor_files(folder), []
@@ -399,13 +412,11 @@ class _Trained:
             if stored.shape != tensor.shape or not torch.equal(stored.to(tensor.dtype), tensor):
                 wrong.append(f"{name} comes out with other values")
         checkpoint = self._trainer.model.checkpoint
-        layers = checkpoint.config.num_hidden_layers
-        wrong += [
-            f"{name} is not exported"
-            for name in sorted(left)
-            if name in checkpoint.state.source and not is_left_out(name, layers)
-        ]
-        return len(files), wrong
+        layers, towers = checkpoint.config.num_hidden_layers, language_part.towers(files)
+        missing = sorted(name for name in left if name in checkpoint.state.source)
+        unread = [n for n in missing if n not in towers and is_left_out(n, layers)]
+        wrong += [f"{name} is not exported" for name in missing if name not in unread]
+        return len(files) - len(left), wrong, unread
 
     def run(self, tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, float]:
         """Log-probs of each sequence's tokens but the first, packed, and the gradient's norm."""
@@ -469,6 +480,8 @@ def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
         report.rows.append(Row("built", False, str(error)))
         return report
     with tempfile.TemporaryDirectory(prefix="splice-check-") as folder:
+        if whole:
+            read_config(model)  # what transformers does not know is said in a sentence
         used = model if whole else write_small(model, keep or Path(folder) / "model")
         reference = Reference(used)
         report.architecture = reference.architecture
@@ -489,14 +502,14 @@ def _compare(
     try:
         trained = _Trained(folder)
         rows.append(Row("built", True, report.architecture))
-        count, wrong = trained.differences(folder)
+        count, wrong, unread = trained.differences(folder)
         log_probs_T, norm = trained.run(reference.tokens)
     except (SpliceError, *ERRORS) as error:
         what = "" if isinstance(error, SpliceError) else f"{type(error).__name__}: "
         rows.append(Row("run" if rows else "built", False, f"{what}{error}"))
         return
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    text = "; ".join(wrong[:3]) + more if wrong else f"{count} tensors, each byte"
+    text = _some(wrong, "; ") if wrong else f"{count} tensors, each byte"
+    text += f". Nobody reads {_some(unread, ', ')}" if unread else ""
     rows.append(Row("exported", not wrong, text))
     with torch.no_grad():
         single_T, double_T = reference.log_probs(), reference.log_probs(torch.float64)
@@ -515,6 +528,11 @@ def _compare(
     text = f"compared: {', '.join(report.seen) or 'nothing'}"
     text += f". Not seen to change transformers' log-probs: {', '.join(idle)}" if idle else ""
     rows.append(Row("config", bool(report.seen), text))
+
+
+def _some(texts: Sequence[str], between: str) -> str:
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return between.join(texts[:3]) + more
 
 
 def _names(raw: dict[str, Any]) -> set[str]:

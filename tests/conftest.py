@@ -87,6 +87,7 @@ COVERING = (
     "*test_families.py::test_a_family_is_what_transformers_has*llama*",
     "*test_families.py::test_a_family_is_what_transformers_has*gpt_oss*",
     "*test_families.py::test_a_family_is_what_transformers_has*deepseek_v3*",
+    "*test_families.py::test_a_model_that_sees_is_published_with_its_tower",
     "*test_families.py::test_published_versions*(deepseek_v3)",
     "*test_families.py::test_published_versions*(gemma3)",
     "*test_families.py::test_published_versions*(gpt_oss)",

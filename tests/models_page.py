@@ -95,8 +95,9 @@ did so in bf16 on two H200s (112 and 151 s, `smoke-smollm2-135m-2xh200.json` and
 proof says so. The 0.5B learned in [loops](convergence.md) on GPUs.
 
 Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
-and are exported with it. A token of an image is refused (`tests/trainer_node/sees.py`). No such checkpoint
-has been published to a vLLM yet: on GPUs, Qwen3.5 ran as its text class.
+and are published with it. A token of an image is refused (`tests/trainer_node/sees.py`). A tiny Gemma 3 with
+its tower goes to a real vLLM (`tests/inference_node/test_families.py`). Qwen3.5 went there as its text class
+alone, on GPUs too: vLLM's class with its tower wants torchvision.
 
 ## Fused and other paths
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import array
 import base64
+import importlib
+import json
 import shutil
 import sys
 import tempfile
@@ -29,7 +31,7 @@ from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
 from tests.serving import BFLOAT16, LATENT_ON_GPUS, SERVED
-from tests.trainer_node import families
+from tests.trainer_node import families, towers
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import open_listener
@@ -40,20 +42,19 @@ DECODED_TOKENS = 6
 VERSIONS = 2
 
 
-def register_without_torchvision(architecture: str) -> None:
-    """Register a language model whose module in vLLM also imports the image processors.
+def register_without_torchvision(architecture: str, module: str) -> None:
+    """Register a model whose module in vLLM also imports the image processors.
 
-    They want torchvision, which the CPU environment lacks and the language model never calls.
+    They want torchvision, which the CPU environment lacks and text never calls.
     """
     there = transformers.utils.is_torchvision_available()  # remembered
     for name in () if there else ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-        module = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
-        parent, _, child = module.__name__.rpartition(".")
+        made = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
+        parent, _, child = made.__name__.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], child, module)
-    from vllm.model_executor.models import qwen3_5
-
-    vllm.ModelRegistry.register_model(architecture, getattr(qwen3_5, architecture))
+            setattr(sys.modules[parent], child, made)
+    found = importlib.import_module(f"vllm.model_executor.models.{module}")
+    vllm.ModelRegistry.register_model(architecture, getattr(found, architecture))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +138,11 @@ class Engine:
     def __init__(
         self, name: str, folder: Path, tensors: dict[str, torch.Tensor], **options: Any
     ) -> None:
-        family = families.FAMILIES[name]
-        self._folder, self._family = folder, family
-        if name.startswith("qwen3_5"):
-            register_without_torchvision(f"{family.name}ForCausalLM")
+        self._folder = folder
+        (self._architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+        sees = self._architecture.endswith("ForConditionalGeneration")
+        if sees or name.startswith("qwen3_5"):
+            register_without_torchvision(self._architecture, "gemma3_mm" if sees else "qwen3_5")
         more: dict[str, Any] = {"attention_backend": "CPU_MLA"}  # AMX's knows no float32
         if CUDA:
             more = {"gpu_memory_utilization": 0.05}
@@ -150,7 +152,7 @@ class Engine:
             engine.join_tcp = lambda *a, **k: through_the_cpu(join(*a, **k))
         self._llm = vllm.LLM(
             model=str(folder),
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not sees,
             dtype=options.pop("dtype", dtype_of(name)),
             enforce_eager=True,
             max_model_len=128,
@@ -271,7 +273,7 @@ class Engine:
     def expected(self, tokens: list[int], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The same by transformers in fp32."""
         folder = write_like(self._folder, tensors, self._folder.with_suffix(".reference"))
-        cls = getattr(transformers, f"{self._family.name}ForCausalLM")
+        cls = getattr(transformers, self._architecture)
         model, info = cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"], info
         with torch.no_grad():
@@ -290,12 +292,21 @@ def kinds(name: str, folder: Path) -> tuple[set[str], set[str]]:
     return own, {kind for kind, _ in engine.chunks}
 
 
-def run(name: str, folder: Path) -> Served:
+def run_with_tower(name: str, folder: Path) -> Served:
+    """`run` with a checkpoint that has a tower."""
+    towers.write_processor(towers.make(name, folder))
+    return run(name, folder, load_file(folder / "model.safetensors"))
+
+
+def run(name: str, folder: Path, base: dict[str, torch.Tensor] | None = None) -> Served:
     """Load, publish versions, publish the first weights again; compare after each.
 
     The last one takes the layout in which every tensor is reloaded.
+
+    Args:
+        base: the tensors of a checkpoint that `folder` has already.
     """
-    base = checkpoint(name, folder)
+    base = base or checkpoint(name, folder)
     try:
         engine = Engine(name, folder, base)
         reasons = engine.plan()

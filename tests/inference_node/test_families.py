@@ -59,6 +59,15 @@ def test_published_versions_are_served_and_verified(forked: Run, name: str) -> N
         assert max(served.differences) < bound(served), served.differences
 
 
+@pytest.mark.timeout(ENGINE_S + 60.0)
+def test_a_model_that_sees_is_published_with_its_tower(forked: Run) -> None:
+    served = forked(family_engine.run_with_tower, "gemma3")
+    assert (served.refused, served.unserved) == ("", "")
+    assert served.unverified == {} and served.wrong == []
+    assert served.direct > 0 and served.moved > VISIBLE
+    assert max(served.differences) < bound(served), served.differences
+
+
 @pytest.mark.gpu1
 @pytest.mark.timeout(3 * ENGINE_S)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in UNLISTED])

@@ -11,57 +11,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import save_file
 
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.numerics import chain_error_bound
-from tests.trainer_node.families import FAMILIES, VOCAB
+from tests.trainer_node.families import VOCAB
+from tests.trainer_node.towers import FURTHER, IMAGE
 from trainer_node.export.merged import Exporter
 from trainer_node.start import start
-from trainer_node.tools.check_model import batch_of, randomize
+from trainer_node.tools.check_model import batch_of
 from trainer_node.training.batch import BatchError
 
 LENGTHS = (21, 34)
-IMAGE = VOCAB - 1
-TOWERS: dict[str, dict[str, Any]] = {
-    "gemma3": {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
-    },
-    "qwen3_5_moe": {
-        "hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2,
-        "out_hidden_size": 64, "num_position_embeddings": 16,
-    },
-}  # fmt: skip # a table
 ROUNDINGS = 20_000
 """Of a log-prob, as in `test_families`."""
-
-
-def make(family: str, folder: Path) -> Path:
-    """Write a tiny checkpoint with a tower."""
-    name, settings = FAMILIES[family].name, FAMILIES[family].settings
-    text = getattr(transformers, f"{name}TextConfig")(**settings)
-    config = getattr(transformers, f"{name}Config")(
-        text_config=text.to_dict(),
-        vision_config=TOWERS[family],
-        tie_word_embeddings=text.tie_word_embeddings,
-        image_token_id=IMAGE,
-        **({"mm_tokens_per_image": 4} if family == "gemma3" else {}),
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float()
-    randomize(model)
-    model.save_pretrained(folder)
-    further = {"mtp.fc.weight": torch.ones(4, 4), "mtp.norm.weight": torch.ones(4)}
-    save_file(further, folder / "further.safetensors")  # heads of further tokens, as published
-    return folder
 
 
 @torch.no_grad()
@@ -79,12 +47,13 @@ def reference(folder: Path, tokens: list[torch.Tensor]) -> torch.Tensor:
 def main() -> None:
     """See the module's docstring."""
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
+    further = FURTHER.get(folder.name, ())
     torch.set_num_threads(1)
     parallel = ParallelConfig(tensor=world, world_size=world)
     trainer = start(TrainerConfig(model=folder, finetuning_type="full", parallel=parallel))
     state = trainer.model.checkpoint.state
-    stored = {name: state[name] for name in state if not name.startswith("mtp.")}
-    assert len(stored) < len(state)
+    assert set(further) <= set(state)
+    stored = {name: state[name] for name in state if name not in further}
     vocabulary = trainer.model.checkpoint.vocab_tensors
     stored |= {name: stored[name][:VOCAB] for name in vocabulary if name in stored}
     exporter = Exporter(trainer.model)

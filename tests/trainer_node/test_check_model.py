@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from orchestrator.errors import ConfigError
 from splice.cli import app
-from tests.trainer_node import sees
+from tests.trainer_node import towers
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import FAMILIES, make
 from trainer_node import admission
@@ -50,11 +50,12 @@ def test_every_family_is_admitted(checked: Checked, tmp_path: Path, name: str) -
     assert report["ok"], report["rows"]
 
 
-@pytest.mark.parametrize("family", sees.TOWERS)
+@pytest.mark.parametrize("family", towers.TOWERS)
 def test_the_weights_of_a_model_that_sees(checked: Checked, tmp_path: Path, family: str) -> None:
-    report = checked(sees.make(family, tmp_path / family), "--whole")
+    report = checked(towers.make(family, tmp_path / family), "--whole")
     assert report["ok"], report["rows"]
-    assert "Nobody reads mtp.fc.weight, mtp.norm.weight" in report["rows"]["exported"]["text"]
+    said = f"Nobody reads {', '.join(towers.FURTHER.get(family, ()))}"
+    assert (said in report["rows"]["exported"]["text"]) == (family in towers.FURTHER)
     assert not any("vision_config" in name for name in report["seen"] + report["unseen"])
 
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from orchestrator.errors import ConfigError
-from tests.trainer_node import sees
+from tests.trainer_node import towers
 from tests.trainer_node.conftest import Ranks
 from trainer_node.model import language_part
 from trainer_node.model.hf import read_config
@@ -16,7 +16,7 @@ from trainer_node.model.hf import read_config
 
 @pytest.mark.parametrize(("family", "ranks"), [("gemma3", 1), ("qwen3_5_moe", 2)])
 def test_a_model_that_sees(torchrun: Ranks, tmp_path: Path, family: str, ranks: int) -> None:
-    torchrun(ranks, "sees", sees.make(family, tmp_path / family), ranks)
+    torchrun(ranks, "sees", towers.make(family, tmp_path / family), ranks)
 
 
 def test_a_language_part_that_is_no_architecture_is_refused(tmp_path: Path) -> None:

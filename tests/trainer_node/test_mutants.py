@@ -923,6 +923,13 @@ MUTANTS = [
         killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[gemma3-1]",
     ),
     Mutant(
+        name="heads of further tokens pass for a tower",
+        file="trainer_node/model/language_part.py",
+        old="        and not _FURTHER.match(name)\n",
+        new="",
+        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[qwen3_5_moe-2]",
+    ),
+    Mutant(
         name="an image's token is a word",
         file="trainer_node/training/batch.py",
         old="    if tower_tokens and len(places):\n",

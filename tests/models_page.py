@@ -69,16 +69,15 @@ compares names, bytes, log-probs and gradients with transformers, in full-parame
 `tests/trainer_node/test_adapters_families.py` compares adapters with PEFT.
 `tests/inference_node/test_families.py` publishes three versions to a real vLLM. Every live tensor
 is verified there, and in fp32 served log-probs are transformers'. `tests/e2e/test_families.py` joins both
-sides, apart from Qwen3.5. `make test` runs a few of the rows, `make test-all` every one. Training speed is that of LoRA
-on one H200, with [its commands](performance.md#training-one-h200).
+sides, apart from Qwen3.5. `make test` runs a few of the rows, `make test-all` every one. Training speed is
+that of LoRA on one H200, with [its commands](performance.md#training-one-h200).
 
 """
 MORE = """
 Rows are tiny variants: DeepSeek-V2, V2-Lite and MiniMax-M2 as published are refused, [see
 below](#refused-with-the-reason).
 
-LoRA: `-`: adapters go through `tests/e2e` alone. `all`:
-every linear of the decoder layers, experts included, routers not. `attention`: linears
+LoRA: `-`: adapters go through `tests/e2e` alone. `all`: every linear of the decoder layers, experts included, routers not. `attention`: linears
 outside the experts; the experts of this family are one tensor, and a target names it
 (`experts.down_proj`). Slower part: what takes the [other path](#fused-and-other-paths) on a CPU, as
 the tests of adapters see it. Over ranks: tp tensor, pp pipeline, cp context, ep expert, etp expert

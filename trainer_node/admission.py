@@ -76,8 +76,8 @@ def require(model: Path) -> None:
         out = Path(folder) / "report.json"
         done = _run(model, out)
         if not out.is_file():
-            before, _, said = done.stderr.rpartition(SAYS)
-            said = said[:AT_MOST] if before or done.stderr.startswith(SAYS) else said[-AT_MOST:]
+            _, has_sentence, said = done.stderr.rpartition(SAYS)
+            said = said[:AT_MOST] if has_sentence else said[-AT_MOST:]
             why = said.strip() or f"its process ended with code {done.returncode}"
             raise ConfigError(f"{model} cannot be checked: {why}\n{SKIP}")
         found = json.loads(out.read_text())

@@ -24,6 +24,7 @@ import httpx
 from tinker import types
 
 from orchestrator.errors import NodeLost, SpliceError
+from splice.batches import ASK
 from splice.client import SpliceClient
 from splice.rl.config import SamplingConfig
 from splice.rl.sampler import RolloutLost, Sampler
@@ -323,9 +324,8 @@ class Sampling:
             "model": model,
             "prompt": prompt,
             "n": 1 if is_greedy else asked.num_samples,
+            **ASK,
             "logprobs": asked.topk_sample_logprobs,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
         }
         if asked.prompt_logprobs or asked.topk_prompt_logprobs:
             body["prompt_logprobs"] = asked.topk_prompt_logprobs

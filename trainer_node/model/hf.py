@@ -138,7 +138,7 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def is_left_out(name: str, layers: int) -> bool:
+def _is_left_out(name: str, layers: int) -> bool:
     """Whether no trainer of a model of so many layers reads the tensor."""
     layer = _LAYER.search(name)
     beyond = layer is not None and int(layer.group(1)) >= layers
@@ -226,6 +226,12 @@ class HfCheckpoint:
                 f"no safetensors in {folder}; use init='random' for a config without weights"
             )
 
+    def left_out(self) -> set[str]:
+        """The checkpoint's tensors that no trainer of this model reads or exports."""
+        layers = getattr(self.config, "num_hidden_layers", 0)
+        own = set(self.state.source).difference(language_part.towers(self.state))
+        return {name for name in own if _is_left_out(name, layers)}
+
     def check_names(self, names: Collection[str]) -> None:
         """Check that the checkpoint has the tensors that the model is made of, and no other head.
         Bridge only warns of one that is missing. A warning names tensors that nobody reads.
@@ -234,9 +240,8 @@ class HfCheckpoint:
             ConfigError: one is missing, or a tied head is another matrix.
         """
         missing = sorted(name for name in names if name not in self.state)
-        unread = set(self.state.source).difference(names, language_part.towers(self.state))
-        layers = getattr(self.config, "num_hidden_layers", 0)
-        left = sorted(name for name in unread if not is_left_out(name, layers))
+        known = (names, language_part.towers(self.state), self.left_out())
+        left = sorted(set(self.state.source).difference(*known))
         if missing:
             other = f", and has {left[0]} instead" if left else ""
             raise ConfigError(

@@ -50,7 +50,7 @@ from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.messages import LossSpec
 from trainer_node import admission
 from trainer_node.model import fp8_blocks, hub, language_part
-from trainer_node.model.hf import is_left_out, tensor_files
+from trainer_node.model.hf import tensor_files
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
 if TYPE_CHECKING:
@@ -348,10 +348,9 @@ def fields(
         at = (*path, key)
         if str(key).endswith("_token_id") or key in _NO_MATHEMATICS:
             continue
-        if isinstance(value, dict) and key.endswith("_config") and key != "text_config":
-            continue  # a tower's
         if isinstance(value, dict):
-            yield from fields(value, at)
+            if not key.endswith("_config") or key == "text_config":  # the others are towers'
+                yield from fields(value, at)
         elif isinstance(value, bool):
             yield at, not value
         elif isinstance(value, int):
@@ -412,11 +411,10 @@ class _Trained:
             if stored.shape != tensor.shape or not torch.equal(stored.to(tensor.dtype), tensor):
                 wrong.append(f"{name} comes out with other values")
         checkpoint = self._trainer.model.checkpoint
-        layers, towers = checkpoint.config.num_hidden_layers, language_part.towers(files)
-        missing = sorted(name for name in left if name in checkpoint.state.source)
-        unread = [n for n in missing if n not in towers and is_left_out(n, layers)]
-        wrong += [f"{name} is not exported" for name in missing if name not in unread]
-        return len(files) - len(left), wrong, unread
+        unread = left & checkpoint.left_out()
+        missing = left.intersection(checkpoint.state.source) - unread
+        wrong += [f"{name} is not exported" for name in sorted(missing)]
+        return len(files) - len(left), wrong, sorted(unread)
 
     def run(self, tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, float]:
         """Log-probs of each sequence's tokens but the first, packed, and the gradient's norm."""

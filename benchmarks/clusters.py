@@ -5,6 +5,7 @@ which memory.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -137,6 +138,7 @@ def cluster_config(
             make_model(shape, served, fp8=True)
     kv_cache = kv_cache_bytes() if cuda else None
     options += ("--kv-cache-memory-bytes", str(kv_cache)) if kv_cache else ()
+    options += tuple(shlex.split(os.environ.get("SPLICE_BENCH_VLLM_ARGS", "")))
     trainer_gpu, inference_gpu = gpus()
     shared = share_a_gpu((trainer_gpu,), [(inference_gpu,)])
     transport: Literal["nccl", "tcp"] = "nccl" if cuda and not shared else "tcp"

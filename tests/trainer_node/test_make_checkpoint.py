@@ -139,7 +139,11 @@ def test_real_configs(tmp_path: Path, name: str, tensors: int, gigabytes: float)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(index["weight_map"]) == tensors == len(real_shapes(name))
     assert index["metadata"]["total_size"] == pytest.approx(gigabytes * 1e9, rel=1e-3)
-    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode([config.vocab_size - 1]).strip(), "random weights sample all ids"
+    assert len(tokenizer.encode(" yes")) == 1
 
 
 @pytest.mark.parametrize(

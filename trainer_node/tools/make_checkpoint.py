@@ -258,8 +258,12 @@ def initial_std(name: str, shape: tuple[int, ...], *, tied: bool) -> float:
 # ------------------------------------------------------------ files
 
 
-def write_tokenizer(folder: Path) -> tuple[int, int]:
+def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> tuple[int, int]:
     """tokenizer.json and tokenizer_config.json; returns the ids of the end and padding tokens.
+
+    Args:
+        vocab_size: of the model. Each further token is a word that no text encodes to: random
+            weights sample all ids, and vLLM's detokenizer is slow where ids have no text.
 
     Raises:
         ConfigError: an answer is not a single token (cannot happen with the corpus above).
@@ -288,7 +292,10 @@ def write_tokenizer(folder: Path) -> tuple[int, int]:
             f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}; make it "
             "longer"
         )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    content = json.loads(tokenizer.to_str())
+    words = range(VOCAB_SIZE, vocab_size)
+    content["model"]["vocab"] |= {f"Ġw{token}": token for token in words}  # Ġ: a space
+    _write_json(folder / "tokenizer.json", content)
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -320,7 +327,7 @@ def write_checkpoint(
     it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    end_id, pad_id = write_tokenizer(folder)
+    end_id, pad_id = write_tokenizer(folder, shape.vocab)
     shapes = tensor_shapes(shape)
     config = hf_config(shape, dtype=dtype, end_id=end_id, pad_id=pad_id)
     if fp8:
@@ -369,7 +376,7 @@ def write_other(folder: Path, name: str) -> int:
     """The config of one of `OTHER_SHAPES`, a tokenizer and the list of keys; returns how many."""
     config, shapes = _other(name)
     config.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, config.vocab_size)
     _write_index(folder, shapes, shapes, "bfloat16")
     return len(shapes)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 from inference_node import dialect
@@ -32,6 +33,9 @@ ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
     "abort": ("abort", True),
 }
 """Our pause mode -> vLLM's mode, and whether vLLM drops its KV and prefix caches."""
+BEHIND = 8
+"""Outputs that wait at a commit before the log says so; the engine makes one in each step."""
+log = logging.getLogger("vllm.splice")
 LATE_S = 5.0
 """How much longer requests that were ended may take to finish."""
 
@@ -166,6 +170,14 @@ class Traffic:
     async def _commit_behind(self, gate: OutputGate, engine: Any, app: Any, version: int) -> None:
         """Resume first, and hold the new tokens back until the old ones have left."""
         made = gate.waiting  # by the old weights
+        if made >= BEHIND:
+            log.warning(
+                "vLLM's API process is %d steps behind its engine, so it limits this replica's "
+                "tokens/s; the commit of version %d waits for it while the engine goes on. More "
+                "replicas help, or fewer requests at once",
+                made,
+                version,
+            )
         gate.hold()
         try:
             resuming = dialect.resume_as(engine, version)

@@ -13,6 +13,7 @@ import pytest
 
 from inference_node import actions, verify
 from inference_node.middleware import SpliceMiddleware
+from inference_node.traffic import BEHIND
 from orchestrator.protocol.messages import Manifest, TensorSpec, WireChunk, WireLayout
 from tests.inference_node.scripted_server import SECRET, Engine, Server, events, run, soon
 
@@ -309,6 +310,39 @@ def test_the_engine_goes_on_while_the_last_tokens_leave_and_none_goes_under_the_
         task.cancel()
 
     run(test)
+
+
+class Busy(Stepping):
+    """One whose outputs wait until it is resumed, but for the first."""
+
+    async def hand_out(self) -> None:
+        await self.engine_core.get_output_async()
+        while "resume" not in self.calls:
+            await asyncio.sleep(0)
+        await super().hand_out()
+
+
+@pytest.mark.parametrize("waiting", [BEHIND - 1, BEHIND])
+def test_the_log_says_if_the_api_process_is_behind(
+    waiting: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        server = Server()
+        server.engine = engine = Busy(server)
+        server.app.state.engine_client = engine
+        await server.control("reset")  # the first word: the gate is put up
+        task = asyncio.ensure_future(engine.hand_out())
+        engine.outputs_queue.put_nowait("first")
+        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        for _ in range(waiting):
+            engine.outputs_queue.put_nowait("old")
+        assert (await server.control("commit", version=1)).status == 200
+        task.cancel()
+
+    with caplog.at_level("WARNING", "vllm.splice"):
+        run(test)
+    said = [r.getMessage() for r in caplog.records if "behind its engine" in r.getMessage()]
+    assert len(said) == (waiting == BEHIND)
 
 
 def test_commit_without_an_update_is_refused() -> None:

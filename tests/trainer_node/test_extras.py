@@ -71,3 +71,10 @@ def test_configs_as_transformers_4_and_5_write_them(written: dict, models, tmp_p
     assert (config.rope_parameters["rope_theta"], config.num_experts) == (123456.0, 8)
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_config(tmp_path / "nowhere")
+    for text, match in (
+        ("{", r"cannot read \S*config\.json"),
+        ('{"model_type": "nonesuch"}', "'nonesuch'"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=match):
+            read_config(tmp_path)

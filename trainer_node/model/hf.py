@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from orchestrator.errors import ConfigError
@@ -24,25 +25,51 @@ from orchestrator.protocol import topology
 from trainer_node.model import fp8_blocks, language_part
 
 log = logging.getLogger("splice.trainer")
+ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+          RuntimeError, SafetensorError, StrictDataclassError, TypeError,
+          ValueError)  # fmt: skip # a list of names
+"""What transformers may raise of a value in a config, or of a checkpoint."""
 _UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
 """Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
 _KEPT_WIDE = "e_score_correction_bias"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-def read_config(folder: Path) -> Any:
-    """The folder's config, by transformers 4 or 5; of a model that sees its language part's.
+def auto_config(folder: Path) -> Any:
+    """The folder's config by transformers.
 
     Raises:
-        ConfigError: no config.json, or a layer that Bridge would build otherwise without a word.
+        ConfigError: no config.json, or transformers cannot read it.
     """
-    from transformers import AutoConfig
+    import transformers
 
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"no config.json in {folder}; `model` must be an HF checkpoint folder")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder)
+    except ERRORS as error:
+        kind = None
+        with contextlib.suppress(ValueError, AttributeError):  # no JSON, or no object
+            kind = json.loads(file.read_text()).get("model_type")
+        if kind is None or kind in transformers.CONFIG_MAPPING:
+            raise ConfigError(f"transformers cannot read {file}: {error}") from error
+        # transformers' own text says to install another version.
+        raise ConfigError(
+            f"{file}: transformers {transformers.__version__}, which the trainer runs on, knows no "
+            f"model_type {kind!r}. splice cannot train it until Megatron-Bridge and that version do"
+        ) from error
+
+
+def read_config(folder: Path) -> Any:
+    """The folder's config, by transformers 4 or 5; of a model that sees its language part's.
+
+    Raises:
+        ConfigError: no config.json, transformers cannot read it, or a layer that Bridge would build
+            otherwise without a word.
+    """
+    config, file = auto_config(folder), folder / "config.json"
     raw = json.loads(file.read_text())
-    config = AutoConfig.from_pretrained(folder)
     if fp8_blocks.is_block_scaled(folder):
         del config.quantization_config  # the trainer has bf16
     raw = topology.language_part(raw)

@@ -42,15 +42,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.messages import LossSpec
 from trainer_node import admission
-from trainer_node.model import fp8_blocks, hub, language_part
-from trainer_node.model.hf import tensor_files
+from trainer_node.model import fp8_blocks, hf, hub, language_part
+from trainer_node.model.hf import ERRORS, tensor_files
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
 if TYPE_CHECKING:
@@ -74,10 +73,6 @@ AT_MOST = {
 FEWEST_LAYERS = 2
 LOWER = (0.1, 0.01, 0.001)
 """Parts of a number that has no effect at its own size: a limit binds at one of them."""
-ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
-          RuntimeError, SafetensorError, StrictDataclassError, TypeError,
-          ValueError)  # fmt: skip # a list of names
-"""What transformers may raise of a value in a config, or of a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -111,29 +106,13 @@ class Report:
 # ---------------------------------------------------------------- a small model of the same kind
 
 
-def read_config(folder: Path) -> Any:
-    """The folder's config by transformers; of a vision-language model that of its language part.
-
-    Raises:
-        ConfigError: no config.json, or transformers does not know the architecture, or of a
-            model that sees not its language part.
-    """
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    except ERRORS as error:
-        raise ConfigError(_unreadable(folder, error)) from error
-    return language_part.text_config(config)
-
-
 def small_config(folder: Path) -> Any:
     """A small transformers config of the folder's kind.
 
     Raises:
-        ConfigError: as `read_config`, or the config lacks a size.
+        ConfigError: transformers does not know it, or the config lacks a size.
     """
-    config = read_config(folder)
+    config = language_part.text_config(hf.auto_config(folder))
     raw = config.to_dict()
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     if lacking := [key for key in sizes if not isinstance(raw.get(key), int)]:
@@ -166,19 +145,6 @@ def small_config(folder: Path) -> Any:
         of_each = max(1, min(raw["num_experts_per_tok"] // raw["topk_group"], 3))
         settings["num_experts_per_tok"] = of_each * settings["topk_group"]
     return type(config)(**{k: v for k, v in raw.items() if k not in _NOT_SETTINGS} | settings)
-
-
-def _unreadable(folder: Path, error: Exception) -> str:
-    import transformers
-
-    file = folder / "config.json"
-    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
-    if kind is None or kind in transformers.CONFIG_MAPPING:
-        return f"transformers cannot read {file}: {error}"
-    return (  # transformers' own text says to install another version
-        f"{file}: transformers {transformers.__version__}, which the trainer runs on, knows no "
-        f"model_type {kind!r}. splice cannot train it until Megatron-Bridge and that version do"
-    )
 
 
 _NOT_SETTINGS = (
@@ -479,7 +445,7 @@ def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
         return report
     with tempfile.TemporaryDirectory(prefix="splice-check-") as folder:
         if whole:
-            read_config(model)  # what transformers does not know is said in a sentence
+            hf.auto_config(model)  # what transformers does not know is said in a sentence
         used = model if whole else write_small(model, keep or Path(folder) / "model")
         reference = Reference(used)
         report.architecture = reference.architecture

@@ -88,13 +88,17 @@ def arguments(config: InferenceConfig) -> list[str]:
         # Rollouts may restrict the tokens. Their log-probs must be of the sampled distribution.
         "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip # a command line
+    given = " ".join(config.extra_args).replace("-", "_")
+    if not re.search(r"(?:^| )__generation_config\b", given):
+        # Else the model's generation_config.json sets top_p and the like for every request that
+        # names none, and nobody trains on that distribution. Its end tokens are used all the same.
+        args += ["--generation-config", "vllm"]
     if config.enforce_eager:
         args.append("--enforce-eager")
     if config.device == "cpu":
         args += ["--kv-cache-memory-bytes", str(int(config.cpu_kv_cache_gb * 2**30))]
     else:
         args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-        given = " ".join(config.extra_args).replace("-", "_")
         if importlib.util.find_spec("flashinfer") is None and "gdn_prefill_backend" not in given:
             # Hopper's default for gated delta nets is FlashInfer, which is not in the locks.
             args += ["--gdn-prefill-backend", "triton"]

@@ -4,7 +4,8 @@ python -m splice.rl.checker RUN/loop/decisions.jsonl
 
 bound        no token was older than max_staleness when a step trained on it; in an environment,
              no token of any turn that trains
-every token  an answer that trains has tokens, each with a version that was served by then
+every token  the answers' spans have as many tokens as the step trains on, each with a version that
+             was served by then
 versions     an answer's versions never decrease, and none is older than its admission
 every prompt each step has the next prompts, in order, with every sample of each
 once         no sample is trained twice, none without an answer
@@ -178,6 +179,12 @@ class Checker:
         if self._sent is not None and self._sent["step"] == line["step"]:
             if line["rollouts"] != self._sent["rollouts"]:
                 self._wrong(f"step {line['step']} was sent again with other rollouts")
+            if line["version"] != self._sent["version"]:
+                self._wrong(f"step {line['step']} was sent again for version {line['version']}")
+            # A new start sends the same attempt: its job may have an outcome.
+            if line["attempt"] < self._sent["attempt"] + (not self._was_open):
+                self._wrong(f"step {line['step']} was sent twice as attempt {line['attempt']}")
+            self._sent["attempt"] = line["attempt"]
             return
         if line["step"] != self.found.steps + 1:
             self._wrong(f"step {line['step']} was sent after step {self.found.steps}")
@@ -207,6 +214,11 @@ class Checker:
         self._tokens, self._newest_token = 0, -1
         for group, sample, attempt in line["rollouts"]:
             self._check_rollout(step, own.get((group, sample)), (group, sample), attempt)
+        if line.get("tokens", self._tokens) != self._tokens:  # older logs do not say
+            self._wrong(
+                f"step {step} trains on {line['tokens']} sampled tokens, but its answers' spans "
+                f"have {self._tokens}"
+            )
 
     def _check_rollout(self, step: int, sample: _Sample | None, place: Place, attempt: int) -> None:
         turns = [] if sample is None or sample.dropped else sample.trained_turns()
@@ -214,8 +226,6 @@ class Checker:
         if sample is None or sample.attempt != attempt or not turns or len(spans) != len(turns):
             self._wrong(f"step {step} trains on {place}, of which it has no answer")
             return
-        if not all(sum(count for _, count in turn) > 0 for turn in spans):
-            self._wrong(f"step {step} trains on {place}, an answer without tokens")
         for version, count in (span for turn in spans for span in turn):
             age = self._made.age(version)
             self._tokens += count

@@ -355,6 +355,12 @@ class Loop:
                     (r.group, r.sample, r.attempt) for group in groups for r in group
                 )
             ],
+            "tokens": sum(
+                len(sequence.answer_ids) if not sequence.sampled else sum(sequence.sampled)
+                for group in groups
+                for rollout in group
+                for sequence in rollout.sequences
+            ),
             "metrics": self._sampling_metrics(groups),
         }
         return await self._train(line, job, batch, groups, attempt=self._past.attempt)
@@ -401,8 +407,8 @@ class Loop:
             )
         self._admit_for(line["step"])
         job = self._job_of(batch, self._optim_of(line["step"]))
-        names = ("step", "version", "groups", "rollouts", "metrics")
-        kept = {name: line[name] for name in names}
+        names = ("step", "version", "groups", "rollouts", "tokens", "metrics")
+        kept = {name: line[name] for name in names if name in line}  # older logs have no `tokens`
         return await self._train(kept, job, batch, (), attempt=line["attempt"])
 
     async def _train(
@@ -667,7 +673,7 @@ class Loop:
         """
         attempt, sampling = 0, self.config.sampling
         place: dict[str, Any] = {"group": group, "sample": sample, "turn": turn}
-        seed = request_seed(sampling, group, sample, turn)
+        more = {"seed": request_seed(sampling, group, sample, turn), **more}
         while True:
             admitted = self._past.made.newest
             self._log.write(
@@ -680,7 +686,7 @@ class Loop:
             )
             try:
                 with self._meter.during("sampling"):
-                    answer = await self._sampler.sample(asked, sampling, seed=seed, **more)
+                    answer = await self._sampler.sample(asked, sampling, **more)
                 self._refuse_stale(answer, admitted)
                 break
             except RolloutLost as error:
@@ -862,8 +868,11 @@ class Loop:
     async def _sampled(self, asked: Row, **more: Any) -> Answer:
         """An answer that is not trained on."""
         while True:
+            admitted = self._past.made.newest
             try:
-                return await self._sampler.sample(asked, self.config.sampling, **more)
+                answer = await self._sampler.sample(asked, self.config.sampling, **more)
+                self._refuse_stale(answer, admitted)
+                return answer
             except RolloutLost as error:
                 log.warning("asked again: %s", error)
 

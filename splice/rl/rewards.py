@@ -12,9 +12,8 @@ compares the answers of a batch does not fit.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -30,7 +29,7 @@ def trl_reward(
 ) -> Callable[[Row, Completion], Awaitable[float] | float]:
     """The weighted sum of reward functions. A function that returns None does not count.
 
-    Plain functions run on threads, beside coroutines too.
+    Plain functions run on the loop's threads (`reward_threads`), before coroutines.
 
     Raises:
         ConfigError: there is no function, a signature names neither `completions` nor
@@ -42,24 +41,27 @@ def trl_reward(
     kinds = [_kind(function) for function in functions]
 
     async def asynchronous(row: Row, completion: Completion) -> float:
+        return await rest(row, completion, {})
+
+    async def rest(row: Row, completion: Completion, known: Mapping[int, Any]) -> float:
         scores = [
-            await (
-                _call(function, kind, row, completion)
-                if _is_async(function)
-                else asyncio.to_thread(_call, function, kind, row, completion)
-            )
-            for function, kind in zip(functions, kinds, strict=True)
+            known[i] if i in known else await _call(function, kinds[i], row, completion)
+            for i, function in enumerate(functions)
         ]
         return _sum(scores, kinds, given)
 
-    def plain(row: Row, completion: Completion) -> float:
-        scores = [
-            _call(function, kind, row, completion)
-            for function, kind in zip(functions, kinds, strict=True)
-        ]
-        return _sum(scores, kinds, given)
+    def mixed(row: Row, completion: Completion) -> Awaitable[float] | float:
+        """The plain ones now, on the loop's thread; the coroutines where it awaits the rest."""
+        known = {
+            i: _call(function, kinds[i], row, completion)
+            for i, function in enumerate(functions)
+            if not _is_async(function)
+        }
+        if len(known) == len(functions):
+            return _sum(list(known.values()), kinds, given)
+        return rest(row, completion, known)
 
-    return asynchronous if any(map(_is_async, functions)) else plain
+    return asynchronous if all(map(_is_async, functions)) else mixed
 
 
 def _is_async(function: RewardFunction) -> bool:

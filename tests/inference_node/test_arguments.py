@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from inference_node import dialect
 from inference_node.vllm_process import arguments
 from orchestrator.protocol.config import InferenceConfig
+from tests.inference_node import tiny
 
 
 def parsed(**settings: Any) -> Any:
@@ -18,7 +21,7 @@ def parsed(**settings: Any) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     _, make_arg_parser, *_ = dialect.server_parts()
-    config = InferenceConfig(model=Path("m"), name="n", device="cuda", **settings)
+    config = InferenceConfig(**{"model": Path("m"), "name": "n", "device": "cuda", **settings})
     return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(config))
 
 
@@ -50,3 +53,16 @@ def test_gated_delta_nets_need_no_flashinfer(installed, given, read, monkeypatch
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     assert parsed(extra_args=given).gdn_prefill_backend == read
+
+
+@pytest.mark.parametrize("given", [(), ("--generation-config", "auto")])
+def test_requests_have_no_settings_of_the_models_own(given, tmp_path):
+    """Nobody trains on the distribution after a published model's top_p. Its end tokens stay."""
+    tiny.config("dense").save_pretrained(tmp_path)
+    published = {"top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1, "eos_token_id": [2, 7]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(published))
+    found = parsed(model=tmp_path, extra_args=given)
+    config = AsyncEngineArgs.from_cli_args(found).create_model_config()
+    own = {name: published[name] for name in ("top_k", "top_p", "repetition_penalty")}
+    assert config.get_diff_sampling_param() == (own if given else {})
+    assert config.try_get_generation_config()["eos_token_id"] == [2, 7]

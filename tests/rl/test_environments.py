@@ -105,6 +105,14 @@ def test_an_old_replica_cannot_bring_an_old_turn(tmp_path):
     assert found.violations == [] and found.asked_again > 0 and found.max_staleness <= 1
 
 
+def test_an_environment_may_seed_its_requests(tmp_path):
+    async def seeded(row, sample):
+        await sample(row["prompt"], seed=7)
+        return 1.0
+
+    assert len(asyncio.run(run_loop(StandIn(), tmp_path, seeded, steps=1))) == 1
+
+
 @pytest.mark.parametrize("kind", ["raises", "late", "nothing", "refused", "not ours"])
 def test_a_bad_environment_names_prompt_and_sample(tmp_path, kind):
     async def bad(row, sample):

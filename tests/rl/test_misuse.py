@@ -9,7 +9,7 @@ import time
 import pytest
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
-from splice.rl import Loop, SampleFailed, checker, decisions
+from splice.rl import Loop, SampleFailed, checker, decisions, trl_reward
 from splice.rl.reward_threads import NoThread
 from tests.rl.stand_in import Crash, StandIn
 from tests.rl.stood_in import ROWS, config, reward, run_loop
@@ -57,11 +57,21 @@ def test_a_bad_row_is_named_or_dropped(tmp_path, monkeypatch):
     assert "not both" in log and '"drop"' in log
 
 
-def test_rewards_that_never_return_end_the_loop_and_drop_nobody_else(tmp_path):
+async def no_opinion(completion):
+    return None
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_rewards_that_never_return_end_the_loop_and_drop_nobody_else(tmp_path, is_mixed):
     def hangs(row, completion):
         time.sleep(8 if row["name"] == 0 else 0)
         return reward(row, completion)
 
+    def single(completion, name):
+        time.sleep(8 if name == 0 else 0)
+        return 1.0
+
+    hangs = trl_reward(no_opinion, single) if is_mixed else hangs
     options = {"reward": hangs, "steps": 2, "on_error": "drop", "reward_threads": 1}
     with pytest.raises(NoThread, match="1 rewards exceeded reward_timeout_s"):
         asyncio.run(run_loop(StandIn(), tmp_path, reward_timeout_s=0.3, **options))

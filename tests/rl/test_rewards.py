@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -53,15 +52,22 @@ def test_coroutines():
     assert asyncio.run(trl_reward(slow, lists)(ROW, SAID)) == 1.25
 
 
-def test_plain_functions_beside_coroutines_do_not_hold_up_the_loop():
+def test_plain_functions_come_before_coroutines():
+    """The loop calls the whole on a thread, and awaits what it returns."""
+    called = []
+
     class Judge:
         async def __call__(self, completion):
+            called.append("judge")
             return 0.5
 
-    def where(completions):
-        return [float(threading.current_thread() is not threading.main_thread())]
+    def plain(completions):
+        called.append("plain")
+        return [1.0]
 
-    assert asyncio.run(trl_reward(Judge(), where)(ROW, SAID)) == 1.5
+    rest = trl_reward(Judge(), plain)(ROW, SAID)
+    assert called == ["plain"]
+    assert asyncio.run(rest) == 1.5
 
 
 def test_what_does_not_fit_is_said():

@@ -91,7 +91,7 @@ def _say(detail: ErrorDetails, model: type[BaseModel]) -> str:
     got = repr(detail["input"])
     got = got if len(got) <= INPUT_CHARS else f"{got[:INPUT_CHARS]}..."
     if kind == "literal_error":
-        allowed = _choices(holder, parts[-1])
+        allowed = _choices(holder, [part for part in parts if not part.isdigit()][-1])
         hint = nearest(str(detail["input"]), allowed)
         return f"{key}: got {got}; allowed: {', '.join(allowed)}{hint}"
     if not key:

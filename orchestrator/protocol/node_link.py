@@ -223,7 +223,8 @@ class NodeLink:
         silent_s = self._last_looked - self._last_heard + self._waited_s
         if silent_s > self._lost_after_s:
             raise LinkLost(
-                f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s"
+                f"the orchestrator at {self._endpoint} has been silent for {silent_s:.0f} s; if it "
+                "has ended, `splice up FOLDER --resume` brings the run back"
             )
         return None
 

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from orchestrator.protocol.config import Settings
+from orchestrator.protocol.config_errors import config_error
 from orchestrator.protocol.messages import MIN_TEMPERATURE
 from splice.batches import ASK
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 OWN_FIELDS = frozenset({"model", "prompt", "messages", "n", "stream", *ASK})
 """Fields of a request that the loop sets."""
+INEXACT = frozenset({
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "min_tokens", "bad_words", "structured_outputs", "response_format",
+})  # fmt: skip # a list of names
+"""Fields with which vLLM samples from another distribution than the trainer computes."""
 
 
-class SamplingConfig(Settings):
+class _Settings(Settings):
+    """Says what is wrong as splice's configuration files do."""
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values):
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                name = type(self).__name__
+                raise config_error(error, model=type(self), source=name) from None
+
+
+class SamplingConfig(_Settings):
     """How answers are sampled."""
 
     max_tokens: int = Field(default=256, ge=1)
@@ -39,7 +58,7 @@ class SamplingConfig(Settings):
         return extra
 
 
-class LoopConfig(Settings):
+class LoopConfig(_Settings):
     """A loop: how much it samples, how stale a token may be, and what it does on failures."""
 
     max_staleness: int = Field(default=1, ge=0)

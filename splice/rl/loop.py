@@ -47,7 +47,7 @@ from splice.batches import Batch, Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance, Meter
-from splice.rl.config import LoopConfig, SamplingConfig
+from splice.rl.config import INEXACT, LoopConfig, SamplingConfig
 from splice.rl.record import Record
 from splice.rl.reward_threads import NoThread, RewardThreads
 from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler
@@ -132,8 +132,9 @@ class Step:
         number: counts from 1 over all starts of the loop.
         version: the version that the step made.
         metrics: those of the trainer, and of the rollouts: reward_mean, reward_std, answer_tokens,
-            truncated (share of answers cut by max_tokens), staleness_mean, staleness_max (in
-            versions, over tokens).
+            truncated (share of answers cut off), groups_without_signal (share of groups whose
+            rewards are all equal), dropped (samples), staleness_mean, staleness_max (in versions,
+            over tokens).
         seconds: see `splice.rl.balance`; and the job's own phases as job.*.
         groups: the rollouts. Empty if an earlier start of the loop sampled them.
         result: what the trainer and the publication said.
@@ -187,8 +188,9 @@ class Loop:
         for name, value, of in (("config", config, LoopConfig), ("loss", loss, LossSpec)):
             if value is not None and not isinstance(value, of):
                 raise ConfigError(f"{name} is a {of.__name__}, not {type(value).__name__}")
-        if not callable(reward or environment):
-            raise ConfigError("the reward or environment is no function")
+        if reward is not None and not {"prompt", "messages"} & prompts[0].keys():
+            raise ConfigError(f"a row needs `prompt` or `messages`; it has {sorted(prompts[0])}")
+        _check_signature(reward, environment)
         self.client, self.folder = client, Path(folder)
         self.config = config or LoopConfig()
         self._prompts, self._make_batch = prompts, make_batch
@@ -202,6 +204,8 @@ class Loop:
         self._announced: dict[int, Batch] = {}
         """Step -> its batch, which the trainer knows before the job."""
         self._recent: list[dict[str, float]] = []
+        self._last_drop = ""
+        self._has_said_no_signal = False
         self._exit = contextlib.AsyncExitStack()
         self._is_entered = False
         self._owns_client = False
@@ -269,6 +273,12 @@ class Loop:
                 f"the loop in {self.folder} belongs to another run ({found.run}, this is {run}); "
                 "give this loop a folder of its own"
             )
+        if inexact := sorted(INEXACT & self.config.sampling.extra.keys()):
+            log.warning(
+                "sampling.extra: %s change the distribution that vLLM samples from, and the "
+                "trainer does not compute that one; docs/sampling.md has two ways around it",
+                inexact,
+            )
         found.loop = found.loop or uuid.uuid4().hex[:12]
         count, seed = len(self._prompts), self.config.shuffle_seed
         before = (found.prompts or count, found.config.get("shuffle_seed"))
@@ -296,7 +306,7 @@ class Loop:
         if steps is not None and found.done >= steps and found.open is None:
             log.warning(
                 "nothing is left to do: the loop in %s has made %d steps, and steps = %d counts "
-                "over all its starts; another experiment needs a folder or a run of its own",
+                "over all its starts; another experiment needs a run of its own",
                 *(self.folder, found.done, steps),
             )
         else:
@@ -475,6 +485,14 @@ class Loop:
         self._say(number, version, seconds, rollout)
         for text in result.get("warnings", ()):
             log.warning("step %d: %s", number, text)
+        has_none = rollout.get("groups_without_signal") == 1.0
+        if has_none and self._make_batch is grpo_batch and not self._has_said_no_signal:
+            self._has_said_no_signal = True  # the metric says it from here on
+            log.warning(
+                "step %d: in no group do the rewards differ, so all advantages are 0 and nothing "
+                "is learnt (group_size %d)",
+                *(number, self.config.group_size),
+            )
         return Step(
             number=number,
             version=version,
@@ -596,7 +614,7 @@ class Loop:
             for group in self._tasks[number].values()
         )
         if not any(groups):
-            raise ConfigError(f"every rollout of step {number} was dropped; the log says why")
+            raise ConfigError(f"every rollout of step {number} was dropped: {self._last_drop}")
         return groups
 
     # ------------------------------------------------------------ one rollout
@@ -620,6 +638,7 @@ class Loop:
             if self.config.on_error == "stop":
                 raise
             log.warning("dropped: %s", error)
+            self._last_drop = str(error)[:1000]
             self._log.write(
                 "drop",
                 step=step,
@@ -724,7 +743,6 @@ class Loop:
                     given = await self._rewards.call(lambda: reward_of(row, completion))
                     if inspect.isawaitable(given):
                         given = await given
-            reward = float(given)
         except NoThread:
             raise
         except Exception as error:  # a user's reward may raise anything
@@ -739,6 +757,11 @@ class Loop:
                 raise
             text = f"the reward raised {type(error).__name__}"
             raise self._failure(text, row, group, sample) from error
+        try:
+            reward = float(given)
+        except (TypeError, ValueError):
+            text = f"the reward returned {given!r:.100}, which is no number"
+            raise self._failure(text, row, group, sample) from None
         if not abs(reward) <= LARGEST_REWARD:  # nor NaN
             raise self._failure(f"the reward is {reward}", row, group, sample)
         return reward
@@ -895,11 +918,19 @@ class Loop:
         ]
         tokens = sum(count for _, count in ages)
         cut = [rollout.completion.finish_reason == "length" for rollout in rollouts]
+        compared = [
+            {part.reward for part in group if part.name == name}
+            for group in groups
+            for name in {part.name for part in group}
+        ]
+        asked = self.config.group_size * self.config.groups_per_step
         return {
             "reward_mean": fmean(rewards),
             "reward_std": pstdev(rewards),
             "answer_tokens": tokens / len(rollouts),
             "truncated": fmean(cut),
+            "groups_without_signal": fmean(len(rewards) == 1 for rewards in compared),
+            "dropped": float(asked - len({(r.group, r.sample) for r in rollouts})),
             "staleness_mean": sum(age * count for age, count in ages) / max(1, tokens),
             "staleness_max": float(max((age for age, _ in ages), default=0)),
         }
@@ -909,12 +940,11 @@ class Loop:
     ) -> None:
         """Write what `splice status` shows."""
         self._recent = [*self._recent[-BALANCE_STEPS:], seconds]
-        # The first step of a start warms everything up.
+        # The first step of a start warms everything up, and says nothing of the balance.
         counted = self._recent[1:] or self._recent
         balance = Balance.of(counted, max_staleness=self.config.max_staleness)
-        text = "; ".join(
-            [f"step {number} made version {version}", balance.text(), *self._record.problems]
-        )
+        said = [balance.text()] if len(self._recent) > 1 else []
+        text = "; ".join([f"step {number} made version {version}", *said, *self._record.problems])
         log.info("%s", text)
         shares = {name: getattr(balance, name) for name in SIDES}
         ages = {name: rollout[name] for name in ("staleness_mean", "staleness_max")}
@@ -934,6 +964,25 @@ class Loop:
         """Call the client, which blocks, on a thread."""
         running = asyncio.get_running_loop()
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
+
+
+def _check_signature(reward: Reward | None, environment: Environment | None) -> None:
+    """Refuse what cannot be called with two arguments."""
+    function, takes = (
+        (environment, "(row, sample)") if reward is None else (reward, "(row, completion)")
+    )
+    if not callable(function):
+        raise ConfigError("the reward or environment is no function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        hint = "; functions with TRL's arguments go through trl_reward" if reward else ""
+        raise ConfigError(f"{name}{signature} is called with {takes}: {error}{hint}") from None
 
 
 def check_sendable(number: int, job: TrainMergedJob, batch: Batch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,8 @@ class RewardThreads:
             self._free.release()
             self._overdue -= is_overdue
             if future.done():
+                if inspect.iscoroutine(result):  # nobody awaits it any more
+                    result.close()
                 return
             if error is None:
                 future.set_result(result)

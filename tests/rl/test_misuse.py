@@ -9,7 +9,15 @@ import time
 import pytest
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
-from splice.rl import Loop, SampleFailed, checker, decisions, trl_reward
+from splice.rl import (
+    Loop,
+    LoopConfig,
+    SampleFailed,
+    SamplingConfig,
+    checker,
+    decisions,
+    trl_reward,
+)
 from splice.rl.reward_threads import NoThread
 from tests.rl.stand_in import Crash, StandIn
 from tests.rl.stood_in import ROWS, config, reward, run_loop
@@ -142,3 +150,69 @@ def test_an_earlier_starts_words_are_not_this_ones(tmp_path):
             assert decisions.status(tmp_path) is None
 
     asyncio.run(enter())
+
+
+def test_a_reward_of_another_signature_is_refused_before_anything_is_sampled(tmp_path):
+    def single(completion):
+        return 1.0
+
+    def trl(prompts, completions, **kwargs):
+        return [1.0]
+
+    async def environment(row):
+        return 1.0
+
+    made = {"prompts": ROWS, "config": config()}
+    with pytest.raises(
+        ConfigError, match=r"single\(completion\) is called with \(row, completion\)"
+    ):
+        Loop(StandIn(), tmp_path, reward=single, **made)
+    with pytest.raises(ConfigError, match=r"environment\(row\) is called with \(row, sample\)"):
+        Loop(StandIn(), tmp_path, environment=environment, **made)
+    with pytest.raises(ConfigError, match=r"needs `prompt` or `messages`; it has \['question'\]"):
+        Loop(StandIn(), tmp_path, reward=reward, prompts=[{"question": 1}], config=config())
+    Loop(StandIn(), tmp_path, reward=trl_reward(trl), **made)
+
+
+@pytest.mark.parametrize("given", [None, "good"])
+def test_a_reward_that_is_no_number_is_said(tmp_path, given):
+    with pytest.raises(SampleFailed, match=f"the reward returned {given!r}, which is no number"):
+        asyncio.run(run_loop(StandIn(), tmp_path, reward=lambda row, completion: given, steps=1))
+
+
+def test_misspelled_settings_are_named():
+    with pytest.raises(
+        ConfigError, match=r"max_stalenes: unknown key; did you mean 'max_staleness'"
+    ):
+        LoopConfig(max_stalenes=1)
+    with pytest.raises(ConfigError, match=r"max_token: unknown key; did you mean 'max_tokens'"):
+        LoopConfig(sampling={"max_token": 4})
+
+
+def test_a_loop_that_learns_nothing_says_so_once(tmp_path, caplog):
+    run = run_loop(StandIn(), tmp_path, reward=lambda row, completion: 1.0, steps=3)
+    with caplog.at_level(logging.WARNING):
+        steps = asyncio.run(run)
+    assert [step.metrics["groups_without_signal"] for step in steps] == [1.0] * 3
+    said = [r for r in caplog.records if "nothing is learnt" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_settings_that_change_the_distribution_are_named_at_the_start(tmp_path, caplog):
+    sampling = SamplingConfig(max_tokens=4, extra={"top_p": 0.9, "stop": ["x"]})
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run_loop(StandIn(), tmp_path, sampling=sampling, steps=1))
+    assert "sampling.extra: ['top_p'] change the distribution" in caplog.text
+
+
+def test_dropped_samples_are_counted_and_the_cause_is_said(tmp_path):
+    def bad(row, completion):
+        if row["name"] == 0:
+            raise KeyError("no such column")
+        return reward(row, completion)
+
+    options = {"reward": bad, "steps": 2, "on_error": "drop"}
+    steps = asyncio.run(run_loop(StandIn(), tmp_path / "some", **options))
+    assert steps[0].metrics["dropped"] == 3.0
+    with pytest.raises(ConfigError, match=r"every rollout of step 1 was dropped: .*no such column"):
+        asyncio.run(run_loop(StandIn(), tmp_path / "all", groups_per_step=1, **options))

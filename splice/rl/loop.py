@@ -205,7 +205,7 @@ class Loop:
         """Step -> its batch, which the trainer knows before the job."""
         self._recent: list[dict[str, float]] = []
         self._last_drop = ""
-        self._has_said_no_signal = False
+        self._has_said_no_signal = self._has_said_others = False
         self._exit = contextlib.AsyncExitStack()
         self._is_entered = False
         self._owns_client = False
@@ -474,6 +474,15 @@ class Loop:
     ) -> Step:
         number, version = line["step"], int(result["version"])
         self._past.done, self._past.open, self._past.attempt = number, None, 0
+        newest = self._past.made.newest
+        if version > newest + 1 and not self._has_said_others:
+            self._has_said_others = True
+            log.warning(
+                "step %d made version %d, and this loop had made %d before: somebody else trains "
+                "or publishes in this run, or a publication failed. Two loops in one run train the "
+                "same weights",
+                *(number, version, newest),
+            )
         self._past.made.add(version)
         seconds = self._meter.take()
         seconds |= {f"job.{name}": float(value) for name, value in result["seconds"].items()}

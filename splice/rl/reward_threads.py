@@ -71,8 +71,7 @@ class RewardThreads:
             self._free.release()
             self._overdue -= is_overdue
             if future.done():
-                if inspect.iscoroutine(result):  # nobody awaits it any more
-                    result.close()
+                _close(result)
                 return
             if error is None:
                 future.set_result(result)
@@ -88,8 +87,10 @@ class RewardThreads:
                 error = RuntimeError(f"StopIteration: {stop}")
             except BaseException as caught:  # noqa: BLE001  - whoever awaits raises it
                 error = caught
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            try:
                 loop.call_soon_threadsafe(settle, result, error)
+            except RuntimeError:  # the loop has ended
+                _close(result)
 
         threading.Thread(target=run, name="splice-reward", daemon=True).start()
         try:
@@ -98,3 +99,9 @@ class RewardThreads:
             is_overdue = True
             self._overdue += 1
             raise
+
+
+def _close(result: Any) -> None:
+    """Nobody awaits a coroutine that a call returned too late."""
+    if inspect.iscoroutine(result):
+        result.close()

@@ -32,6 +32,8 @@ log = logging.getLogger("splice.rl")
 Row = Mapping[str, Any]
 POLL_S = 1.0
 """Seconds between two looks at the replicas."""
+SILENT_S = 5.0
+"""Seconds without a ready replica before the log says so."""
 CONNECT_S = 10.0
 ENCODE_TIMEOUT_S = 60.0
 AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
@@ -127,6 +129,7 @@ class Sampler:
     ) -> None:
         self._status, self._name, self._replays = status, name, router_replay
         self._replicas: dict[str, _Replica] = {}
+        self._has_said_none = False
         limits = httpx.Limits(
             max_connections=None,
             max_keepalive_connections=max_in_flight,
@@ -179,11 +182,20 @@ class Sampler:
 
     async def _choose(self) -> _Replica:
         """Wait for a replica that has not failed lately; returns the least busy one."""
+        began_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             free = [r for r in self._replicas.values() if r.avoid_until_s <= now_s]
             if free:
+                self._has_said_none = False
                 return min(free, key=lambda r: len(r.flights))
+            if now_s - began_s > SILENT_S and not self._has_said_none:
+                self._has_said_none = True  # once for each outage
+                log.warning(
+                    "no replica has been ready for %.0f s; requests wait. `splice status` shows "
+                    "the replicas, and `splice logs` what they say",
+                    now_s - began_s,
+                )
             until_s = min(
                 (r.avoid_until_s for r in self._replicas.values()), default=now_s + POLL_S
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from splice.rl import (
     trl_reward,
 )
 from splice.rl.reward_threads import NoThread
+from splice.rl.sampler import Sampler
 from tests.rl.stand_in import Crash, StandIn
 from tests.rl.stood_in import ROWS, config, reward, run_loop
 
@@ -216,3 +218,30 @@ def test_dropped_samples_are_counted_and_the_cause_is_said(tmp_path):
     assert steps[0].metrics["dropped"] == 3.0
     with pytest.raises(ConfigError, match=r"every rollout of step 1 was dropped: .*no such column"):
         asyncio.run(run_loop(StandIn(), tmp_path / "all", groups_per_step=1, **options))
+
+
+def test_a_run_without_a_ready_replica_is_said(monkeypatch, caplog):
+    async def status():
+        return SimpleNamespace(nodes=[])
+
+    async def ask():
+        async with Sampler(status, name="tiny", max_in_flight=1) as sampler:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3.5):
+                    await sampler.encode({"prompt": "x"})
+
+    monkeypatch.setattr("splice.rl.sampler.SILENT_S", 0.5)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(ask())
+    assert caplog.text.count("no replica has been ready for") == 1
+
+
+def test_versions_of_others_are_said_once(tmp_path, caplog):
+    run = StandIn()
+
+    async def publish(step, replicas, loop) -> None:
+        run.version += 1
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run_loop(run, tmp_path, steps=4, on_step=publish))
+    assert caplog.text.count("somebody else trains or publishes") == 1

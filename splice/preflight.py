@@ -134,6 +134,27 @@ def check_quantization(inference: InferenceConfig) -> None:
         )
 
 
+def check_length(inference: InferenceConfig) -> None:
+    """Check that sequences fit the model, where its config says so without rope scaling.
+
+    Raises:
+        ConfigError: names both lengths.
+    """
+    model = language_part(read_model_config(inference.model))
+    own, asked = model.get("max_position_embeddings"), inference.max_model_len
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(
+        isinstance(value, dict) for value in rope.values()
+    )
+    if any(argument.startswith("--hf") for argument in inference.extra_args) or not is_plain:
+        return
+    if isinstance(own, int) and asked != "auto" and asked > own:
+        raise ConfigError(
+            f"inference.max_model_len is {asked}, but the model's sequences have at most {own} "
+            '(max_position_embeddings in its config.json); take at most that, or "auto"'
+        )
+
+
 def check_cpu_attention(model_config: dict[str, Any]) -> None:
     """Check the head size: vLLM's CPU attention lacks kernels for some and dies at a request.
 

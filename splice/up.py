@@ -39,6 +39,7 @@ from splice.doctor import list_gpus
 from splice.preflight import (
     check_cpu_attention,
     check_gpus,
+    check_length,
     check_parallel,
     check_port_free,
     check_quantization,
@@ -85,6 +86,7 @@ def check(run: RunFile) -> None:
     check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)
     for node in nodes:
         check_quantization(node)
+        check_length(node)
     if run.inference.device == "cpu":
         check_cpu_attention(model_config)
     if run.device == "cuda":

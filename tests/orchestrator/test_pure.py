@@ -234,6 +234,32 @@ def test_quantised_weights_need_bfloat16(model, tmp_path, options, quantised, sa
         preflight.check_quantization(inference)
 
 
+@pytest.mark.parametrize(
+    ("rope", "length", "options", "is_refused"),
+    [
+        ({}, "auto", (), False),
+        ({}, 512, (), False),
+        ({}, 513, (), True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 513, (), True),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 513, (), False),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 513, (), False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, 513, (), False),
+        ({}, 513, ("--hf-overrides", '{"max_position_embeddings": 1024}'), False),
+    ],
+)
+def test_sequences_fit_the_model(model, tmp_path, rope, length, options, is_refused):
+    config = json.loads((model / "config.json").read_text())
+    config = {k: v for k, v in config.items() if k not in ("rope_parameters", "rope_scaling")}
+    config |= {"max_position_embeddings": 512, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    inference = InferenceConfig(model=tmp_path, name="m", max_model_len=length, extra_args=options)
+    if not is_refused:
+        preflight.check_length(inference)
+        return
+    with pytest.raises(ConfigError, match=r"max_model_len is 513, but .* at most 512"):
+        preflight.check_length(inference)
+
+
 def test_gpus_have_one_master():
     def check(trainer, inference, available, transport="nccl"):
         preflight.check_gpus(

@@ -296,7 +296,7 @@ def logs(
 ) -> None:
     """Print the last lines of the roles' logs."""
     try:
-        if role not in LOGGED and Path(role).exists():
+        if role not in LOGGED and ("/" in role or Path(role).exists()):
             role, run = "all", Path(role)
         folder = _run_dir(run) / "logs"
         prefix = "" if role == "all" else role

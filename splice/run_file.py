@@ -367,7 +367,8 @@ def _read(path: Path, *, variable: str) -> str:
             return os.environ[variable]
         raise ConfigError(
             f"no {path.name} in {path.parent} ({error.strerror}): start the orchestrator first "
-            f"(`splice up` or `splice serve`), or set {variable}"
+            f"(`splice up`, after a stop or a crash with --resume; or `splice serve`), or set "
+            f"{variable}"
         ) from None
 
 

@@ -89,7 +89,7 @@ def arguments(config: InferenceConfig) -> list[str]:
         "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip # a command line
     given = " ".join(config.extra_args).replace("-", "_")
-    if not re.search(r"(?:^| )__generation_config\b", given):
+    if not re.search(r"(?:^| )__(?:generation_)?config\b", given):
         # Else the model's generation_config.json sets top_p and the like for every request that
         # names none, and nobody trains on that distribution. Its end tokens are used all the same.
         args += ["--generation-config", "vllm"]

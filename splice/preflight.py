@@ -6,6 +6,7 @@ It reads config.json and tokenizer.json, and imports neither torch nor transform
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Sequence
 from itertools import pairwise
@@ -141,12 +142,16 @@ def check_length(inference: InferenceConfig) -> None:
         ConfigError: names both lengths.
     """
     model = language_part(read_model_config(inference.model))
-    own, asked = model.get("max_position_embeddings"), inference.max_model_len
-    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
-    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default" and not any(
-        isinstance(value, dict) for value in rope.values()
+    own = model.get("model_max_length") or model.get("max_position_embeddings")
+    asked, rope = inference.max_model_len, model.get("rope_scaling") or model.get("rope_parameters")
+    is_plain = rope is None or (
+        isinstance(rope, dict)
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and not rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     )
-    if any(argument.startswith("--hf") for argument in inference.extra_args) or not is_plain:
+    given = " ".join(inference.extra_args).replace("_", "-")
+    decides = any(option in given for option in ("--hf", "--max-model-len", "--config"))
+    if not is_plain or decides or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
         return
     if isinstance(own, int) and asked != "auto" and asked > own:
         raise ConfigError(

@@ -190,7 +190,7 @@ class Checker:
             self._wrong(f"step {line['step']} was sent after step {self.found.steps}")
         if line["version"] != self._made.newest:
             self._wrong(f"step {line['step']} trains on version {line['version']}, not the newest")
-        self._sent = line
+        self._sent = dict(line)
         self._check_batch(line)
 
     def _check_batch(self, line: dict[str, Any]) -> None:

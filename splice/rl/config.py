@@ -14,11 +14,22 @@ from splice.batches import ASK
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 OWN_FIELDS = frozenset({"model", "prompt", "messages", "n", "stream", *ASK})
 """Fields of a request that the loop sets."""
-INEXACT = frozenset({
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "min_tokens", "bad_words", "structured_outputs", "response_format",
-})  # fmt: skip # a list of names
-"""Fields with which vLLM samples from another distribution than the trainer computes."""
+INEXACT: dict[str, tuple[Any, ...]] = {
+    "top_p": (1, None),
+    "top_k": (0, -1, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": ({}, None),
+    "min_tokens": (0, None),
+    "bad_words": ([], None),
+    "structured_outputs": (None,),
+    "response_format": ({"type": "text"}, None),
+    "thinking_token_budget": (None,),
+}
+"""Fields with which vLLM samples from another distribution than the trainer computes -> the values
+with which it does not."""
 
 
 class _Settings(Settings):

@@ -6,7 +6,8 @@
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
     turns    group, sample, trained            an environment returned; these turns of it train
     drop     step, group, prompt, sample, why  it leaves its group (on_error = "drop")
-    train    step, attempt, version, groups, rollouts    sent to the trainer, which holds `version`
+    train    step, attempt, version, groups, rollouts, tokens, metrics
+             sent to the trainer, which holds `version`; `tokens` counts the sampled ones
     failed   step, attempt, code, steps_taken, why
     reopened step, why                         its optimizer steps are lost, and made again
     trained  step, version, seconds, metrics   `version` is served

@@ -188,13 +188,14 @@ class Loop:
         for name, value, of in (("config", config, LoopConfig), ("loss", loss, LossSpec)):
             if value is not None and not isinstance(value, of):
                 raise ConfigError(f"{name} is a {of.__name__}, not {type(value).__name__}")
-        if reward is not None and not {"prompt", "messages"} & prompts[0].keys():
-            raise ConfigError(f"a row needs `prompt` or `messages`; it has {sorted(prompts[0])}")
         _check_signature(reward, environment)
         self.client, self.folder = client, Path(folder)
         self.config = config or LoopConfig()
         self._prompts, self._make_batch = prompts, make_batch
         self._reward, self._environment = reward, environment
+        drops = environment is not None or self.config.on_error == "drop"
+        if not drops and not {"prompt", "messages"} & prompts[0].keys():
+            raise ConfigError(f"a row needs `prompt` or `messages`; it has {sorted(prompts[0])}")
         self._loss = loss or LossSpec()
         self._optim = optim or OptimParams()
         self._meter = Meter()
@@ -204,7 +205,8 @@ class Loop:
         self._announced: dict[int, Batch] = {}
         """Step -> its batch, which the trainer knows before the job."""
         self._recent: list[dict[str, float]] = []
-        self._last_drop = ""
+        self._last_drop: dict[int, str] = {}
+        """Step -> why its newest dropped sample was."""
         self._has_said_no_signal = self._has_said_others = False
         self._exit = contextlib.AsyncExitStack()
         self._is_entered = False
@@ -273,7 +275,11 @@ class Loop:
                 f"the loop in {self.folder} belongs to another run ({found.run}, this is {run}); "
                 "give this loop a folder of its own"
             )
-        if inexact := sorted(INEXACT & self.config.sampling.extra.keys()):
+        extra = self.config.sampling.extra
+        if inexact := sorted(
+            {n for n in INEXACT.keys() & extra.keys() if extra[n] not in INEXACT[n]}
+            | ({"allowed_token_ids"} & extra.keys() if not self._loss.allowed_token_ids else set())
+        ):
             log.warning(
                 "sampling.extra: %s change the distribution that vLLM samples from, and the "
                 "trainer does not compute that one; docs/sampling.md has two ways around it",
@@ -351,6 +357,7 @@ class Loop:
             )
         groups = await self._groups_of(number)
         numbers = list(self._tasks.pop(number))
+        self._last_drop.pop(number, None)
         batch = self._announced.pop(number, None) or self._batch_of(groups)
         job = self._job_of(batch, self._optim_of(number))
         check_sendable(number, job, batch)
@@ -495,6 +502,7 @@ class Loop:
         for text in result.get("warnings", ()):
             log.warning("step %d: %s", number, text)
         has_none = rollout.get("groups_without_signal") == 1.0
+        has_none &= not self._loss.entropy_bonus and self._loss.kl is None
         if has_none and self._make_batch is grpo_batch and not self._has_said_no_signal:
             self._has_said_no_signal = True  # the metric says it from here on
             log.warning(
@@ -623,7 +631,8 @@ class Loop:
             for group in self._tasks[number].values()
         )
         if not any(groups):
-            raise ConfigError(f"every rollout of step {number} was dropped: {self._last_drop}")
+            why = self._last_drop.get(number, "decisions.jsonl says why")
+            raise ConfigError(f"every rollout of step {number} was dropped: {why}")
         return groups
 
     # ------------------------------------------------------------ one rollout
@@ -647,7 +656,7 @@ class Loop:
             if self.config.on_error == "stop":
                 raise
             log.warning("dropped: %s", error)
-            self._last_drop = str(error)[:1000]
+            self._last_drop[step] = str(error)[:1000]
             self._log.write(
                 "drop",
                 step=step,
@@ -768,7 +777,7 @@ class Loop:
             raise self._failure(text, row, group, sample) from error
         try:
             reward = float(given)
-        except (TypeError, ValueError):
+        except Exception:  # noqa: BLE001  - a user's object may raise anything
             text = f"the reward returned {given!r:.100}, which is no number"
             raise self._failure(text, row, group, sample) from None
         if not abs(reward) <= LARGEST_REWARD:  # nor NaN
@@ -983,8 +992,9 @@ def _check_signature(reward: Reward | None, environment: Environment | None) -> 
     if not callable(function):
         raise ConfigError("the reward or environment is no function")
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
+        # Of the function that is called, not of one that it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have none
         return
     try:
         signature.bind(None, None)

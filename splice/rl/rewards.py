@@ -29,7 +29,8 @@ def trl_reward(
 ) -> Callable[[Row, Completion], Awaitable[float] | float]:
     """The weighted sum of reward functions. A function that returns None does not count.
 
-    Plain functions run on the loop's threads (`reward_threads`), before coroutines.
+    As a loop's `reward`, plain functions run on its threads (`reward_threads`), before coroutines.
+    Called elsewhere, such as in an environment, they run where they are called.
 
     Raises:
         ConfigError: there is no function, a signature names neither `completions` nor

@@ -245,6 +245,9 @@ def test_quantised_weights_need_bfloat16(model, tmp_path, options, quantised, sa
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 513, (), False),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, 513, (), False),
         ({}, 513, ("--hf-overrides", '{"max_position_embeddings": 1024}'), False),
+        ({}, 513, ("--max-model-len", "128"), False),
+        ({"model_max_length": 1024}, 513, (), False),
+        ({"rope_scaling": [2.0]}, 513, (), False),
     ],
 )
 def test_sequences_fit_the_model(model, tmp_path, rope, length, options, is_refused):

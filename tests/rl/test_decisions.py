@@ -199,8 +199,11 @@ def test_a_replica_with_an_old_version_is_not_believed(tmp_path):
         if step.number == 1:
             replicas[0].shows = 0
         if step.number == 3:
-            rows = [{"prompt": [1, 2, 3]}] * 8
+            for replica in loop._sampler._replicas.values():
+                replica.avoid_until_s = 0.0  # the loop asks the stuck one again
+            before, rows = len(replicas[0].asked), [{"prompt": [1, 2, 3]}] * 8
             evaluated.extend(c for answers in await loop.sample(rows) for c in answers)
+            assert len(replicas[0].asked) > before
 
     settings = {"steps": 4, "max_staleness": 1, "rollout_timeout_s": 30}
     asyncio.run(run_loop(run, tmp_path, servers=2, on_step=stick, **settings))
@@ -371,3 +374,9 @@ def test_the_meter_tells_who_waited(tmp_path):
         assert total[waits] <= total["step"]
     found = json.loads((tmp_path / waits / decisions.STATUS).read_text())
     assert found["step"] == 6 and "trainer waits" in found["text"]
+
+
+def test_the_first_step_of_a_start_gives_no_advice(tmp_path):
+    asyncio.run(run_loop(StandIn(), tmp_path, steps=1))
+    found = json.loads((tmp_path / decisions.STATUS).read_text())
+    assert found["text"] == "step 1 made version 1"

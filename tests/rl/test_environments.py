@@ -110,7 +110,10 @@ def test_an_environment_may_seed_its_requests(tmp_path):
         await sample(row["prompt"], seed=7)
         return 1.0
 
-    assert len(asyncio.run(run_loop(StandIn(), tmp_path, seeded, steps=1))) == 1
+    run = StandIn()
+    assert len(asyncio.run(run_loop(run, tmp_path, seeded, steps=1))) == 1
+    asked = [body["seed"] for server in run.servers for body in server.asked]
+    assert asked and set(asked) == {7}
 
 
 @pytest.mark.parametrize("kind", ["raises", "late", "nothing", "refused", "not ours"])

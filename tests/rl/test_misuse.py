@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from types import SimpleNamespace
@@ -175,10 +176,16 @@ def test_a_reward_of_another_signature_is_refused_before_anything_is_sampled(tmp
         Loop(StandIn(), tmp_path, reward=reward, prompts=[{"question": 1}], config=config())
     Loop(StandIn(), tmp_path, reward=trl_reward(trl), **made)
 
+    @functools.wraps(single)
+    def decorated(row, completion):
+        return single(completion)
 
-@pytest.mark.parametrize("given", [None, "good"])
+    Loop(StandIn(), tmp_path, reward=decorated, **made)
+
+
+@pytest.mark.parametrize("given", [None, "good", 10**400])
 def test_a_reward_that_is_no_number_is_said(tmp_path, given):
-    with pytest.raises(SampleFailed, match=f"the reward returned {given!r}, which is no number"):
+    with pytest.raises(SampleFailed, match=r"the reward returned .*, which is no number"):
         asyncio.run(run_loop(StandIn(), tmp_path, reward=lambda row, completion: given, steps=1))
 
 
@@ -201,10 +208,11 @@ def test_a_loop_that_learns_nothing_says_so_once(tmp_path, caplog):
 
 
 def test_settings_that_change_the_distribution_are_named_at_the_start(tmp_path, caplog):
-    sampling = SamplingConfig(max_tokens=4, extra={"top_p": 0.9, "stop": ["x"]})
+    extra = {"top_p": 0.9, "stop": ["x"], "top_k": -1, "min_p": 0.0, "allowed_token_ids": [1, 2]}
+    sampling = SamplingConfig(max_tokens=4, extra=extra)
     with caplog.at_level(logging.WARNING):
         asyncio.run(run_loop(StandIn(), tmp_path, sampling=sampling, steps=1))
-    assert "sampling.extra: ['top_p'] change the distribution" in caplog.text
+    assert "sampling.extra: ['allowed_token_ids', 'top_p'] change the distribution" in caplog.text
 
 
 def test_dropped_samples_are_counted_and_the_cause_is_said(tmp_path):

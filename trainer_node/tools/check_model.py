@@ -445,7 +445,8 @@ def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
         return report
     with tempfile.TemporaryDirectory(prefix="splice-check-") as folder:
         if whole:
-            hf.auto_config(model)  # what transformers does not know is said in a sentence
+            # What transformers does not know is said in a sentence.
+            language_part.text_config(hf.auto_config(model))
         used = model if whole else write_small(model, keep or Path(folder) / "model")
         reference = Reference(used)
         report.architecture = reference.architecture

@@ -22,7 +22,8 @@ chosen from their times. A save that the next batch hides keeps vLLM waiting as 
 should be long beside a save.
 SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence.
 Steps from SPLICE_BENCH_SAMPLES (7).
-SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
+SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`, and SPLICE_BENCH_VLLM_ARGS further options, as
+of all benchmarks that start a cluster. SPLICE_BENCH_PAUSE_MODE is the run's: `keep`
 (default) computes the KV cache of running answers anew after each publication, `keep_kv` keeps it.
 """
 

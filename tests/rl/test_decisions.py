@@ -361,7 +361,7 @@ def test_the_advice(trainer, sampler, rewards, staleness, said):
 
 def test_the_meter_tells_who_waited(tmp_path):
     """Training takes long, then sampling does."""
-    slow_trainer, slow_sampler = StandIn(train_s=0.3), StandIn(token_s=0.1)
+    slow_trainer, slow_sampler = StandIn(train_s=0.9), StandIn(token_s=0.3)
     for run, waits, works in (
         (slow_trainer, "sampler_waits", "trainer_waits"),
         (slow_sampler, "trainer_waits", "sampler_waits"),
@@ -370,7 +370,7 @@ def test_the_meter_tells_who_waited(tmp_path):
         total = {
             name: sum(step.seconds[name] for step in steps[1:-1]) for name in (waits, works, "step")
         }
-        assert total[waits] > total[works]
+        assert total[waits] > 2 * total[works]
         assert total[waits] <= total["step"]
     found = json.loads((tmp_path / waits / decisions.STATUS).read_text())
     assert found["step"] == 6 and "trainer waits" in found["text"]

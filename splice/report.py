@@ -64,6 +64,7 @@ class History:
         steps: step -> metrics.
         seconds: step -> seconds.
         spans: (step, start, end) of each training, in seconds since the epoch.
+        warm: seconds of the last start's steps, without its first one, which warms everything up.
         in_flight: (seconds since the epoch, number of requests) at each change.
         notes: name -> step -> the user's own number.
     """
@@ -75,6 +76,7 @@ class History:
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     spans: list[tuple[int, float, float]] = field(default_factory=list)
+    warm: list[dict[str, float]] = field(default_factory=list)
     in_flight: list[tuple[float, int]] = field(default_factory=list)
     notes: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ class _Reader:
     def __init__(self) -> None:
         self._open: set[tuple[int, int]] = set()
         self._sent: dict[str, Any] | None = None
+        self._is_first = True
 
     def take(self, found: History, line: dict[str, Any]) -> None:
         event, at = line["event"], line.get("at", 0.0)
@@ -106,6 +109,7 @@ class _Reader:
             found.config, found.starts = line["config"], found.starts + 1
             found.began_at = found.began_at or at
             self._open.clear()
+            found.warm, self._is_first = [], True
             found.in_flight.append((at, 0))
         elif event in ("admit", "finish", "lost", "drop"):
             change = self._open.add if event == "admit" else self._open.discard
@@ -126,6 +130,8 @@ class _Reader:
         found.steps[line["step"]] = found.steps.get(line["step"], {}) | metrics
         if line["seconds"]:
             found.seconds[line["step"]] = line["seconds"]
+            found.warm += [] if self._is_first else [line["seconds"]]
+            self._is_first = False
         if sent.get("step") == line["step"]:
             found.spans.append((line["step"], sent["at"], at))
         self._sent = None
@@ -292,7 +298,8 @@ def _said(value: Any) -> str:
 
 def _facts(history: History, loop_dir: Path) -> str:
     checked = checker.check(decisions.read(loop_dir / decisions.LOG))
-    recent = [history.seconds[step] for step in sorted(history.seconds)[-TIMELINE_STEPS:]]
+    newest = list(history.seconds.values())[-1:]
+    recent = (history.warm or newest)[-TIMELINE_STEPS:]
     balance = Balance.of(recent, max_staleness=history.config["max_staleness"])
     tiles = {
         "steps": str(len(history.steps)),

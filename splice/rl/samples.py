@@ -10,8 +10,8 @@
     answer_ids, logprobs             one for each token of the answer; log-probs in nats
     at                               seconds since the epoch
 
-A rollout that was sampled again after a restart has two lines. The last one counts. A line is
-written whole or not at all, except where a power cut ends it; readers leave such a line out.
+A start of the loop removes the files of steps that it samples again. A line is written whole or
+not at all, except where a power cut ends it; readers leave such a line out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from splice.rl.decisions import cut_torn_line
 
 SAMPLES = "samples"
 """Folder of the samples within a loop's."""
@@ -65,7 +63,12 @@ class SampleFiles:
 
     def __init__(self, folder: Path, *, keep_steps: int | None) -> None:
         self._folder, self._keep_steps = folder, keep_steps
-        self._begun: set[int] = set()
+
+    def begin(self, step: int) -> None:
+        """Remove what an earlier start sampled for this step and later ones."""
+        for old in steps_of(self._folder):
+            if old >= step:
+                path_of(self._folder, old).unlink(missing_ok=True)
 
     def append(self, step: int, line: str) -> None:
         """Append a line to the step's file.
@@ -73,20 +76,13 @@ class SampleFiles:
         Raises:
             OSError: it was not written; the file is as it was.
         """
+        self._folder.mkdir(parents=True, exist_ok=True)
         path = path_of(self._folder, step)
-        if step not in self._begun:
-            self._begin(step, path)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _append_whole(descriptor, line.encode(errors="replace"))
         finally:
             os.close(descriptor)
-
-    def _begin(self, step: int, path: Path) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            cut_torn_line(path)
-        self._begun = {known for known in self._begun if known > step - 1000} | {step}
 
     def prune(self, step: int) -> None:
         """Remove what is too old once `step` is trained: later steps may have samples already."""
@@ -117,15 +113,13 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Return a step's samples by group, sample, name and part, each as it was sampled last."""
-    found: dict[tuple[int, int, str, int], dict[str, Any]] = {}
+    """Return a step's samples by group, sample, name and part."""
+    found: list[dict[str, Any]] = []
     with path_of(folder, step).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # cut off by a power cut
-                sample = json.loads(line)
-                part = sample.get("part", 0)
-                found[sample["group"], sample["sample"], sample["name"], part] = sample
-    return [found[place] for place in sorted(found)]
+                found.append(json.loads(line))
+    return sorted(found, key=lambda s: (s["group"], s["sample"], s["name"], s.get("part", 0)))
 
 
 def newest_first(folder: Path) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splice.cli import app
-from splice.report import phases_of
+from splice.report import phases_of, read
 from tests.rl.stand_in import StandIn
 from tests.rl.stood_in import run_loop
 
@@ -59,6 +60,29 @@ def test_the_page_has_every_plot_and_asks_for_nothing(tmp_path):
     assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)", text), "nothing to fetch"
     assert "<script" not in text and "@import" not in text
     assert not re.findall(r"url\((?!#)", text)
+
+
+def test_the_balance_is_that_of_the_last_starts_warm_steps(tmp_path):
+    log = tmp_path / "decisions.jsonl"
+
+    def start() -> list[dict]:
+        return [{"event": "start", "config": {"max_staleness": 1}, "at": 1.0}]
+
+    def steps(first: int, waits: list[float]) -> list[dict]:
+        return [
+            {
+                "event": "trained",
+                "step": first + n,
+                "version": first + n,
+                "metrics": {},
+                "seconds": {"step": 10.0, "trainer_waits": seconds},
+            }
+            for n, seconds in enumerate(waits)
+        ]
+
+    lines = [*start(), *steps(1, [9.0, 8.0, 8.0]), *start(), *steps(4, [7.0, 2.0, 1.0])]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [seconds["trainer_waits"] for seconds in read(log).warm] == [2.0, 1.0]
 
 
 def test_a_step_is_what_the_trainer_does_in_it():

@@ -74,7 +74,10 @@ async def main(arguments):
     loss = LossSpec(name="truncated_importance_sampling")
     with SpliceClient.of_run(arguments.run_dir) as client:
         folder = arguments.run_dir / arguments.loop_dir
-        optim = OptimParams(lr=arguments.lr)
+
+        def optim(step):
+            return OptimParams(lr=arguments.lr * max(0.1, 1 - step / arguments.steps))
+
         held_out = held_out[: arguments.held_out]
         if client.status().version == 0:
             async with Loop(client, folder / "sft", **options) as loop:  # to sample and to encode
@@ -92,15 +95,15 @@ def arguments_of(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--loop-dir", default="loop", help="within the run's folder")
-    parser.add_argument("--solved", type=int, default=SOLVED, help="problems for SFT")
+    parser.add_argument("--solved", type=int, default=128, help="problems for SFT, at most 256")
     parser.add_argument("--mini-batch", type=int, default=32, help="sequences of an SFT step")
-    parser.add_argument("--epochs", type=int, default=2, help="of SFT")
+    parser.add_argument("--epochs", type=int, default=1, help="of SFT")
     parser.add_argument("--sft-lr", type=float, default=2e-4)
     parser.add_argument("--steps", type=int, default=50, help="of RL")
-    parser.add_argument("--groups", type=int, default=8, help="problems in each step")
+    parser.add_argument("--groups", type=int, default=12, help="problems in each step")
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--lr", type=float, default=3e-4, help="falls to a tenth over the steps")
     return parser.parse_args(argv)
 
 

@@ -298,8 +298,7 @@ def _said(value: Any) -> str:
 
 def _facts(history: History, loop_dir: Path) -> str:
     checked = checker.check(decisions.read(loop_dir / decisions.LOG))
-    newest = list(history.seconds.values())[-1:]
-    recent = (history.warm or newest)[-TIMELINE_STEPS:]
+    recent = history.warm[-TIMELINE_STEPS:]
     balance = Balance.of(recent, max_staleness=history.config["max_staleness"])
     tiles = {
         "steps": str(len(history.steps)),
@@ -307,8 +306,8 @@ def _facts(history: History, loop_dir: Path) -> str:
         "rollouts trained": f"{checked.trained:,}",
         "tokens trained": f"{checked.tokens:,}",
         "reward, last step": _number(history.steps[max(history.steps)].get("reward_mean")),
-        "trainer waits": f"{balance.trainer_waits:.0%}",
-        "sampler waits": f"{balance.sampler_waits:.0%}",
+        "trainer waits": f"{balance.trainer_waits:.0%}" if recent else "",
+        "sampler waits": f"{balance.sampler_waits:.0%}" if recent else "",
         "log's violations": str(len(checked.violations)),
     }
     cells = "".join(
@@ -317,7 +316,12 @@ def _facts(history: History, loop_dir: Path) -> str:
     )
     began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(history.began_at))
     again = f", started {history.starts} times" if history.starts > 1 else ""
-    lines = [f"Began {began}{again}. Balance of the last {len(recent)} steps: {balance.advice()}."]
+    said = (
+        f"Balance of the last {len(recent)} steps: {balance.advice()}."
+        if recent
+        else "The balance shows from a start's second step on; the first one warms everything up."
+    )
+    lines = [f"Began {began}{again}. {said}"]
     lines += checked.violations[:5]
     text = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
     return f'<div class="tiles">{cells}</div>{text}'

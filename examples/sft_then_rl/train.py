@@ -95,7 +95,7 @@ def arguments_of(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--loop-dir", default="loop", help="within the run's folder")
-    parser.add_argument("--solved", type=int, default=128, help="problems for SFT, at most 256")
+    parser.add_argument("--solved", type=int, default=128, help=f"for SFT, at most {SOLVED}")
     parser.add_argument("--mini-batch", type=int, default=32, help="sequences of an SFT step")
     parser.add_argument("--epochs", type=int, default=1, help="of SFT")
     parser.add_argument("--sft-lr", type=float, default=2e-4)
@@ -104,7 +104,10 @@ def arguments_of(argv=None):
     parser.add_argument("--group-size", type=int, default=8, help="answers to each problem")
     parser.add_argument("--held-out", type=int, default=HELD_OUT)
     parser.add_argument("--lr", type=float, default=3e-4, help="falls to a tenth over the steps")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.solved > SOLVED:
+        parser.error(f"--solved is {SOLVED} at most")
+    return arguments
 
 
 if __name__ == "__main__":

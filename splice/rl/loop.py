@@ -248,8 +248,6 @@ class Loop:
             self._record = await stack.enter_async_context(
                 Record(self.folder, self.config, loop=self._past.loop, alias=status.name)
             )
-            kept = self._past.open or {"step": self._past.done}
-            self._record.begin(kept["step"] + 1)
             self._sampler = await stack.enter_async_context(
                 Sampler(
                     self._status,

@@ -43,11 +43,6 @@ class Record:
         closing.append(lambda: self._background.close(timeout_s=_CLOSE_S))
         await asyncio.gather(*map(asyncio.to_thread, closing))
 
-    def begin(self, step: int) -> None:
-        """Rollouts of this step and of later ones are sampled from here on."""
-        if self._keeps_samples:
-            self._background.call(lambda: self._files.begin(step))
-
     def sample(self, step: int, rollout: Any, part: int = 0) -> None:
         """Keep a finished `Rollout` of the step."""
         if self._keeps_samples:

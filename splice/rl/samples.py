@@ -10,8 +10,8 @@
     answer_ids, logprobs             one for each token of the answer; log-probs in nats
     at                               seconds since the epoch
 
-A start of the loop removes the files of steps that it samples again. A line is written whole or
-not at all, except where a power cut ends it; readers leave such a line out.
+The first line that a start of the loop writes for a step replaces those of an earlier start. A line
+is written whole or not at all, except where a power cut ends it; readers leave such a line out.
 """
 
 from __future__ import annotations
@@ -63,12 +63,7 @@ class SampleFiles:
 
     def __init__(self, folder: Path, *, keep_steps: int | None) -> None:
         self._folder, self._keep_steps = folder, keep_steps
-
-    def begin(self, step: int) -> None:
-        """Remove what an earlier start sampled for this step and later ones."""
-        for old in steps_of(self._folder):
-            if old >= step:
-                path_of(self._folder, old).unlink(missing_ok=True)
+        self._begun: set[int] = set()
 
     def append(self, step: int, line: str) -> None:
         """Append a line to the step's file.
@@ -76,9 +71,12 @@ class SampleFiles:
         Raises:
             OSError: it was not written; the file is as it was.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = path_of(self._folder, step)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        if step not in self._begun:  # the lines of an earlier start go: all are made again
+            self._folder.mkdir(parents=True, exist_ok=True)
+            flags |= os.O_TRUNC
+        descriptor = os.open(path_of(self._folder, step), flags, 0o600)
+        self._begun.add(step)
         try:
             _append_whole(descriptor, line.encode(errors="replace"))
         finally:
@@ -113,13 +111,15 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Return a step's samples by group, sample, name and part."""
-    found: list[dict[str, Any]] = []
+    """Return a step's samples by group, sample, name and part, each as it was sampled last."""
+    found: dict[tuple[int, int, str, int], dict[str, Any]] = {}
     with path_of(folder, step).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # cut off by a power cut
-                found.append(json.loads(line))
-    return sorted(found, key=lambda s: (s["group"], s["sample"], s["name"], s.get("part", 0)))
+                sample = json.loads(line)
+                part = sample.get("part", 0)
+                found[sample["group"], sample["sample"], sample["name"], part] = sample
+    return [found[place] for place in sorted(found)]
 
 
 def newest_first(folder: Path) -> Iterator[dict[str, Any]]:

@@ -83,6 +83,9 @@ def test_the_balance_is_that_of_the_last_starts_warm_steps(tmp_path):
     lines = [*start(), *steps(1, [9.0, 8.0, 8.0]), *start(), *steps(4, [7.0, 2.0, 1.0])]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [seconds["trainer_waits"] for seconds in read(log).warm] == [2.0, 1.0]
+    lines += [*start(), *steps(7, [6.0])]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read(log).warm == [], "no balance yet"
 
 
 def test_a_step_is_what_the_trainer_does_in_it():

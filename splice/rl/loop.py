@@ -338,6 +338,8 @@ class Loop:
         if not self._past.published:
             await self._publish_again()
         if self._past.open is not None:
+            if self._tasks:  # those that its first attempt admitted
+                raise self._left(self._past.open["step"])
             self._next_group = self._past.open["groups"][-1] + 1
             self._admitted = self._past.open["step"]
             step = await self._train_kept(self._past.open)
@@ -351,10 +353,7 @@ class Loop:
 
     async def _next_step(self, number: int) -> Step:
         if number not in self._tasks:
-            raise ConfigError(
-                f"step {number} has failed in this loop; leave its `async with` and enter a new "
-                "Loop, which goes on at the same step"
-            )
+            raise self._left(number)
         groups = await self._groups_of(number)
         numbers = list(self._tasks.pop(number))
         self._last_drop.pop(number, None)
@@ -381,6 +380,13 @@ class Loop:
             "metrics": self._sampling_metrics(groups),
         }
         return await self._train(line, job, batch, groups, attempt=self._past.attempt)
+
+    @staticmethod
+    def _left(number: int) -> ConfigError:
+        return ConfigError(
+            f"step {number} has failed in this loop; leave its `async with` and enter a new Loop, "
+            "which goes on at the same step"
+        )
 
     def _batch_of(self, groups: Sequence[Sequence[Rollout]]) -> Batch:
         return self._make_batch([part for group in groups for part in answers_by_name(group)])

@@ -69,7 +69,7 @@ class SampleFiles:
         """Append a line to the step's file.
 
         Raises:
-            OSError: it was not written; the file is as it was.
+            OSError: it was not written; no part of it is left.
         """
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         if step not in self._begun:  # the lines of an earlier start go: all are made again

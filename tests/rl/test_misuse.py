@@ -22,7 +22,7 @@ from splice.rl import (
 )
 from splice.rl.reward_threads import NoThread
 from splice.rl.sampler import Sampler
-from tests.rl.stand_in import Crash, StandIn
+from tests.rl.stand_in import Crash, Server, StandIn
 from tests.rl.stood_in import ROWS, config, reward, run_loop
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,6 +42,31 @@ def test_the_loop_of_another_run_is_refused_and_the_checker_sees_it(tmp_path):
     assert checker.check(log).violations == []
     moved = [*log, {**log[0], "run": "another-run", "version": 40}]
     assert "another run" in checker.check(moved).violations[0]
+
+
+@pytest.mark.parametrize("starts", [1, 2], ids=["sampled", "kept"])
+def test_a_step_that_failed_is_not_made_again_by_the_same_loop(tmp_path, starts):
+    """Its next rollouts would be admitted twice."""
+    run = StandIn()
+    run.crash_at = "before submit"
+
+    async def start() -> None:
+        async with Loop(run, tmp_path, prompts=ROWS, reward=reward, config=config()) as loop:
+            with pytest.raises(Crash):
+                await anext(aiter(loop))
+            with pytest.raises(ConfigError, match="step 1 has failed in this loop; leave its"):
+                await anext(aiter(loop))
+
+    async def served() -> None:
+        server = await Server(run).start()
+        try:
+            for _ in range(starts):
+                await start()
+        finally:
+            server.kill()
+
+    asyncio.run(served())
+    assert checker.check(list(decisions.read(tmp_path / decisions.LOG))).violations == []
 
 
 def test_warnings_of_the_trainer_and_a_loop_with_nothing_left_are_said(tmp_path, caplog):

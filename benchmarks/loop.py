@@ -17,9 +17,8 @@ has SPLICE_BENCH_PROMPTS prompts (24; 8 on a CPU), each with 4 answers of SPLICE
 The two sides' work should balance. vLLM decodes many short answers in less time than few long
 ones, and the trainer's time grows with all tokens: a fast trainer wants many prompts and short
 answers. Longer prompts cost the trainer more than vLLM, which computes a prompt once for all its
-answers: on a GPU, a few strict steps with prompts of two lengths come first, and the length is
-chosen from their times. A save that the next batch hides keeps vLLM waiting as long, so steps
-should be long beside a save.
+answers: on a GPU, a few strict steps with prompts of three lengths come first, and the length is
+chosen from their times. One side or the other waits for a save, so steps should be long beside it.
 SPLICE_BENCH_PROMPT_TOKENS sets it: as many random token ids, or 0 for a short sentence.
 Steps from SPLICE_BENCH_SAMPLES (7).
 SPLICE_BENCH_QUANTIZATION is vLLM's `--quantization`, and SPLICE_BENCH_VLLM_ARGS further options, as
@@ -104,21 +103,24 @@ def run(*, device: str, small: bool) -> list[Case]:
 
 
 def _length(client: SpliceClient, folder: Path, device: str, config: LoopConfig) -> int:
-    """Tokens of a prompt with which rollouts and half a save take as long as training and sending:
-    the next batch then comes before a save, and is trained on meanwhile. See `balanced`."""
+    """Tokens of a prompt with which rollouts and pause take as long as training, saving and
+    sending: found from two lengths, and corrected by a third one. See `balanced`."""
     given = os.environ.get("SPLICE_BENCH_PROMPT_TOKENS", "0" if device == "cpu" else "")
     if given:
         return int(given)
-    times = []
-    for length in LENGTHS:
+
+    def measured(length: int) -> tuple[int, float, float]:
         rows = make_rows(config.groups_per_step, length)
         taken = first_steps(client, folder / f"strict-{length}", config, rows, 2)
         seconds = taken[-1].seconds  # the first one loads kernels
-        rollouts_s, save_s = seconds["trainer_waits"], seconds["job.save"]
-        job_s = seconds["step"] - rollouts_s - save_s
-        times.append((length, rollouts_s + seconds["job.pause"] + save_s / 2, job_s))
-    chosen = balanced(*times)
-    print(f"tokens, seconds of either side: {times}; {chosen} chosen", flush=True)
+        rollouts_s = seconds["trainer_waits"]
+        return length, rollouts_s + seconds["job.pause"], seconds["step"] - rollouts_s
+
+    short, long = (measured(length) for length in LENGTHS)
+    third = measured(balanced(short, long))
+    nearest = min(short, long, key=lambda found: abs(found[0] - third[0]))
+    chosen = balanced(*sorted((nearest, third)))
+    print(f"tokens, seconds of either side: {short, long, third}; {chosen} chosen", flush=True)
     return chosen
 
 

@@ -64,7 +64,7 @@ class History:
         steps: step -> metrics.
         seconds: step -> seconds.
         spans: (step, start, end) of each training, in seconds since the epoch.
-        warm: seconds of the last start's steps, without its first one, which warms everything up.
+        latest: seconds of the last start's steps.
         in_flight: (seconds since the epoch, number of requests) at each change.
         notes: name -> step -> the user's own number.
     """
@@ -76,9 +76,14 @@ class History:
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     spans: list[tuple[int, float, float]] = field(default_factory=list)
-    warm: list[dict[str, float]] = field(default_factory=list)
+    latest: list[dict[str, float]] = field(default_factory=list)
     in_flight: list[tuple[float, int]] = field(default_factory=list)
     notes: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def warm(self) -> list[dict[str, float]]:
+        """The last start's without the first one, which warms everything up."""
+        return self.latest[1:]
 
 
 def read(log: Path) -> History:
@@ -101,7 +106,6 @@ class _Reader:
     def __init__(self) -> None:
         self._open: set[tuple[int, int]] = set()
         self._sent: dict[str, Any] | None = None
-        self._is_first = True
 
     def take(self, found: History, line: dict[str, Any]) -> None:
         event, at = line["event"], line.get("at", 0.0)
@@ -109,7 +113,7 @@ class _Reader:
             found.config, found.starts = line["config"], found.starts + 1
             found.began_at = found.began_at or at
             self._open.clear()
-            found.warm, self._is_first = [], True
+            found.latest.clear()
             found.in_flight.append((at, 0))
         elif event in ("admit", "finish", "lost", "drop"):
             change = self._open.add if event == "admit" else self._open.discard
@@ -130,8 +134,7 @@ class _Reader:
         found.steps[line["step"]] = found.steps.get(line["step"], {}) | metrics
         if line["seconds"]:
             found.seconds[line["step"]] = line["seconds"]
-            found.warm += [] if self._is_first else [line["seconds"]]
-            self._is_first = False
+            found.latest.append(line["seconds"])
         if sent.get("step") == line["step"]:
             found.spans.append((line["step"], sent["at"], at))
         self._sent = None

@@ -298,13 +298,15 @@ def test_every_token_under_continuous_swaps(dense: Node, weights: Weights, mode:
             model = f"tiny@{version}" if n % 3 == 0 else "tiny"
             requests.append(Request(route, stream, model).ask(dense))
 
+    def kinds() -> set[tuple[str, bool]]:
+        return {(r.route, r.stream) for r in tuple(requests) if r.status == 200}
+
     threads = [threading.Thread(target=load, args=(n,)) for n in (0, 3, 6, 7)]
     for thread in threads:
         thread.start()
     began = time.monotonic()
     while (passed_s := time.monotonic() - began) < PATIENCE_S:
-        kinds = {(r.route, r.stream) for r in tuple(requests) if r.status == 200}
-        if passed_s > SWAPPING_S and len(kinds) == len(KINDS):
+        if passed_s > SWAPPING_S and len(kinds()) == len(KINDS):
             break
         dense.publish(version + 1, weights.of(version + 1), mode=mode)
         version += 1
@@ -316,4 +318,4 @@ def test_every_token_under_continuous_swaps(dense: Node, weights: Weights, mode:
     answered = [r for r in requests if r.status == 200]
     for request in answered:
         check(request, weights, keeps_kv=mode == "keep_kv")
-    assert len(kinds) == len(KINDS)
+    assert len(kinds()) == len(KINDS)

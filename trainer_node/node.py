@@ -48,6 +48,7 @@ from orchestrator.protocol.node_link import NodeLink
 from trainer_node import admission, heap
 from trainer_node.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
+from trainer_node.training.losses import loss_names
 from trainer_node.transfer import Transfer
 from weight_transfer.nccl_group import nccl_version
 
@@ -132,6 +133,7 @@ class Node:
             "memory": config.memory,
             "micro_batch_tokens": self.trainer.micro_batch_tokens,
             "fallbacks": model.fallbacks,
+            "losses": loss_names(),
         }
 
     def _next(self) -> tuple[Envelope | None, float]:

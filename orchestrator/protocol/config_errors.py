@@ -74,6 +74,19 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def check_loss_name(name: str, known: Sequence[str]) -> None:
+    """Refuse a loss that is not among those that the trainer knows.
+
+    Raises:
+        ConfigError: names it, the nearest one, and all known ones.
+    """
+    if name not in known:
+        raise ConfigError(
+            f"loss.name: no loss {name!r}{nearest(name, known) or ';'} there are {sorted(known)} "
+            "(losses of your own: TrainerConfig.loss_modules)"
+        )
+
+
 def _say(detail: ErrorDetails, model: type[BaseModel]) -> str:
     parts, holder, inner = _where(detail["loc"], model)
     key = ".".join(parts)

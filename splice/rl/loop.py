@@ -34,6 +34,7 @@ from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError, SpliceError
+from orchestrator.protocol.config_errors import check_loss_name
 from orchestrator.protocol.frames import encode
 from orchestrator.protocol.messages import (
     LossSpec,
@@ -234,6 +235,9 @@ class Loop:
                 await self._call(self.client.__enter__)
                 stack.push_async_callback(self._call, self.client.__exit__)
             status = await self._status()
+            for node in status.nodes:
+                if known := node.detail.get("losses"):  # of a trainer that has said so
+                    check_loss_name(self._loss.name, known)
             self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
             self._past = decisions.past(self.folder / decisions.LOG)
             version = status.version

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from orchestrator.errors import ConfigError
 from splice import LossSpec, OptimParams
 from splice.rl import Loop, LoopConfig, SampleFailed, SamplingConfig, decisions
 from splice.rl.checker import check
@@ -166,6 +167,13 @@ def test_an_evaluation_beside_the_loop(cluster, tmp_path):
     assert [len(group) for group in first] == [2, 2]
     assert first[0][0].answer_ids == first[0][1].answer_ids == again[0][0].answer_ids, "greedy"
     assert len(first[1][0].logprobs) == 12
+
+
+def test_a_loss_that_the_trainer_does_not_know_is_refused_at_the_start(cluster, tmp_path):
+    loop = loop_of(cluster, tmp_path, loss=LossSpec(name="dappo"))
+    with pytest.raises(ConfigError, match="no loss 'dappo'; did you mean 'dapo'"):
+        asyncio.run(all_steps(loop))
+    assert not (tmp_path / decisions.LOG).exists(), "nothing was sampled"
 
 
 def test_a_log_of_another_run_is_refused(cluster, tmp_path):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from orchestrator.errors import ConfigError
+from orchestrator.protocol.config_errors import check_loss_name
 from orchestrator.protocol.messages import LOSS_PARAMETERS, LossSpec, ParamValue
 
 LOGITS_PER_CHUNK = 2**26
@@ -385,17 +386,18 @@ def import_losses(modules: Sequence[str]) -> None:
             ) from error
 
 
+def loss_names() -> list[str]:
+    """The names of the built-in losses and of the user's."""
+    return sorted(_LOSSES)
+
+
 def registered(name: str) -> RegisteredLoss:
     """Return the loss with this name.
 
     Raises:
         ConfigError: no such loss. Lists the known ones.
     """
-    if name not in _LOSSES:
-        raise ConfigError(
-            f"loss.name: no loss {name!r}; there are {sorted(_LOSSES)} (losses of your own: "
-            "TrainerConfig.loss_modules)"
-        )
+    check_loss_name(name, loss_names())
     return _LOSSES[name]
 
 

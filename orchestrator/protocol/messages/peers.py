@@ -58,7 +58,7 @@ class Ready(Message):
     kind: Literal["Ready"] = "Ready"
     node_id: str
     detail: Json = Field(default={})
-    """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory"}.
+    """trainer: {"model", "parallel": {...}, "trainable_parameters", "memory", "losses", ...}.
     launcher: {"memory", "node_rank", "num_nodes"}.
     inference: {"base_url", "name", "workers", "model", "model_dtype"}."""
 

@@ -236,7 +236,8 @@ class Loop:
                 stack.push_async_callback(self._call, self.client.__exit__)
             status = await self._status()
             for node in status.nodes:
-                if known := node.detail.get("losses"):  # of a trainer that has said so
+                # A lost trainer's losses are old, and with memory = "exit" there is none yet.
+                if node.state == "ready" and (known := node.detail.get("losses")):
                     check_loss_name(self._loss.name, known)
             self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
             self._past = decisions.past(self.folder / decisions.LOG)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
+from orchestrator.protocol.messages import NodeStatus
 from splice.rl import (
     Loop,
     LoopConfig,
@@ -238,6 +239,26 @@ def test_settings_that_change_the_distribution_are_named_at_the_start(tmp_path, 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run_loop(StandIn(), tmp_path, sampling=sampling, steps=1))
     assert "sampling.extra: ['allowed_token_ids', 'top_p'] change the distribution" in caplog.text
+
+
+def test_only_a_ready_trainers_losses_count(tmp_path):
+    """Those of a lost one are old: the next may know more."""
+
+    class Other(StandIn):
+        state = "lost"
+
+        def status(self, *, timeout_s=10.0):
+            found = super().status(timeout_s=timeout_s)
+            own = NodeStatus(
+                node_id="trainer", role="trainer", state=self.state, detail={"losses": ["mine"]}
+            )
+            return found.model_copy(update={"nodes": (*found.nodes, own)})
+
+    run = Other()
+    assert len(asyncio.run(run_loop(run, tmp_path, steps=1))) == 1
+    run.state = "ready"
+    with pytest.raises(ConfigError, match=r"no loss 'grpo'; there are \['mine'\]"):
+        asyncio.run(run_loop(run, tmp_path, steps=2))
 
 
 def test_dropped_samples_are_counted_and_the_cause_is_said(tmp_path):

@@ -33,6 +33,7 @@ BENCHMARKS = {
     "soak": "hundreds of jobs with crashes of the trainer: what grows, what is lost",
     "convergence": "reward, KL and log-prob gap, against a control in one process",
     "learning": "a pretrained model learns, against a control in one process",
+    "fidelity": "what a served version has of a LoRA update, for each way of rounding",
 }
 WITH_INFERENCE = ("sync", "pause", "tinker", "loop", "replay", "soak", "convergence", "learning")
 """Those that start a cluster; they need an inference environment (SPLICE_INFERENCE_PYTHON or

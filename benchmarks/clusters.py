@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks import memory
 from benchmarks.harness import inference_python
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import PauseMode, PublicationMode, batch_specs
 from orchestrator.publication.config import PublicationConfig
@@ -72,6 +73,18 @@ def gpus() -> tuple[int, int]:
     """Trainer's and inference's GPU from SPLICE_BENCH_GPUS (0,1); 0,0: both share one, over tcp."""
     trainer, inference = os.environ.get("SPLICE_BENCH_GPUS", "0,1").split(",")
     return int(trainer), int(inference)
+
+
+def rounding() -> Literal["stochastic", "nearest"]:
+    """The trainer's rounding, from SPLICE_BENCH_ROUNDING; else its default.
+
+    Raises:
+        ConfigError: there is no such rounding.
+    """
+    given = os.environ.get("SPLICE_BENCH_ROUNDING", "stochastic")
+    if given not in ("stochastic", "nearest"):
+        raise ConfigError(f"SPLICE_BENCH_ROUNDING is stochastic or nearest, not {given!r}")
+    return given  # type: ignore[return-value]
 
 
 def quantization() -> str:
@@ -151,6 +164,7 @@ def cluster_config(
         transport=transport,
         lora=LoraConfig(rank=RANK, alpha=2 * RANK, targets=TARGETS[lora]),
         micro_batch_tokens=micro_batch_tokens,
+        rounding=rounding(),
         admission="skip",
     )
     inference = InferenceConfig(

@@ -232,15 +232,13 @@ def _bridge(model: Any, *, kept: bool) -> Iterable[tuple[str, torch.Tensor]]:
 def _check(
     export: Any, exporter: Any, manifest: Manifest, order: list[list[int]], device: torch.device
 ) -> None:
-    """What is measured is right: equal to `Exporter`'s bytes, but for one step of rounding in 1
-    element of 1000 where a kernel sums in another order.
-    """
+    """What is measured is right: `Exporter`'s bytes."""
     place = {
         n: (c, sum(manifest.tensors[m].nbytes for m in chunk[:i]))
         for c, chunk in enumerate(order)
         for i, n in enumerate(chunk)
     }
-    filled, chunk_B, different, elements = -1, torch.empty(0), 0, 0
+    filled, chunk_B = -1, torch.empty(0)
     for n, (name, wanted) in enumerate(exporter.merged_tensors()):
         c, at = place[n]
         if c != filled:
@@ -256,14 +254,8 @@ def _check(
             .view(wanted.shape)
         )
         unequal = int((got != wanted).sum())
-        if unequal and not torch.allclose(
-            got.float(), wanted.float(), rtol=2**-7 if got.element_size() == 2 else 1e-6, atol=1e-7
-        ):
-            raise AssertionError(f"{name}: the plan and the reference differ by more than rounding")
-        different, elements = different + unequal, elements + got.numel()
-    if different * 1000 > elements:
-        raise AssertionError(f"{different} of {elements} elements differ from the reference")
-    print(f"{different} of {elements} elements differ from merge_tensor's, by rounding")
+        if unequal:
+            raise AssertionError(f"{name}: {unequal} elements differ from the export's")
 
 
 def _timed(way: Callable[[], None], device: str, repeats: int) -> dict[str, Any]:

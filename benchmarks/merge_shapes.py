@@ -36,6 +36,7 @@ from orchestrator.protocol.messages import (
     fp8_manifest,
     fp8_places,
 )
+from trainer_node.adapters.rounding import NEAREST, Corner, Rounding
 from trainer_node.export import fp8_export, fp8_fused
 from trainer_node.export.wire_export import Delta, Member, Merger, Source
 from weight_transfer import chunks
@@ -43,6 +44,8 @@ from weight_transfer.chunks import ChunkSender
 from weight_transfer.layout import in_vectors
 
 SCALE, RANK, DISTINCT = 2.0, 16, 4
+_rounding = [Rounding()]
+"""How everything here merges now."""
 CHUNK_BYTES = 192 * 2**20
 KINDS = ("per_tensor", "per_channel", "per_block")
 TILES = ((32, 128, 4), (32, 128, 8), (64, 128, 4), (64, 128, 8), (128, 128, 8),
@@ -122,9 +125,35 @@ def cases(name: str, device: str, repeats: int) -> list[Case]:
         found += more
         sends.append((f"merge/{name}/send-fp8_{kind}", export.fill, sent, order_fp8))
     found += [_send(*what, device=device, repeats=repeats) for what in sends]
+    found += _nearest(name, merge, merged_s, sends, settings, device, repeats)
     if device == "cuda" and os.environ.get("SPLICE_BENCH_TILES") == "1":
         found += _tiles(name, merge, merger, ring, total, repeats)
     return found
+
+
+def _nearest(
+    name: str,
+    merge: Callable[[], None],
+    merged_s: Sequence[float],
+    sends: Sequence[tuple[Any, ...]],
+    settings: dict[str, Any],
+    device: str,
+    repeats: int,
+) -> list[Case]:
+    """The same merge and sends rounded to nearest, the merge as the stochastic one's peer."""
+    usual = _rounding[0]
+    _rounding[0] = NEAREST
+    try:
+        nearest_s = _times(merge, device, repeats)
+        cases = [
+            _send(f"{title}-nearest", *what, device=device, repeats=repeats)
+            for title, *what in sends
+        ]
+    finally:
+        _rounding[0] = usual
+    peer = "the same rounded to nearest"
+    title = f"merge/{name}/stochastic"
+    return [_case(title, "whole_s", merged_s, settings, peer, nearest_s), *cases]
 
 
 # ------------------------------------------------------------ the model
@@ -211,12 +240,19 @@ def _merger(model: Model, order: Sequence[Sequence[int]], device: str) -> Merger
         members, offset = list[Member](), 0
         for i in chunk:
             source, delta = model.sources[i]
+            spec = model.manifest.tensors[i]
             members.append(
-                Member(source=source, delta=delta, offset=offset, row_stride=source.columns)
+                Member(
+                    source=source,
+                    delta=delta,
+                    offset=offset,
+                    row_stride=source.columns,
+                    corner=Corner(spec.name),
+                )
             )
-            offset += model.manifest.tensors[i].nbytes
+            offset += spec.nbytes
         planned.append((offset, members))
-    return Merger(planned, scale=SCALE, device=device)
+    return Merger(planned, scale=SCALE, rounding=lambda: _rounding[0], device=device)
 
 
 # ------------------------------------------------------------ FP8
@@ -265,7 +301,9 @@ def _fp8(
     plain_s = _times(run(plain), device, repeats)
     if device != "cuda":
         return [_case(title, "whole_s", plain_s, settings)], plain, sent, order
-    fused = fp8_fused.plan(merger, base.batches, nbytes, scale=SCALE, device=target)
+    fused = fp8_fused.plan(
+        merger, base.batches, nbytes, scale=SCALE, rounding=lambda: _rounding[0], device=target
+    )
     export = fp8_export.Fp8Export(_Filling(merger), base, **common, fused=fused)  # type: ignore[arg-type]
     _check_same(plain, export, nbytes, device)
     fused_s = _times(run(export), device, repeats)

@@ -80,6 +80,7 @@ def run(*, device: str, small: bool) -> Iterator[Case]:
     30b-a3b/lora-all,30b-a3b/lora-attn,8b/lora-all, or tiny's two with --small and on a cpu);
     samples from SPLICE_BENCH_SAMPLES; trainer and inference GPU from SPLICE_BENCH_GPUS (0,1);
     SPLICE_BENCH_EAGER=1: both vLLMs without compiling and CUDA graphs;
+    SPLICE_BENCH_ROUNDING: stochastic (the default) or nearest.
     SPLICE_BENCH_QUANTIZATION: `--quantization` of our vLLM, such as fp8, or blocks: it serves a
     checkpoint in block-scaled FP8. The peer's stays bf16. SPLICE_BENCH_STOCK=0: no peer.
     `benchmarks.turns` says how several benchmarks share a host.
@@ -168,6 +169,7 @@ def _cases(
         "lora_targets": clusters.TARGETS[lora],
         "verification": "on",
         "quantization": clusters.quantization() or "none",
+        "rounding": clusters.rounding(),
         "unverified": last["unverified"],
         "phases": seen.phases,
         "peer_phases": peer.phases if peer else [],

@@ -43,6 +43,9 @@ PLOTS: dict[str, tuple[str, ...]] = {
     "Groups whose rewards are all equal (share)": ("groups_without_signal",),
     "Gradient norm": ("grad_norm",),
     "Clipped tokens (share)": ("clip_fraction",),
+    "Update by the weights' size": ("update_ratio",),
+    "Update in the served weights (share)": ("served_share",),
+    "Weights that differ from the base (share)": ("changed_share",),
     "Trainer (tokens/s)": ("tokens_per_s",),
 }
 """Title of a plot -> the metrics in it. One without numbers is left out."""

@@ -118,7 +118,7 @@ class OrchestratorSection(Settings):
 class _CheckedPublication(Settings):
     @model_validator(mode="after")
     def _as_the_orchestrator_checks_it(self) -> Self:
-        PublicationConfig(**self.model_dump())
+        PublicationConfig(**self.model_dump(exclude={"rounding"}))  # the trainer's
         return self
 
 
@@ -133,6 +133,11 @@ def _publication_section() -> type[Settings]:
         for field in dataclasses.fields(PublicationConfig)
         if field.name != "transport"  # the device decides it
     }
+    rounding = TrainerConfig.model_fields["rounding"]
+    fields["rounding"] = (
+        rounding.annotation,
+        Field(default=rounding.default, description=rounding.description),
+    )
     doc = PublicationConfig.__doc__
     return create_model("PublicationSection", __base__=_CheckedPublication, __doc__=doc, **fields)
 
@@ -231,6 +236,8 @@ class RunFile(Settings):
             own = tables[role]
             if isinstance(own, dict):
                 taken = {key: shared[key] for key in keys if key in shared}
+                if role == "trainer" and "rounding" in (values.get("publication") or {}):
+                    taken["rounding"] = values["publication"]["rounding"]
                 shared[role] = {**defaults[role], **taken, **own}
         return shared
 
@@ -267,7 +274,8 @@ class RunFile(Settings):
             name=self.name,
             endpoint=own.endpoint,
             publication=PublicationConfig(
-                transport=self.trainer.transport, **self.publication.model_dump()
+                transport=self.trainer.transport,
+                **self.publication.model_dump(exclude={"rounding"}),
             ),
             replicas=self.inference.replicas,
             curve_dir=own.curve_dir,

@@ -114,7 +114,8 @@ def _job(found: dict[str, Any]) -> str:
 
 
 def _training(metrics: dict[str, float]) -> str:
-    names = ("loss", "grad_norm", "lr", "clip_fraction", "kl_mean", "entropy_mean")
+    names = ["loss", "grad_norm", "lr", "clip_fraction", "kl_mean", "entropy_mean"]
+    names += ["update_ratio", "served_share"]
     texts = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
     if "tokens_per_s" in metrics:
         texts.append(f"{metrics['tokens_per_s']:.0f} tokens/s")

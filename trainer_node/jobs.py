@@ -37,7 +37,7 @@ from trainer_node.request import Outcome, Request
 from trainer_node.state import checkpoint, remake
 from trainer_node.state.behind import OnDisk
 from trainer_node.state.removal import Removal
-from trainer_node.training import gap, pack_size, steps
+from trainer_node.training import gap, pack_size, served_share, steps
 from trainer_node.training.ahead import Ahead
 from trainer_node.training.batch import Batch, decode_forward
 from trainer_node.training.sums import StepSums
@@ -53,6 +53,7 @@ class Jobs:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
         self.ahead = Ahead(trainer, lockstep)
         self.removal = Removal()
+        self._share = served_share.ServedShare(trainer.model)
 
     @property
     def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
@@ -87,7 +88,7 @@ class Jobs:
         message, trainer = request.message, self._trainer
         base, behind = self._base(), trainer.behind
         behind.step_waited_s = behind.save_waited_s = 0.0
-        result, train_s = self._train(request)
+        result, train_s = self._train(request, is_version=True)
         trainer.before_save()
         started = time.monotonic()
         step = None
@@ -133,8 +134,14 @@ class Jobs:
         seconds = self._seconds(request, train_s, started)
         return Outcome(result=result | {"output_dir": folder, "seconds": seconds})
 
-    def _train(self, request: Request[Any]) -> tuple[dict[str, Any], float]:
-        """Take the job's steps. Returns their part of the result, and their seconds."""
+    def _train(
+        self, request: Request[Any], *, is_version: bool = False
+    ) -> tuple[dict[str, Any], float]:
+        """Take the job's steps. Returns their part of the result, and their seconds.
+
+        Args:
+            is_version: the merged weights will be served; measure what they have of the update.
+        """
         message: TrainStep = request.message
         request.progress("training")
         started = time.monotonic()
@@ -156,6 +163,8 @@ class Jobs:
         }
         if is_on_policy:
             result["warnings"] = self._warnings(request, done[0].used.sums, batch, message.loss)
+        if is_version and not self._model.trains_all:
+            self._measure_share(request, result)
         train_s = time.monotonic() - started
         request.progress("saving", metrics=result["metrics"])
         return result, train_s
@@ -166,9 +175,15 @@ class Jobs:
         """Return and log the warnings about the gap between trainer and sampler."""
         dtype = self._model.config.dtype
         texts = gap.warnings(sums, loss, dtype=dtype, temperatures_T=batch.temperatures_T)
-        for text in texts if request.link is not None else ():
-            log.warning("%s: %s", request.id, text)
-        return texts
+        return _logged(request, texts)
+
+    def _measure_share(self, request: Request[Any], result: dict[str, Any]) -> None:
+        """Add to a result what share of the update its merged weights have."""
+        found = self._share.metrics()
+        result["metrics"] = result["metrics"] | found  # a single step has the same dict
+        mode, dtype = self._model.rounding.mode, self._model.config.dtype
+        texts = served_share.warnings(found, mode=mode, dtype=dtype)
+        result["warnings"] = [*result["warnings"], *_logged(request, texts)]
 
     def _seconds(
         self, request: Request[Any], train_s: float, save_began: float
@@ -303,6 +318,7 @@ class Jobs:
         started, trainer = time.monotonic(), self._trainer
         lora = _new_lora(request.message, trainer.model.config.lora)
         checkpoint.settle(trainer)
+        self._share.forget()
         dropped = trainer.new_adapter(lora, seed=request.message.seed)
         trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
         return Outcome(
@@ -316,6 +332,13 @@ class Jobs:
                 "seconds": {"make": time.monotonic() - started},
             }
         )
+
+
+def _logged(request: Request[Any], texts: list[str]) -> list[str]:
+    """Log warnings about a request, on rank 0. Returns them."""
+    for text in texts if request.link is not None else ():
+        log.warning("%s: %s", request.id, text)
+    return texts
 
 
 def _buffers(**results: torch.Tensor) -> dict[str, Any]:

@@ -190,8 +190,14 @@ class Publication:
             return None
         if torch.distributed.get_rank() != 0 or export.merger is None:
             return None
-        scale = self._model.scale
-        return fp8_fused.plan(export.merger, planned.batches, nbytes, scale=scale, device=device)
+        return fp8_fused.plan(
+            export.merger,
+            planned.batches,
+            nbytes,
+            scale=self._model.scale,
+            rounding=lambda: self._model.rounding,
+            device=device,
+        )
 
     # ------------------------------------------------------------ a send
 

@@ -18,6 +18,7 @@ from orchestrator.protocol.messages import Message, Transport
 Device = Literal["cpu", "cuda"]
 FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
+RoundingMode = Literal["stochastic", "nearest"]
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear but the output layer."""
 LM_HEAD = "lm_head"
@@ -223,8 +224,16 @@ class TrainerConfig(Settings):
     again
         for the next job, from the last durable state. `ForwardBackward` is refused.
     """
+    rounding: RoundingMode = "stochastic"
+    """How merged weights are rounded to `dtype`. In run.toml `publication.rounding` sets it.
+
+    stochastic: unbiased, so that a version has the whole update, however small. An element goes up
+    or down by a threshold that depends on its place and the run's seed alone.
+    nearest: loses what is below half a unit in the last place of a weight. At learning rates below
+    1e-4 that is most of an update."""
     seed: int = 1234
-    """Seeds new adapters and dropout."""
+    """Seeds new adapters, dropout, and the thresholds of `rounding`. A run keeps its thresholds: a
+    checkpoint has their seed."""
     collective_timeout_s: float = Field(default=120.0, gt=0)
     """Timeout of the ranks' collectives, in seconds.
 

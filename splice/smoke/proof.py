@@ -77,12 +77,14 @@ def run_reference(
     sequences: Sequence[Sequence[int]],
     work_dir: Path,
     tau: float | None,
+    rounding_seed: int | None,
 ) -> dict[str, object]:
     """Score `sequences` with every version, in a separate process.
 
     Args:
         trained: version -> a PEFT adapter for `model`, or a whole HF checkpoint.
         tau: fp32: the least tolerance, in nats. The answer has the one that fits the model.
+        rounding_seed: of the trainer's stochastic rounding. None: it rounds to nearest.
 
     Raises:
         ProofError: the process failed. The text quotes the end of its output.
@@ -95,6 +97,7 @@ def run_reference(
         "perturb": True,
         "trained": {k: str(v) for k, v in trained.items()},
         **({} if tau is None else {"tau": tau}),
+        **({} if rounding_seed is None else {"rounding_seed": rounding_seed}),
     }
     request.write_text(json.dumps(asked))
     argv = [str(python), "-m", "trainer_node.tools.reference"]

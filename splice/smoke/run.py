@@ -27,7 +27,7 @@ from orchestrator.protocol.messages import (
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
 from splice.smoke import rollouts, served
-from splice.smoke.config import SmokeConfig, check
+from splice.smoke.config import SmokeConfig, check, node_configs
 from splice.smoke.display import Display
 from splice.smoke.report import SmokeReport, print_table
 
@@ -268,6 +268,7 @@ class _Smoke:
         self._display.phase("proof: merging by PEFT and scoring by transformers")
         started_s = time.monotonic()
         sharp = self._config.dtype == "float32"
+        trainer, _ = node_configs(self._config)
         answer: dict[str, Any] = proving.run_reference(
             python=self._config.trainer_python,
             model=self._config.model,
@@ -276,6 +277,7 @@ class _Smoke:
             sequences=self._sequences,
             work_dir=self._config.run_dir,
             tau=self._config.tau if sharp else None,
+            rounding_seed=trainer.seed if trainer.rounding == "stochastic" else None,
         )
         proof = proving.judge(
             tau=answer["tau"],

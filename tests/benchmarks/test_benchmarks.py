@@ -53,6 +53,7 @@ SMALL = {
     "arrival": {"arrival/16x2048"},
     "save": {"save/tiny/checkpoint", "save/tiny/adapter"},
     "logits": {"logits/chunked-256", "logits/default-256"},
+    "fidelity": {"tiny/matrix/lr0.001/rank8/seed1/step2/stochastic"},
 }
 
 

@@ -15,10 +15,13 @@ import torch
 
 from orchestrator.protocol.messages import Fp8Group, Fp8Weights, Manifest, TensorSpec, fp8_manifest
 from tests.weight_transfer.rounding import round_to_nearest
-from trainer_node.export import fp8_export, fp8_fused, wire_export
+from trainer_node.adapters.merge import merge_kernels, merge_tensor
+from trainer_node.adapters.rounding import NEAREST, Corner, Rounding
+from trainer_node.export import fp8_export, fp8_fused
 from trainer_node.export.wire_export import Delta, Member, Merger, Source
 
 SCALE = 1.7
+STOCHASTIC = Rounding(seed=7)
 KINDS = ("per_tensor", "per_channel", "per_block")
 
 
@@ -88,31 +91,40 @@ def check(kind: str, device: str, **sizes: int) -> None:
     sent = fp8_manifest(manifest, weights)
     order = chunk_order(manifest, weights)
     base = fp8_export.plan(manifest, sent, weights, order, None)
-    chunks = []
+    chunks, target, rounding = [], torch.device(device), STOCHASTIC
     for of_chunk in base.order:
         members, offset = [], 0
         for i in of_chunk:
             source, delta = found[names[i]]
             members.append(
-                Member(source=source, delta=delta, offset=offset, row_stride=source.columns)
+                Member(
+                    source=source,
+                    delta=delta,
+                    offset=offset,
+                    row_stride=source.columns,
+                    corner=Corner(names[i]),
+                )
             )
             offset += specs[i].nbytes
         chunks.append((offset, members))
-    merger = Merger(chunks, scale=SCALE, device=device)
+    common_merge: Any = {"scale": SCALE, "rounding": lambda: rounding, "device": target}
+    merger = Merger(chunks, **common_merge)
     if device == "cpu":
-        merger._kernels = wire_export._kernels()  # interpreted
+        merger._kernels = merge_kernels()  # interpreted
     nbytes = [sum(sent.tensors[i].nbytes for i in chunk) for chunk in order]
-    target = torch.device(device)
-    fused = fp8_fused.plan(merger, base.batches, nbytes, scale=SCALE, device=target)
+    fused = fp8_fused.plan(merger, base.batches, nbytes, **common_merge)
     assert fused is not None and all(fused.takes(k) for k in range(len(order)))
     if device == "cpu":
-        fused._plain._kernels = wire_export._kernels()
+        fused._plain._kernels = merge_kernels()
     common: Any = {"specs": specs, "sent": sent, "order": order, "device": target}
     plain = fp8_export.Fp8Export(Filling(merger), base, **common)  # type: ignore[arg-type]
     quick = fp8_export.Fp8Export(Filling(None), base, **common, fused=fused)  # type: ignore[arg-type]
     quick.prepare()
-    for change in (None, "counted", "told"):  # then magnitudes differ from those that were found
-        for source, delta in found.values() if change else ():
+    # Then magnitudes differ from those that were found.
+    for change in (None, "counted", "told", "rounding"):
+        if change == "rounding":
+            rounding = NEAREST
+        for source, delta in found.values() if change in ("counted", "told") else ():
             changed = source.param if delta is None else delta.lora_B
             # torch counts changes of a tensor, not those of its `data`.
             (changed.detach() if change == "counted" else changed.data).mul_(0.375)
@@ -137,12 +149,19 @@ def check_export(device: str) -> None:
     ).items():
         if delta is None:
             continue
-        member = Member(source=source, delta=delta, offset=0, row_stride=source.columns)
-        merger = Merger([(2 * source.numel, [member])], scale=SCALE, device=device)
+        member = Member(
+            source=source, delta=delta, offset=0, row_stride=source.columns, corner=Corner(name)
+        )
+        merger = Merger(
+            [(2 * source.numel, [member])],
+            scale=SCALE,
+            rounding=lambda: STOCHASTIC,
+            device=device,
+        )
         sent = torch.empty(source.shape, dtype=torch.bfloat16, device=device)
         merger.fill(0, sent.view(-1).view(torch.uint8))
         weight = source.view().reshape(source.shape)
-        found = wire_export.merged_as_sent(weight, delta.matrices(), SCALE)
+        found = merge_tensor(weight, delta.matrices(), scale=SCALE, rounding=STOCHASTIC, name=name)
         assert torch.equal(found.view(torch.int16), sent.view(torch.int16)), name
 
 

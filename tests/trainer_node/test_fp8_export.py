@@ -212,6 +212,7 @@ def test_the_fused_kernels_compile_for_an_h200(step: str) -> None:
         "GROUPED": False,
         "EVEN": True,
         "VECTOR": 8,
+        "STOCHASTIC": True,
         "ALIGN": 16,
         "ROWS": scales == "rows",
         "RECIPROCAL": True,

@@ -242,7 +242,8 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         )
         assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
         assert result["metrics"]["grad_norm"] > 0
-        assert set(result["metrics"]) == documented("all", SAMPLER, "steps")
+        assert set(result["metrics"]) == documented("all", SAMPLER, "steps", "LoRA versions")
+        assert set(result["steps"][0]) == documented("all", SAMPLER, "steps")
         assert 0 < result["seconds"]["to_first_forward"] < result["seconds"]["train"] + 1
         released, _ = control.ok(ReleaseMemory)
         assert released["offloaded_bytes"] > sum(t.nbytes for t in base.values()) // (2 * ranks)

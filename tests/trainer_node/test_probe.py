@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.protocol.messages import TensorSpec
-from trainer_node.adapters.merge import LoraDelta, merge_tensor
+from trainer_node.adapters.merge import LoraDelta, merge_kernels, merge_tensor
+from trainer_node.adapters.rounding import Rounding
 from trainer_node.export import strides
 from trainer_node.export.gather_plan import Box, assign, lay_out, matrix
 from trainer_node.export.probe import HfTensor
@@ -180,14 +181,17 @@ def test_rows_of_a_fused_output() -> None:
 
 def merged(hf_of, shape: tuple[int, int], *, by_kernel: bool = False) -> None:
     """`hf_of` arranges a parameter as an HF tensor; its adapter is merged piece by piece."""
-    from trainer_node.export import wire_export
 
     torch.manual_seed(0)
-    param = torch.randn(shape)
+    param = torch.randn(shape).bfloat16()
     layout = derive(hf_of(torch.arange(param.numel()).view(shape)), param.numel())
     hf = hf_of(param)
-    delta = LoraDelta(lora_A_RI=torch.randn(4, hf.shape[1]), lora_B_OR=torch.randn(hf.shape[0], 4))
-    spec = TensorSpec(name="w", dtype="float32", shape=tuple(hf.shape))
+    # Multiples of 1 / 16: the products are exact in any order, which the interpreter does not keep.
+    delta = LoraDelta(
+        lora_A_RI=torch.randint(-16, 17, (4, hf.shape[1])) / 16,
+        lora_B_OR=torch.randint(-16, 17, (hf.shape[0], 4)) / 16,
+    )
+    spec = TensorSpec(name="w", dtype="bfloat16", shape=tuple(hf.shape))
     local = LocalTensor.of(
         "w", HfTensor(layout.shape, [(param, p) for p in layout.pieces]), hf.shape
     )
@@ -195,15 +199,16 @@ def merged(hf_of, shape: tuple[int, int], *, by_kernel: bool = False) -> None:
     (plan,) = lay_out([spec], [[0]], assign([local.held()], [spec]), ranks=1)
     adapter = Delta(lora_A=delta.lora_A_RI, lora_B=delta.lora_B_OR, expert=None)
     merger = Merger(
-        [_own_members(plan, 0, [spec], {"w": local}, {"w": adapter})], scale=1.7, device="cpu"
+        [_own_members(plan, 0, [spec], {"w": local}, {"w": adapter})],
+        scale=1.7,
+        rounding=Rounding,
+        device="cpu",
     )
-    merger._kernels = wire_export._kernels() if by_kernel else None
+    merger._kernels = merge_kernels() if by_kernel else None
     out_B = torch.empty(spec.nbytes, dtype=torch.uint8)
     merger.fill(0, out_B)
-    got, wanted = out_B.view(torch.float32).view(hf.shape), merge_tensor(hf, delta, 1.7)
-    if len(layout.pieces) == 1 and not by_kernel:
-        assert torch.equal(got, wanted)
-    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-5)
+    got = out_B.view(hf.dtype).view(hf.shape)
+    assert torch.equal(got, merge_tensor(hf, delta, scale=1.7, rounding=Rounding(), name="w"))
 
 
 ARRANGEMENTS = {

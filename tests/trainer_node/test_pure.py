@@ -21,6 +21,7 @@ from trainer_node.adapters.merge import (
     plan_merge,
     strip_wrappers,
 )
+from trainer_node.adapters.rounding import NEAREST
 from trainer_node.export.hf_export import plan_files
 from trainer_node.training import gap
 from trainer_node.training.batch import (
@@ -37,6 +38,10 @@ def delta(rank: int = 1, rows: int = 2, columns: int = 3) -> LoraDelta:
     return LoraDelta(lora_A_RI=torch.ones(rank, columns), lora_B_OR=torch.ones(rows, rank))
 
 
+def merged(weight: torch.Tensor, d: LoraDelta, scale: float) -> torch.Tensor:
+    return merge_tensor(weight, d, scale=scale, rounding=NEAREST, name="w")
+
+
 def spec(name: str, *shape: int) -> TensorSpec:
     return TensorSpec(name=name, dtype="float32", shape=shape)
 
@@ -48,12 +53,12 @@ class TestMerge:
         d = LoraDelta(
             lora_A_RI=torch.tensor([[1.0, 0, 2]]), lora_B_OR=torch.tensor([[10.0], [100]])
         )
-        assert merge_tensor(weight, d, 0.5).tolist() == [[6, 2, 13], [54, 5, 106]]
+        assert merged(weight, d, 0.5).tolist() == [[6, 2, 13], [54, 5, 106]]
         assert torch.equal(weight, kept)
 
     def test_a_square_matrix_is_not_transposed(self) -> None:
         d = LoraDelta(lora_A_RI=torch.tensor([[0.0, 1]]), lora_B_OR=torch.tensor([[1.0], [0]]))
-        assert merge_tensor(torch.zeros(2, 2), d, 1.0).tolist() == [[0, 1], [0, 0]]
+        assert merged(torch.zeros(2, 2), d, 1.0).tolist() == [[0, 1], [0, 0]]
 
     def test_rounds_once(self) -> None:
         """1 + 2^-9 + 2^-9 is representable in bf16 only if the sum is rounded at the end: 2^-9
@@ -61,9 +66,9 @@ class TestMerge:
         """
         weight = torch.ones(1, 1, dtype=torch.bfloat16)
         d = LoraDelta(lora_A_RI=torch.full((2, 1), 2.0**-9), lora_B_OR=torch.ones(1, 2) * 2)
-        merged = merge_tensor(weight, d, 1.0)
-        assert merged.dtype is torch.bfloat16
-        assert merged.item() == 1 + 2.0**-7
+        found = merged(weight, d, 1.0)
+        assert found.dtype is torch.bfloat16
+        assert found.item() == 1 + 2.0**-7
 
     def test_plan_in_target_order(self) -> None:
         targets = {n: spec(n, 2, 3) for n in ("b.weight", "norm.weight", "a.weight")}

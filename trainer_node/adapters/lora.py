@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
+from trainer_node.adapters import products
 from trainer_node.adapters.dense_lora import DenseAdapter, WeightAdapter
 from trainer_node.adapters.dropout import Dropout, key_of
 from trainer_node.adapters.linears import (
@@ -44,6 +45,7 @@ from trainer_node.adapters.linears import (
     module_of,
 )
 from trainer_node.adapters.merge import decoder_name
+from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.layouts import layouts
 from trainer_node.export.strides import Layout, NotStridedError
 from trainer_node.model.parameters import Piece, TrainedParam, tensor_group
@@ -123,7 +125,7 @@ class ExpertAdapter(nn.Module):
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """The linear's output with the adapters' added, [t, P * O]."""
-        return out + self(x, m_splits)
+        return products.added(out, self(x, m_splits))
 
     def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """[t, I] sorted by expert -> [t, P * O]; `m_splits[e]` rows belong to local expert e."""
@@ -273,8 +275,12 @@ class AdapterSet:
         config: Any,
         lora: LoraConfig,
         seed: int,
+        rounding: Rounding,
         device: torch.device,
     ) -> None:
+        self.rounding = rounding
+        """How the present weights are merged: as the loaded checkpoint's were, and from the next
+        step on as the config says, with the run's seed."""
         self._config, self._bridge, self._state = config, bridge, state
         self._settings: dict[str, Any] = {"lora": lora, "seed": seed, "device": device}
         self.adapters: list[DenseAdapter | WeightAdapter | ExpertAdapter] = []
@@ -382,7 +388,13 @@ class AdapterSet:
             raise ConfigError(f"{task.global_param_name}: its HF linears are split differently")
         if not is_linear(module):
             name = next(n for n, p in module.named_parameters(recurse=False) if p is param)
-            weight = WeightAdapter(module=module, name=name, linear=linears[0], **self._settings)
+            weight = WeightAdapter(
+                module=module,
+                name=name,
+                linear=linears[0],
+                rounding=lambda: self.rounding,
+                **self._settings,
+            )
             self.adapters.append(weight)
             self._hook(module, "register_forward_pre_hook", lambda *_: self._put(weight))
             self._hook(module, "register_forward_hook", lambda *_: weight.take(), always_call=True)
@@ -403,6 +415,7 @@ class AdapterSet:
         if norms:
             self._add_before(norms[0], module, adapter)
         else:
+            self._hook(module, "register_forward_pre_hook", _begin(adapter, lambda: self._on))
             self._hook(module, "register_forward_hook", _add_delta(adapter, lambda: self._on))
 
     def _adapt_head(self, task: Any) -> None:
@@ -418,7 +431,13 @@ class AdapterSet:
             parts=parallel_state.get_tensor_model_parallel_world_size(),
         )
         linear = Linear(name=module_of(_hf_names(task)[0]), place=place)
-        self._head = WeightAdapter(module=module, name="weight", linear=linear, **self._settings)
+        self._head = WeightAdapter(
+            module=module,
+            name="weight",
+            linear=linear,
+            rounding=lambda: self.rounding,
+            **self._settings,
+        )
         self.adapters.append(self._head)
 
     def of_head(self, weight_VH: torch.Tensor) -> torch.Tensor:
@@ -435,6 +454,8 @@ class AdapterSet:
 
         def note(_: Any, args: tuple[Any, ...]) -> None:
             inputs[:] = args[:1]
+            if self._on:
+                adapter.begin(args[0])
 
         def add(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs.pop()
@@ -472,6 +493,7 @@ class AdapterSet:
 
     def attach(self) -> None:
         """Put the hooks on the model."""
+        products.install()
         for module in self._normed:
             module.return_layernorm_output = True
         self._hooks = [
@@ -549,6 +571,16 @@ def _refusal(task: Any, lora: LoraConfig) -> str | None:
             "set lora.dropout to 0"
         )
     return None
+
+
+def _begin(adapter: DenseAdapter, is_on: Callable[[], bool]) -> Any:
+    """A forward pre-hook: the linear's product begins from the adapter's, while it is on."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if is_on():
+            adapter.begin(args[0])
+
+    return hook
 
 
 def _add_delta(adapter: DenseAdapter | ExpertAdapter, is_on: Callable[[], bool]) -> Any:

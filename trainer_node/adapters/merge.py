@@ -1,7 +1,8 @@
 """Merges adapters into weights: a plan that touches no data, then one tensor at a time.
 
 Shapes: O = out features, I = in features, R = rank. The merge is `W + (alpha / rank) * B @ A`,
-computed in fp32 from the base and rounded once to its dtype. The base is never written.
+computed in fp32 from the base and rounded once to its dtype (`rounding`). The base is never
+written.
 
     targets {"model.layers.0.mlp.up_proj.weight": spec}
     deltas {"model.layers.0.mlp.up_proj": LoraDelta(A, B)}
@@ -10,14 +11,17 @@ computed in fp32 from the base and rounded once to its dtype. The base is never 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
 from orchestrator.errors import MergePlanError
 from orchestrator.protocol.messages import TensorSpec
+from trainer_node.adapters.rounding import Corner, Rounding, merge_matrix
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module)\.")
 _DECODER = re.compile(r"^(?:language_model\.)?(decoder\.layers\..*)$")
@@ -97,8 +101,49 @@ def _check_shapes(*, name: str, delta: LoraDelta, target: TensorSpec) -> None:
         )
 
 
-def merge_tensor(weight: torch.Tensor, delta: LoraDelta, scale: float) -> torch.Tensor:
-    """`weight + scale * B @ A` in fp32, rounded once to the weight's dtype; a new tensor."""
-    product = torch.matmul(delta.lora_B_OR.float(), delta.lora_A_RI.float())
-    product = product.transpose(-1, -2) if delta.transposed else product
-    return product.mul_(scale).add_(weight).to(weight.dtype)
+@torch.no_grad()
+def merged(
+    weight_OI: torch.Tensor,
+    lora_B_OR: torch.Tensor,
+    lora_A_RI: torch.Tensor,
+    *,
+    scale: float,
+    rounding: Rounding,
+    corner: Corner,
+) -> torch.Tensor:
+    """`rounding.merge_matrix`, by a kernel on a GPU: the same bits."""
+    kernels = merge_kernels() if weight_OI.is_cuda else None
+    merge = merge_matrix if kernels is None else kernels.merge
+    found: torch.Tensor = merge(
+        weight_OI.contiguous(), lora_B_OR, lora_A_RI, scale=scale, rounding=rounding, corner=corner
+    )
+    return found
+
+
+@functools.cache
+def merge_kernels() -> ModuleType | None:
+    """Return the Triton kernels, or None without Triton. torch does the same."""
+    try:
+        import triton  # noqa: F401  - only to see whether it is there
+    except ImportError:
+        return None
+    from trainer_node.export import merge_kernels
+
+    return merge_kernels
+
+
+def merge_tensor(
+    weight: torch.Tensor, delta: LoraDelta, *, scale: float, rounding: Rounding, name: str
+) -> torch.Tensor:
+    """The HF tensor `name` with its adapter, as `rounding` defines it; a new tensor."""
+    a, b = delta.lora_A_RI.float(), delta.lora_B_OR.float()
+    if delta.transposed:
+        a, b = b.transpose(-1, -2), a.transpose(-1, -2)
+    stack = weight if weight.dim() == 3 else weight[None]
+    height = stack.shape[1]
+    matrices = zip(stack, b.view(-1, *b.shape[-2:]), a.view(-1, *a.shape[-2:]), strict=True)
+    found = []
+    for e, (matrix, one_B, one_A) in enumerate(matrices):
+        corner = Corner(name, e * height)
+        found.append(merged(matrix, one_B, one_A, scale=scale, rounding=rounding, corner=corner))
+    return torch.stack(found) if weight.dim() == 3 else found[0]

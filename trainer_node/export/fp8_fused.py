@@ -17,7 +17,7 @@ Axes: B = bytes, T = tensors of a launch, S = slots of magnitudes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from orchestrator.protocol.messages import FP8_BLOCK
+from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.fp8_export import Batch, Copy
 from trainer_node.export.wire_export import Member, Merger
 from weight_transfer.layout import VECTOR_BYTES
@@ -58,11 +59,11 @@ class _Launch:
             bits |= place.weight
         return bits & -bits
 
-    def rows(self) -> list[tuple[int, ...]]:
+    def rows(self, rounding: Rounding) -> list[tuple[int, ...]]:
         """The kernels' table, with present addresses."""
         return [
             (m.source.address(), *(m.delta.addresses() if m.delta else (0, 0)),
-             p.weight, p.scales, p.slot)
+             p.weight, p.scales, p.slot, m.corner.word(rounding) if m.delta else 0)
             for m, p in zip(self.members, self.places, strict=True)
         ]  # fmt: skip # a table
 
@@ -83,15 +84,16 @@ class _Chunk:
     """Every parameter and adapter matrix that the chunk reads."""
     largest_S: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     """Bits of the largest magnitude of each group or row."""
-    measured: list[tuple[int, int]] | None = None
+    measured: tuple[Rounding, list[tuple[int, int]]] | None = None
     """`state` when `largest_S` was found. None: it is not found."""
-    addresses: list[int] = field(default_factory=list)
+    made_for: tuple[Rounding, list[int]] | None = None
+    """Rounding, and addresses of `tensors`, when the tables were made."""
     tables: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
     """For each launch its table on the device, and whether it has vectors."""
 
-    def state(self) -> list[tuple[int, int]]:
+    def state(self, rounding: Rounding) -> tuple[Rounding, list[tuple[int, int]]]:
         """Address and number of changes of each tensor: other values have another one."""
-        return [(t.data_ptr(), t._version) for t in self.tensors]
+        return rounding, [(t.data_ptr(), t._version) for t in self.tensors]
 
 
 def plan(
@@ -100,6 +102,7 @@ def plan(
     nbytes: Sequence[int],
     *,
     scale: float,
+    rounding: Callable[[], Rounding],
     device: torch.device,
 ) -> FusedFp8 | None:
     """Plan the chunks that can be merged and quantised in one go; None if there are none.
@@ -109,6 +112,7 @@ def plan(
         steps: of each chunk, as `fp8_export` plans them.
         nbytes: of each chunk that is sent.
         scale: alpha / rank.
+        rounding: tells how to round now.
     """
     kernels = _kernels()
     if kernels is None:
@@ -120,7 +124,9 @@ def plan(
             chunks[number], plain[number] = found
     if not chunks:
         return None
-    return FusedFp8(chunks, plain, nbytes, scale=scale, device=device, kernels=kernels)
+    return FusedFp8(
+        chunks, plain, nbytes, scale=scale, rounding=rounding, device=device, kernels=kernels
+    )
 
 
 def _kernels() -> ModuleType | None:
@@ -224,13 +230,15 @@ class FusedFp8:
         nbytes: Sequence[int],
         *,
         scale: float,
+        rounding: Callable[[], Rounding],
         device: torch.device,
         kernels: ModuleType,
     ) -> None:
         self._chunks, self._scale, self._device = chunks, scale, device
+        self._rounding = rounding
         self._kernels: Any = kernels
         members = ((count, plain.get(k, [])) for k, count in enumerate(nbytes))
-        self._plain = Merger(members, scale=scale, device=device)
+        self._plain = Merger(members, scale=scale, rounding=rounding, device=device)
         self._has_plain = {k for k, found in plain.items() if found}
         for chunk in chunks.values():
             chunk.largest_S = torch.zeros(chunk.slots, dtype=torch.int32, device=device)
@@ -267,10 +275,10 @@ class FusedFp8:
         self._launch("round", found, out_B)
 
     def _measure(self, chunk: _Chunk, out_B: torch.Tensor) -> None:
-        state = chunk.state()
+        rounding, tensors = state = chunk.state(self._rounding())
         if state == chunk.measured:
             return
-        if [address for address, _ in state] != chunk.addresses:
+        if chunk.made_for != (rounding, [address for address, _ in tensors]):
             self._make_tables(chunk)
         chunk.measured = None
         chunk.largest_S.zero_()
@@ -278,29 +286,31 @@ class FusedFp8:
         chunk.measured = state
 
     def _launch(self, step: str, chunk: _Chunk, out_B: torch.Tensor) -> None:
-        for launch, (table_T6, vectors) in zip(chunk.launches, chunk.tables, strict=True):
+        for launch, (table_T7, vectors) in zip(chunk.launches, chunk.tables, strict=True):
             if (launch.shape.kind == "per_block") == (step == "block"):
                 self._kernels.launch(
                     step,
                     launch.shape,
-                    table_T6=table_T6,
+                    table_T7=table_T7,
                     out_B=out_B,
                     largest_S=chunk.largest_S,
                     scale=self._scale,
+                    stochastic=self._rounding().mode == "stochastic",
                     vectors=vectors,
                     align=launch.align,
                 )
 
     def _make_tables(self, chunk: _Chunk) -> None:
-        chunk.addresses = [t.data_ptr() for t in chunk.tensors]
-        for table_T6, _ in chunk.tables if self._device.type == "cuda" else ():
-            table_T6.record_stream(torch.cuda.current_stream(self._device))
-        chunk.tables = list(self._tables(chunk))
+        rounding = self._rounding()
+        chunk.made_for = (rounding, [t.data_ptr() for t in chunk.tensors])
+        for table_T7, _ in chunk.tables if self._device.type == "cuda" else ():
+            table_T7.record_stream(torch.cuda.current_stream(self._device))
+        chunk.tables = list(self._tables(chunk, rounding))
 
-    def _tables(self, chunk: _Chunk) -> Iterator[tuple[torch.Tensor, bool]]:
+    def _tables(self, chunk: _Chunk, rounding: Rounding) -> Iterator[tuple[torch.Tensor, bool]]:
         for launch in chunk.launches:
-            rows = launch.rows()
-            table_T6 = torch.tensor(rows, dtype=torch.int64)
+            rows = launch.rows(rounding)
+            table_T7 = torch.tensor(rows, dtype=torch.int64)
             if self._device.type == "cuda":  # from pinned memory the host does not wait
-                table_T6 = table_T6.pin_memory().to(self._device, non_blocking=True)
-            yield table_T6, launch.has_vectors(rows)
+                table_T7 = table_T7.pin_memory().to(self._device, non_blocking=True)
+            yield table_T7, launch.has_vectors(rows)

@@ -18,6 +18,7 @@ Axes: T = tensors of a launch, O = out features, I = in features, R = rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -28,9 +29,10 @@ from trainer_node.export.merge_kernels import MERGE_TILE, Tile, merged_tile
 from weight_transfer.fp8_kernels import block_scale, codes, inverse_of, magnitude_bits
 from weight_transfer.launches import Launches
 
-ENTRY = 6
+ENTRY = 7
 """int64 words of a table row: addresses of W, A and B, byte offsets of the e4m3 and of the scales
-in the output, and the first slot of `largest`."""
+in the output, the first slot of `largest`, and the word that thresholds are counted from."""
+WORD: Any = tl.constexpr(6)
 BLOCK_TILE = Tile(rows=FP8_BLOCK, columns=FP8_BLOCK, num_warps=8)
 
 
@@ -42,7 +44,7 @@ def _tile(
     """(table row, tile's number, rows, first column, columns, columns left) of this program."""
     program = tl.program_id(0)
     tile = program % tiles
-    entry = table_ptr + (program // tiles).to(tl.int64) * 6
+    entry = table_ptr + (program // tiles).to(tl.int64) * 7
     o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
     first_i = (tile % tiles_across).to(tl.int64) * BLOCK_I
     left_i = tl.minimum(num_columns - first_i, BLOCK_I).to(tl.int32)
@@ -69,17 +71,17 @@ def _block_kernel(
     table_ptr, out_ptr, largest_ptr, num_rows, num_columns, rows_per_group, group_stride,
     row_stride, tiles_across, tiles, scale,
     RANK: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, RECIPROCAL: tl.constexpr, FAST: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
+    STOCHASTIC: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, RECIPROCAL: tl.constexpr,
+    FAST: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):  # fmt: skip # one line each
     entry, tile, o, first_i, i, left_i = _tile(
         table_ptr, num_columns, tiles_across, tiles, VECTOR, BLOCK_O, BLOCK_I
     )
     inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     w = merged_tile(
-        entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
-        row_stride, scale, tl.bfloat16, RANK, GROUPED, EVEN, VECTOR,
-        BLOCK_O, BLOCK_I
+        entry, o, first_i, i, left_i, inside, num_rows, rows_per_group, group_stride, row_stride,
+        num_columns, 0, 1, num_columns, 1, RANK, 1, scale, tl.bfloat16, RANK, GROUPED, False, False,
+        EVEN, VECTOR, STOCHASTIC, WORD, BLOCK_O, BLOCK_I
     ).to(tl.float32)  # fmt: skip
     if not EVEN:
         w = tl.where(inside, w, 0.0)
@@ -95,17 +97,17 @@ def _largest_kernel(
     table_ptr, out_ptr, largest_ptr, num_rows, num_columns, rows_per_group, group_stride,
     row_stride, tiles_across, tiles, scale,
     RANK: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, RECIPROCAL: tl.constexpr, FAST: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
+    STOCHASTIC: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, RECIPROCAL: tl.constexpr,
+    FAST: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):  # fmt: skip # one line each
     entry, _, o, first_i, i, left_i = _tile(
         table_ptr, num_columns, tiles_across, tiles, VECTOR, BLOCK_O, BLOCK_I
     )
     inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     w = merged_tile(
-        entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
-        row_stride, scale, tl.bfloat16, RANK, GROUPED, EVEN, VECTOR,
-        BLOCK_O, BLOCK_I
+        entry, o, first_i, i, left_i, inside, num_rows, rows_per_group, group_stride, row_stride,
+        num_columns, 0, 1, num_columns, 1, RANK, 1, scale, tl.bfloat16, RANK, GROUPED, False, False,
+        EVEN, VECTOR, STOCHASTIC, WORD, BLOCK_O, BLOCK_I
     ).to(tl.float32)  # fmt: skip
     if not EVEN:
         w = tl.where(inside, w, 0.0)
@@ -122,8 +124,8 @@ def _round_kernel(
     table_ptr, out_ptr, largest_ptr, num_rows, num_columns, rows_per_group, group_stride,
     row_stride, tiles_across, tiles, scale,
     RANK: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, RECIPROCAL: tl.constexpr, FAST: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
+    STOCHASTIC: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, RECIPROCAL: tl.constexpr,
+    FAST: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):  # fmt: skip # one line each
     entry, tile, o, first_i, i, left_i = _tile(
         table_ptr, num_columns, tiles_across, tiles, VECTOR, BLOCK_O, BLOCK_I
@@ -144,9 +146,9 @@ def _round_kernel(
         inverse = tl.where(of_group == 0.0, 0.0, tl.div_rn(1.0, of_group))
     inside = (o < num_rows)[:, None] & (i < left_i)[None, :]
     w = merged_tile(
-        entry, o, first_i, i, left_i, inside, num_rows, num_columns, rows_per_group, group_stride,
-        row_stride, scale, tl.bfloat16, RANK, GROUPED, EVEN, VECTOR,
-        BLOCK_O, BLOCK_I
+        entry, o, first_i, i, left_i, inside, num_rows, rows_per_group, group_stride, row_stride,
+        num_columns, 0, 1, num_columns, 1, RANK, 1, scale, tl.bfloat16, RANK, GROUPED, False, False,
+        EVEN, VECTOR, STOCHASTIC, WORD, BLOCK_O, BLOCK_I
     ).to(tl.float32)  # fmt: skip
     values = tl.div_rn(w, scale_O[:, None]) if ROWS else w * inverse
     _store_codes(out_ptr, entry, values, o, first_i, i, inside, num_columns, EVEN, ALIGN)
@@ -169,10 +171,11 @@ def launch(
     step: str,
     shape: Shape,
     *,
-    table_T6: torch.Tensor,
+    table_T7: torch.Tensor,
     out_B: torch.Tensor,
     largest_S: torch.Tensor,
     scale: float,
+    stochastic: bool,
     vectors: bool,
     align: int,
     tile: Tile | None = None,
@@ -181,6 +184,7 @@ def launch(
 
     Args:
         largest_S: int32: bits of magnitudes; "largest" raises it, "round" reads it.
+        stochastic: rounds to bf16 by thresholds, else to nearest.
         vectors: addresses and strides of the weights and matrices allow 16-byte pieces.
         align: power of two that divides the offset of each e4m3 tensor.
     """
@@ -188,7 +192,7 @@ def launch(
     across, down = triton.cdiv(shape.columns, tile.columns), triton.cdiv(shape.rows, tile.rows)
     on_gpu = out_B.is_cuda
     args = (
-        table_T6, out_B, largest_S, shape.rows, shape.columns, shape.rows_per_group,
+        table_T7, out_B, largest_S, shape.rows, shape.columns, shape.rows_per_group,
         shape.group_stride, shape.row_stride, across, across * down, scale,
     )  # fmt: skip # one line each
     constants = {
@@ -196,6 +200,7 @@ def launch(
         "GROUPED": shape.rows_per_group < shape.rows,
         "EVEN": shape.rows % tile.rows == 0 and shape.columns % tile.columns == 0,
         "VECTOR": 8 if vectors else 1,
+        "STOCHASTIC": stochastic,
         "ALIGN": align,
         "ROWS": shape.kind == "per_channel",
         "RECIPROCAL": on_gpu,
@@ -203,7 +208,7 @@ def launch(
         "BLOCK_O": tile.rows,
         "BLOCK_I": tile.columns,
     }
-    kind, grid = (shape, vectors, align, tile), len(table_T6) * across * down
+    kind, grid = (shape, stochastic, vectors, align, tile), len(table_T7) * across * down
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     with torch.cuda.device_of(out_B):
         _launches[step](kind, grid, args, constants, **options)

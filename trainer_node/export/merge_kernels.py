@@ -1,20 +1,17 @@
-"""Triton kernels of `wire_export`: W + scale * B @ A of many equally shaped tensors in one launch,
-and copies of transposed ones. Imported only where Triton is installed.
+"""Triton kernels of `wire_export`: W + scale * B @ A of many tensors of one kind in one launch, and
+copies of transposed ones. Imported only where Triton is installed.
 
     out[t, o, i] = round(W[t, o, i] + scale * sum_r B[t, o, r] * A[t, r, i])
 
-Sum order: one chain of fp32 fused multiply-adds, r = 0, 1, ..., R - 1, from 0; then one
-multiplication by `scale`, one addition of W and one rounding to W's dtype, never fused with each
-other. The reference (`merge.merge_tensor`) does the same three steps after its matrix product. BLAS
-libraries sum over r in the same order at small ranks but do not promise it, so the fp32 value
-before the rounding may differ by the reordering of a sum of R terms; a rounded bf16 or fp16 then
-differs only where the fp32 value is that close to a tie. Without a delta the bits are copied, NaN
-payloads included.
+`adapters.rounding` defines the sum's order and the rounding to the bit, and is the same on a CPU.
+Triton's "ieee" dot of fp32 is the chain of fused multiply-adds r = 0, 1, ..., R - 1 from 0 that it
+asks for (a test counts them in the PTX). The multiplication by `scale` and the addition of W
+follow, never fused. Without a delta the bits are copied, NaN payloads included.
 
 Speed: bound by memory. A program makes one [BLOCK_O, BLOCK_I] tile: W is read once and `out`
-written once in 16-byte pieces, A and B come out of the caches. Triton's "ieee" dot of fp32 is that
-chain: it multiplies and adds in registers, r by r, and fetches A and B through shared memory once
-for a tile (a test counts the multiply-adds in the PTX).
+written once in 16-byte pieces, A and B come out of the caches. The dot multiplies and adds in
+registers, r by r, and fetches A and B through shared memory once for a tile. Stochastic rounding
+costs one multiplication and some ten other integer instructions an element.
 
 Axes: T = tensors of a launch, O = out features, I = in features, R = rank; W's rows may lie in
 groups (q, k and v inside `linear_qkv`).
@@ -32,11 +29,15 @@ import torch
 import triton
 import triton.language as tl
 
+from trainer_node.adapters.rounding import Corner, Rounding
+from trainer_node.adapters.rounding_kernels import tile_thresholds, to_bf16, to_fp16
 from weight_transfer.launches import Launches
 from weight_transfer.layout import VECTOR_BYTES
 
-ENTRY = 4
-"""int64 words of a table row: addresses of W, A and B, offset in the output in bytes."""
+ENTRY = 5
+"""int64 words of a table row: addresses of W, A and B, offset in the output in bytes, and the word
+that thresholds are counted from (`rounding.Corner.word`)."""
+WORD: Any = tl.constexpr(4)
 DOT_RANK: Any = tl.constexpr(16)
 """Triton's smallest dot. A longer one takes registers of another program."""
 BITS: dict[int, Any] = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
@@ -83,16 +84,26 @@ def merged_tile(
     left_i,
     inside,
     num_rows,
-    num_columns,
     rows_per_group,
     group_stride,
     row_stride,
+    columns_per_group,
+    column_group_stride,
+    column_stride,
+    a_row,
+    a_column,
+    b_row,
+    b_column,
     scale,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
     GROUPED: tl.constexpr,
+    TURNED: tl.constexpr,
+    COLUMNS_GROUPED: tl.constexpr,
     EVEN: tl.constexpr,
     VECTOR: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WORD_AT: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -100,8 +111,14 @@ def merged_tile(
     w_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
     if VECTOR > 1:  # addresses out of a table: what Triton cannot see, the plan has checked
         w_ptr = tl.multiple_of(w_ptr, 16)
-    w_row = offset_of(o, rows_per_group, group_stride, row_stride, GROUPED)
-    w_ptrs = w_ptr + first_i + w_row[:, None] + i[None, :]
+    if TURNED:
+        column = offset_of(
+            first_i + i, columns_per_group, column_group_stride, column_stride, COLUMNS_GROUPED
+        )
+        w_ptrs = w_ptr + o.to(tl.int64)[:, None] + column[None, :]
+    else:
+        w_row = offset_of(o, rows_per_group, group_stride, row_stride, GROUPED)
+        w_ptrs = w_ptr + first_i + w_row[:, None] + i[None, :]
     if EVEN:
         w = tl.load(w_ptrs, eviction_policy="evict_first")
     else:
@@ -112,23 +129,32 @@ def merged_tile(
         if VECTOR > 1:
             a_ptr = tl.multiple_of(a_ptr, 16)
             b_ptr = tl.multiple_of(b_ptr, 16)
-        a_ptrs = a_ptr + first_i + i
-        b_ptrs = b_ptr + o.to(tl.int64) * RANK
+        a_ptrs = a_ptr + first_i * a_column + i * a_column
+        b_ptrs = b_ptr + o.to(tl.int64) * b_row
         product = tl.zeros((BLOCK_O, BLOCK_I), dtype=tl.float32)
         for first_r in tl.static_range(0, RANK, DOT_RANK):
             r = first_r + tl.arange(0, DOT_RANK)
             b_OR = tl.load(
-                b_ptrs[:, None] + r[None, :],
+                b_ptrs[:, None] + r[None, :] * b_column,
                 mask=(o < num_rows)[:, None] & (r < RANK)[None, :],
                 other=0.0,
             )
             a_RI = tl.load(
-                a_ptrs[None, :] + r[:, None] * num_columns,
+                a_ptrs[None, :] + r[:, None] * a_row,
                 mask=(r < RANK)[:, None] & (i < left_i)[None, :],
                 other=0.0,
             )
             product = tl.dot(b_OR, a_RI, product, input_precision="ieee")
-        w = (product * scale + w.to(tl.float32)).to(DTYPE)
+        delta = product * scale
+        wide = w.to(tl.float32)
+        total = delta + wide
+        if STOCHASTIC and tl.bfloat16 == DTYPE:
+            merged = to_bf16(total, tile_thresholds(tl.load(entry + WORD_AT), o, first_i, i))
+        elif STOCHASTIC and tl.float16 == DTYPE:
+            merged = to_fp16(total, tile_thresholds(tl.load(entry + WORD_AT), o, first_i, i) >> 3)
+        else:
+            merged = total.to(DTYPE)
+        w = tl.where((delta == 0.0) | (wide != wide), w, merged)
     return w
 
 
@@ -141,6 +167,13 @@ def _merge_kernel(
     rows_per_group,
     group_stride,
     row_stride,
+    columns_per_group,
+    column_group_stride,
+    column_stride,
+    a_row,
+    a_column,
+    b_row,
+    b_column,
     out_stride,
     tiles_across,
     tiles,
@@ -148,14 +181,17 @@ def _merge_kernel(
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
     GROUPED: tl.constexpr,
+    TURNED: tl.constexpr,
+    COLUMNS_GROUPED: tl.constexpr,
     EVEN: tl.constexpr,
     VECTOR: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
     program = tl.program_id(0)
     tile = program % tiles
-    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    entry = table_ptr + (program // tiles).to(tl.int64) * 5
     o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
     first_i = (tile % tiles_across).to(tl.int64) * BLOCK_I
     i = tl.arange(0, BLOCK_I)
@@ -171,16 +207,26 @@ def _merge_kernel(
         left_i,
         inside,
         num_rows,
-        num_columns,
         rows_per_group,
         group_stride,
         row_stride,
+        columns_per_group,
+        column_group_stride,
+        column_stride,
+        a_row,
+        a_column,
+        b_row,
+        b_column,
         scale,
         DTYPE,
         RANK,
         GROUPED,
+        TURNED,
+        COLUMNS_GROUPED,
         EVEN,
         VECTOR,
+        STOCHASTIC,
+        WORD,
         BLOCK_O,
         BLOCK_I,
     )
@@ -220,7 +266,7 @@ def _turn_kernel(
 ):
     program = tl.program_id(0)
     tile = program % tiles
-    entry = table_ptr + (program // tiles).to(tl.int64) * 4
+    entry = table_ptr + (program // tiles).to(tl.int64) * 5
     o = (tile // tiles_across) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = (tile % tiles_across) * BLOCK_I + tl.arange(0, BLOCK_I)
     column = offset_of(i, columns_per_group, column_group_stride, column_stride, GROUPED)
@@ -248,7 +294,7 @@ _turns = Launches(_turn_kernel)
 
 def launch(
     *,
-    table_T4: torch.Tensor,
+    table_T5: torch.Tensor,
     out_B: torch.Tensor,
     shape: tuple[int, int],
     groups: tuple[int, int, int],
@@ -257,54 +303,90 @@ def launch(
     rank: int,
     scale: float,
     vectors: bool,
+    columns: tuple[int, int, int] | None = None,
+    adapter: tuple[int, int, int, int] = (0, 1, 0, 1),
+    stochastic: bool = False,
     tile: Tile | None = None,
 ) -> None:
     """Merge or copy T tensors of one shape into `out_B`; queued on the current stream.
 
     Args:
-        table_T4: int64 on the device; see `ENTRY`.
+        table_T5: int64 on the device; see `ENTRY`.
         shape: (O, I).
         groups: rows of a group of W, elements from a group to the next, from a row to the next.
         out_stride: elements from a row to the next in `out_B`.
-        rank: 0 copies bits. A [R, I] and B [O, R] are fp32 and contiguous.
+        rank: 0 copies bits. A [R, I] and B [O, R] are fp32.
         vectors: addresses, strides and offsets all allow 16-byte pieces.
+        columns: W is transposed, its columns runs: as in `turn`. `groups` is not used then.
+        adapter: elements from a row of A to the next, from a column to the next; likewise of B.
+        stochastic: rounds by thresholds, else to nearest.
     """
-    rows, columns = shape
-    rows_per_group, group_stride, row_stride = groups
+    rows, width = shape
+    rows_per_group, group_stride, row_stride = groups if columns is None else (rows, 0, 1)
+    turned = columns or (width, 0, 1)
     tile = tile or default_tile(rows=rows, rank=rank)
-    across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
-    kind = (shape, groups, out_stride, dtype, rank, vectors, tile)
+    across, down = triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows)
+    kind = (
+        shape, groups, columns, adapter, out_stride, dtype, rank, vectors, stochastic, tile
+    )  # fmt: skip # one line
     constants = {
         "DTYPE": FLOATS[dtype] if rank else BITS[dtype.itemsize],
         "RANK": rank,
         "GROUPED": rows_per_group < rows,
-        "EVEN": rows % tile.rows == 0 and columns % tile.columns == 0,
+        "TURNED": columns is not None,
+        "COLUMNS_GROUPED": turned[0] < width,
+        "EVEN": rows % tile.rows == 0 and width % tile.columns == 0,
         "VECTOR": VECTOR_BYTES // dtype.itemsize if vectors else 1,
+        "STOCHASTIC": stochastic,
         "BLOCK_O": tile.rows,
         "BLOCK_I": tile.columns,
     }
-    args = (
-        table_T4,
-        out_B,
-        rows,
-        columns,
-        rows_per_group,
-        group_stride,
-        row_stride,
-        out_stride,
-        across,
-        across * down,
-        scale,
-    )
+    strides = (rows_per_group, group_stride, row_stride, *turned, *adapter, out_stride)
+    args = (table_T5, out_B, rows, width, *strides, across, across * down, scale)
     with torch.cuda.device_of(out_B):
         # The dot fuses its chain by itself; scale and W are not to be.
         options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
-        _launches(kind, len(table_T4) * across * down, args, constants, **options)
+        _launches(kind, len(table_T5) * across * down, args, constants, **options)
+
+
+def merge(
+    weight_OI: torch.Tensor,
+    lora_B_OR: torch.Tensor,
+    lora_A_RI: torch.Tensor,
+    *,
+    scale: float,
+    rounding: Rounding,
+    corner: Corner,
+) -> torch.Tensor:
+    """`rounding.merge_matrix` of a contiguous matrix on a GPU; queued on the current stream. A and
+    B are fp32, with any strides."""
+    out_OI = torch.empty_like(weight_OI)
+    addresses = (weight_OI.data_ptr(), lora_A_RI.data_ptr(), lora_B_OR.data_ptr())
+    rows, columns = weight_OI.shape
+    (a_row, a_column), (b_row, b_column) = lora_A_RI.stride(), lora_B_OR.stride()
+    every = columns * weight_OI.element_size() | 4 * a_row
+    for address in (*addresses, out_OI.data_ptr()):
+        every |= address
+    table = torch.tensor([[*addresses, 0, corner.word(rounding)]], dtype=torch.int64)
+    launch(
+        table_T5=table.pin_memory().to(weight_OI.device, non_blocking=True),
+        out_B=out_OI.view(-1).view(torch.uint8),
+        shape=(rows, columns),
+        groups=(rows, 0, columns),
+        out_stride=columns,
+        dtype=weight_OI.dtype,
+        rank=lora_B_OR.shape[1],
+        scale=scale,
+        vectors=every % VECTOR_BYTES == 0,
+        adapter=(a_row, a_column, b_row, b_column),
+        stochastic=rounding.mode == "stochastic",
+    )
+    return out_OI
 
 
 def turn(
     *,
-    table_T4: torch.Tensor,
+    table_T5: torch.Tensor,
     out_B: torch.Tensor,
     shape: tuple[int, int],
     columns: tuple[int, int, int],
@@ -330,10 +412,10 @@ def turn(
         "BLOCK_O": tile.rows,
         "BLOCK_I": tile.columns,
     }
-    args = (table_T4, out_B, rows, width, *columns, out_stride, across, across * down)
+    args = (table_T5, out_B, rows, width, *columns, out_stride, across, across * down)
     with torch.cuda.device_of(out_B):
         kind = (shape, columns, out_stride, dtype, vectors)
-        grid = len(table_T4) * across * down
+        grid = len(table_T5) * across * down
         _turns(kind, grid, args, constants, num_warps=tile.num_warps)
 
 

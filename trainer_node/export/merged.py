@@ -21,9 +21,8 @@ import torch.distributed as dist
 from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node import objects
-from trainer_node.adapters.merge import plan_merge
+from trainer_node.adapters.merge import merge_tensor, plan_merge
 from trainer_node.adapters.peft_io import gather_deltas
-from trainer_node.export.wire_export import merged_as_sent
 from trainer_node.model.model import Model
 
 
@@ -157,8 +156,12 @@ class Exporter:
                     )
                 if name in self._adapter_of:
                     started = time.monotonic()
-                    tensor = merged_as_sent(
-                        tensor, deltas[self._adapter_of[name]], self._model.scale
+                    tensor = merge_tensor(
+                        tensor,
+                        deltas[self._adapter_of[name]],
+                        scale=self._model.scale,
+                        rounding=self._model.rounding,
+                        name=name,
                     )
                     self.merge_s += time.monotonic() - started
             count += 1

@@ -28,9 +28,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +38,8 @@ from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node import objects
 from trainer_node.adapters.linears import stack_of
-from trainer_node.adapters.merge import LoraDelta, merge_tensor, plan_merge
+from trainer_node.adapters.merge import LoraDelta, merge_kernels, plan_merge
+from trainer_node.adapters.rounding import Corner, Rounding, merge_matrix
 from trainer_node.export.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
 from trainer_node.export.gathering import Exchange
 from trainer_node.export.probe import HfTensor, Probed, probe
@@ -50,8 +50,6 @@ from weight_transfer.layout import VECTOR_BYTES, torch_dtype
 if TYPE_CHECKING:
     from trainer_node.model.model import Model
 
-BATCH_ELEMENTS = 1 << 26
-"""Elements that the torch path merges at a time: 256 MiB of fp32 scratch."""
 STREAMED_BYTES = 1 << 28
 """Bytes of a rank's parameters that Bridge may convert before each send."""
 
@@ -194,12 +192,19 @@ class Delta:
             return False
         return self.box is None or self.box.columns == self.lora_A.shape[-1]
 
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Elements from a row of A to the next, from a column to the next, and likewise of B."""
+        rank, width = self.rank, self.lora_A.shape[-1]
+        return (1, rank, 1, width) if self.transposed else (width, 1, rank, 1)
+
     def addresses(self) -> tuple[int, int]:
         """Present addresses of the first elements of A and B."""
         e, box = self.expert or 0, self.box or Box(0, 0, 0, 0)
-        a, b = self.lora_A, self.lora_B
-        first_a = e * a.shape[-2] * a.shape[-1] + box.first_column
-        first_b = (e * b.shape[-2] + box.first_row) * b.shape[-1]
+        a, b = (self.lora_B, self.lora_A) if self.transposed else (self.lora_A, self.lora_B)
+        _, a_column, b_row, _ = self.strides
+        first_a = e * a.shape[-2] * a.shape[-1] + box.first_column * a_column
+        first_b = e * b.shape[-2] * b.shape[-1] + box.first_row * b_row
         return a.data_ptr() + 4 * first_a, b.data_ptr() + 4 * first_b
 
     def stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,6 +246,8 @@ class Member:
     """First byte in the buffer."""
     row_stride: int
     """Elements from one row to the next, in the buffer."""
+    corner: Corner
+    """Where it begins in its HF tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,28 +263,29 @@ class _Kind:
     row_stride: int
     out_stride: int
     by_kernel: bool
-    """Rows of the source and of A are runs, or the source is turned, and each tensor's offset in
-    the chunk is a multiple of its element size. Else torch does it."""
+    """Rows of the source are runs, or the source is turned, and each tensor's offset in the chunk
+    is a multiple of its element size. Else torch does it."""
     turned: tuple[int, int, int] | None = None
-    """The source is a transposed copy, its columns runs: columns of a group, elements from a group
-    to the next, from a column to the next."""
+    """The source is transposed, its columns runs: columns of a group, elements from a group to the
+    next, from a column to the next."""
+    adapter: tuple[int, int, int, int] = (0, 1, 0, 1)
+    """`Delta.strides`."""
 
     @staticmethod
     def of(member: Member) -> _Kind:
-        s, dtype = member.source, member.source.param.dtype
+        s, d, dtype = member.source, member.delta, member.source.param.dtype
         aligned, rows = member.offset % dtype.itemsize == 0, s.groups * s.rows
-        by_kernel = aligned and s.in_rows
         out_stride = s.columns if rows == 1 else member.row_stride
-        if member.delta is None and s.contiguous and out_stride == s.columns:
-            return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, by_kernel)
-        if member.delta is None and s.turned:
+        if d is None and s.contiguous and out_stride == s.columns:
+            return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, aligned)
+        rank, adapter = (0, (0, 1, 0, 1)) if d is None else (d.rank, d.strides)
+        if s.turned:
             columns = (s.columns // s.column_groups, s.column_group_stride, s.column_stride)
-            return _Kind(dtype, 0, rows, s.columns, rows, 0, 1, out_stride, aligned, columns)
-        rank = 0
-        if member.delta is not None:
-            rank, by_kernel = member.delta.rank, by_kernel and member.delta.in_rows
-        strides = (s.group_stride, s.row_stride, out_stride)
-        return _Kind(dtype, rank, rows, s.columns, s.rows, *strides, by_kernel)
+            strides = (rows, 0, 1, out_stride)
+            return _Kind(dtype, rank, rows, s.columns, *strides, aligned, columns, adapter)
+        strides = (s.rows, s.group_stride, s.row_stride, out_stride)
+        by_kernel = aligned and s.in_rows
+        return _Kind(dtype, rank, rows, s.columns, *strides, by_kernel, None, adapter)
 
 
 @dataclass(slots=True)
@@ -286,17 +294,24 @@ class _Launch:
     members: list[Member]
     vectors: bool = False
 
-    def entries(self) -> list[tuple[int, int, int, int]]:
+    def entries(self, rounding: Rounding) -> list[tuple[int, ...]]:
         """Return the kernel's table with present addresses. Sets whether 16-byte steps are
         possible."""
-        entries = [
-            (m.source.address(), *(m.delta.addresses() if m.delta else (0, 0)), m.offset)
+        entries: list[tuple[int, ...]] = [
+            (
+                m.source.address(),
+                *(m.delta.addresses() if m.delta else (0, 0)),
+                m.offset,
+                m.corner.word(rounding) if m.delta else 0,
+            )
             for m in self.members
         ]
         k, size = self.kind, self.kind.dtype.itemsize
         every = functools.reduce(
             lambda bits, entry: bits | entry[0] | entry[1] | entry[2] | entry[3], entries, 0
         )
+        if k.rank:
+            every |= 4 * k.adapter[0]
         if k.turned is not None:
             every |= (k.turned[1] | k.turned[2] | k.out_stride) * size
         else:
@@ -315,9 +330,9 @@ class _Chunk:
     launches: list[_Launch]
     tensors: list[torch.Tensor]
     """Every parameter and adapter matrix that the chunk reads, once each."""
-    addresses: list[int] = field(default_factory=list)
-    """Addresses of `tensors` when the table was made."""
-    table_T4: torch.Tensor | None = None
+    made_for: tuple[Rounding, list[int]] | None = None
+    """Rounding, and addresses of `tensors`, when the table was made."""
+    table_T5: torch.Tensor | None = None
 
 
 class Merger:
@@ -326,6 +341,7 @@ class Merger:
     Args:
         chunks: size in bytes and members of each buffer.
         scale: alpha / rank.
+        rounding: tells how to round now.
         device: device of parameters and buffers.
     """
 
@@ -334,10 +350,11 @@ class Merger:
         chunks: Iterable[tuple[int, Iterable[Member]]],
         *,
         scale: float,
+        rounding: Callable[[], Rounding],
         device: torch.device | str,
     ) -> None:
-        self._scale, self._device = scale, torch.device(device)
-        self._kernels = _kernels() if self._device.type == "cuda" else None
+        self._scale, self._rounding, self._device = scale, rounding, torch.device(device)
+        self._kernels = merge_kernels() if self._device.type == "cuda" else None
         self._chunks = [_plan_chunk(nbytes, members) for nbytes, members in chunks]
         for chunk in self._chunks if self._kernels is not None else ():
             self._make_table(chunk)
@@ -408,33 +425,35 @@ class Merger:
     # ------------------------------------------------------------ kernel
 
     def _make_table(self, plan: _Chunk) -> None:
-        plan.addresses = [t.data_ptr() for t in plan.tensors]
-        entries = [entry for launch in plan.launches for entry in launch.entries()]
-        table_T4 = torch.tensor(entries, dtype=torch.int64).view(len(entries), 4)
+        rounding = self._rounding()
+        plan.made_for = (rounding, [t.data_ptr() for t in plan.tensors])
+        entries = [entry for launch in plan.launches for entry in launch.entries(rounding)]
+        table_T5 = torch.tensor(entries, dtype=torch.int64).view(len(entries), 5)
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
-            if plan.table_T4 is None:
-                table_T4 = table_T4.to(self._device)
+            if plan.table_T5 is None:
+                table_T5 = table_T5.to(self._device)
                 stream.synchronize()  # while planning: later fills may run on another stream
             else:  # from pinned memory the host does not wait for the copy
-                plan.table_T4.record_stream(stream)
-                table_T4 = table_T4.pin_memory().to(self._device, non_blocking=True)
-        plan.table_T4 = table_T4
+                plan.table_T5.record_stream(stream)
+                table_T5 = table_T5.pin_memory().to(self._device, non_blocking=True)
+        plan.table_T5 = table_T5
 
     def _fill_by_kernel(self, plan: _Chunk, out_B: torch.Tensor) -> None:
         assert self._kernels is not None
-        if plan.table_T4 is None or [t.data_ptr() for t in plan.tensors] != plan.addresses:
+        rounding = self._rounding()
+        if plan.made_for != (rounding, [t.data_ptr() for t in plan.tensors]):
             self._make_table(plan)
-        assert plan.table_T4 is not None
-        tables = plan.table_T4.split([len(launch.members) for launch in plan.launches])
-        for launch, table_T4 in zip(plan.launches, tables, strict=True):
+        assert plan.table_T5 is not None
+        tables = plan.table_T5.split([len(launch.members) for launch in plan.launches])
+        for launch, table_T5 in zip(plan.launches, tables, strict=True):
             kind = launch.kind
             if not kind.by_kernel:
                 self._fill_by_torch(launch, out_B)
                 continue
-            if kind.turned is not None:
+            if kind.turned is not None and not kind.rank:
                 self._kernels.turn(
-                    table_T4=table_T4,
+                    table_T5=table_T5,
                     out_B=out_B,
                     shape=(kind.rows, kind.columns),
                     columns=kind.turned,
@@ -444,7 +463,7 @@ class Merger:
                 )
                 continue
             self._kernels.launch(
-                table_T4=table_T4,
+                table_T5=table_T5,
                 out_B=out_B,
                 shape=(kind.rows, kind.columns),
                 groups=(kind.rows_per_group, kind.group_stride, kind.row_stride),
@@ -453,37 +472,27 @@ class Merger:
                 rank=kind.rank,
                 scale=self._scale,
                 vectors=launch.vectors,
+                columns=kind.turned,
+                adapter=kind.adapter,
+                stochastic=rounding.mode == "stochastic",
             )
 
     # ------------------------------------------------------------ torch
 
     def _fill_by_torch(self, launch: _Launch, out_B: torch.Tensor) -> None:
-        if launch.kind.rank == 0:
-            for member in launch.members:
-                _put(out_B, member, member.source.view())
-            return
-        for batch in _batches(launch.members):
-            products_TOI = _products(batch).mul_(self._scale)
-            for member, product_OI in zip(batch, products_TOI, strict=True):
-                weight = member.source.view()
-                _put(out_B, member, product_OI.view(weight.shape).add_(weight).to(weight.dtype))
-
-
-def merged_as_sent(weight: torch.Tensor, delta: LoraDelta, scale: float) -> torch.Tensor:
-    """`merge_tensor`; of a matrix on a GPU by the kernel that publications use, to the bit."""
-    if not weight.is_cuda or weight.dim() != 2 or delta.transposed or _kernels() is None:
-        return merge_tensor(weight, delta, scale)
-    source = Source.whole(weight.detach().contiguous())
-    adapter = Delta(
-        lora_A=delta.lora_A_RI.detach().float().contiguous(),
-        lora_B=delta.lora_B_OR.detach().float().contiguous(),
-        expert=None,
-    )
-    member = Member(source=source, delta=adapter, offset=0, row_stride=source.columns)
-    merged = torch.empty_like(source.param)
-    merger = Merger([(merged.nbytes, [member])], scale=scale, device=weight.device)
-    merger.fill(0, merged.view(-1).view(torch.uint8))
-    return merged
+        for member in launch.members:
+            weight = member.source.view()
+            if member.delta is not None:
+                delta = member.delta.matrices()
+                weight = merge_matrix(
+                    weight.reshape(-1, member.source.columns),
+                    delta.lora_B_OR,
+                    delta.lora_A_RI,
+                    scale=self._scale,
+                    rounding=self._rounding(),
+                    corner=member.corner,
+                )
+            _put(out_B, member, weight)
 
 
 # ------------------------------------------------------------ over the ranks
@@ -592,12 +601,16 @@ class WireExport:
             [p.messages for p in plans], group=model.gather_group, device=model.device
         )
         mine = [_own_members(plan, rank, specs, mine_by_name, adapter_of) for plan in plans]
-        self._own = Merger(mine, scale=model.scale, device=model.device)
+        self._own = Merger(
+            mine, scale=model.scale, rounding=lambda: model.rounding, device=model.device
+        )
         theirs = [
             _placed_members(self._exchange, k, plan, specs)
             for k, plan in enumerate(plans if rank == 0 else ())
         ]
-        self._placed = Merger(theirs, scale=1.0, device=model.device)
+        self._placed = Merger(
+            theirs, scale=1.0, rounding=lambda: model.rounding, device=model.device
+        )
 
     @property
     def num_chunks(self) -> int:
@@ -744,7 +757,11 @@ def _own_members(
         )
         members.append(
             Member(
-                source=tensor.sources[placed.box], delta=delta, offset=offset, row_stride=row_stride
+                source=tensor.sources[placed.box],
+                delta=delta,
+                offset=offset,
+                row_stride=row_stride,
+                corner=Corner(tensor.name, placed.box.first_row, placed.box.first_column),
             )
         )
     return (plan.nbytes if rank == 0 else plan.messages[rank]), members
@@ -771,7 +788,11 @@ def _placed_members(
             )
             members.append(
                 Member(
-                    source=source, delta=None, offset=placed.offset, row_stride=placed.row_stride
+                    source=source,
+                    delta=None,
+                    offset=placed.offset,
+                    row_stride=placed.row_stride,
+                    corner=Corner(specs[placed.index].name, box.first_row, box.first_column),
                 )
             )
     return plan.nbytes, members
@@ -858,46 +879,6 @@ def _put(out_B: torch.Tensor, member: Member, tensor: torch.Tensor) -> None:
     places.copy_(bytes_OB)
 
 
-def _batches(members: Sequence[Member]) -> Iterator[list[Member]]:
-    """Members with the same cut of the same adapter matrices, at most `BATCH_ELEMENTS` elements at
-    a time."""
-    by_matrix: dict[tuple[int, Box | None], list[Member]] = defaultdict(list)
-    for member in members:
-        assert member.delta is not None
-        by_matrix[id(member.delta.lora_A), member.delta.box].append(member)
-    for group in by_matrix.values():
-        step = max(1, BATCH_ELEMENTS // group[0].source.numel)
-        for first in range(0, len(group), step):
-            yield group[first : first + step]
-
-
-def _products(batch: Sequence[Member]) -> torch.Tensor:
-    """B @ A of each, [T, O, I] in fp32."""
-    deltas = [member.delta for member in batch]
-    first = deltas[0]
-    assert first is not None
-    lora_A, lora_B = first.stacks()
-    if first.expert is None:
-        return torch.mm(lora_B, lora_A)[None]
-    experts = [d.expert for d in deltas if d is not None and d.expert is not None]
-    if experts == list(range(experts[0], experts[0] + len(experts))):
-        return torch.bmm(lora_B[experts[0] : experts[-1] + 1], lora_A[experts[0] : experts[-1] + 1])
-    picked = torch.tensor(experts, device=lora_A.device)
-    return torch.bmm(lora_B[picked], lora_A[picked])
-
-
 def _dtype_name(tensor: torch.Tensor) -> str:
     """Return the dtype's name in manifests."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    """Return the Triton kernel, or None without Triton. The torch path does the same."""
-    try:
-        import triton  # noqa: F401  - only to see whether it is there
-    except ImportError:
-        return None
-    from trainer_node.export import merge_kernels
-
-    return merge_kernels

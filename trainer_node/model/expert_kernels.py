@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from trainer_node.adapters import products
+from trainer_node.adapters.rounding_kernels import tile_thresholds, to_bf16
 from trainer_node.model.grouped import GateUp
 
 BLOCK_N = 64
@@ -157,7 +159,7 @@ def _swiglu_backward_kernel(
 
 @triton.jit
 def _add_product_kernel(
-    y_ptr, h_ptr, w_ptr, ends_ptr, num_rows, stride_e, stride_o, stride_r,
+    y_ptr, h_ptr, w_ptr, ends_ptr, num_rows, stride_e, stride_o, stride_r, word,
     OUT: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr, E: tl.constexpr,
     PADDED_E: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -180,7 +182,11 @@ def _add_product_kernel(
         y = tl.load(y_ptrs, mask=here, other=0.0).to(tl.float32) + tl.dot(
             h, w, input_precision=PRECISION
         )
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=here)
+        if y_ptr.dtype.element_ty == tl.bfloat16:
+            rounded = to_bf16(y, tile_thresholds(word.to(tl.int64), n, 0, o))
+        else:
+            rounded = y.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptrs, rounded, mask=here)
 
 
 @triton.jit
@@ -252,6 +258,7 @@ def add_product_(
             stride_e,
             stride_o,
             stride_r,
+            products.WORD,
             OUT=out,
             R=rank,
             PADDED_R=_padded(rank),

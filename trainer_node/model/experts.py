@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainer_node.adapters import products
 from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.model.grouped import GateUp, grouped_matmul, grouped_outer
 
@@ -297,16 +298,19 @@ def swiglu_backward(
 def add_product_(
     y_NO: torch.Tensor, h_NR: torch.Tensor, w_EOR: torch.Tensor, ends_E: torch.Tensor
 ) -> None:
-    """y += h w[e]', in place, added in fp32."""
+    """y += h w[e]', in place, added in fp32 and rounded without a bias (`products.added`).
+
+    y is rounded already, and so are the rows that `combine` adds up. To nearest, a small product
+    would vanish here; added only after all rows, it would decide the many ties of their sum.
+    """
     if y_NO.is_cuda:
         from trainer_node.model import expert_kernels
 
         expert_kernels.add_product_(y_NO, h_NR, w_EOR, ends_E)
     else:
         wide = torch.promote_types(y_NO.dtype, torch.float32)
-        y_NO.copy_(
-            y_NO.to(wide) + grouped_matmul(h_NR.to(wide), w_EOR.transpose(1, 2).to(wide), ends_E)
-        )
+        product = grouped_matmul(h_NR.to(wide), w_EOR.transpose(1, 2).to(wide), ends_E)
+        y_NO.copy_(products.added(y_NO, product))
 
 
 def combine(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:

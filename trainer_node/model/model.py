@@ -14,6 +14,7 @@ from trainer_node.model.hf import HfCheckpoint
 
 if TYPE_CHECKING:
     from trainer_node.adapters.lora import AdapterSet
+    from trainer_node.adapters.rounding import Rounding
     from trainer_node.model.experts import StackedExperts
     from trainer_node.model.parameters import TrainedParam
 
@@ -87,6 +88,11 @@ class Model:
     def max_length(self) -> int:
         """Longest sequence the model knows positions for."""
         return int(self.hf_config.get_text_config().max_position_embeddings)
+
+    @property
+    def rounding(self) -> Rounding:
+        """How the present weights are merged."""
+        return self.adapters.rounding
 
     @property
     def scale(self) -> float:

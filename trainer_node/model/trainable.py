@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
+from trainer_node.adapters.rounding import Rounding
 from trainer_node.model.experts import StackedExperts, obstacle
 from trainer_node.model.hf import HfCheckpoint
 from trainer_node.model.model import Model
@@ -42,6 +43,7 @@ def trainable(
         config=provider,
         lora=config.lora,
         seed=config.seed,
+        rounding=Rounding(mode=config.rounding, seed=config.seed),
         device=device,
     )
     adapters.attach()
@@ -79,6 +81,7 @@ def adapt(model: Model, lora: LoraConfig, *, seed: int) -> None:
         config=provider,
         lora=lora,
         seed=seed,
+        rounding=model.rounding,
         device=model.device,
     )
     params = adapters.params()

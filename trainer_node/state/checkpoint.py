@@ -4,8 +4,8 @@
     weights/       with finetuning_type "full" instead: the fp32 weights, sharded
     state/         moments, sharded
     rank_<r>.pt    RNG of each rank
-    meta.json      version, topology, LoRA settings, counters, the step of each part, the client's
-                   state
+    meta.json      version, topology, LoRA settings, rounding of the merge, counters, the step of
+                   each part, the client's state
     remake.bin     only if the moments are written behind: the request that made this state
     COMPLETE       written last: every file's size and hash
 
@@ -32,7 +32,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ import torch.distributed as dist
 from orchestrator.protocol.config import LoraConfig
 from trainer_node import objects
 from trainer_node.adapters import peft_io
+from trainer_node.adapters.rounding import Rounding
 from trainer_node.lockstep import Failure, agree
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import Piece, TrainedParam
@@ -455,6 +456,7 @@ def load(
         pack_size.remember(trainer, meta.get("micro_batch_tokens"))
     trainer.num_steps, trainer.num_skipped_steps = counters["steps"], counters["skipped_steps"]
     trainer.steps_since_sent = 0
+    model.adapters.rounding = _rounding(trainer, meta)
     trainer.on_disk = _on_disk(folder, meta) if with_moments else None
     return Loaded(
         version=version,
@@ -464,6 +466,13 @@ def load(
         notes=tuple(text for text in (note, switched) if text),
         adapter_changed=bool(switched),
     )
+
+
+def _rounding(trainer: Trainer, meta: Mapping[str, Any]) -> Rounding:
+    """How the checkpoint's version was merged: sent again, it must have the same bytes. Older
+    trainers rounded to nearest."""
+    saved = meta.get("rounding")
+    return Rounding(**saved) if saved else replace(trainer.model.rounding, mode="nearest")
 
 
 def _take_adapter(trainer: Trainer, folder: Path, saved: Mapping[str, Any] | None) -> str:
@@ -585,6 +594,7 @@ def _meta(trainer: Trainer, version: int) -> dict[str, Any]:
         "save": objects.broadcast(uuid.uuid4().hex, group=model.control_group),
         "parallel": model.config.parallel.model_dump(mode="json"),
         "micro_batch_tokens": trainer.micro_batch_tokens,
+        "rounding": asdict(model.rounding),
         "optimizer_steps": trainer.optimizer.num_steps(model.control_group),
         "counters": {"steps": steps, "skipped_steps": trainer.num_skipped_steps},
         "parts": dict.fromkeys((WEIGHTS if model.trains_all else ADAPTER, STATE, "rank"), steps),

@@ -5,7 +5,8 @@ no code with the rest of splice.
 
 Request: `{"model": folder, "dtype": "float32" | "bfloat16", "trained": {"0": folder or null, "1":
 folder, ...}, "sequences": [[token ids], ...], "perturb": bool, "served": {"0": [[log-prob of token
-t given its prefix, null first], ...]}, "tau": nats}`; `served` and `tau` may be absent. A
+t given its prefix, null first], ...]}, "tau": nats, "rounding_seed": int}`; `served`, `tau` and
+`rounding_seed` may be absent. A
 folder is a PEFT adapter for the model, or a whole HF checkpoint (it has a config.json); null is the
 model itself.
 
@@ -17,18 +18,21 @@ that noise: the first of NOISES that moves a log-prob by more than `visible`), `
 `served_diff` (version -> largest |served - reference|, where `served` was given).
 
 The base is loaded and merged in fp32. With dtype bfloat16 the base is first rounded to bf16, as a
-bf16 trainer holds it, and each merged tensor is rounded once more, as it travels; the scoring
-itself stays in fp32.
+bf16 trainer holds it, and each merged tensor is rounded once more, as it travels: by the thresholds
+of `rounding_seed`, in numpy's integers, or to nearest without one. The scoring itself stays in
+fp32.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
@@ -112,13 +116,46 @@ def load_base(folder: str, dtype: str, device: str) -> nn.Module:
 
 
 @torch.no_grad()
-def round_to_bf16(model: nn.Module) -> None:
+def round_to_bf16(model: nn.Module, rounding_seed: int | None = None) -> None:
     """Round every parameter, in place, and keep it in fp32."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(torch.bfloat16))
+    for name, parameter in model.named_parameters():
+        if rounding_seed is None:
+            parameter.copy_(parameter.to(torch.bfloat16))
+        else:
+            values = parameter.detach().cpu().numpy()
+            parameter.copy_(torch.from_numpy(stochastic_bf16(values, name, rounding_seed)))
 
 
-def merged(folder: str, dtype: str, trained: str | None, device: str) -> nn.Module:
+def stochastic_bf16(values: np.ndarray, name: str, seed: int) -> np.ndarray:
+    """fp32 values on bf16's grid: each has its own threshold from 0 to 65,535, which is added to
+    its bits before the lower 16 are cut off.
+
+    Values that are bf16 numbers stay. A row's and a column's counter begin where the name's hash
+    says. Both are mixed (lowbias32) and made odd; their product's upper half is the threshold.
+    """
+
+    def mixed(first: bytes, count: int) -> np.ndarray:
+        x = np.arange(count, dtype=np.uint64) + np.uint64(int.from_bytes(first, "little"))
+        x &= np.uint64(0xFFFFFFFF)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = ((x ^ (x >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
+        return x ^ (x >> np.uint64(16)) | np.uint64(1)
+
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    matrix = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
+    rows, columns = mixed(digest[:4], matrix.shape[0]), mixed(digest[4:8], matrix.shape[1])
+    bits = matrix.view(np.uint32).astype(np.uint64)
+    for row, hashed in enumerate(rows):
+        threshold = ((hashed * columns) & np.uint64(0xFFFFFFFF)) >> np.uint64(16)
+        is_below_top = (bits[row] & np.uint64(0x7FFFFFFF)) < np.uint64(0x7F7F0000)
+        bits[row] = (bits[row] + np.where(is_below_top, threshold, np.uint64(0))) >> np.uint64(16)
+    cut = (bits << np.uint64(16)).astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(matrix), np.float32(np.nan), cut).reshape(values.shape)
+
+
+def merged(
+    folder: str, dtype: str, trained: str | None, device: str, rounding_seed: int | None = None
+) -> nn.Module:
     """A fresh base with the adapter merged in by PEFT, or the checkpoint itself where `trained` is
     a whole one."""
     if trained is not None and (Path(trained) / "config.json").is_file():
@@ -127,7 +164,7 @@ def merged(folder: str, dtype: str, trained: str | None, device: str) -> nn.Modu
     if trained is not None:
         model = PeftModel.from_pretrained(model, trained).merge_and_unload().eval()  # type: ignore[arg-type]
         if dtype == "bfloat16":
-            round_to_bf16(model)
+            round_to_bf16(model, rounding_seed)
     return model
 
 
@@ -250,7 +287,8 @@ def answer(request: dict[str, Any], device: str) -> dict[str, Any]:
     numbered = [v for v in request["trained"] if v.isdigit()]
     before: dict[str, torch.Tensor] | None = None
     for version, trained in request["trained"].items():
-        model = merged(request["model"], request["dtype"], trained, device)
+        seed = request.get("rounding_seed")
+        model = merged(request["model"], request["dtype"], trained, device, seed)
         result["logprobs"][version] = score(model, request["sequences"])
         if "tau" in request and version == next(iter(request["trained"])):
             exact = score(model.double(), request["sequences"][:ROUNDED_SEQUENCES])

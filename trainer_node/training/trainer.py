@@ -379,11 +379,18 @@ class Trainer:
             "seconds_optim": seconds_optim,
         }
         metrics |= self.usage(pending.num_rows, seconds=pending.seconds + seconds_optim)
+        self._round_as_configured()
         self.num_steps += 1
         self.steps_since_sent += 1
         if self.model.device.type == "cuda":
             self._resident = torch.cuda.memory_allocated()
         return metrics
+
+    def _round_as_configured(self) -> None:
+        """New weights have no version yet, so they may be rounded otherwise than those that were
+        loaded. The thresholds stay the run's."""
+        adapters, mode = self.model.adapters, self.model.config.rounding
+        adapters.rounding = replace(adapters.rounding, mode=mode)
 
     def usage(self, num_rows: int, *, seconds: float) -> dict[str, float]:
         """Metrics of speed, staleness and memory of work on `num_rows` tokens."""
@@ -422,6 +429,7 @@ class Trainer:
         self.model.need_adapters(f"loading the adapter {folder}")
         whole = read_on_all_ranks(self.model, folder)
         self.model.adapters.load(whole)
+        self._round_as_configured()
         self.optimizer.state.clear()
         self.on_disk = None
         self.steps_since_sent = 0
@@ -440,6 +448,7 @@ class Trainer:
         """
         model = self.model
         adapt(model, lora, seed=model.config.seed if seed is None else seed)
+        self._round_as_configured()
         dropped = self.pending.num_batches
         self.pending, self.begun = Pending(), None
         self.optimizer = ShardedAdamW(model.params)

@@ -1,0 +1,432 @@
+"""Measures how much of the adapters' update the merged weights have, from a sample.
+
+    ServedShare(model).metrics()    after a job's steps, on every rank -> its metrics
+    warnings(metrics, ...)          what the client must know of them
+
+A version's weights are W' = round(W + delta). Let d = delta and e = W' - W. Rounding keeps the
+share <e, d> / <d, d> of the update, which is 1 for an unbiased rounding and nearly 0 where nearly
+all of d is below half a unit in W's last place.
+
+The sample is blocks of rows of all adapted HF tensors, the same ones in every job. On a GPU
+`Merger` merges them as publications do, so the sample also sees an error of its kernels. Each
+element of the model is in one rank's runs, so copies do not count twice.
+
+Axes: H = rows and W = columns of a block as HF has it; N = their elements.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from orchestrator.protocol.config import RoundingMode
+from trainer_node.adapters.dense_lora import WeightAdapter
+from trainer_node.adapters.linears import Place, stack_of
+from trainer_node.adapters.lora import Adapter, AdapterSet, ExpertAdapter
+from trainer_node.adapters.rounding import Corner, Rounding, rounded, thresholds
+from trainer_node.export.gather_plan import Box
+from trainer_node.export.wire_export import Delta, Member, Merger, Source
+from trainer_node.model.model import Model
+from trainer_node.model.parameters import tensor_group
+
+BUDGET_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Elements of a rank's sample, about."""
+BLOCK_ELEMENTS = {"cpu": 1 << 12, "cuda": 1 << 16}
+"""Elements of a block, about."""
+STEP_ROWS = {"cpu": 1, "cuda": 32}
+"""Rows of a block are a multiple of it: whole tiles, so publications have compiled the kernel."""
+CHUNK_ELEMENTS = 1 << 20
+"""Elements to merge and add up at a time. This bounds the memory."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""The fractions of its multiples spread evenly, and never in step with the layers."""
+LEAST_SHARE = 0.95
+"""Share of the update below which a job warns."""
+ERRORS = 4
+"""Standard errors that the sample's share may be too small by."""
+
+
+# ---------------------------------------------------------------- numbers
+
+
+class Sums(NamedTuple):
+    """Sums over sampled elements. Those of several blocks or ranks add up."""
+
+    numel: float = 0.0
+    weight_squared: float = 0.0
+    """W^2."""
+    delta_squared: float = 0.0
+    """d^2."""
+    served: float = 0.0
+    """e d."""
+    noise: float = 0.0
+    """d^2 (e - d)^2: the variance of `served`."""
+    changed: float = 0.0
+    """Elements in which W' differs from W."""
+    whole_delta_squared: float = 0.0
+    """d^2 of all elements, estimated."""
+
+
+def sums_of(weight_N: torch.Tensor, merged_N: torch.Tensor, delta_N: torch.Tensor) -> torch.Tensor:
+    """The first six fields of `Sums`, in fp64 on the tensors' device; does not wait for it."""
+    w_N, merged, d_N = (t.reshape(-1).double() for t in (weight_N, merged_N, delta_N))
+    e_N = merged - w_N
+    found = (
+        torch.dot(w_N, w_N),
+        torch.dot(d_N, d_N),
+        torch.dot(e_N, d_N),
+        (d_N * (e_N - d_N)).square_().sum(),
+        (e_N != 0).sum(dtype=torch.float64),
+    )
+    return torch.stack([torch.full_like(found[0], len(w_N)), *found])
+
+
+def metrics_of(sums: Sums) -> dict[str, float]:
+    """The metrics of a job; none if the sample is empty or has a number that is not finite."""
+    if not sums.numel or not all(map(math.isfinite, sums)):
+        return {}
+    d2 = sums.delta_squared
+    return {
+        "update_norm": math.sqrt(sums.whole_delta_squared),
+        "update_ratio": math.sqrt(d2 / sums.weight_squared) if sums.weight_squared else 0.0,
+        "served_share": sums.served / d2 if d2 else 1.0,
+        "served_share_error": math.sqrt(sums.noise) / d2 if d2 else 0.0,
+        "changed_share": sums.changed / sums.numel,
+    }
+
+
+def warnings(metrics: Mapping[str, float], *, mode: RoundingMode, dtype: str) -> list[str]:
+    """Return a warning if the merged weights lack a part of the update.
+
+    Args:
+        metrics: those of `metrics_of`, maybe among others.
+        mode: how the weights were rounded.
+        dtype: the weights'.
+    """
+    if not metrics.get("update_norm"):
+        return []
+    share, error = metrics["served_share"], metrics["served_share_error"]
+    if not metrics["changed_share"]:
+        found = "The merged weights have nothing of the adapters' update"
+    elif share + ERRORS * error < LEAST_SHARE:
+        found = (
+            f"The merged weights have {share:.1%} of the adapters' update "
+            f"(standard error {error:.1%})"
+        )
+    else:
+        return []
+    remedy = "Use a larger learning rate"
+    if mode == "nearest" and dtype != "float32":
+        remedy = 'Set publication.rounding = "stochastic", or use a larger learning rate'
+    return [
+        f"{found}: it is {metrics['update_ratio']:.1e} of the weights' size, and rounding to "
+        f"{dtype} ({mode}) loses the rest. The served model lags behind the trained one. {remedy}."
+    ]
+
+
+# ---------------------------------------------------------------- which elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Consecutive rows of a Megatron parameter that are consecutive rows of an HF linear."""
+
+    weight: torch.Tensor
+    delta: Delta
+    """The adapter of the whole linear, uncut."""
+    corner: Corner
+    """Where the run begins in its HF tensor."""
+    first: int
+    """Its first row in the parameter."""
+    first_B: int
+    """Its first row in the adapter's B."""
+    rows: int
+
+    @property
+    def columns(self) -> int:
+        """Of the parameter."""
+        return self.weight.shape[1]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+    def cut(self, first: int, rows: int) -> Run:
+        """At most `rows` rows from `first` on."""
+        turned, corner = self.delta.transposed, self.corner
+        return replace(
+            self,
+            corner=Corner(
+                corner.name,
+                corner.row + (0 if turned else first),
+                corner.column + (first if turned else 0),
+            ),
+            first=self.first + first,
+            first_B=self.first_B + first,
+            rows=min(rows, self.rows - first),
+        )
+
+    @property
+    def source(self) -> Source:
+        """The run as the HF tensor has it: of a transposed one, its columns."""
+        step, columns, rows = self.weight.stride(0), self.columns, self.rows
+        turned = self.delta.transposed
+        return Source(
+            param=self.weight,
+            offset=self.first * step,
+            groups=1,
+            rows=columns if turned else rows,
+            columns=rows if turned else columns,
+            group_stride=0,
+            row_stride=1 if turned else step,
+            shape=(columns, rows) if turned else (rows, columns),
+            column_stride=step if turned else 1,
+        )
+
+    def weights(self) -> torch.Tensor:
+        """The run as the HF tensor has it [H, W]."""
+        source = self.source
+        return source.view().reshape(source.shape)
+
+    @property
+    def cut_delta(self) -> Delta:
+        """The adapter of the run alone."""
+        box = Box(self.first_B, self.rows, 0, self.columns)
+        if self.delta.transposed:
+            box = Box(0, self.columns, self.first_B, self.rows)
+        return replace(self.delta, box=box)
+
+
+def runs_of(adapters: AdapterSet) -> Iterator[Run]:
+    """Every adapted element of the model is in a run of one rank; of copies, the first rank has
+    it."""
+    modules = {id(adapter): module for module, adapter in adapters.by_module.items()}
+    for adapter in adapters.adapters:
+        is_expert = isinstance(adapter, ExpertAdapter)
+        group = (
+            parallel_state.get_expert_data_parallel_group()
+            if is_expert
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        is_first = tensor_group(expert=is_expert).rank() == 0
+        for i, place in enumerate(adapter.places):
+            if group.rank() or (place.split is None and not is_first) or adapter.names[i] is None:
+                continue
+            spans = list(_spans(place))
+            for weight, delta, corner in _linears(adapter, i, adapters, modules.get(id(adapter))):
+                if type(weight.data) is not torch.Tensor or weight.stride(1) != 1:
+                    continue  # Bridge alone can read it
+                for first, first_hf, first_B, rows in spans:
+                    row, column = first_hf, place.columns[0]
+                    if delta.transposed:
+                        row, column = column, row
+                    yield Run(
+                        weight=weight,
+                        delta=delta,
+                        corner=Corner(corner.name, corner.row + row, column),
+                        first=first,
+                        first_B=first_B,
+                        rows=rows,
+                    )
+
+
+def _spans(place: Place) -> Iterator[tuple[int, int, int, int]]:
+    """(first row of the parameter, of the HF linear, of B; rows) of each run of a place."""
+    if not len(place.rows_N):
+        return
+    hf_N = torch.cat([torch.arange(first, first + count) for first, count in place.runs])
+    is_break = (place.rows_N.diff() != 1) | (hf_N.diff() != 1)
+    begins = [0, *(is_break.nonzero().flatten() + 1).tolist(), len(hf_N)]
+    for begin, end in itertools.pairwise(begins):
+        yield int(place.rows_N[begin]), int(hf_N[begin]), begin, end - begin
+
+
+def _linears(
+    adapter: Adapter | ExpertAdapter, i: int, adapters: AdapterSet, module: torch.nn.Module | None
+) -> Iterator[tuple[torch.Tensor, Delta, Corner]]:
+    """(parameter, adapter, corner of the HF matrix) of an adapter's HF linear `i`: of each local
+    expert."""
+    names, lora_A, lora_B = adapter.names[i], adapter.lora_A[str(i)], adapter.lora_B[str(i)]
+    assert names is not None
+    if not isinstance(adapter, ExpertAdapter):
+        owner = adapter if isinstance(adapter, WeightAdapter) else module
+        weight = getattr(owner, "weight")  # noqa: B009  - Megatron's modules tell no types
+        delta = Delta(lora_A=lora_A, lora_B=lora_B, expert=None)
+        yield weight, delta, Corner(f"{names}.weight")
+        return
+    stack, first = stack_of(names[0])
+    turned = stack in adapters.transposed
+    height = adapter.places[i].shape[1 if turned else 0]
+    for e, name in enumerate(names):
+        corner = Corner(f"{name}.weight")
+        if stack in adapters.stacked:
+            corner = Corner(stack, (first + e) * height)
+        delta = Delta(lora_A=lora_A, lora_B=lora_B, expert=e, transposed=turned)
+        yield getattr(module, f"weight{e}"), delta, corner
+
+
+def blocks_of(runs: Sequence[Run], *, budget: int, block: int, step: int) -> list[Run]:
+    """The sample: blocks of about `block` elements and a multiple of `step` rows, `budget` elements
+    in all, spread evenly over the elements of all runs. All of them if that is not more."""
+    rows = [max(step, block // run.columns // step * step) for run in runs]
+    counts = (math.ceil(run.rows / n) for run, n in zip(runs, rows, strict=True))
+    ends = list(itertools.accumulate(counts, initial=0))
+    count, numel = ends[-1], sum(run.numel for run in runs)
+    chosen: Sequence[int] = range(count)
+    if numel > budget:
+        wanted = max(1, budget * count // numel)
+        chosen = sorted({int(k * GOLDEN % 1.0 * count) for k in range(wanted)})
+    found = []
+    for number in chosen:
+        at = bisect.bisect_right(ends, number) - 1
+        found.append(runs[at].cut((number - ends[at]) * rows[at], rows[at]))
+    return found
+
+
+# ---------------------------------------------------------------- the sample
+
+
+class _Sample:
+    """A rank's blocks, in chunks of one dtype."""
+
+    def __init__(self, model: Model) -> None:
+        kind = model.device.type
+        runs = list(runs_of(model.adapters))
+        blocks = blocks_of(
+            runs, budget=BUDGET_ELEMENTS[kind], block=BLOCK_ELEMENTS[kind], step=STEP_ROWS[kind]
+        )
+        self.adapters = model.adapters
+        self._model = model
+        self._numel = sum(run.numel for run in runs)
+        self._chunks = list(_chunks(blocks))
+        self._merger = merger_of(model, self._chunks) if kind == "cuda" else None
+
+    @torch.no_grad()
+    def sums(self) -> Sums:
+        """This rank's sums. Waits for the device once."""
+        scale, rounding = self._model.scale, self._model.rounding
+        total = torch.zeros(6, dtype=torch.float64, device=self._model.device)
+        for number, chunk in enumerate(self._chunks):
+            weight_N = torch.cat([run.weights().flatten() for run in chunk])
+            delta_N = deltas_of(chunk, scale)
+            if self._merger is None:
+                merged_N = merged_by_torch(chunk, delta_N, rounding)
+            else:
+                merged_N = merged_as_sent(self._merger, number, chunk)
+            total += sums_of(weight_N, merged_N, delta_N)
+        found = Sums(*total.tolist())
+        whole = found.delta_squared * self._numel / found.numel if found.numel else 0.0
+        return found._replace(whole_delta_squared=whole)
+
+
+def deltas_of(chunk: Sequence[Run], scale: float) -> torch.Tensor:
+    """The blocks' deltas [N] in fp32, end to end: a product for those of one shape.
+
+    They differ from the sums of `rounding.chain` in the last place only. The chain takes 20 times
+    longer on a CPU.
+    """
+    found = []
+    for _, same in itertools.groupby(chunk, key=_kind):
+        pairs = [run.cut_delta.matrices() for run in same]
+        lora_B = torch.stack([pair.lora_B_OR for pair in pairs])
+        lora_A = torch.stack([pair.lora_A_RI for pair in pairs])
+        found.append((lora_B @ lora_A).mul_(scale).flatten())
+    return torch.cat(found)
+
+
+def merged_by_torch(
+    chunk: Sequence[Run], delta_N: torch.Tensor, rounding: Rounding
+) -> torch.Tensor:
+    """The blocks' merged weights [N]. One element in some 100,000 may cross its threshold, because
+    of its delta's last place."""
+    found = []
+    for run, delta in zip(chunk, delta_N.split([run.numel for run in chunk]), strict=True):
+        weight_HW = run.weights()
+        delta_HW, h16_HW = delta.view(weight_HW.shape), None
+        if rounding.mode == "stochastic" and weight_HW.dtype is not torch.float32:
+            word = run.corner.word(rounding)
+            h16_HW = thresholds(word, *weight_HW.shape, device=weight_HW.device)
+        merged_HW = rounded(delta_HW + weight_HW, weight_HW.dtype, h16_HW)
+        found.append(torch.where(delta_HW == 0, weight_HW, merged_HW).flatten())
+    return torch.cat(found)
+
+
+def merged_as_sent(merger: Merger, number: int, chunk: Sequence[Run]) -> torch.Tensor:
+    """The same [N] of chunk `number`, by `merger_of`."""
+    weight, nbytes = chunk[0].weight, merger.chunk_nbytes(number)
+    out_B = torch.empty(nbytes, dtype=torch.uint8, device=weight.device)
+    merger.fill(number, out_B)
+    return out_B.view(weight.dtype)
+
+
+def merger_of(model: Model, chunks: Sequence[Sequence[Run]]) -> Merger:
+    """Merges chunks as publications do, in a few launches each: their blocks end to end."""
+    return Merger(
+        map(_members, chunks),
+        scale=model.scale,
+        rounding=lambda: model.rounding,
+        device=model.device,
+    )
+
+
+def _members(chunk: Sequence[Run]) -> tuple[int, list[Member]]:
+    sizes = [run.numel * run.weight.element_size() for run in chunk]
+    *offsets, nbytes = itertools.accumulate(sizes, initial=0)
+    return nbytes, [
+        Member(
+            source=run.source,
+            delta=run.cut_delta,
+            offset=offset,
+            row_stride=run.source.columns,
+            corner=run.corner,
+        )
+        for run, offset in zip(chunk, offsets, strict=True)
+    ]
+
+
+def _chunks(blocks: Sequence[Run]) -> Iterator[list[Run]]:
+    """Blocks of one dtype, of equal shapes where possible: one launch merges those."""
+    chunk: list[Run] = []
+    filled = 0
+    for run in sorted(blocks, key=_kind):
+        if chunk and (
+            run.weight.dtype is not chunk[0].weight.dtype or filled + run.numel > CHUNK_ELEMENTS
+        ):
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(run)
+        filled += run.numel
+    if chunk:
+        yield chunk
+
+
+def _kind(run: Run) -> tuple[str, bool, int, int]:
+    return str(run.weight.dtype), run.delta.transposed, run.columns, run.rows
+
+
+class ServedShare:
+    """Measures a model's merged weights. The blocks are chosen once for each set of adapters."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._sample: _Sample | None = None
+
+    def forget(self) -> None:
+        """Free what refers to adapters that are replaced."""
+        self._sample = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return `metrics_of` all ranks' samples, the same on every rank. A collective."""
+        if self._sample is None or self._sample.adapters is not self._model.adapters:
+            self._sample = _Sample(self._model)
+        total = torch.tensor(self._sample.sums(), dtype=torch.float64)
+        dist.all_reduce(total, group=self._model.control_group)
+        return metrics_of(Sums(*total.tolist()))

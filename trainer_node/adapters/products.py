@@ -58,9 +58,9 @@ def linear(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     addend = _take()
     if addend is None:
         return functional.linear(x, weight_OI)
-    out = addend(x)
-    out.view(-1, out.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight_OI.t())
-    return out
+    start = addend(x)
+    out = torch.addmm(start.flatten(0, -2), x.reshape(-1, x.shape[-1]), weight_OI.t())
+    return out.view(start.shape)
 
 
 def added(out: torch.Tensor, product: torch.Tensor) -> torch.Tensor:

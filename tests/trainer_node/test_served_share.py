@@ -274,7 +274,7 @@ def same_on_all_ranks(trainer: Trainer) -> dict[str, float]:
 
 
 def check(trainer: Trainer, exporter: Exporter, rounding: Rounding) -> dict[str, float]:
-    """The sample of everything to the bit of fp64, that of a part within its errors."""
+    """All elements give the numbers of whole tensors, a part gives them within its errors."""
     trainer.model.adapters.rounding = rounding
     want, kind = whole(trainer, exporter), trainer.model.device.type
     with pytest.MonkeyPatch.context() as patch:

@@ -54,13 +54,3 @@ def test_what_is_added_to_rounded_numbers_is_added_in_the_mean() -> None:
     assert mean == pytest.approx(0.01 * 2.0**-7, rel=0.1)
     found.sum().backward()
     assert bool((out.grad == 1).all()) and bool((addend.grad == 1).all())
-
-
-def test_a_product_begins_from_its_addend_once() -> None:
-    x, weight = torch.randn(5, 3), torch.randn(4, 3)
-    products.begin(lambda given: torch.ones(len(given), 4))
-    torch.testing.assert_close(products.linear(x, weight), x @ weight.t() + 1)
-    torch.testing.assert_close(products.linear(x, weight), x @ weight.t())
-    products.begin(lambda given: torch.ones(len(given), 4))
-    products.end()
-    torch.testing.assert_close(products.linear(x, weight), x @ weight.t())

@@ -1,7 +1,7 @@
 """Adapters with PEFT's semantics on one Megatron linear: of all HF linears in it.
 
-Parameters are fp32. The product runs in the activations' dtype, and is added to the linear's own
-before that is rounded (`products`).
+Parameters are fp32. The product runs in the activations' dtype and is added to the linear's output
+without a bias (`products`).
 
 Shapes: O = out features, I = in features, R = rank, Q = parts with an adapter * R; s = sequence,
 b = batch.
@@ -134,21 +134,17 @@ class WeightAdapter(_Adapter):
 
     @torch.no_grad()
     def _merged(self) -> torch.Tensor:
-        weight, place = self.weight, self.places[0]
-        out = weight.detach().clone()
-        first, name = 0, f"{self.names[0]}.weight"
+        weight, place, first = self.weight.detach(), self.places[0], 0
+        out = weight.clone()
         for row, count in place.runs:
-            rows = place.rows_N[first : first + count]
-            own = slice(int(rows[0]), int(rows[-1]) + 1)
-            is_run = int(rows[-1]) - int(rows[0]) == count - 1
-            index = own if is_run else self._rows_N[first : first + count]
-            out[index] = merged(
-                weight.detach()[index],
+            rows_N = self._rows_N[first : first + count]
+            out[rows_N] = merged(
+                weight[rows_N],
                 self.lora_B["0"].detach()[first : first + count],
                 self.lora_A["0"].detach(),
                 scale=self.scale,
                 rounding=self._rounding(),
-                corner=Corner(name, row, place.columns[0]),
+                corner=Corner(f"{self.names[0]}.weight", row, place.columns[0]),
             )
             first += count
         return out
@@ -209,37 +205,6 @@ class DenseAdapter(_Adapter):
         rows = [place.rows_N for place in self.places]
         self._groups = _num_groups(rows, out_features)
         self.register_buffer("rows_N", torch.cat(rows).to(device), persistent=False)
-        self._factors: tuple[torch.Tensor, torch.Tensor]
-        """A and B of all parts in the activations' dtype, from `begin` to `add_to`."""
-        self._noted: torch.Tensor | None
-        """x A' [T, Q], if the linear's product has computed it."""
-
-    def begin(self, x: torch.Tensor) -> None:
-        """Before the linear runs on x: let its product begin from the adapter's (`products`)."""
-        dtype = x.dtype
-        lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(dtype)
-        self._factors, self._noted = (lora_A, self._packed_b(dtype)), None
-        if not torch.compiler.is_compiling():
-            products.begin(self._addend)
-
-    @torch.no_grad()
-    def _addend(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * (x A') B' of the product's input, which sequence parallelism has gathered."""
-        lora_A, lora_B_OQ = self._factors
-        self._noted = self._hidden(x.flatten(0, -2), lora_A)
-        product = functional.linear(self._noted * self.scale, lora_B_OQ)
-        return product.view(*x.shape[:-1], -1)
-
-    def _hidden(self, x_TI: torch.Tensor, lora_A: torch.Tensor) -> torch.Tensor:
-        """x A' of all parts on this rank, [T, parts with an adapter * R]."""
-        if not self._dropout.is_on:
-            # torch multiplies a transposed [s, 1, I] row by row, with a copy of A for each.
-            return functional.linear(x_TI, lora_A)
-        dropped = (
-            self._dropout.dense(x_TI, name_key=key, sharded=self.row_parallel) for key in self._keys
-        )
-        parts = zip(dropped, lora_A.chunk(len(self._keys)), strict=True)
-        return torch.cat([functional.linear(x, part) for x, part in parts], dim=-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute scale * A x of all parts: [s, b, I local] -> [s, b, parts with an adapter * R].
@@ -247,31 +212,34 @@ class DenseAdapter(_Adapter):
         Under sequence parallelism s is this rank's part before a column-parallel linear, also
         behind its fused norm, and after a row-parallel one.
         """
-        (lora_A, _), noted = self._factors, self._noted
-        x_TI = x.flatten(0, -2)
-        if noted is not None and len(noted) == len(x_TI) and not self._dropout.is_on:
-            h = _Noted.apply(x_TI, lora_A, noted)
+        if self._dropout.is_on:
+            h = torch.cat(
+                [
+                    functional.linear(
+                        self._dropout.dense(x, name_key=key, sharded=self.row_parallel),
+                        self.lora_A[k].to(x.dtype),
+                    )
+                    for k, key in zip(self.lora_A, self._keys, strict=True)
+                ],
+                dim=-1,
+            )
         else:
-            h = self._hidden(x_TI, lora_A)
-        h = h.unflatten(0, x.shape[:-1])
+            lora_A = torch.cat([self.lora_A[k] for k in self.lora_A]).to(x.dtype)
+            # torch multiplies a transposed [s, 1, I] row by row, with a copy of A for each.
+            h = functional.linear(x.flatten(0, -2), lora_A).unflatten(0, x.shape[:-1])
         h = h if self._is_copy else self._exchange(h, group=self._group)
         return h * self.scale
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The linear's output with the adapters' added, [s, b, sum of O local], after `begin` and
-        the linear. Where its product has taken the addend, only gradients are left to add."""
-        products.end()
-        (_, lora_B_OQ), was_added = self._factors, self._noted is not None
-        try:
-            if was_added and not torch.is_grad_enabled():
-                return out
-            h = self(x)
-            if not was_added:
-                return products.added(out, functional.linear(h, lora_B_OQ))
-            attached: torch.Tensor = _Attach.apply(out, h, lora_B_OQ)
-            return attached
-        finally:
-            del self._factors, self._noted
+        """The linear's output with the adapters' added, [s, b, sum of O local]; written over `out`
+        where nothing is compiled."""
+        h, lora_B_OQ = self(x), self._packed_b(out.dtype)
+        if torch.compiler.is_compiling():
+            # The compiler cannot trace writing over a custom function's input, and plans the memory
+            # itself.
+            return products.added(out, functional.linear(h, lora_B_OQ))
+        added: torch.Tensor = _AddProduct.apply(out, h, lora_B_OQ)
+        return added
 
     def _packed_b(self, dtype: torch.dtype) -> torch.Tensor:
         """B of all parts, each in its columns, rows in the fused linear's order. [O local, Q]"""
@@ -329,26 +297,12 @@ class _Sum(torch.autograd.Function):
         return None, *found, None, None, None
 
 
-class _Noted(torch.autograd.Function):
-    """x A', which was computed within the linear's product."""
+class _AddProduct(torch.autograd.Function):
+    """Computes out + h B' in place of `out`.
 
-    @staticmethod
-    def forward(
-        ctx: Any, x_TI: torch.Tensor, lora_A_QI: torch.Tensor, noted_TQ: torch.Tensor
-    ) -> torch.Tensor:
-        """[T, I], [Q, I], [T, Q] -> [T, Q]"""
-        ctx.save_for_backward(x_TI, lora_A_QI)
-        return noted_TQ.view_as(noted_TQ)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Return the gradients of x and A."""
-        x_TI, lora_A_QI = ctx.saved_tensors
-        return grads[0] @ lora_A_QI, grads[0].t() @ x_TI, None
-
-
-class _Attach(torch.autograd.Function):
-    """out, which has h B' in it already, with the gradients of all three."""
+    No linear keeps its output for its backward pass, so nothing else reads `out`. Autograd's
+    version counter would detect a change of this.
+    """
 
     @staticmethod
     def forward(
@@ -358,7 +312,11 @@ class _Attach(torch.autograd.Function):
         ctx.save_for_backward(h, lora_B_OQ)
         # An alias that is no view: what is compiled behind it (SwiGLU) would else be compiled again
         # for each shape of a view's base.
-        return out.data
+        result = out.data if out.is_contiguous() else out.contiguous()
+        flat_TO, h_TQ = result.view(-1, out.shape[-1]), h.reshape(-1, h.shape[-1])
+        products.add_product_(flat_TO, h_TQ, lora_B_OQ)
+        torch.autograd.graph.increment_version(out)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -106,11 +106,9 @@ class Dropout:
         return self._rows_L.chunk(self._parts)[self._rank] if self._parts > 1 else self._rows_L
 
     def dense(self, x: torch.Tensor, *, name_key: int, sharded: bool) -> torch.Tensor:
-        """[T, I] of an adapter on a dense linear: all tokens, or this rank's part of them.
-        `sharded`: it has this rank's part of the features."""
-        rows_T = self._own_rows()
-        if self._rows_L is not None and len(x) == len(self._rows_L):
-            rows_T = self._rows_L
+        """[s, b, I] of an adapter on a dense linear; `sharded`: it has all tokens and this rank's
+        part of the features."""
+        rows_T = self._rows_L if sharded and self._rows_L is not None else self._own_rows()
         first = self._rank * x.shape[-1] if sharded else 0
         return self._drop(x, rows_T, first, name_key)
 

@@ -415,7 +415,6 @@ class AdapterSet:
         if norms:
             self._add_before(norms[0], module, adapter)
         else:
-            self._hook(module, "register_forward_pre_hook", _begin(adapter, lambda: self._on))
             self._hook(module, "register_forward_hook", _add_delta(adapter, lambda: self._on))
 
     def _adapt_head(self, task: Any) -> None:
@@ -454,8 +453,6 @@ class AdapterSet:
 
         def note(_: Any, args: tuple[Any, ...]) -> None:
             inputs[:] = args[:1]
-            if self._on:
-                adapter.begin(args[0])
 
         def add(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs.pop()
@@ -493,7 +490,6 @@ class AdapterSet:
 
     def attach(self) -> None:
         """Put the hooks on the model."""
-        products.install()
         for module in self._normed:
             module.return_layernorm_output = True
         self._hooks = [
@@ -571,16 +567,6 @@ def _refusal(task: Any, lora: LoraConfig) -> str | None:
             "set lora.dropout to 0"
         )
     return None
-
-
-def _begin(adapter: DenseAdapter, is_on: Callable[[], bool]) -> Any:
-    """A forward pre-hook: the linear's product begins from the adapter's, while it is on."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if is_on():
-            adapter.begin(args[0])
-
-    return hook
 
 
 def _add_delta(adapter: DenseAdapter | ExpertAdapter, is_on: Callable[[], bool]) -> Any:

@@ -1,9 +1,6 @@
 """Triton kernels of `experts`, for the steps between the grouped matrix products.
 
-Rows come sorted by expert. `ends_E[e]` is the row after expert e's last one, and only the device
-knows it. A program therefore finds its own expert. Every expert's rows are cut into tiles of
-BLOCK_N, and program p takes the p-th tile. The grid has as many programs as there can be tiles
-(`num_tiles`). Programs beyond the last tile end at once.
+Rows come sorted by expert, and a program finds its own one (`product_kernels`).
 
 Axes: N = rows, E = experts, H = hidden size, F = an expert's inner size, R = columns of an
 adapter's hidden layer (padded), T = tokens, K = experts of a token.
@@ -20,37 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer_node.adapters import products
-from trainer_node.adapters.rounding_kernels import tile_thresholds, to_bf16
+from trainer_node.adapters.product_kernels import (
+    BLOCK_N,
+    find_tile,
+    num_tiles,
+    padded,
+    precision,
+)
 from trainer_node.model.grouped import GateUp
 
-BLOCK_N = 64
-"""Rows of a tile."""
 BLOCK_F = 64
 COMBINE_COLUMNS = 1024
-
-
-def num_tiles(num_rows: int, num_experts: int, block: int = BLOCK_N) -> int:
-    """Return the largest number of tiles that these rows can make, for any choice of experts."""
-    return num_rows // block + num_experts
-
-
-@triton.jit
-def _find_tile(
-    ends_ptr, program, num_rows, E: tl.constexpr, PADDED_E: tl.constexpr, BLOCK: tl.constexpr
-):
-    """(expert, first row, end of the expert's rows); expert >= E: nothing to do."""
-    e = tl.arange(0, PADDED_E)
-    end = tl.load(ends_ptr + e, mask=e < E, other=num_rows)
-    start = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    start = tl.where(e < E, start, end)
-    tiles = (end - start + BLOCK - 1) // BLOCK
-    before = tl.cumsum(tiles, 0)
-    expert = tl.sum((before <= program).to(tl.int32), 0)
-    first_tile = tl.sum(tl.where(e < expert, tiles, 0), 0)
-    first_row = tl.sum(tl.where(e == expert, start, 0), 0) + (program - first_tile) * BLOCK
-    end_row = tl.sum(tl.where(e == expert, end, 0), 0)
-    return expert, first_row, end_row
 
 
 @triton.jit
@@ -60,7 +37,7 @@ def _swiglu_kernel(
     PADDED_E: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip # many constants
-    expert, first, end = _find_tile(ends_ptr, tl.program_id(0), num_rows, E, PADDED_E, BLOCK)
+    expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_rows, E, PADDED_E, BLOCK)
     if expert < E:
         n = first + tl.arange(0, BLOCK)
         f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -92,7 +69,7 @@ def _swiglu_backward_kernel(
     E: tl.constexpr, PADDED_E: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip # many constants
-    expert, first, end = _find_tile(ends_ptr, tl.program_id(0), num_rows, E, PADDED_E, BLOCK)
+    expert, first, end = find_tile(ends_ptr, tl.program_id(0), num_rows, E, PADDED_E, BLOCK)
     if expert < E:
         n = first + tl.arange(0, BLOCK)
         row = n.to(tl.int64)[:, None]
@@ -158,38 +135,6 @@ def _swiglu_backward_kernel(
 
 
 @triton.jit
-def _add_product_kernel(
-    y_ptr, h_ptr, w_ptr, ends_ptr, num_rows, stride_e, stride_o, stride_r, word,
-    OUT: tl.constexpr, R: tl.constexpr, PADDED_R: tl.constexpr, E: tl.constexpr,
-    PADDED_E: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip # many constants
-    expert, first, end = _find_tile(ends_ptr, tl.program_id(0), num_rows, E, PADDED_E, BLOCK)
-    if expert < E:
-        n = first + tl.arange(0, BLOCK)
-        o = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        r = tl.arange(0, PADDED_R)
-        row = n.to(tl.int64)[:, None]
-        here = (n < end)[:, None] & (o < OUT)[None, :]
-        h = tl.load(
-            h_ptr + row * R + r[None, :], mask=(n < end)[:, None] & (r < R)[None, :], other=0.0
-        )
-        w_ptrs = (
-            w_ptr + expert.to(tl.int64) * stride_e + r[:, None] * stride_r + o[None, :] * stride_o
-        )
-        w = tl.load(w_ptrs, mask=(r < R)[:, None] & (o < OUT)[None, :], other=0.0)
-        y_ptrs = y_ptr + row * OUT + o[None, :]
-        y = tl.load(y_ptrs, mask=here, other=0.0).to(tl.float32) + tl.dot(
-            h, w, input_precision=PRECISION
-        )
-        if y_ptr.dtype.element_ty == tl.bfloat16:
-            rounded = to_bf16(y, tile_thresholds(word.to(tl.int64), n, 0, o))
-        else:
-            rounded = y.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptrs, rounded, mask=here)
-
-
-@triton.jit
 def _combine_kernel(
     y_ptr, row_ptr, out_ptr, H: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -235,40 +180,10 @@ def swiglu_backward(
             num_rows,
             **_shape(inner),
             DOWN_R=down_rank,
-            PADDED_DOWN_R=_padded(down_rank),
+            PADDED_DOWN_R=padded(down_rank),
             num_warps=4,
         )
     return act_NF, grad_y_N2F, grad_p_N
-
-
-def add_product_(
-    y_NO: torch.Tensor, h_NR: torch.Tensor, w_EOR: torch.Tensor, ends_E: torch.Tensor
-) -> None:
-    """`experts.add_product_`."""
-    out, rank = w_EOR.shape[1:]
-    stride_e, stride_o, stride_r = w_EOR.stride()
-    columns = 128
-    with torch.cuda.device_of(y_NO):
-        _add_product_kernel[(num_tiles(len(y_NO), len(ends_E)), triton.cdiv(out, columns))](
-            y_NO,
-            h_NR,
-            w_EOR,
-            ends_E,
-            len(y_NO),
-            stride_e,
-            stride_o,
-            stride_r,
-            products.WORD,
-            OUT=out,
-            R=rank,
-            PADDED_R=_padded(rank),
-            E=len(ends_E),
-            PADDED_E=triton.next_power_of_2(len(ends_E)),
-            BLOCK=BLOCK_N,
-            COLUMNS=columns,
-            PRECISION=_precision(y_NO),
-            num_warps=4,
-        )
 
 
 def combine(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
@@ -300,22 +215,13 @@ def _shape(inner: GateUp) -> dict[str, Any]:
     return {
         "F": inner.y_N2F.shape[1] // 2,
         "R": rank,
-        "PADDED_R": _padded(rank),
+        "PADDED_R": padded(rank),
         "E": len(inner.ends_E),
         "PADDED_E": triton.next_power_of_2(len(inner.ends_E)),
         "BLOCK": BLOCK_N,
         "COLUMNS": BLOCK_F,
-        "PRECISION": _precision(inner.y_N2F),
+        "PRECISION": precision(inner.y_N2F),
     }
-
-
-def _padded(rank: int) -> int:
-    """Return the precision of Triton's dot."""
-    return max(16, int(triton.next_power_of_2(rank)))
-
-
-def _precision(y: torch.Tensor) -> str:
-    return "ieee" if y.dtype is torch.float32 else "tf32"
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

@@ -304,9 +304,9 @@ def add_product_(
     would vanish here; added only after all rows, it would decide the many ties of their sum.
     """
     if y_NO.is_cuda:
-        from trainer_node.model import expert_kernels
+        from trainer_node.adapters import product_kernels
 
-        expert_kernels.add_product_(y_NO, h_NR, w_EOR, ends_E)
+        product_kernels.add_product_(y_NO, h_NR, w_EOR, ends_E)
     else:
         wide = torch.promote_types(y_NO.dtype, torch.float32)
         product = grouped_matmul(h_NR.to(wide), w_EOR.transpose(1, 2).to(wide), ends_E)

@@ -18,7 +18,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 from torch.nn import functional
 
-from trainer_node.adapters import products
 from trainer_node.model.cpu_te.attention import attend
 
 HAVE_TE = True
@@ -118,7 +117,7 @@ class TELinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[..., in] -> [..., out]."""
-        return products.linear(x, self.weight), None
+        return functional.linear(x, self.weight), None
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):

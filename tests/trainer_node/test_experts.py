@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.numerics import chain_error_bound
+from trainer_node.adapters.products import WORD
 from trainer_node.model import experts
 from trainer_node.model.grouped import GateUp
 
@@ -63,6 +64,7 @@ def inner(d: dict[str, torch.Tensor], *, has_adapter: bool) -> GateUp:
 
 def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Every kernel against the CPU's operations in fp32."""
+    from trainer_node.adapters import product_kernels
     from trainer_node.model import expert_kernels
 
     d = ragged(device, dtype)
@@ -87,8 +89,14 @@ def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
             for one, other in zip(found, want, strict=True):
                 close(one, other)
     for w, cw in ((d["w"], c["w"]), (d["w"].transpose(1, 2).contiguous().transpose(1, 2), c["w"])):
-        expert_kernels.add_product_(d["out"], d["down_h"], w, d["ends"])
-        experts.add_product_(c["out"], c["down_h"], cw, c["ends"])
+        for word in (None, WORD):  # stochastic in bf16: a neighbour at most
+            product_kernels.add_product_(d["out"], d["down_h"], w, d["ends"], word=word)
+            experts.add_product_(c["out"], c["down_h"], cw, c["ends"])
+            close(d["out"], c["out"])
+            c["out"] = d["out"].cpu().float()
+        # All rows with one matrix, as a dense linear's.
+        product_kernels.add_product_(d["out"], d["down_h"], w[:1], word=WORD)
+        c["out"] += c["down_h"] @ cw[0].t()
         close(d["out"], c["out"])
         c["out"] = d["out"].cpu().float()
     close(expert_kernels.combine(d["out"], d["choice"]), experts.combine(c["out"], c["choice"]))

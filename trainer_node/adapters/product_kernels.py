@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer_node.adapters.products import WORD
 from trainer_node.adapters.rounding_kernels import tile_thresholds, to_bf16
 
 BLOCK_N = 64
@@ -55,7 +54,7 @@ def _add_product_kernel(
     y_ptr, h_ptr, w_ptr, ends_ptr, num_rows, stride_e, stride_o, stride_r, word,
     OUT: tl.constexpr, R: tl.constexpr, STEP_R: tl.constexpr, E: tl.constexpr,
     PADDED_E: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STOCHASTIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip # many constants
     if E == 1:
         expert, first, end = 0, tl.program_id(0) * BLOCK, num_rows
@@ -77,7 +76,7 @@ def _add_product_kernel(
             product = tl.dot(h, w, product, input_precision=PRECISION)
         y_ptrs = y_ptr + row * OUT + o[None, :]
         y = tl.load(y_ptrs, mask=here, other=0.0).to(tl.float32) + product
-        if y_ptr.dtype.element_ty == tl.bfloat16:
+        if STOCHASTIC:
             rounded = to_bf16(y, tile_thresholds(word.to(tl.int64), n, 0, o))
         else:
             rounded = y.to(y_ptr.dtype.element_ty)
@@ -89,11 +88,15 @@ def add_product_(
     h_NR: torch.Tensor,
     w_EOR: torch.Tensor,
     ends_E: torch.Tensor | None = None,
+    *,
+    word: int | None,
 ) -> None:
-    """y += h w[e]', in place; added in fp32, and rounded to bf16 stochastically (`products.added`).
+    """y += h w[e]', in place, added in fp32.
 
     Args:
         ends_E: the row after each expert's last one; not needed for one.
+        word: from which the thresholds of a stochastic rounding to bf16 are counted; None: to
+            nearest.
     """
     experts, out, rank = w_EOR.shape
     stride_e, stride_o, stride_r = w_EOR.stride()
@@ -108,7 +111,7 @@ def add_product_(
             stride_e,
             stride_o,
             stride_r,
-            WORD,
+            word or 0,
             OUT=out,
             R=rank,
             STEP_R=min(padded(rank), LONGEST_DOT),
@@ -116,6 +119,7 @@ def add_product_(
             PADDED_E=triton.next_power_of_2(experts),
             BLOCK=BLOCK_N,
             COLUMNS=COLUMNS,
+            STOCHASTIC=word is not None and y_NO.dtype is torch.bfloat16,
             PRECISION=precision(y_NO),
             num_warps=4,
         )

@@ -46,6 +46,6 @@ def add_product_(out_TO: torch.Tensor, h_TQ: torch.Tensor, lora_B_OQ: torch.Tens
     elif out_TO.is_cuda:
         from trainer_node.adapters import product_kernels
 
-        product_kernels.add_product_(out_TO, h_TQ.contiguous(), lora_B_OQ[None])
+        product_kernels.add_product_(out_TO, h_TQ.contiguous(), lora_B_OQ[None], word=WORD)
     else:
         out_TO.copy_(added(out_TO, functional.linear(h_TQ.float(), lora_B_OQ.float())))

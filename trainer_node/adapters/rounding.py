@@ -19,7 +19,7 @@ keeps each delta in the mean, and the errors of a dot product's terms cancel:
 `h16` is a hash of the run's seed, the tensor's HF name, and the element's row and column, so of its
 row-major index (`thresholds`). It does not depend on rank, topology, chunk or version: two versions
 differ only where `W + delta` crossed an element's threshold. A delta of exactly zero copies W's
-bits. NaN is copied, and what is finite stays finite.
+bits. What is finite stays finite, and NaN stays NaN.
 
 Axes: H = rows and W = columns of an HF tensor, seen as a matrix (`gather_plan.matrix`); R = rank.
 """
@@ -36,8 +36,10 @@ from orchestrator.protocol.config import RoundingMode
 
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
 """Factors of a 32-bit finaliser (Wellons 2018, "Prospecting for Hash Functions", lowbias32)."""
-BF16_TOP = 0x7F7F0000
-"""Bits of the largest finite bf16: from here up nothing is added."""
+BF16_TOP = 3.3895313892515355e38
+"""The largest finite bf16: from here up nothing is added."""
+BF16_NAN = 0x7FFF
+"""What is left of a GPU's NaN, 0x7FFFFFFF."""
 FP16_BIAS = 112 << 23
 """What fp32's exponent exceeds fp16's by."""
 FP16_NORMAL = 113 << 23
@@ -144,10 +146,9 @@ def rounded(sum_HW: torch.Tensor, dtype: torch.dtype, h16_HW: torch.Tensor | Non
 
 
 def _bf16(sum_HW: torch.Tensor, h16_HW: torch.Tensor) -> torch.Tensor:
-    bits = sum_HW.view(torch.int32)
-    has_room = (bits & 0x7FFFFFFF) < BF16_TOP
-    bits = (bits + h16_HW * has_room) & -65536
-    return bits.view(torch.float32).masked_fill_(sum_HW.isnan(), math.nan).bfloat16()
+    bits = sum_HW.view(torch.int32) + h16_HW * (sum_HW.abs() < BF16_TOP)
+    found = (bits >> 16).masked_fill_(sum_HW.isnan(), BF16_NAN)
+    return found.to(torch.int16).view(torch.bfloat16)
 
 
 def _fp16(sum_HW: torch.Tensor, h13_HW: torch.Tensor) -> torch.Tensor:
@@ -249,5 +250,5 @@ def merge_matrix(
         if word is not None:
             h16 = thresholds(word, len(weight), width, first_row=row, device=weight.device)
         found = rounded(delta + weight, weight.dtype, h16)
-        out_HW[row : row + step] = torch.where((delta == 0) | weight.isnan(), weight, found)
+        out_HW[row : row + step] = torch.where(delta == 0, weight, found)
     return out_HW

@@ -53,8 +53,8 @@ def tile_thresholds(word, o, first_i, i):
 def to_bf16(total, h16):
     """`rounding._bf16`."""
     bits = total.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) < _BF16_TOP, bits + h16, bits) >> 16
-    return tl.where(total != total, 0x7FC0, bits).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    bits = tl.where(tl.abs(total) < _BF16_TOP, bits + h16, bits)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

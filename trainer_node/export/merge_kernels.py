@@ -147,14 +147,13 @@ def merged_tile(
             product = tl.dot(b_OR, a_RI, product, input_precision="ieee")
         delta = product * scale
         wide = w.to(tl.float32)
-        total = delta + wide
+        total = tl.where(delta == 0.0, wide, delta + wide)  # -0 stays
         if STOCHASTIC and tl.bfloat16 == DTYPE:
-            merged = to_bf16(total, tile_thresholds(tl.load(entry + WORD_AT), o, first_i, i))
+            w = to_bf16(total, tile_thresholds(tl.load(entry + WORD_AT), o, first_i, i))
         elif STOCHASTIC and tl.float16 == DTYPE:
-            merged = to_fp16(total, tile_thresholds(tl.load(entry + WORD_AT), o, first_i, i) >> 3)
+            w = to_fp16(total, tile_thresholds(tl.load(entry + WORD_AT), o, first_i, i) >> 3)
         else:
-            merged = total.to(DTYPE)
-        w = tl.where((delta == 0.0) | (wide != wide), w, merged)
+            w = total.to(DTYPE)
     return w
 
 

@@ -179,7 +179,8 @@ class _ExpertMlp(torch.autograd.Function):
         act_NF = swiglu(_gate_up(y_N2F, h_NQ, fc1, probs, rows))
         out_NH = grouped_matmul(act_NF, stacked.fc2_EHF.transpose(1, 2), rows.ends_E)
         if fc2 is not None:
-            add_product_(out_NH, fc2.hidden(act_NF, rows), fc2.lora_B_EOQ, rows.ends_E)
+            h_NR = fc2.hidden(act_NF, rows)
+            add_product_(out_NH, h_NR, fc2.lora_B_EOQ, rows.ends_E, keeps_all=True)
         ctx.rows, ctx.stacked, ctx.scale = rows, stacked, scale
         ctx.save_for_backward(x_TH, probs, y_N2F, h_NQ, *params)
         return rows.combine(out_NH)
@@ -296,21 +297,28 @@ def swiglu_backward(
 
 
 def add_product_(
-    y_NO: torch.Tensor, h_NR: torch.Tensor, w_EOR: torch.Tensor, ends_E: torch.Tensor
+    y_NO: torch.Tensor,
+    h_NR: torch.Tensor,
+    w_EOR: torch.Tensor,
+    ends_E: torch.Tensor,
+    *,
+    keeps_all: bool = False,
 ) -> None:
-    """y += h w[e]', in place, added in fp32 and rounded without a bias (`products.added`).
+    """y += h w[e]', in place, added in fp32.
 
-    y is rounded already, and so are the rows that `combine` adds up. To nearest, a small product
-    would vanish here; added only after all rows, it would decide the many ties of their sum.
+    With `keeps_all` the sum is rounded without a bias (`products.added`). y is rounded already, and
+    so are the rows that `combine` adds up. To nearest, a small product would vanish here; added
+    only after all rows, it would decide the many ties of their sum.
     """
     if y_NO.is_cuda:
         from trainer_node.adapters import product_kernels
 
-        product_kernels.add_product_(y_NO, h_NR, w_EOR, ends_E)
+        word = products.WORD if keeps_all else None
+        product_kernels.add_product_(y_NO, h_NR, w_EOR, ends_E, word=word)
     else:
         wide = torch.promote_types(y_NO.dtype, torch.float32)
         product = grouped_matmul(h_NR.to(wide), w_EOR.transpose(1, 2).to(wide), ends_E)
-        y_NO.copy_(products.added(y_NO, product))
+        y_NO.copy_(products.added(y_NO, product) if keeps_all else y_NO.to(wide) + product)
 
 
 def combine(y_NH: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:

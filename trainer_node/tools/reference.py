@@ -149,8 +149,7 @@ def stochastic_bf16(values: np.ndarray, name: str, seed: int) -> np.ndarray:
         threshold = ((hashed * columns) & np.uint64(0xFFFFFFFF)) >> np.uint64(16)
         is_below_top = (bits[row] & np.uint64(0x7FFFFFFF)) < np.uint64(0x7F7F0000)
         bits[row] = (bits[row] + np.where(is_below_top, threshold, np.uint64(0))) >> np.uint64(16)
-    cut = (bits << np.uint64(16)).astype(np.uint32).view(np.float32)
-    return np.where(np.isnan(matrix), np.float32(np.nan), cut).reshape(values.shape)
+    return (bits << np.uint64(16)).astype(np.uint32).view(np.float32).reshape(values.shape)
 
 
 def merged(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +21,15 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from orchestrator.protocol.config import ALL_LINEAR, LM_HEAD, LoraConfig
+from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.numerics import SIGMAS
+from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import HEAD, make_trainer, random_adapters
 from trainer_node.adapters.dense_lora import DenseAdapter, WeightAdapter
 from trainer_node.adapters.lora import ExpertAdapter
+from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.merged import Exporter
+from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
 
 TOKENS = 4096
@@ -132,6 +137,29 @@ def check_head(trainer: Trainer) -> None:
     assert all(float(p.grad.abs().max()) > 0 for a in heads for p in a.parameters())
 
 
+def check_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """A loaded version is merged again as it was, with the seed that it had; the next step's as the
+    config says, with the same seed."""
+    adapters, exporter = trainer.model.adapters, Exporter(trainer.model)
+
+    def merged() -> dict[str, torch.Tensor]:
+        return {n: t.clone().view(torch.int16) for n, t in exporter.merged_tensors()}
+
+    configured = adapters.rounding
+    adapters.rounding = Rounding(mode="nearest", seed=5)
+    want = merged()
+    checkpoint.save(trainer, folder, version=1)
+    adapters.rounding = configured
+    found = merged()
+    assert any(not torch.equal(found[name], want[name]) for name in want)
+    checkpoint.load(trainer, folder)
+    assert adapters.rounding == Rounding(mode="nearest", seed=5)
+    found = merged()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+    trainer.train_step(make_batch(), LossSpec(name="grpo"), OptimParams(lr=1e-3))
+    assert adapters.rounding == Rounding(mode="stochastic", seed=5)
+
+
 def main() -> None:
     torch.manual_seed(0)
     flags = sys.argv[4:]
@@ -154,6 +182,10 @@ def main() -> None:
     if HEAD in flags:
         check_head(trainer)
     assert check_experts(trainer) == int(is_moe)
+    random_adapters(trainer)
+    if torch.distributed.get_world_size() == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            check_checkpoint(trainer, Path(folder) / "saved")
     trainer.model.close()
 
 

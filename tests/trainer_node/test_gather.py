@@ -16,14 +16,14 @@ TOPOLOGIES = {
     "cp2": ("dense_untied", 2, (1, 1, 1), "cp2"),
     "tp2": ("dense_tied", 2, (2, 1, 1)),
     "tp2-no-sequence": ("dense_untied", 2, (2, 1, 1), "bfloat16", "no-sequence"),
-    "pp2": ("dense_tied", 2, (1, 2, 1)),
+    "pp2": ("dense_tied", 2, (1, 2, 1), "bfloat16"),
     "tp2pp2": ("dense_tied", 4, (2, 2, 1)),
     "moe-tp2": ("moe", 2, (2, 1, 1)),
-    "moe-ep2": ("moe", 2, (1, 1, 2)),
+    "moe-ep2": ("moe", 2, (1, 1, 2), "bfloat16"),
     "moe-tp2ep2": ("moe", 2, (2, 1, 2), "bfloat16"),
     "moe-tp2pp2": ("moe", 4, (2, 2, 1)),
     "moe-dp2ep2": ("moe", 4, (1, 1, 2)),
-    "moe-tp2etp2": ("moe", 2, (2, 1, 1), "etp2"),
+    "moe-tp2etp2": ("moe", 2, (2, 1, 1), "etp2", "bfloat16"),
 }
 
 

@@ -33,6 +33,7 @@ GENERATIONS, OPERATIONS = (
 )
 DROPOUT = "tests/trainer_node/test_dropout.py"
 GATHER = "tests/trainer_node/test_gather.py"
+ROUNDING = "tests/trainer_node/test_rounding.py"
 PEFT = "tests/trainer_node/test_peft_io.py"
 EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
 FUSED = "tests/trainer_node/test_fp8_export.py::test_the_fused_kernels_interpreted"
@@ -161,6 +162,97 @@ MUTANTS = [
         old="LEAST_SHARE = 0.5",
         new="LEAST_SHARE = 0.0",
         killer=BEGUN,
+    ),
+    Mutant(
+        name="thresholds are counted from the piece",
+        file="trainer_node/adapters/rounding.py",
+        old="rows = (rows + self.row)",
+        new="rows = (rows + 0)",
+        killer=f"{ROUNDING}::test_a_piece_has_the_bits_of_the_whole",
+    ),
+    Mutant(
+        name="thresholds are taken off",
+        file="trainer_node/adapters/rounding.py",
+        old="sum_HW.view(torch.int32) + h16_HW *",
+        new="sum_HW.view(torch.int32) - h16_HW *",
+        killer=f"{ROUNDING}::test_every_bit_of_a_threshold_counts",
+    ),
+    Mutant(
+        name="thresholds have one bit less",
+        file="trainer_node/adapters/rounding.py",
+        old="_right(x_H[:, None] * y_W, 16)",
+        new="_right(x_H[:, None] * y_W, 17)",
+        killer=f"{ROUNDING}::test_thresholds_are_uniform_and_unrelated",
+    ),
+    Mutant(
+        name="a threshold is one too large",
+        file="trainer_node/adapters/rounding.py",
+        old="sum_HW.abs() < BF16_TOP)",
+        new="sum_HW.abs() < BF16_TOP) + 1",
+        killer=f"{ROUNDING}::test_every_bit_of_a_threshold_counts",
+    ),
+    Mutant(
+        name="the merge rounds to nearest",
+        file="trainer_node/adapters/rounding.py",
+        old='if rounding.mode == "stochastic" and',
+        new="if False and",
+        killer=f"{ROUNDING}::test_bf16_equals_the_integers_of_the_reference[shape1]",
+    ),
+    Mutant(
+        name="a tie of two roundings stays",
+        file="trainer_node/adapters/rounding.py",
+        old="        single_HW[row, column] = _once_rounded",
+        new="        _ = _once_rounded",
+        killer=f"{ROUNDING}::test_a_tie_of_two_roundings_is_decided_by_the_first_ones_error",
+    ),
+    Mutant(
+        name="no delta changes a negative zero",
+        file="trainer_node/adapters/rounding.py",
+        old="torch.where(delta == 0, weight, found)",
+        new="found",
+        killer=f"{ROUNDING}::test_no_delta_copies_the_bits[rounding0-dtype0]",
+    ),
+    Mutant(
+        name="finite weights become infinite",
+        file="trainer_node/adapters/rounding.py",
+        old="h16_HW * (sum_HW.abs() < BF16_TOP)",
+        new="h16_HW",
+        killer=f"{ROUNDING}::test_finite_stays_finite_and_infinity_infinite[dtype0]",
+    ),
+    Mutant(
+        name="an adapter's product is rounded away",
+        file="trainer_node/adapters/products.py",
+        old="return nearest + correction",
+        new="return nearest",
+        killer="tests/trainer_node/test_small_update.py::test_a_small_update_is_in_the_forward_pass[dense]",
+    ),
+    Mutant(
+        name="the experts' products are rounded away",
+        file="trainer_node/model/experts.py",
+        old="keeps_all=True",
+        new="keeps_all=False",
+        killer="tests/trainer_node/test_small_update.py::test_a_small_update_is_in_the_forward_pass[moe]",
+    ),
+    Mutant(
+        name="a loaded version is merged as the config says",
+        file="trainer_node/state/checkpoint.py",
+        old="    model.adapters.rounding = _rounding(trainer, meta)\n",
+        new="",
+        killer="tests/trainer_node/test_small_update.py::test_a_small_update_is_in_the_forward_pass[moe]",
+    ),
+    Mutant(
+        name="pieces of other ranks have thresholds of their own",
+        file="trainer_node/export/wire_export.py",
+        old="corner=Corner(tensor.name, placed.box.first_row, placed.box.first_column)",
+        new="corner=Corner(tensor.name)",
+        killer=f"{GATHER}::test_bytes_equal_the_export[moe-tp2ep2]",
+    ),
+    Mutant(
+        name="a tile counts its columns from 0",
+        file="trainer_node/adapters/rounding_kernels.py",
+        old="(first_i + (word >> 32))",
+        new="(word >> 32)",
+        killer="tests/trainer_node/test_wire_export.py::test_the_kernel_interpreted",
     ),
     Mutant(
         name="magnitudes of an earlier fill stay",

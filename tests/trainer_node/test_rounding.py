@@ -123,13 +123,13 @@ def test_bf16_equals_the_integers_of_the_reference(shape: tuple[int, int]) -> No
 
 def test_every_bit_of_a_threshold_counts() -> None:
     """A number with a fraction f of 65,536 goes up where the threshold is at least 65,536 - f."""
-    h16 = thresholds(Corner(NAME).word(SEEDED), 64, 256)
-    fraction = torch.arange(64 * 256, dtype=torch.int32).view(64, 256) * 4
-    for sign in (0, -(2**31)):
-        base = 0x3F800000
-        total = (base | fraction | sign).view(torch.float32)
-        got = bits(rounded(total, torch.bfloat16, h16)).int() & 0x7FFF
-        assert torch.equal(got - (base >> 16), ((fraction + h16) >= 65536).int())
+    h16, base = thresholds(Corner(NAME).word(SEEDED), 64, 256).clamp(min=1), 0x3F800000
+    spread = torch.arange(64 * 256, dtype=torch.int32).view(64, 256) * 4
+    for fraction in (spread, 65535 - h16, 65536 - h16):  # the last two: just not, and just
+        for sign in (0, -(2**31)):
+            total = (base | fraction | sign).view(torch.float32)
+            got = bits(rounded(total, torch.bfloat16, h16)).int() & 0x7FFF
+            assert torch.equal(got - (base >> 16), ((fraction + h16) >= 65536).int())
 
 
 def test_fp16_goes_up_by_the_thresholds_upper_13_bits() -> None:
@@ -156,6 +156,7 @@ def test_no_delta_copies_the_bits(dtype: torch.dtype, rounding: Rounding) -> Non
     assert bool(weight.isnan().any())
     weight[0, :2] = torch.tensor([-0.0, 0.0])
     zeros, a = torch.zeros(64, 3), torch.randn(3, 96)
+    a[:, 0] = 1.0  # its product with 0 is +0, and -0 + 0 would be +0
     assert torch.equal(bits(merged(weight, zeros, a, rounding=rounding)), bits(weight))
     zeros[1:, 2] = 1.0  # now row 0 alone has no delta
     a[2, 5] = 0.0
@@ -169,8 +170,8 @@ def test_no_delta_copies_the_bits(dtype: torch.dtype, rounding: Rounding) -> Non
 def test_finite_stays_finite_and_infinity_infinite(dtype: torch.dtype) -> None:
     top = torch.finfo(dtype).max
     weight = torch.tensor([[top, -top, math.inf, -math.inf] * 64]).to(dtype)
-    b, a = torch.tensor([[1.0]]), (weight.float() * 1e-6).nan_to_num(1.0, 1.0, -1.0).sign()
-    got = merged(weight, b, a * (top * 1e-6), scale=1.0)
+    b, a = torch.tensor([[1.0]]), weight.float().sign() * (top * 2.0**-9)  # half a unit or more
+    got = merged(weight, b, a, scale=1.0)
     assert torch.equal(got, weight)
 
 

@@ -4,7 +4,8 @@
     <dir>/model-00001-of-0000N.safetensors ...               in the manifest's order
     <dir>/model.safetensors.index.json                       which tensor is where
 
-Streamed: at most one file's tensors are in memory. The folder appears whole or not at all.
+Streamed: at most one file's tensors are in memory. The folder appears whole or not at all. Each
+file's metadata names the mode and seed of the rounding.
 
 With `fp8_like` the weights that are block-scaled FP8 in that checkpoint are written so, in the
 bytes of a publication to a server that loaded it. Config and tokenizer are copied from there.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -87,11 +89,25 @@ def export_hf(
     with agree(model.control_group, partial(_failed, folder)):
         try:
             if dist.get_rank() == 0:
-                _write(like, folder, manifest, plan, sent, is_fp8=bool(scaled))
+                _write(
+                    like,
+                    folder,
+                    manifest,
+                    plan,
+                    sent,
+                    metadata=_metadata(model),
+                    is_fp8=bool(scaled),
+                )
         finally:
             for _ in stream:  # every rank finishes the export, so that they stay in step
                 pass
     return [*plan, INDEX] if len(plan) > 1 else [*plan]
+
+
+def _metadata(model: Model) -> dict[str, str]:
+    """What each file says of itself: also how its adapters were merged."""
+    merged = {} if model.trains_all else asdict(model.rounding)
+    return {"format": "pt"} | {f"splice_rounding_{k}": str(v) for k, v in merged.items()}
 
 
 def _scaled_in(model: Model, folder: Path | None) -> frozenset[str]:
@@ -120,6 +136,7 @@ def _write(
     plan: dict[str, tuple[str, ...]],
     stream: Iterator[tuple[str, torch.Tensor]],
     *,
+    metadata: dict[str, str],
     is_fp8: bool,
 ) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -127,7 +144,7 @@ def _write(
     temp = generations.make_empty(generations.new_folder(folder))
     try:
         for name, tensors in plan.items():
-            _write_shard(temp / name, tensors, stream)
+            _write_shard(temp / name, tensors, stream, metadata)
         if len(plan) > 1:
             index = {
                 "metadata": {"total_size": manifest.nbytes},
@@ -156,7 +173,10 @@ def _write_plain_config(source: Path, path: Path) -> None:
 
 
 def _write_shard(
-    path: Path, names: Sequence[str], stream: Iterator[tuple[str, torch.Tensor]]
+    path: Path,
+    names: Sequence[str],
+    stream: Iterator[tuple[str, torch.Tensor]],
+    metadata: dict[str, str],
 ) -> None:
     # A merged tensor may be a view of a larger one. safetensors needs separate tensors.
     tensors = {}
@@ -164,4 +184,4 @@ def _write_shard(
         name, tensor = next(stream)
         assert name == wanted, f"the export gave {name} where the plan has {wanted}"
         tensors[name] = tensor.detach().cpu().contiguous().clone()
-    write_file(path, lambda temp: save_file(tensors, temp, metadata={"format": "pt"}))
+    write_file(path, lambda temp: save_file(tensors, temp, metadata=metadata))

@@ -3,9 +3,9 @@
     <dir>/config.json, tokenizer files                       copied from the model's folder
     <dir>/model-00001-of-0000N.safetensors ...               in the manifest's order
     <dir>/model.safetensors.index.json                       which tensor is where
+    <dir>/splice_merge.json                                  how adapters were merged
 
-Streamed: at most one file's tensors are in memory. The folder appears whole or not at all. Each
-file's metadata names the mode and seed of the rounding.
+Streamed: at most one file's tensors are in memory. The folder appears whole or not at all.
 
 With `fp8_like` the weights that are block-scaled FP8 in that checkpoint are written so, in the
 bytes of a publication to a server that loaded it. Config and tokenizer are copied from there.
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import Manifest
 from trainer_node import objects
+from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Failure, agree
 from trainer_node.model import fp8_blocks
@@ -37,6 +38,8 @@ from trainer_node.state.generations import CheckpointError, write_file
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 INDEX = "model.safetensors.index.json"
+MERGE = "splice_merge.json"
+"""Mode and seed of the rounding with which adapters were merged."""
 
 
 def plan_files(manifest: Manifest, *, shard_bytes: int) -> dict[str, tuple[str, ...]]:
@@ -95,19 +98,13 @@ def export_hf(
                     manifest,
                     plan,
                     sent,
-                    metadata=_metadata(model),
+                    merged=None if model.trains_all else model.rounding,
                     is_fp8=bool(scaled),
                 )
         finally:
             for _ in stream:  # every rank finishes the export, so that they stay in step
                 pass
     return [*plan, INDEX] if len(plan) > 1 else [*plan]
-
-
-def _metadata(model: Model) -> dict[str, str]:
-    """What each file says of itself: also how its adapters were merged."""
-    merged = {} if model.trains_all else asdict(model.rounding)
-    return {"format": "pt"} | {f"splice_rounding_{k}": str(v) for k, v in merged.items()}
 
 
 def _scaled_in(model: Model, folder: Path | None) -> frozenset[str]:
@@ -136,7 +133,7 @@ def _write(
     plan: dict[str, tuple[str, ...]],
     stream: Iterator[tuple[str, torch.Tensor]],
     *,
-    metadata: dict[str, str],
+    merged: Rounding | None,
     is_fp8: bool,
 ) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -144,7 +141,7 @@ def _write(
     temp = generations.make_empty(generations.new_folder(folder))
     try:
         for name, tensors in plan.items():
-            _write_shard(temp / name, tensors, stream, metadata)
+            _write_shard(temp / name, tensors, stream)
         if len(plan) > 1:
             index = {
                 "metadata": {"total_size": manifest.nbytes},
@@ -154,8 +151,11 @@ def _write(
         for source in sorted({p for pattern in _COPIED for p in model.glob(pattern)}):
             if source.name == "config.json" and not is_fp8:
                 write_file(temp / source.name, partial(_write_plain_config, source))
-            elif source.name != INDEX:
+            elif source.name not in (INDEX, MERGE):
                 write_file(temp / source.name, partial(shutil.copyfile, source))
+        if merged is not None:
+            text = json.dumps(asdict(merged), indent=1)
+            write_file(temp / MERGE, lambda path: path.write_text(text))
         temp.replace(folder)  # an empty folder may be there
         (folder / generations.BEGUN).unlink()
         generations.DISK.flush(folder.parent)
@@ -173,10 +173,7 @@ def _write_plain_config(source: Path, path: Path) -> None:
 
 
 def _write_shard(
-    path: Path,
-    names: Sequence[str],
-    stream: Iterator[tuple[str, torch.Tensor]],
-    metadata: dict[str, str],
+    path: Path, names: Sequence[str], stream: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
     # A merged tensor may be a view of a larger one. safetensors needs separate tensors.
     tensors = {}
@@ -184,4 +181,4 @@ def _write_shard(
         name, tensor = next(stream)
         assert name == wanted, f"the export gave {name} where the plan has {wanted}"
         tensors[name] = tensor.detach().cpu().contiguous().clone()
-    write_file(path, lambda temp: save_file(tensors, temp, metadata=metadata))
+    write_file(path, lambda temp: save_file(tensors, temp, metadata={"format": "pt"}))

@@ -190,11 +190,11 @@ def served(weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, rounding: Rou
     return float((got * delta).sum() / (delta * delta).sum())
 
 
-@pytest.mark.parametrize("size", [1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-3])
 def test_an_update_of_any_size_is_served_in_the_mean(size: float) -> None:
     torch.manual_seed(3)
-    weight = (torch.randn(1024, 2048) * 0.05).bfloat16()
-    b, a = torch.randn(1024, 8) * size, torch.randn(8, 2048) / 45
+    weight = (torch.randn(512, 1024) * 0.05).bfloat16()
+    b, a = torch.randn(512, 8) * size, torch.randn(8, 1024) / 32
     delta = delta_of(b, a, 2.0).double()
     error = merged(weight, b, a).double() - weight.double() - delta
     standard = float((delta * error).square().sum().sqrt() / delta.square().sum())

@@ -46,8 +46,9 @@ FP16_NORMAL = 113 << 23
 """Bits of fp16's smallest normal number, 2^-14."""
 FP16_TOP, FP16_INF, FP16_NAN = 0x7BFF, 0x7C00, 0x7E00
 
-BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Elements that are merged at a time: on a CPU they stay in its cache."""
+BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""Elements that are merged at a time. On a CPU they stay in its cache, and torch uses one thread for
+so few: with several, each of a merge's hundreds of operations would wait for a busy machine."""
 _HALF, _LOW = 1 << 28, (1 << 29) - 1
 """The bits of a double below fp32's last one: all of them, and those of a tie."""
 _LEAST = 2.0**-130

@@ -236,10 +236,8 @@ class RunFile(Settings):
             own = tables[role]
             if isinstance(own, dict):
                 taken = {key: shared[key] for key in keys if key in shared}
-                if role == "trainer" and "rounding" in (values.get("publication") or {}):
-                    taken["rounding"] = values["publication"]["rounding"]
                 shared[role] = {**defaults[role], **taken, **own}
-        return shared
+        return _share_rounding(shared)
 
     @model_validator(mode="after")
     def _devices(self) -> Self:
@@ -320,6 +318,27 @@ class RunFile(Settings):
     def token(self) -> str:
         """Return the run's secret."""
         return find_token(self.run_dir)
+
+
+def _share_rounding(values: dict[str, Any]) -> dict[str, Any]:
+    """The trainer rounds as `publication.rounding` says; the other way round if it stands alone.
+
+    Raises:
+        ValueError: the two differ.
+    """
+    publication, trainer = values.get("publication", {}), values.get("trainer")
+    if not isinstance(publication, dict) or not isinstance(trainer, dict):
+        return values
+    found = {t["rounding"] for t in (publication, trainer) if "rounding" in t}
+    if len(found) > 1:
+        raise ValueError(
+            f"publication.rounding is {publication['rounding']!r} and trainer.rounding is "
+            f"{trainer['rounding']!r}; give publication.rounding alone"
+        )
+    if not found:
+        return values
+    one = {"rounding": found.pop()}
+    return {**values, "publication": {**publication, **one}, "trainer": {**trainer, **one}}
 
 
 def find_endpoint(run_dir: Path) -> str:

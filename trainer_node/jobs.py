@@ -53,7 +53,6 @@ class Jobs:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
         self.ahead = Ahead(trainer, lockstep)
         self.removal = Removal()
-        self._share = served_share.ServedShare(trainer.model)
 
     @property
     def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
@@ -179,7 +178,7 @@ class Jobs:
 
     def _measure_share(self, request: Request[Any], result: dict[str, Any]) -> None:
         """Add to a result what share of the update its merged weights have."""
-        found = self._share.metrics()
+        found = served_share.metrics(self._model)
         result["metrics"] = result["metrics"] | found  # a single step has the same dict
         mode, dtype = self._model.rounding.mode, self._model.config.dtype
         texts = served_share.warnings(found, mode=mode, dtype=dtype)
@@ -318,7 +317,6 @@ class Jobs:
         started, trainer = time.monotonic(), self._trainer
         lora = _new_lora(request.message, trainer.model.config.lora)
         checkpoint.settle(trainer)
-        self._share.forget()
         dropped = trainer.new_adapter(lora, seed=request.message.seed)
         trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
         return Outcome(

@@ -137,6 +137,14 @@ def check_head(trainer: Trainer) -> None:
     assert all(float(p.grad.abs().max()) > 0 for a in heads for p in a.parameters())
 
 
+def check_packs(trainer: Trainer) -> None:
+    """A token's log-prob does not depend on the cut into packs."""
+    batch, found = make_batch(), []
+    for trainer.micro_batch_tokens in (16, 4096):
+        found.append(trainer.forward(batch)[0])
+    assert torch.equal(*found), float((found[0] - found[1]).abs().max())
+
+
 def check_checkpoint(trainer: Trainer, folder: Path) -> None:
     """A loaded version is merged again as it was, with the seed that it had; the next step's as the
     config says, with the same seed."""
@@ -184,6 +192,8 @@ def main() -> None:
     assert check_experts(trainer) == int(is_moe)
     random_adapters(trainer)
     if torch.distributed.get_world_size() == 1:
+        if trainer.model.device.type == "cpu" and not is_moe:
+            check_packs(trainer)
         with tempfile.TemporaryDirectory() as folder:
             check_checkpoint(trainer, Path(folder) / "saved")
     trainer.model.close()

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.numerics import chain_error_bound
-from trainer_node.adapters.products import WORD
 from trainer_node.model import experts
 from trainer_node.model.grouped import GateUp
 
@@ -89,13 +88,13 @@ def check_kernels(device: str, dtype: torch.dtype, tolerance: float) -> None:
             for one, other in zip(found, want, strict=True):
                 close(one, other)
     for w, cw in ((d["w"], c["w"]), (d["w"].transpose(1, 2).contiguous().transpose(1, 2), c["w"])):
-        for word in (None, WORD):  # stochastic in bf16: a neighbour at most
-            product_kernels.add_product_(d["out"], d["down_h"], w, d["ends"], word=word)
+        for stochastic in (False, True):  # in bf16 a neighbour at most
+            product_kernels.add_product_(d["out"], d["down_h"], w, d["ends"], stochastic=stochastic)
             experts.add_product_(c["out"], c["down_h"], cw, c["ends"])
             close(d["out"], c["out"])
             c["out"] = d["out"].cpu().float()
         # All rows with one matrix, as a dense linear's.
-        product_kernels.add_product_(d["out"], d["down_h"], w[:1], word=WORD)
+        product_kernels.add_product_(d["out"], d["down_h"], w[:1], stochastic=True)
         c["out"] += c["down_h"] @ cw[0].t()
         close(d["out"], c["out"])
         c["out"] = d["out"].cpu().float()

@@ -206,6 +206,13 @@ MUTANTS = [
         killer=f"{ROUNDING}::test_a_tie_of_two_roundings_is_decided_by_the_first_ones_error",
     ),
     Mutant(
+        name="a tie below the normal numbers stays",
+        file="trainer_node/adapters/rounding.py",
+        old="if not is_plain:",
+        new="if False:",
+        killer=f"{ROUNDING}::test_sums_below_the_normal_numbers",
+    ),
+    Mutant(
         name="no delta changes a negative zero",
         file="trainer_node/adapters/rounding.py",
         old="torch.where(delta == 0, weight, found)",
@@ -222,9 +229,9 @@ MUTANTS = [
     Mutant(
         name="an adapter's product is rounded away",
         file="trainer_node/adapters/products.py",
-        old="return nearest + correction",
-        new="return nearest",
-        killer="tests/trainer_node/test_small_update.py::test_a_small_update_is_in_the_forward_pass[dense]",
+        old="into.copy_(sum_of(one, other))",
+        new="torch.add(one, other, out=into)",
+        killer="tests/trainer_node/test_small_update.py::test_what_is_added_to_rounded_numbers_is_added_in_the_mean",
     ),
     Mutant(
         name="the experts' products are rounded away",

@@ -97,6 +97,10 @@ def test_a_tie_of_two_roundings_is_decided_by_the_first_ones_error() -> None:
 
 
 def test_sums_below_the_normal_numbers() -> None:
+    step = 2.0**-23
+    tie_b = torch.tensor([[1.0, 2.0**-75 * (1 + step)]])
+    tie_a = torch.tensor([[2.0**-127 + 2.0**-149], [2.0**-75 * (1 - step)]])
+    assert torch.equal(chain(tie_b, tie_a), exact_chain(tie_b, tie_a))
     generator = torch.Generator().manual_seed(0)
     b = torch.randint(1, 2**24, (10, 4), generator=generator).float() * 2.0**-90
     a = torch.randint(-(2**24), 2**24, (4, 12), generator=generator).float() * 2.0**-85

@@ -135,19 +135,22 @@ class WeightAdapter(_Adapter):
     @torch.no_grad()
     def _merged(self) -> torch.Tensor:
         weight, place, first = self.weight.detach(), self.places[0], 0
-        out = weight.clone()
+        in_order = torch.equal(place.rows_N, torch.arange(len(place.rows_N)))
+        found = []
         for row, count in place.runs:
-            rows_N = self._rows_N[first : first + count]
-            out[rows_N] = merged(
-                weight[rows_N],
-                self.lora_B["0"].detach()[first : first + count],
-                self.lora_A["0"].detach(),
-                scale=self.scale,
-                rounding=self._rounding(),
-                corner=Corner(f"{self.names[0]}.weight", row, place.columns[0]),
+            own = slice(first, first + count)
+            corner = Corner(f"{self.names[0]}.weight", row, place.columns[0])
+            lora_A, lora_B = self.lora_A["0"].detach(), self.lora_B["0"].detach()[own]
+            rows_OI = weight[own if in_order else self._rows_N[own]]
+            rounding = self._rounding()
+            found.append(
+                merged(rows_OI, lora_B, lora_A, scale=self.scale, rounding=rounding, corner=corner)
             )
             first += count
-        return out
+        if in_order:
+            rest = [weight[first:]] if first < len(weight) else []
+            return found[0] if len(found) == 1 and not rest else torch.cat([*found, *rest])
+        return weight.index_copy(0, self._rows_N, torch.cat(found))
 
     def put(self) -> None:
         """Let the module see the sum: what is in its `__dict__` hides its parameter."""

@@ -8,7 +8,8 @@ A linear that every tensor rank has a copy of has A and B whole. Experts are spl
 expert-parallel ranks, and each expert in the same way over expert-tensor ranks.
 
 The adapters are forward hooks outside Megatron's module tree, so Bridge sees an unchanged model.
-Parameters are fp32. The product runs in the activations' dtype.
+Parameters are fp32. The product runs in the activations' dtype and is added to the linear's output
+without a bias (`products`).
 
 Shapes: O = out features, I = in features, R = rank, E = local experts, P = HF linears in one fused
 linear; s = sequence, b = batch.
@@ -281,6 +282,8 @@ class AdapterSet:
         self.rounding = rounding
         """How the present weights are merged: as the loaded checkpoint's were, and from the next
         step on as the config says, with the run's seed."""
+        self.sample: Any = None
+        """What `training.served_share` keeps of these adapters."""
         self._config, self._bridge, self._state = config, bridge, state
         self._settings: dict[str, Any] = {"lora": lora, "seed": seed, "device": device}
         self.adapters: list[DenseAdapter | WeightAdapter | ExpertAdapter] = []

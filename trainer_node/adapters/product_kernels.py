@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trainer_node.adapters.rounding_kernels import tile_thresholds, to_bf16
+from trainer_node.adapters.rounding_kernels import content_thresholds, to_bf16
 
 BLOCK_N = 64
 """Rows of a tile."""
@@ -51,7 +51,7 @@ def find_tile(
 
 @triton.jit
 def _add_product_kernel(
-    y_ptr, h_ptr, w_ptr, ends_ptr, num_rows, stride_e, stride_o, stride_r, word,
+    y_ptr, h_ptr, w_ptr, ends_ptr, num_rows, stride_e, stride_o, stride_r,
     OUT: tl.constexpr, R: tl.constexpr, STEP_R: tl.constexpr, E: tl.constexpr,
     PADDED_E: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STOCHASTIC: tl.constexpr, PRECISION: tl.constexpr,
@@ -77,7 +77,7 @@ def _add_product_kernel(
         y_ptrs = y_ptr + row * OUT + o[None, :]
         y = tl.load(y_ptrs, mask=here, other=0.0).to(tl.float32) + product
         if STOCHASTIC:
-            rounded = to_bf16(y, tile_thresholds(word.to(tl.int64), n, 0, o))
+            rounded = to_bf16(y, content_thresholds(y, o))
         else:
             rounded = y.to(y_ptr.dtype.element_ty)
         tl.store(y_ptrs, rounded, mask=here)
@@ -89,14 +89,13 @@ def add_product_(
     w_EOR: torch.Tensor,
     ends_E: torch.Tensor | None = None,
     *,
-    word: int | None,
+    stochastic: bool,
 ) -> None:
     """y += h w[e]', in place, added in fp32.
 
     Args:
         ends_E: the row after each expert's last one; not needed for one.
-        word: from which the thresholds of a stochastic rounding to bf16 are counted; None: to
-            nearest.
+        stochastic: rounds bf16 as `products.added`, else to nearest.
     """
     experts, out, rank = w_EOR.shape
     stride_e, stride_o, stride_r = w_EOR.stride()
@@ -111,7 +110,6 @@ def add_product_(
             stride_e,
             stride_o,
             stride_r,
-            word or 0,
             OUT=out,
             R=rank,
             STEP_R=min(padded(rank), LONGEST_DOT),
@@ -119,7 +117,7 @@ def add_product_(
             PADDED_E=triton.next_power_of_2(experts),
             BLOCK=BLOCK_N,
             COLUMNS=COLUMNS,
-            STOCHASTIC=word is not None and y_NO.dtype is torch.bfloat16,
+            STOCHASTIC=stochastic and y_NO.dtype is torch.bfloat16,
             PRECISION=precision(y_NO),
             num_warps=4,
         )

@@ -47,8 +47,8 @@ FP16_NORMAL = 113 << 23
 FP16_TOP, FP16_INF, FP16_NAN = 0x7BFF, 0x7C00, 0x7E00
 
 BLOCK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
-"""Elements that are merged at a time. On a CPU they stay in its cache, and torch uses one thread for
-so few: with several, each of a merge's hundreds of operations would wait for a busy machine."""
+"""Elements that are merged at a time. On a CPU they stay in its cache, and torch uses one thread
+for so few: with several, each of a merge's hundreds of operations would wait for a busy machine."""
 _HALF, _LOW = 1 << 28, (1 << 29) - 1
 """The bits of a double below fp32's last one: all of them, and those of a tie."""
 _LEAST = 2.0**-130
@@ -126,6 +126,14 @@ def thresholds(
     x_H = _odd_hash((word & 0xFFFFFFFF) + first_row, rows, device)
     y_W = _odd_hash(word >> 32, columns, device)
     return _right(x_H[:, None] * y_W, 16)
+
+
+def content_thresholds(sum_HW: torch.Tensor) -> torch.Tensor:
+    """int32 [H, W] from 0 to 65,535, of fp32 sums that have no place of their own: a hash of an
+    element's bits and its column."""
+    x_HW = sum_HW.view(torch.int32) ^ _odd_hash(0, sum_HW.shape[1], sum_HW.device)
+    x_HW ^= _right(x_HW, 16)
+    return _right(x_HW.mul_(_signed(MIX_1)), 16)
 
 
 # ---------------------------------------------------------------- rounding

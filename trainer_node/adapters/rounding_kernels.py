@@ -50,6 +50,13 @@ def tile_thresholds(word, o, first_i, i):
 
 
 @triton.jit
+def content_thresholds(total, column):
+    """`rounding.content_thresholds` of a tile, int32."""
+    x = total.to(tl.uint32, bitcast=True) ^ _odd_hash(column.to(tl.uint32))[None, :]
+    return (((x ^ (x >> 16)) * _MIX_1) >> 16).to(tl.int32)
+
+
+@triton.jit
 def to_bf16(total, h16):
     """`rounding._bf16`."""
     bits = total.to(tl.int32, bitcast=True)

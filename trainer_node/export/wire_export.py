@@ -314,6 +314,8 @@ class _Launch:
             every |= 4 * k.adapter[0]
         if k.turned is not None:
             every |= (k.turned[1] | k.turned[2] | k.out_stride) * size
+            if k.rank:
+                every |= k.columns * size
         else:
             every |= k.columns * size
             if k.rows > 1:

@@ -313,8 +313,7 @@ def add_product_(
     if y_NO.is_cuda:
         from trainer_node.adapters import product_kernels
 
-        word = products.WORD if keeps_all else None
-        product_kernels.add_product_(y_NO, h_NR, w_EOR, ends_E, word=word)
+        product_kernels.add_product_(y_NO, h_NR, w_EOR, ends_E, stochastic=keeps_all)
     else:
         wide = torch.promote_types(y_NO.dtype, torch.float32)
         product = grouped_matmul(h_NR.to(wide), w_EOR.transpose(1, 2).to(wide), ends_E)

@@ -32,7 +32,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -472,7 +472,8 @@ def _rounding(trainer: Trainer, meta: Mapping[str, Any]) -> Rounding:
     """How the checkpoint's version was merged: sent again, it must have the same bytes. Older
     trainers rounded to nearest."""
     saved = meta.get("rounding")
-    return Rounding(**saved) if saved else replace(trainer.model.rounding, mode="nearest")
+    seed = trainer.model.config.seed
+    return Rounding(**saved) if saved else Rounding(mode="nearest", seed=seed)
 
 
 def _take_adapter(trainer: Trainer, folder: Path, saved: Mapping[str, Any] | None) -> str:

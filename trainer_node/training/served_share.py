@@ -1,7 +1,7 @@
 """Measures how much of the adapters' update the merged weights have, from a sample.
 
-    ServedShare(model).metrics()    after a job's steps, on every rank -> its metrics
-    warnings(metrics, ...)          what the client must know of them
+    metrics(model)            after a job's steps, on every rank -> its metrics
+    warnings(metrics, ...)    what the client must know of them
 
 A version's weights are W' = round(W + delta). Let d = delta and e = W' - W. Rounding keeps the
 share <e, d> / <d, d> of the update, which is 1 for an unbiased rounding and nearly 0 where nearly
@@ -67,15 +67,24 @@ class Sums(NamedTuple):
     served: float = 0.0
     """e d."""
     noise: float = 0.0
-    """d^2 (e - d)^2: the variance of `served`."""
+    """The variance of `served`: d^2 (e - d)^2."""
+    expected_noise: float = 0.0
+    """The same as a stochastic rounding should make it: d^2 |d| (u - |d|), with the unit u in the
+    last place of W. Where few elements have crossed their threshold, it is the better one."""
     changed: float = 0.0
     """Elements in which W' differs from W."""
     whole_delta_squared: float = 0.0
     """d^2 of all elements, estimated."""
 
 
-def sums_of(weight_N: torch.Tensor, merged_N: torch.Tensor, delta_N: torch.Tensor) -> torch.Tensor:
-    """The first six fields of `Sums`, in fp64 on the tensors' device; does not wait for it."""
+def sums_of(
+    weight_N: torch.Tensor,
+    merged_N: torch.Tensor,
+    delta_N: torch.Tensor,
+    *,
+    is_stochastic: bool = False,
+) -> torch.Tensor:
+    """The first seven fields of `Sums`, in fp64 on the tensors' device; does not wait for it."""
     w_N, merged, d_N = (t.reshape(-1).double() for t in (weight_N, merged_N, delta_N))
     e_N = merged - w_N
     found = (
@@ -83,9 +92,17 @@ def sums_of(weight_N: torch.Tensor, merged_N: torch.Tensor, delta_N: torch.Tenso
         torch.dot(d_N, d_N),
         torch.dot(e_N, d_N),
         (d_N * (e_N - d_N)).square_().sum(),
+        _expected(w_N, d_N) if is_stochastic else torch.zeros_like(d_N[:1]).sum(),
         (e_N != 0).sum(dtype=torch.float64),
     )
     return torch.stack([torch.full_like(found[0], len(w_N)), *found])
+
+
+def _expected(w_N: torch.Tensor, d_N: torch.Tensor) -> torch.Tensor:
+    """`Sums.expected_noise` in bf16, which has 8 bits."""
+    size_N = d_N.abs()
+    unit_N = torch.exp2(torch.frexp(torch.maximum(w_N.abs(), size_N))[1].double() - 8)
+    return (d_N.square() * size_N * (unit_N - size_N).clamp_(min=0.0)).sum()
 
 
 def metrics_of(sums: Sums) -> dict[str, float]:
@@ -97,7 +114,7 @@ def metrics_of(sums: Sums) -> dict[str, float]:
         "update_norm": math.sqrt(sums.whole_delta_squared),
         "update_ratio": math.sqrt(d2 / sums.weight_squared) if sums.weight_squared else 0.0,
         "served_share": sums.served / d2 if d2 else 1.0,
-        "served_share_error": math.sqrt(sums.noise) / d2 if d2 else 0.0,
+        "served_share_error": math.sqrt(max(sums.noise, sums.expected_noise)) / d2 if d2 else 0.0,
         "changed_share": sums.changed / sums.numel,
     }
 
@@ -113,15 +130,13 @@ def warnings(metrics: Mapping[str, float], *, mode: RoundingMode, dtype: str) ->
     if not metrics.get("update_norm"):
         return []
     share, error = metrics["served_share"], metrics["served_share_error"]
+    if share + ERRORS * error >= LEAST_SHARE:
+        return []
+    found = (
+        f"The merged weights have {share:.1%} of the adapters' update (standard error {error:.1%})"
+    )
     if not metrics["changed_share"]:
         found = "The merged weights have nothing of the adapters' update"
-    elif share + ERRORS * error < LEAST_SHARE:
-        found = (
-            f"The merged weights have {share:.1%} of the adapters' update "
-            f"(standard error {error:.1%})"
-        )
-    else:
-        return []
     remedy = "Use a larger learning rate"
     if mode == "nearest" and dtype != "float32":
         remedy = 'Set publication.rounding = "stochastic", or use a larger learning rate'
@@ -303,7 +318,6 @@ class _Sample:
         blocks = blocks_of(
             runs, budget=BUDGET_ELEMENTS[kind], block=BLOCK_ELEMENTS[kind], step=STEP_ROWS[kind]
         )
-        self.adapters = model.adapters
         self._model = model
         self._numel = sum(run.numel for run in runs)
         self._chunks = list(_chunks(blocks))
@@ -313,7 +327,7 @@ class _Sample:
     def sums(self) -> Sums:
         """This rank's sums. Waits for the device once."""
         scale, rounding = self._model.scale, self._model.rounding
-        total = torch.zeros(6, dtype=torch.float64, device=self._model.device)
+        total = torch.zeros(7, dtype=torch.float64, device=self._model.device)
         for number, chunk in enumerate(self._chunks):
             weight_N = torch.cat([run.weights().flatten() for run in chunk])
             delta_N = deltas_of(chunk, scale)
@@ -321,7 +335,8 @@ class _Sample:
                 merged_N = merged_by_torch(chunk, delta_N, rounding)
             else:
                 merged_N = merged_as_sent(self._merger, number, chunk)
-            total += sums_of(weight_N, merged_N, delta_N)
+            is_stochastic = rounding.mode == "stochastic" and weight_N.dtype is torch.bfloat16
+            total += sums_of(weight_N, merged_N, delta_N, is_stochastic=is_stochastic)
         found = Sums(*total.tolist())
         whole = found.delta_squared * self._numel / found.numel if found.numel else 0.0
         return found._replace(whole_delta_squared=whole)
@@ -412,21 +427,12 @@ def _kind(run: Run) -> tuple[str, bool, int, int]:
     return str(run.weight.dtype), run.delta.transposed, run.columns, run.rows
 
 
-class ServedShare:
-    """Measures a model's merged weights. The blocks are chosen once for each set of adapters."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._sample: _Sample | None = None
-
-    def forget(self) -> None:
-        """Free what refers to adapters that are replaced."""
-        self._sample = None
-
-    def metrics(self) -> dict[str, float]:
-        """Return `metrics_of` all ranks' samples, the same on every rank. A collective."""
-        if self._sample is None or self._sample.adapters is not self._model.adapters:
-            self._sample = _Sample(self._model)
-        total = torch.tensor(self._sample.sums(), dtype=torch.float64)
-        dist.all_reduce(total, group=self._model.control_group)
-        return metrics_of(Sums(*total.tolist()))
+def metrics(model: Model) -> dict[str, float]:
+    """Return `metrics_of` all ranks' samples, the same on every rank. A collective. The blocks are
+    chosen once for each set of adapters."""
+    adapters = model.adapters
+    if adapters.sample is None:
+        adapters.sample = _Sample(model)
+    total = torch.tensor(adapters.sample.sums(), dtype=torch.float64)
+    dist.all_reduce(total, group=model.control_group)
+    return metrics_of(Sums(*total.tolist()))

@@ -99,6 +99,17 @@ def test_defaults_are_the_devices(overrides, expected, tmp_path):
     assert chosen == expected[3:]
 
 
+@pytest.mark.parametrize("table", ["publication", "trainer"])
+def test_the_rounding_is_one_for_both_tables(table, tmp_path):
+    run = load(written(tmp_path), [f"{table}.rounding=nearest"])
+    assert run.publication.rounding == run.trainer_config().rounding == "nearest"
+    assert load(written(tmp_path)).trainer_config().rounding == "stochastic"
+    with pytest.raises(ConfigError, match=r"give publication\.rounding alone"):
+        load(written(tmp_path), ["trainer.rounding=stochastic", "publication.rounding=nearest"])
+    with pytest.raises(ConfigError, match="publication"):
+        load(written(tmp_path), ["publication=rounding"])
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_shown_reads_back(device, tmp_path):
     run = load(written(tmp_path), [] if device == "cpu" else ["inference.gpus=[1]"])

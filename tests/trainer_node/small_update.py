@@ -11,6 +11,7 @@ adapter's product were added to an output that is rounded already, it would be n
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from safetensors.torch import load_file
 
 from orchestrator.protocol.config import ALL_LINEAR, LM_HEAD, LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
@@ -28,6 +30,7 @@ from tests.trainer_node.worker import HEAD, make_trainer, random_adapters
 from trainer_node.adapters.dense_lora import DenseAdapter, WeightAdapter
 from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.adapters.rounding import Rounding
+from trainer_node.export.hf_export import MERGE, export_hf
 from trainer_node.export.merged import Exporter
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
@@ -156,11 +159,15 @@ def check_checkpoint(trainer: Trainer, folder: Path) -> None:
     configured = adapters.rounding
     adapters.rounding = Rounding(mode="nearest", seed=5)
     want = merged()
-    checkpoint.save(trainer, folder, version=1)
+    checkpoint.save(trainer, folder / "saved", version=1)
+    export_hf(trainer.model, exporter, folder / "hf", shard_bytes=1 << 30)
+    assert json.loads((folder / "hf" / MERGE).read_text()) == {"mode": "nearest", "seed": 5}
+    exported = load_file(folder / "hf" / "model.safetensors")
+    assert all(torch.equal(exported[n].view(torch.int16), t) for n, t in want.items())
     adapters.rounding = configured
     found = merged()
     assert any(not torch.equal(found[name], want[name]) for name in want)
-    checkpoint.load(trainer, folder)
+    checkpoint.load(trainer, folder / "saved")
     assert adapters.rounding == Rounding(mode="nearest", seed=5)
     found = merged()
     assert all(torch.equal(found[name], want[name]) for name in want)
@@ -195,7 +202,7 @@ def main() -> None:
         if trainer.model.device.type == "cpu" and not is_moe:
             check_packs(trainer)
         with tempfile.TemporaryDirectory() as folder:
-            check_checkpoint(trainer, Path(folder) / "saved")
+            check_checkpoint(trainer, Path(folder))
     trainer.model.close()
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS, make_batch
 from tests.trainer_node.tiny import hf_model
-from trainer_node.adapters.dropout import _signed, keep_mask, key_of
+from trainer_node.adapters.dropout import keep_mask, key_of
+from trainer_node.adapters.rounding import signed
 
 TOPOLOGIES = {
     "tp2": ("dense_tied", 2, (2, 1, 1), "sequence"),
@@ -75,7 +76,7 @@ class SameMasks(nn.Module):
 
     def __init__(self, name: str, rows: dict[str, torch.Tensor], p: float) -> None:
         super().__init__()
-        self.key, self.rows, self.p = _signed(key_of(1234, 0, 0) ^ key_of(name), 62), rows, p
+        self.key, self.rows, self.p = signed(key_of(1234, 0, 0) ^ key_of(name), 62), rows, p
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         keep = keep_mask(self.rows["now"], torch.arange(x.shape[-1]), key=self.key, p=self.p)

@@ -180,8 +180,8 @@ MUTANTS = [
     Mutant(
         name="thresholds have one bit less",
         file="trainer_node/adapters/rounding.py",
-        old="_right(x_H[:, None] * y_W, 16)",
-        new="_right(x_H[:, None] * y_W, 17)",
+        old="shifted(x_H[:, None] * y_W, 16)",
+        new="shifted(x_H[:, None] * y_W, 17)",
         killer=f"{ROUNDING}::test_thresholds_are_uniform_and_unrelated",
     ),
     Mutant(

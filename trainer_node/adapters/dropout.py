@@ -18,14 +18,9 @@ from typing import Any
 import torch
 
 from orchestrator.errors import ConfigError
+from trainer_node.adapters.rounding import shifted, signed
 
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _signed(value: int, bits: int) -> int:
-    """The same bits, as torch's signed integers take them."""
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def key_of(*parts: object) -> int:
@@ -33,17 +28,11 @@ def key_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little", signed=True)
 
 
-def _shifted(x: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
-    """Right by `shift`, zeros from the left: torch's own shift repeats the sign, and x ^ (x >> n)
-    would always be positive."""
-    return (x >> shift).bitwise_and_((1 << (bits - shift)) - 1)
-
-
 def _mix64(z: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser (Steele, Lea, Flood 2014); int64 products wrap."""
-    z = (z ^ _shifted(z, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
-    z = (z ^ _shifted(z, 27, 64)) * _signed(0x94D049BB133111EB, 64)
-    return z ^ _shifted(z, 31, 64)
+    z = (z ^ shifted(z, 30, 64)) * signed(0xBF58476D1CE4E5B9, 64)
+    z = (z ^ shifted(z, 27, 64)) * signed(0x94D049BB133111EB, 64)
+    return z ^ shifted(z, 31, 64)
 
 
 def keep_mask(rows_T: torch.Tensor, columns_I: torch.Tensor, *, key: int, p: float) -> torch.Tensor:
@@ -52,12 +41,12 @@ def keep_mask(rows_T: torch.Tensor, columns_I: torch.Tensor, *, key: int, p: flo
     Rows and columns (int64) are hashed to 32 bits each, and their exclusive or goes through
     MurmurHash3's finaliser (Appleby 2011).
     """
-    rows_T1 = (_mix64(rows_T * _signed(_GOLDEN, 64) + key) >> 32).to(torch.int32)[:, None]
-    columns_1I = (_mix64(columns_I * _signed(_GOLDEN, 64) - key) >> 32).to(torch.int32)[None]
+    rows_T1 = (_mix64(rows_T * signed(_GOLDEN, 64) + key) >> 32).to(torch.int32)[:, None]
+    columns_1I = (_mix64(columns_I * signed(_GOLDEN, 64) - key) >> 32).to(torch.int32)[None]
     x_TI = rows_T1 ^ columns_1I
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x_TI.bitwise_xor_(_shifted(x_TI, shift, 32)).mul_(_signed(factor, 32))
-    x_TI.bitwise_xor_(_shifted(x_TI, 16, 32))
+        x_TI.bitwise_xor_(shifted(x_TI, shift, 32)).mul_(signed(factor, 32))
+    x_TI.bitwise_xor_(shifted(x_TI, 16, 32))
     return x_TI >= int(p * 2**32) - 2**31
 
 
@@ -123,5 +112,5 @@ class Dropout:
     ) -> torch.Tensor:
         assert self._step is not None
         columns_I = torch.arange(first, first + x.shape[-1], device=x.device)
-        keep_TI = keep_mask(rows_T, columns_I, key=_signed(self._step ^ name_key, 62), p=self.p)
+        keep_TI = keep_mask(rows_T, columns_I, key=signed(self._step ^ name_key, 62), p=self.p)
         return torch.where(keep_TI.view(x.shape), x / (1.0 - self.p), 0.0)

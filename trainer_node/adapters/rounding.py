@@ -87,31 +87,31 @@ class Corner:
         rows, columns = key & 0xFFFFFFFF, key >> 32
         rows = (rows + self.row) & 0xFFFFFFFF
         columns = (columns + self.column) & 0xFFFFFFFF
-        word = rows | columns << 32
-        return word - (1 << 64) if word >> 63 else word
+        return signed(rows | columns << 32, 64)
 
 
 # ---------------------------------------------------------------- thresholds
 
 
-def _signed(value: int) -> int:
-    """The same 32 bits, as torch's int32 takes them."""
-    value &= 0xFFFFFFFF
-    return value - (1 << 32) if value >> 31 else value
+def signed(value: int, bits: int = 32) -> int:
+    """The same bits, as torch's signed integers take them."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
-def _right(x: torch.Tensor, shift: int) -> torch.Tensor:
-    """Shift right with zeros from the left: torch's own shift repeats the sign."""
-    return (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+def shifted(x: torch.Tensor, shift: int, bits: int = 32) -> torch.Tensor:
+    """Right by `shift`, zeros from the left: torch's own shift repeats the sign, and x ^ (x >> n)
+    would always be positive."""
+    return (x >> shift).bitwise_and_((1 << (bits - shift)) - 1)
 
 
 def _odd_hash(first: int, count: int, device: torch.device | str) -> torch.Tensor:
     """Odd 32-bit numbers [N] of the counters from `first` on, modulo 2^32."""
     counter = torch.arange(first, first + count, dtype=torch.int64, device=device)
     x_N = counter.to(torch.int32)
-    x_N = (x_N ^ _right(x_N, 16)) * _signed(MIX_1)
-    x_N = (x_N ^ _right(x_N, 15)) * _signed(MIX_2)
-    return (x_N ^ _right(x_N, 16)) | 1
+    x_N = (x_N ^ shifted(x_N, 16)) * signed(MIX_1)
+    x_N = (x_N ^ shifted(x_N, 15)) * signed(MIX_2)
+    return (x_N ^ shifted(x_N, 16)) | 1
 
 
 def thresholds(
@@ -125,15 +125,15 @@ def thresholds(
     word &= (1 << 64) - 1
     x_H = _odd_hash((word & 0xFFFFFFFF) + first_row, rows, device)
     y_W = _odd_hash(word >> 32, columns, device)
-    return _right(x_H[:, None] * y_W, 16)
+    return shifted(x_H[:, None] * y_W, 16)
 
 
 def content_thresholds(sum_HW: torch.Tensor) -> torch.Tensor:
     """int32 [H, W] from 0 to 65,535, of fp32 sums that have no place of their own: a hash of an
     element's bits and its column."""
     x_HW = sum_HW.view(torch.int32) ^ _odd_hash(0, sum_HW.shape[1], sum_HW.device)
-    x_HW ^= _right(x_HW, 16)
-    return _right(x_HW.mul_(_signed(MIX_1)), 16)
+    x_HW ^= shifted(x_HW, 16)
+    return shifted(x_HW.mul_(signed(MIX_1)), 16)
 
 
 # ---------------------------------------------------------------- rounding

@@ -521,7 +521,7 @@ def with_peft_adapter(trainer: Trainer, scored: Batch, peft: Path, back: Path) -
 def check_identity_adapters(trainer: Trainer) -> None:
     """Fresh adapters are the base: the same log-probs to the bit, so no divergence from it."""
     batch = batch_for("cross_entropy")
-    on, off = trainer.forward(batch), trainer.forward(batch, adapters=False)
+    on, off = trainer.forward(batch), trainer.forward(batch, mode="base")
     assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
     sums = trainer.forward_backward(batch, SPECS["dapo_kl_entropy"])
     assert sums.kl == 0.0
@@ -547,7 +547,7 @@ def main() -> None:
     scored = replace(everything, loss_mask_T=ones_T)
     result = {
         "policy": torch.stack(trainer.forward(scored)),
-        "base": torch.stack(trainer.forward(scored, adapters=False)),
+        "base": torch.stack(trainer.forward(scored, mode="base")),
         "allowed": torch.stack(trainer.forward(scored, allowed_token_ids=range(150))),
         "losses": check_pieces(trainer),
     }

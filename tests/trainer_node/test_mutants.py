@@ -588,8 +588,8 @@ MUTANTS = [
     Mutant(
         name="the reference is the policy itself",
         file="trainer_node/adapters/lora.py",
-        old="before, self._on = self._on, on",
-        new="before, self._on = self._on, True",
+        old="before, self.mode = self.mode, mode",
+        new='before, self.mode = self.mode, "adapters"',
         killer=ONE_RANK,
     ),
     Mutant(
@@ -714,7 +714,7 @@ MUTANTS = [
     Mutant(
         name="the output layer's adapter is not used",
         file="trainer_node/adapters/lora.py",
-        old="return weight_VH if self._head is None or not self._on else self._head.sum()",
+        old='return weight_VH if self._head is None or self.mode == "base" else self._head.sum()',
         new="return weight_VH",
         killer="tests/trainer_node/test_topologies.py"
         "::test_two_steps_equal_transformers_and_peft[dense_untied_head]",

@@ -57,7 +57,7 @@ def mini_batches(batch: Batch, size: int | None) -> list[Batch]:
     pieces: list[Batch] = []
     for first in range(0, count, size):
         last = min(first + size, count)
-        piece = _part(batch, batch.lengths[first:last], slice(ends[first], ends[last]))
+        piece = part(batch, batch.lengths[first:last], slice(ends[first], ends[last]))
         if not piece.num_loss_tokens:
             raise BatchError(
                 f"sequences {first} to {last - 1}: loss_mask is 0 everywhere, so mini-batch "
@@ -67,7 +67,7 @@ def mini_batches(batch: Batch, size: int | None) -> list[Batch]:
     return pieces
 
 
-def _part(batch: Batch, lengths: tuple[int, ...], rows: slice) -> Batch:
+def part(batch: Batch, lengths: tuple[int, ...], rows: slice) -> Batch:
     """The sequences of these rows."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name.endswith("_T")}
     changed: dict[str, Any] = {name: None if t is None else t[rows] for name, t in tensors.items()}

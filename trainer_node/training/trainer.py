@@ -11,6 +11,7 @@ are dropped.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node import heap
 from trainer_node.adapters.dropout import key_of
+from trainer_node.adapters.lora import Mode
 from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.adapters.references import References
 from trainer_node.model.model import Model
@@ -39,7 +41,7 @@ from trainer_node.model.offload import (
 from trainer_node.model.parameters import finalize_gradients, global_norm
 from trainer_node.model.trainable import adapt
 from trainer_node.state.behind import Behind, OnDisk
-from trainer_node.training import gap, passes
+from trainer_node.training import gap, passes, served_weights
 from trainer_node.training.batch import (
     Batch,
     BatchError,
@@ -163,7 +165,7 @@ class Trainer:
                     base_T, _ = self.forward(
                         replace(batch, scored_T=None),
                         allowed_token_ids=loss.allowed_token_ids,
-                        adapters=loss.kl.reference == "adapter",
+                        mode="base" if loss.kl.reference == "base" else None,
                     )
                 batch = replace(batch, reference_logprobs_T=base_T)
             begun = self._take_begun(batch)
@@ -195,8 +197,17 @@ class Trainer:
         """Run packs forward and backward."""
         allowed_K = self._allowed(loss.allowed_token_ids)
         of_pack = partial(passes.loss, self.model, loss, allowed_K, weight)
-        with self.model.adapters.dropout.on(self._dropout_key()):
-            return self._run(packs, of_pack) if len(packs) else []
+        if not len(packs):
+            return []
+        with self._learning(), self.model.adapters.dropout.on(self._dropout_key()):
+            return self._run(packs, of_pack)
+
+    def _learning(self) -> contextlib.AbstractContextManager[None]:
+        """What a forward and backward pass computes with."""
+        if self.model.config.numerics == "adapters":
+            return contextlib.nullcontext()
+        goes_on = self.begun is not None and bool(self.begun.reports)
+        return served_weights.of(self.model).all(anew=not goes_on)
 
     # ------------------------------------------------------------ ahead of a job
 
@@ -248,7 +259,11 @@ class Trainer:
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, allowed_token_ids: Sequence[int] | None = None, adapters: bool = True
+        self,
+        batch: Batch,
+        *,
+        allowed_token_ids: Sequence[int] | None = None,
+        mode: Mode | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy, at the batch's temperatures, of every token that its loss mask
         marks.
@@ -257,16 +272,25 @@ class Trainer:
         and optimizer are untouched.
 
         Args:
-            adapters: False: the base model's.
+            mode: how the model runs; None: as it learns, without dropout.
         """
-        if not adapters:
+        if mode == "base":
             self.model.need_adapters("a forward pass of the base model")
         packs = self._cut(batch)
-        with self.model.adapters.switched(on=adapters):
-            of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
+        of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
+        with self._scoring(mode):
             values = self._run(packs, of_pack, forward_only=True)
         logprobs_T, entropy_T = passes.gather_scores(self.model, batch, packs, values, rows=2)
         return logprobs_T, entropy_T
+
+    def _scoring(self, mode: Mode | None) -> contextlib.AbstractContextManager[None]:
+        """What a forward pass alone computes with."""
+        numerics = self.model.config.numerics
+        mode = mode or numerics
+        if mode != "served":
+            return self.model.adapters.switched(mode)
+        served = served_weights.of(self.model)
+        return served.all() if numerics == "served" else served.one_by_one()
 
     def _cut(self, batch: Batch) -> Packs:
         return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
@@ -478,6 +502,7 @@ class Trainer:
         Returns the bytes that this rank holds on the host. A second call changes nothing.
         """
         is_cuda = self.model.device.type == "cuda"
+        served_weights.release(self.model)
         if self._host_copies is None:
             self._host_copies = HostCopies(pinned=is_cuda)
         self._host_copies.take(self._held_tensors())

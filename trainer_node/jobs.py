@@ -246,7 +246,9 @@ class Jobs:
             allowed_token_ids=message.allowed_token_ids,
         )
         logprobs_T, entropy_T = self._trainer.forward(
-            batch, allowed_token_ids=message.allowed_token_ids, mode=None if message.adapters else "base"
+            batch,
+            allowed_token_ids=message.allowed_token_ids,
+            mode=None if message.adapters else "base",
         )
         seconds = {"forward": time.monotonic() - started} | self._to_first_forward(request)
         return Outcome(

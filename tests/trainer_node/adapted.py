@@ -170,9 +170,7 @@ def as_served(model: Model, micro: MicroBatch) -> tuple[torch.Tensor, dict[Any, 
     return served_LV.detach(), found
 
 
-def check_served_bits(
-    model: Model, exporter: Exporter, merged: dict[str, torch.Tensor]
-) -> None:
+def check_served_bits(model: Model, exporter: Exporter, merged: dict[str, torch.Tensor]) -> None:
     """The weights of `served_weights`, exported without adapters, are the publication's bits."""
     adapters = list(model.adapters.by_module.values())
     Bs = [p for adapter in adapters for p in adapter.lora_B.values()]

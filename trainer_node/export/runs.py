@@ -129,9 +129,7 @@ def runs_in(adapters: AdapterSet, adapter: Adapter | ExpertAdapter) -> Iterator[
         yield from _runs(adapters, adapter, i)
 
 
-def _runs(
-    adapters: AdapterSet, adapter: Adapter | ExpertAdapter, i: int
-) -> Iterator[Run]:
+def _runs(adapters: AdapterSet, adapter: Adapter | ExpertAdapter, i: int) -> Iterator[Run]:
     place = adapter.places[i]
     if adapter.names[i] is None:
         return

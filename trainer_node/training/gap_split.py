@@ -65,6 +65,6 @@ def warnings(found: dict[str, float], *, dtype: str) -> list[str]:
     return [
         f"The merged weights move the log-probs of sampled tokens by {weights:.2e} nats in the "
         f"mean, and {dtype} explains {EXPLAINED_NATS[dtype]:.2g}: the served policy is not the "
-        "trained one. With publication.rounding = \"nearest\", set \"stochastic\"; else set "
-        "trainer.numerics = \"served\"."
+        'trained one. With publication.rounding = "nearest", set "stochastic"; else set '
+        'trainer.numerics = "served".'
     ]

@@ -21,7 +21,6 @@ from orchestrator.protocol.config import ALL_LINEAR, LM_HEAD, LoraConfig
 from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import HEAD, make_trainer, random_adapters
-from trainer_node.adapters import peft_io
 from trainer_node.export.hf_export import export_hf
 from trainer_node.export.merged import Exporter
 from trainer_node.state import checkpoint

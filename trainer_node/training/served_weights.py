@@ -28,7 +28,6 @@ from trainer_node.export.runs import Run, is_readable, runs_in, weights_of
 from trainer_node.export.wire_export import Merger
 from trainer_node.model.model import Model
 
-
 _Kind = tuple[type[nn.Module], torch.dtype]
 
 

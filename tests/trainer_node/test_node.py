@@ -520,7 +520,7 @@ def test_operations(models, tmp_path: Path) -> None:
     skipped step and a dropped gradient.
     """
     from orchestrator.protocol.messages import forward_specs
-    from tests.trainer_node.tiny import hf_model
+    from transformers import AutoModelForCausalLM
 
     values = arrays()
     tokens, lengths = values["tokens"], values["sequence_lengths"]
@@ -529,7 +529,10 @@ def test_operations(models, tmp_path: Path) -> None:
     fields, buffers = training()
     batch = {"loss": LossSpec(name="cross_entropy"), "tensors": fields["tensors"]}
 
-    with node(models["dense_untied"], tmp_path, ranks=2, pipeline=2) as (control, process):
+    model = shutil.copytree(models["dense_untied"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    with node(model, tmp_path, ranks=2, pipeline=2) as (control, process):
         assert control.refused(OptimStep).code == "not_ready"
         _, found = control.ok(Forward, scoring, **asked)
         first = np.frombuffer(found[0], np.float32)
@@ -587,7 +590,9 @@ def test_operations(models, tmp_path: Path) -> None:
             == "checkpoint_failed"
         )
         assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
-        exported = hf_model(tmp_path / "hf")
+        assert len({p.stat().st_mode for p in (tmp_path / "hf").iterdir()}) == 1
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+        assert exported.dtype is torch.float32
         start = 0
         for length in lengths:
             ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import Manifest
@@ -31,12 +30,14 @@ from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Failure, agree
 from trainer_node.model import fp8_blocks
-from trainer_node.model.hf import tensor_dtypes
+from trainer_node.model.hf import save_tensors, tensor_dtypes
 from trainer_node.model.model import Model
 from trainer_node.state import generations
 from trainer_node.state.generations import CheckpointError, write_file
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_DTYPES = ("dtype", "torch_dtype")
+"""Keys of a config, in transformers 5 and 4."""
 INDEX = "model.safetensors.index.json"
 MERGE = "splice_merge.json"
 """Mode and seed of the rounding with which adapters were merged."""
@@ -98,6 +99,7 @@ def export_hf(
                     manifest,
                     plan,
                     sent,
+                    dtype=model.config.dtype,
                     merged=None if model.trains_all else model.rounding,
                     is_fp8=bool(scaled),
                 )
@@ -133,6 +135,7 @@ def _write(
     plan: dict[str, tuple[str, ...]],
     stream: Iterator[tuple[str, torch.Tensor]],
     *,
+    dtype: str,
     merged: Rounding | None,
     is_fp8: bool,
 ) -> None:
@@ -150,7 +153,7 @@ def _write(
             write_file(temp / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
         for source in sorted({p for pattern in _COPIED for p in model.glob(pattern)}):
             if source.name == "config.json" and not is_fp8:
-                write_file(temp / source.name, partial(_write_plain_config, source))
+                write_file(temp / source.name, partial(_write_plain_config, source, dtype))
             elif source.name not in (INDEX, MERGE):
                 write_file(temp / source.name, partial(shutil.copyfile, source))
         if merged is not None:
@@ -163,13 +166,17 @@ def _write(
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def _write_plain_config(source: Path, path: Path) -> None:
-    """Copy a config; the weights beside the copy are not quantised."""
+def _write_plain_config(source: Path, dtype: str, path: Path) -> None:
+    """Copy a config; the weights beside the copy are not quantised, and have a dtype of their own.
+    transformers would round them to the dtype that the config names."""
     text = source.read_text()
     config = json.loads(text)
-    if config.pop("quantization_config", None) is not None:
-        text = json.dumps(config, indent=2)
-    path.write_text(text)
+    changed = config.pop("quantization_config", None) is not None
+    for part in (config, *(v for k, v in config.items() if k.endswith("_config"))):
+        for key in _DTYPES if isinstance(part, dict) else ():
+            changed |= part.get(key, dtype) != dtype
+            part.update({key: dtype} if key in part else {})
+    path.write_text(json.dumps(config, indent=2) if changed else text)
 
 
 def _write_shard(
@@ -181,4 +188,4 @@ def _write_shard(
         name, tensor = next(stream)
         assert name == wanted, f"the export gave {name} where the plan has {wanted}"
         tensors[name] = tensor.detach().cpu().contiguous().clone()
-    write_file(path, lambda temp: save_file(tensors, temp, metadata={"format": "pt"}))
+    write_file(path, lambda temp: save_tensors(temp, tensors))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol import topology
@@ -33,6 +34,15 @@ _UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
 """Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
 _KEPT_WIDE = "e_score_correction_bias"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file, readable by whom the user's umask lets: the library's own are the
+    user's alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def auto_config(folder: Path) -> Any:

@@ -426,12 +426,17 @@ class Trainer:
 
     @torch.no_grad()
     def _step(self, optim: OptimParams, *, denominator: float) -> float:
-        """Returns the norm before clipping."""
+        """Returns the norm before clipping. A gradient of zeros changes nothing: AdamW's moments
+        alone would move the weights."""
         params, sequence_parallel = self.model.params, bool(self.model.provider.sequence_parallel)
-        finalize_gradients(params, denominator=denominator, sequence_parallel=sequence_parallel)
+        finalize_gradients(
+            params, denominator=denominator or 1.0, sequence_parallel=sequence_parallel
+        )
         norm = global_norm(params, self.model.device)
         if not torch.isfinite(norm):
             raise NonFiniteGradient(f"the gradient's norm is {float(norm)}")
+        if not norm:
+            return 0.0
         # torch.nn.utils.clip_grad_norm_'s formula.
         factor = (
             None

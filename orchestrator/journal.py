@@ -297,6 +297,14 @@ class Journal:
         ).fetchone()
         return None if row is None else row[0]
 
+    def move(self, before: str, after: str) -> None:
+        """Rewrite the folders within one that has another place now."""
+        self._execute(
+            "UPDATE publications SET checkpoint_dir = ? || substr(checkpoint_dir, ?) "
+            "WHERE substr(checkpoint_dir, 1, ?) = ?",
+            (after, len(before) + 1, len(before) + 1, f"{before}/"),
+        )
+
     def publication_steps(self) -> list[tuple[int, str]]:
         """Return (version, state) of every step of every publication, in order."""
         return [

@@ -392,18 +392,26 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
     """Wait until a replica answers with the run's version: after a restart they receive it anew.
 
     One that does not come in time is not waited for any longer.
+
+    Raises:
+        ConfigError: none can get it, until somebody changes something; says why.
     """
     deadline_s = time.monotonic() + SERVED_S
     # Asked each time: a job that a crash had interrupted may publish the next version meanwhile.
-    name = "a version"
+    name, trouble = "", ""
     while time.monotonic() < deadline_s:
         with contextlib.suppress(TimeoutError, NodeLost):  # it may be starting again
             status = client.status(timeout_s=30.0)
-            if status.version is None:
+            if status.is_final or (status.version is None and status.trouble):
+                what = name or "the last version"
+                raise ConfigError(f"{what} cannot be served again: {status.trouble}")
+            if status.version is not None:
+                name = f"{status.name}@{status.version}"
+            elif not name:
                 log.warning("nothing is served: publication %s", status.publication)
                 return
-            name = f"{status.name}@{status.version}"
-        wait(f"waiting until {name} is served")
+            trouble = f" (the last attempt failed: {status.trouble})" if status.trouble else ""
+        wait(f"waiting until {name or 'a version'} is served{trouble}")
         for url in urls:
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
                 reply = httpx.get(f"{url}/v1/models", timeout=10.0, trust_env=False)

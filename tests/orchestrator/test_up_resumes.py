@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob
 from splice import cli, up
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
@@ -89,3 +89,85 @@ def test_up_waits_for_the_version_that_is_served_now(run):
         server.shutdown()
         server.server_close()
     assert said == ["waiting until m@0 is served"] * 2 + ["waiting until m@1 is served"]
+
+
+def _wait_served(run):
+    """What `up` says while no replica answers, and how it ends; at most 20 looks."""
+    said = []
+
+    def wait(text: str) -> None:
+        said.append(text)
+        assert len(said) < 20, said
+
+    try:
+        up._wait_served(run.client, [], wait)
+    except ConfigError as error:
+        return said, str(error)
+    return said, ""
+
+
+def test_up_says_why_the_trainer_cannot_hold_the_version_again(run):
+    """Its checkpoint is gone, or of another model: every attempt would fail alike."""
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    for node in (run.fake_trainer, run.fake_replica):
+        node.die()
+    run.lose("trainer"), run.lose("inference-0")
+    trainer = run.trainer()
+
+    def refuse(message):
+        trainer.script["LoadCheckpoint"] = refuse
+        trainer.refuse(message, code=ErrorCode.CHECKPOINT_FAILED)
+
+    trainer.script["LoadCheckpoint"] = refuse
+    run.replica(trainer)
+    said, error = _wait_served(run)
+    assert len(said) < 10 and "m@0 cannot be served again" in error and "told to" in error
+    assert run.client.status().is_final
+    with pytest.raises(JobFailed, match="nothing is served"):
+        run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+
+
+def test_up_says_that_a_version_has_another_content(run):
+    """Other base weights under the same folder."""
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.fake_replica.die()
+    run.lose("inference-0")
+    run.fake_trainer.weights = [7, 7, 7]
+    run.replica(run.fake_trainer)
+    _, error = _wait_served(run)
+    assert "m@0 cannot be served again" in error and "is not what it was" in error
+
+
+class Seen(Exception):
+    """The text that a test waits for."""
+
+
+def test_up_waits_after_a_failure_that_may_pass(run):
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.fake_replica.die()
+    run.lose("inference-0")
+    replica = run.replica(run.fake_trainer)
+
+    def refuse(message):
+        replica.script["PrepareUpdate"] = refuse
+        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    replica.script["PrepareUpdate"] = refuse
+
+    def wait(text: str) -> None:
+        if "until m@0 is served (the last attempt failed: " in text:
+            raise Seen
+
+    with pytest.raises(Seen):
+        up._wait_served(run.client, [], wait)
+    assert not run.client.status().is_final
+
+
+def test_up_says_that_the_last_attempt_left_nothing_served(run):
+    """Nobody sends a version again to replicas with half of it, but a job."""
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.fake_replica.die()
+    run.lose("inference-0")
+    run.replica(run.fake_trainer).fail_transfers()
+    _, error = _wait_served(run)
+    assert "m@0 cannot be served again" in error and "told to" in error

@@ -394,7 +394,11 @@ def check_no_signal(trainer: Trainer, batch: Batch) -> None:
         assert same(before, state(trainer))
     job = training(spec, mini_batch_sequences=2)
     done = steps.train(trainer, batch, job, on_step=lambda *_: None)
-    assert [s.metrics["grad_norm"] > 0 for s in done] == [True, True, False]  # the last has no token
+    assert [s.metrics["grad_norm"] > 0 for s in done] == [
+        True,
+        True,
+        False,
+    ]  # the last has no token
     assert not same(before, state(trainer))
     assert steps.total_metrics(done)["tokens"] == batch.num_loss_tokens
 

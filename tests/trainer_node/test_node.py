@@ -519,8 +519,9 @@ def test_operations(models, tmp_path: Path) -> None:
     """Forward, two forward_backward, a step, an export that transformers loads; bad input, a
     skipped step and a dropped gradient.
     """
-    from orchestrator.protocol.messages import forward_specs
     from transformers import AutoModelForCausalLM
+
+    from orchestrator.protocol.messages import forward_specs
 
     values = arrays()
     tokens, lengths = values["tokens"], values["sequence_lengths"]

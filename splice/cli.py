@@ -25,6 +25,7 @@ from rich.table import Table
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
+from orchestrator.processes.python import python_command
 from orchestrator.protocol.config import (
     ALL_LINEAR,
     InferenceConfig,
@@ -546,7 +547,9 @@ def check(
         _die(_console(), ConfigError(text))
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "model"
-        argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
+        argv = python_command(
+            trainer_python, "-m", "trainer_node.tools.check_model", "--model", model
+        )
         argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
         argv += ["--keep", str(small)] if serve else []
         # On a CPU: transformers would take its kernels for GPUs where it sees one.
@@ -633,15 +636,9 @@ def _tiny_model(arch: str, python: Path, console: Console) -> Path:
     path = TINY[arch]
     if not (path / "config.json").exists():
         console.print(f"making the tiny {arch} checkpoint in {path}")
-        argv = [
-            str(python),
-            "-m",
-            "trainer_node.tools.make_checkpoint",
-            "--arch",
-            arch,
-            "--out",
-            str(path),
-        ]
+        argv = python_command(
+            python, "-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", path
+        )
         done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:
             raise ConfigError(f"could not make {path}: {(done.stdout + done.stderr)[-2000:]}")

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.python import python_command
 
 NodeRole = Literal["trainer", "inference", "orchestrator"]
 ROLES: tuple[NodeRole, ...] = get_args(NodeRole)
@@ -138,7 +139,7 @@ def ask(python: Path) -> dict[str, str]:
         raise ConfigError(f"no interpreter at {python}; run `make envs`, or pass --python")
     try:
         done = subprocess.run(
-            [str(python), "-c", _ASK, json.dumps(ALL_PACKAGES)],
+            python_command(python, "-c", _ASK, json.dumps(ALL_PACKAGES)),
             capture_output=True,
             text=True,
             timeout=60,

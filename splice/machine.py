@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.python import python_command
 from orchestrator.protocol.config import check_model_folder
 from orchestrator.protocol.topology import language_part
 from splice.doctor import Gpu
@@ -217,7 +218,7 @@ def local_model(model: Path, *, python: Path) -> Path:
     check_model_folder(model)
     if (model / "config.json").is_file():
         return model.absolute()
-    argv = [str(python), "-c", FETCH, str(model)]
+    argv = python_command(python, "-c", FETCH, model)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.python import python_command
 from splice.hosts import CLIENT, check_several_hosts, keys_of, numbered_from_0
 from splice.run_file import RunFile
 
@@ -78,7 +79,7 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     hosts = run.trainer.parallel.world_size // of_trainer if of_trainer else 1
     per_host = gpus_per_host // each if each else run.inference.replicas
     num_hosts = hosts - (-run.inference.replicas // per_host)
-    splice = f"{shlex.quote(sys.executable)} -m splice"
+    splice = shlex.join(python_command(sys.executable, "-m", "splice"))
     file = shlex.quote(str(run.run_dir / FILE))
     trainer = f"exec {splice} trainer {file} --set trainer.host=$HEAD"
     if hosts > 1:

@@ -30,6 +30,7 @@ from orchestrator.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
+from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
@@ -135,7 +136,7 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
     token = some_token(run.run_dir)
     with (logs / "up.log").open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "splice.up", str(config), *([PUBLISH] if publish else [])],
+            python_command(sys.executable, "-m", "splice.up", config, *[PUBLISH] * publish),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -426,7 +427,7 @@ def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str)
     launcher.start(
         NodeProcess(
             name="router",
-            argv=[sys.executable, "-m", "splice.replica_router", str(config)],
+            argv=python_command(sys.executable, "-m", "splice.replica_router", config),
             env={TOKEN: token},
             log_file=run.run_dir / "logs" / "router.log",
             restarts=RestartBudget(ROUTER_RESTARTS),

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.python import python_command
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node import objects
 from trainer_node.launcher import rendezvous
@@ -113,7 +114,7 @@ def _kept(model: Path) -> Path:
 
 
 def _run(model: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "trainer_node.tools.check_model"]
+    argv = python_command(sys.executable, "-m", "trainer_node.tools.check_model")
     argv += ["--model", str(model), "--out", str(out)]
     # A process of its own, not a rank of this one's group.
     env = {k: v for k, v in os.environ.items() if not k.startswith(RANKS)}

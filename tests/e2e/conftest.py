@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.processes.python import python_command
+from tests.hiding import hiding_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 INFERENCE_PYTHON = Path(
     os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python")
@@ -23,22 +26,15 @@ def models(tmp_path_factory):
     made = {}
     for arch in ("qwen3", "qwen3_moe"):
         made[arch] = folder / arch
-        argv = [
-            sys.executable,
-            "-m",
-            "trainer_node.tools.make_checkpoint",
-            "--arch",
-            arch,
-            "--out",
-            str(made[arch]),
-        ]
-        subprocess.run(argv, check=True, timeout=120, cwd=ROOT)
+        argv = ["-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", made[arch]]
+        subprocess.run(python_command(sys.executable, *argv), check=True, timeout=120)
     return made
 
 
 @pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def _where_packages_are_hidden(monkeypatch, tmp_path_factory):
+    """Start everything in a folder with packages of the same names."""
+    monkeypatch.chdir(hiding_folder(tmp_path_factory.mktemp("cwd")))
     assert INFERENCE_PYTHON.exists(), (
         f"no inference environment at {INFERENCE_PYTHON}; run `make envs` or set "
         "SPLICE_INFERENCE_PYTHON"

@@ -352,7 +352,8 @@ def test_every_role_reads_the_same_file(tmp_path):
         assert token_file.stat().st_mode & 0o777 == 0o600 and len(token) == 32
         assert splice("inference", path).wait(60) == 0
         arguments = out.read_text().split()
-        assert arguments[:5] == [token, "-m", "inference_node", "--endpoint", endpoint]
+        assert arguments[:5] == [token, "-P", "-m", "inference_node", "--endpoint"]
+        assert arguments[5] == endpoint
         config = json.loads(Path(arguments[-1]).read_text())
         assert (config["name"], config["model"]) == ("tiny", str(tmp_path / "model"))
         trainer = splice("trainer", path, "--python", stub, "--no-template")

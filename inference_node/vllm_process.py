@@ -157,7 +157,7 @@ class VllmProcess:
         self._reached_at = f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
         given = config.advertised_host or reachable_host(host)
         self.base_url = f"http://[{given}]:{port}" if ":" in given else f"http://{given}:{port}"
-        self._http = httpx.Client()
+        self._http = httpx.Client(trust_env=False)
         self._child = ChildProcess(
             argv=(),
             env={},

@@ -32,6 +32,17 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def _behind_a_proxy(monkeypatch):
+    """A user's variables for the world outside. Nobody listens there."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _where_packages_are_hidden(monkeypatch, tmp_path_factory):
     """Start everything in a folder with packages of the same names."""
     monkeypatch.chdir(hiding_folder(tmp_path_factory.mktemp("cwd")))

@@ -181,10 +181,16 @@ def up(
     run.run_dir.chmod(0o700)
     (run.run_dir / FILE).write_text(run.model_dump_json(indent=1))
     try:
-        # It warns that the actors go with their group, which is meant.
-        ray.init(
-            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
-        )
+        # Ray has its workers import from this process's current folder first. In the run's folder
+        # nothing hides an installed package.
+        with contextlib.chdir(run.run_dir):
+            # It warns that the actors go with their group, which is meant.
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no Ray cluster at {address!r}: {error}") from error
     try:

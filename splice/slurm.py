@@ -131,20 +131,23 @@ export RUN={run_dir}
 # The batch host is host 0. A name may mean loopback there, so roles get its address.
 HEAD=${{SPLICE_HEAD:-$(hostname -I | cut -d " " -f 1)}}
 export HEAD
-rm -f "$RUN/endpoint" "$RUN/router"
+# A killed orchestrator leaves its file. A living one keeps the lock, and this one is refused.
+endpoint() {{ stat -c "%i %y" "$RUN/endpoint" 2>/dev/null; }}
+KILLED=$(endpoint)
 
 {orchestrator}
 ORCHESTRATOR=$!
 for _ in $(seq {wait_s}); do
-  [ -e "$RUN/endpoint" ] && break
+  [ "$(endpoint)" != "$KILLED" ] && break
   kill -0 "$ORCHESTRATOR" 2>/dev/null || break
   sleep 1
 done
-if [ ! -e "$RUN/endpoint" ]; then
+if [ "$(endpoint)" = "$KILLED" ]; then
   echo "the orchestrator did not bind; read $RUN/logs/orchestrator.log" >&2
   kill "$ORCHESTRATOR" 2>/dev/null
   exit 1
 fi
+rm -f "$RUN/router"
 
 {steps}
 

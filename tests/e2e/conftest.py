@@ -46,6 +46,10 @@ def _behind_a_proxy(monkeypatch):
 def _where_packages_are_hidden(monkeypatch, tmp_path_factory):
     """Start everything in a folder with packages of the same names."""
     monkeypatch.chdir(hiding_folder(tmp_path_factory.mktemp("cwd")))
+
+
+@pytest.fixture(autouse=True)
+def _has_both_environments():
     assert INFERENCE_PYTHON.exists(), (
         f"no inference environment at {INFERENCE_PYTHON}; run `make envs` or set "
         "SPLICE_INFERENCE_PYTHON"

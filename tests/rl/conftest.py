@@ -21,11 +21,11 @@ from tests.e2e.conftest import (
     INFERENCE_PYTHON,
     ROOT,
     TRAINER_PYTHON,
-    _where_packages_are_hidden,
+    _has_both_environments,
     models,
 )
 
-__all__ = ["_where_packages_are_hidden", "models"]
+__all__ = ["_has_both_environments", "models"]
 NAME = "tiny"
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The tiny checkpoint has no chat template of its own."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command
-from orchestrator.protocol.config import check_model_folder
+from orchestrator.protocol.config import check_alias_name, check_model_folder
 from orchestrator.protocol.topology import language_part
 from splice.doctor import Gpu
 from splice.preflight import read_model_config
@@ -155,6 +155,10 @@ def write_run_file(
     path = folder / FILE_NAME
     if path.exists():
         raise ConfigError(f"{path} exists; edit it, or choose another folder")
+    try:
+        check_alias_name(name)  # before a download
+    except ValueError as error:
+        raise ConfigError(f"--name: {error}") from error
     model = local_model(model, python=trainer_python)
     whole_config = read_model_config(model)
     model_config = language_part(whole_config)

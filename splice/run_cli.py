@@ -80,7 +80,11 @@ def init(
             trainer_python=Path(os.path.abspath(trainer_python)),
             inference_python=Path(os.path.abspath(inference_python)),
         )
-        load(path)
+        try:
+            load(path)
+        except SpliceError:
+            path.unlink()
+            raise
     except (SpliceError, OSError) as error:
         _die(error)
     if as_json:

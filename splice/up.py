@@ -34,6 +34,7 @@ from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
+from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
 from splice.client import SpliceClient
@@ -86,6 +87,8 @@ def check(run: RunFile) -> None:
         if not section.python.exists():
             raise ConfigError(f"{role}.python: no interpreter at {section.python}")
     model_config = read_model_config(run.trainer.model)
+    if run.trainer.init == "hf" and not any(run.trainer.model.glob("*.safetensors")):
+        raise ConfigError(without_weights(run.trainer.model, random='trainer.init = "random"'))
     read_model_config(run.inference.model)
     nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
     check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)

@@ -305,7 +305,7 @@ def test_the_smoke_run_takes_a_hub_id(tmp_path):
         )
         assert done.returncode == 2, done.stderr
         said[model] = done.stdout
-    assert f"{snapshot} holds no *.safetensors" in said["tiny/dense"]
+    assert f"{snapshot} has no *.safetensors" in said["tiny/dense"]
     assert "tiny/other is not a local folder, and the Hub download failed" in said["tiny/other"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.processes.python import python_command
+from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import check_alias_name, check_model_folder
 from orchestrator.protocol.topology import language_part
 from splice.doctor import Gpu
@@ -223,7 +224,8 @@ def local_model(model: Path, *, python: Path) -> Path:
     if (model / "config.json").is_file():
         return model.absolute()
     argv = python_command(python, "-c", FETCH, model)
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    env = python_environment(os.environ)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(last.partition(": ")[2] or last)

@@ -32,7 +32,7 @@ from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, Spl
 from orchestrator.processes.identity import identity
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
-from orchestrator.processes.python import python_command
+from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
@@ -181,7 +181,7 @@ def _start(run: RunFile, lock: int, *, publish: bool) -> int:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**os.environ, TOKEN: token},
+            env=python_environment({**os.environ, TOKEN: token}),
             pass_fds=[lock],
             start_new_session=True,
         )

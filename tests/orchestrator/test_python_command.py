@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,28 @@ def test_one_by_hand_is_found(source):
     assert not list(by_hand("os.execv(python, python_command(python, '-m', 'splice'))"))
 
 
+def without_environment(source: str) -> Iterator[str]:
+    """Functions that start a Python with an environment that `python_environment` did not make."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            called = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+            starts = any(name.startswith(("subprocess.", "os.exec")) for name in called)
+            if starts and "python_command" in called and "python_environment" not in called:
+                yield node.name
+
+
+def test_every_environment_of_python_is_made_by_one_function():
+    """`ChildProcess` makes that of all others."""
+    found = {
+        str(path.relative_to(REPO)): names
+        for package in PACKAGES
+        for path in (REPO / package).rglob("*.py")
+        if (names := list(without_environment(path.read_text())))
+    }
+    assert not found
+    assert list(without_environment("def f():\n  subprocess.run(python_command(python))")) == ["f"]
+
+
 GRANDCHILD = """
 import subprocess, sys
 argv = [sys.executable, "-c", "import orchestrator.errors, zmq; print('installed')"]
@@ -69,8 +92,10 @@ sys.exit(subprocess.run(argv).returncode)
 """
 
 
-def test_the_current_folder_hides_no_package(tmp_path, monkeypatch):
+@pytest.mark.parametrize("before", ["", os.pathsep])
+def test_the_current_folder_hides_no_package(before, tmp_path, monkeypatch):
     """Neither from a child nor from a Python that the child starts in its own way."""
+    monkeypatch.setenv("PYTHONPATH", f"{before}{REPO}")
     monkeypatch.chdir(hiding_folder(tmp_path))
     shadowed = subprocess.run([sys.executable, "-m", "splice", "--version"], capture_output=True)
     assert shadowed.returncode, "the folder hides nothing, so this test shows nothing"

@@ -9,6 +9,7 @@ ends, for whatever reason, the roles end too.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import logging
@@ -28,9 +29,12 @@ import psutil
 
 from orchestrator.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
+from orchestrator.processes.identity import identity
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
+from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
+from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
 from splice.client import SpliceClient
@@ -49,7 +53,7 @@ from splice.rl import decisions
 from splice.run_file import TOKEN, RunFile, load, stop_command
 
 log = logging.getLogger("splice.up")
-STATE, CONFIG = "up.json", "run.json"
+STATE, CONFIG, LOCK = "up.json", "run.json", "up.lock"
 PUBLISH = "--publish"
 ROUTER, ROUTER_STATE = "router", "/splice/router"
 """The file with the router's URL, and its own route."""
@@ -61,6 +65,8 @@ END_S = 15.0
 """Time between a node's orderly end and the orchestrator's."""
 SERVED_S = 600.0
 """Longest wait for a replica to serve what the run has published."""
+LEAVES_S = 5.0
+"""Time for the orchestrator of a killed run to end."""
 STOP_S = 90.0
 """Time for all roles to end before `stop` gives up."""
 
@@ -81,6 +87,8 @@ def check(run: RunFile) -> None:
         if not section.python.exists():
             raise ConfigError(f"{role}.python: no interpreter at {section.python}")
     model_config = read_model_config(run.trainer.model)
+    if run.trainer.init == "hf" and not any(run.trainer.model.glob("*.safetensors")):
+        raise ConfigError(without_weights(run.trainer.model, random='trainer.init = "random"'))
     read_model_config(run.inference.model)
     nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
     check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)
@@ -116,15 +124,49 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
     Raises:
         ConfigError: the run is up, or its folder was used and `resume` is False.
     """
+    _refuse_living(run.run_dir)
     check(run)
-    state = read_state(run.run_dir)
-    if is_alive(state):
-        raise ConfigError(
-            f"the run in {run.run_dir} is up already (pid {state['pid']}); "
-            f"`{stop_command(run.run_dir)}` ends it"
-        )
     refuse_used(run, resume=resume)
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = _take_lock(run.run_dir)
+    try:
+        return _start(run, lock, publish=publish)
+    finally:
+        os.close(lock)  # the background process has it
+
+
+def _refuse_living(run_dir: Path) -> None:
+    """Refuse a folder in which a run lives. The orchestrator of a killed one may take a moment."""
+    state, deadline_s = read_state(run_dir), time.monotonic() + LEAVES_S
+    while not is_alive(state):
+        if not RunFolder.is_in_use(run_dir):
+            return
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"an orchestrator lives in {run_dir}; `{stop_command(run_dir)}` ends it"
+            )
+        time.sleep(POLL_S)
+    raise ConfigError(
+        f"the run in {run_dir} is up already (pid {state['pid']}); "
+        f"`{stop_command(run_dir)}` ends it"
+    )
+
+
+def _take_lock(run_dir: Path) -> int:
+    """Return the descriptor with the folder's lock, which lasts as long as a process has it."""
+    lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"another `splice up` has started the run in {run_dir}; "
+            f"`{stop_command(run_dir)}` ends it"
+        ) from None
+    return lock
+
+
+def _start(run: RunFile, lock: int, *, publish: bool) -> int:
     # `bound` is for an orchestrator whose nodes live on; these nodes begin anew.
     for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
@@ -135,11 +177,12 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
     token = some_token(run.run_dir)
     with (logs / "up.log").open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "splice.up", str(config), *([PUBLISH] if publish else [])],
+            python_command(sys.executable, "-m", "splice.up", config, *[PUBLISH] * publish),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**os.environ, TOKEN: token},
+            env=python_environment({**os.environ, TOKEN: token}),
+            pass_fds=[lock],
             start_new_session=True,
         )
     return process.pid
@@ -202,14 +245,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 def is_alive(state: dict[str, Any]) -> bool:
     """Whether the background process of this state runs, and is not another one with its pid."""
-    if "pid" not in state:
-        return False
-    try:
-        process = psutil.Process(state["pid"])
-        is_same = abs(process.create_time() - state["created"]) < 1.0
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return state.get("identity") is not None and identity(state["pid"]) == state["identity"]
 
 
 def is_running(pid: int) -> bool:
@@ -305,7 +341,7 @@ class _State:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / STATE
-        self._own = {"pid": os.getpid(), "created": psutil.Process().create_time()}
+        self._own = {"pid": os.getpid(), "identity": identity(os.getpid())}
 
     def write(self, phase: str, text: str, **more: object) -> None:
         """Phase: starting, up, failed or ended."""
@@ -434,7 +470,7 @@ def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str)
     launcher.start(
         NodeProcess(
             name="router",
-            argv=[sys.executable, "-m", "splice.replica_router", str(config)],
+            argv=python_command(sys.executable, "-m", "splice.replica_router", config),
             env={TOKEN: token},
             log_file=run.run_dir / "logs" / "router.log",
             restarts=RestartBudget(ROUTER_RESTARTS),

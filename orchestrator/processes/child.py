@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.processes.parent import die_with_parent
+from orchestrator.processes.python import python_environment
 
 TERM_GRACE_S = 15.0
 KILL_GRACE_S = 10.0
@@ -58,7 +59,7 @@ class ChildProcess:
                 out = stack.enter_context(self.log_file.open("ab")).fileno()
             self.process = subprocess.Popen(
                 list(self.argv),
-                env={**os.environ, **self.env} if self.inherits_env else dict(self.env),
+                env=python_environment({**(os.environ if self.inherits_env else {}), **self.env}),
                 stdin=subprocess.PIPE if self.is_piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self.is_piped else out,
                 stderr=out,

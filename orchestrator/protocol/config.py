@@ -28,6 +28,25 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 """The linears of a decoder layer in many families."""
 
 
+def without_weights(folder: Path, *, random: str) -> str:
+    """What to say of a folder without safetensors.
+
+    Args:
+        random: the setting that needs no weights.
+    """
+    for pattern in ("pytorch_model*.bin", "*.gguf", "*.pt", "*.pth"):
+        for found in sorted(folder.glob(pattern)):
+            return (
+                f"{folder} has its weights in {found.name}, and splice reads *.safetensors; "
+                "convert them with transformers: AutoModelForCausalLM.from_pretrained(FOLDER)"
+                ".save_pretrained(OTHER), and copy the tokenizer's files"
+            )
+    return (
+        f"{folder} has no *.safetensors; download the model's weights, or set {random} for a "
+        "config.json without weights"
+    )
+
+
 def check_alias_name(name: str) -> str:
     """Return the name if it can be an alias, whose versions are served as name@N.
 

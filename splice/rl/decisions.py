@@ -25,11 +25,11 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import msgpack
 
@@ -38,6 +38,7 @@ from orchestrator.protocol.messages import TensorSpec
 from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
+RUN_LOCK = "loop.lock"
 LOOP_DIR = "loop"
 """Folder of a loop within its run's."""
 PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
@@ -45,45 +46,36 @@ PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
 LOCK_S = 0.5
 """Time for another's look at the lock."""
 _STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened"))
-_LOGS: weakref.WeakSet[DecisionLog] = weakref.WeakSet()
+_LOCKED: weakref.WeakSet[_Locked] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
     """A forked child, such as a reward's worker, must not hold the lock when the loop is gone."""
-    for log in list(_LOGS):
-        log.close()
+    for locked in list(_LOCKED):
+        locked.close()
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-class DecisionLog:
-    """Appends decisions. A line that a crash cut off is removed first.
+class _Locked:
+    """A file that only one process has for writing."""
 
-    Raises:
-        ConfigError: another loop writes into this file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, *, refusal: Callable[[], str]) -> None:
         self._file = path.open("a", encoding="utf-8")
         deadline_s = time.monotonic() + LOCK_S  # `splice status` holds the lock for a moment
         while not _lock(self._file, fcntl.LOCK_EX):
             if time.monotonic() > deadline_s:
                 self._file.close()
-                raise ConfigError(
-                    f"another loop runs in {path.parent}; end it, or give this one a folder of its "
-                    "own: Loop(client, folder, ...)"
-                )
+                raise ConfigError(refusal())
             time.sleep(0.02)
-        cut_torn_line(path)
-        _LOGS.add(self)
+        _LOCKED.add(self)
 
     def close(self) -> None:
         """Close the file, which ends the lock unless another process has it open."""
         self._file.close()
 
-    def __enter__(self) -> DecisionLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -93,6 +85,46 @@ class DecisionLog:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class RunLock(_Locked):
+    """Held by the one loop that trains a run, in whatever folder it is. Names that folder.
+
+    Raises:
+        ConfigError: another loop trains the run.
+    """
+
+    def __init__(self, run_dir: Path, folder: Path) -> None:
+        path = run_dir / RUN_LOCK
+        super().__init__(
+            path,
+            refusal=lambda: (
+                f"another loop trains the run in {run_dir} ({path.read_text().strip()}); two would "
+                "train the same weights. End it, or start this loop on a run of its own"
+            ),
+        )
+        self._file.truncate(0)
+        self._file.write(f"pid {os.getpid()}, folder {folder.absolute()}\n")
+        self._file.flush()
+
+
+class DecisionLog(_Locked):
+    """Appends decisions. A line that a crash cut off is removed first.
+
+    Raises:
+        ConfigError: another loop writes into this file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            path,
+            refusal=lambda: (
+                f"another loop runs in {path.parent}; end it. A loop of another run needs a folder "
+                "of its own"
+            ),
+        )
+        cut_torn_line(path)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Append a decision; `durable`: it is on disk when the call returns."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psutil
 import pytest
 
 from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.processes.identity import identity
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob
 from splice import cli, up
+from splice.run_file import load
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
 pytestmark = pytest.mark.timeout(60)
@@ -171,3 +177,58 @@ def test_up_says_that_the_last_attempt_left_nothing_served(run):
     run.replica(run.fake_trainer).fail_transfers()
     _, error = _wait_served(run)
     assert "m@0 cannot be served again" in error and "told to" in error
+
+
+# ---------------------------------------------------------------- one run in a folder
+
+
+@pytest.fixture
+def own_state(tmp_path):
+    """The state that a background process in this process writes."""
+    (tmp_path / "run").mkdir()
+    up._State(tmp_path / "run").write("up", "serving")
+    return up.read_state(tmp_path / "run")
+
+
+def test_a_step_of_the_clock_kills_no_run(own_state, monkeypatch):
+    """The kernel's start times are times of day, so they move with the clock."""
+    assert up.is_alive(own_state)
+    before = psutil.Process().create_time()
+    boot_s = psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_s + 2.5)
+    assert abs(psutil.Process().create_time() - before) > 2, "the clock has made no step"
+    assert up.is_alive(own_state)
+
+
+def test_another_process_or_boot_is_not_the_run(own_state):
+    boot, ticks = own_state["identity"].split()
+    for other in (f"{boot} {int(ticks) + 1}", f"{uuid.uuid4()} {ticks}", None):
+        assert not up.is_alive({**own_state, "identity": other})
+    with subprocess.Popen(["true"]) as ended:
+        found = identity(ended.pid)
+        assert found is None or found.startswith(boot)
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert identity(ended.pid) is None, "a zombie does not run"
+    assert not up.is_alive({}) and not up.is_alive({"pid": 1, "created": 0.0})
+
+
+def test_the_folder_of_a_living_run_is_left_as_it_is(run, tmp_path, monkeypatch):
+    """Its orchestrator lives, whatever is known of its background process."""
+    monkeypatch.setattr(up, "LEAVES_S", 0.1)
+    (tmp_path / "run.toml").write_text('name="m"\nmodel="model"\n[trainer]\n[inference]\n')
+    before = {path: path.stat() for path in run.dir.iterdir()}
+    with pytest.raises(ConfigError, match=r"an orchestrator lives in .*splice stop"):
+        up.start(load(tmp_path / "run.toml"), resume=True)
+    assert (run.dir / "bound").exists() and before.keys() == {*run.dir.iterdir()}
+
+
+def test_two_starts_at_once_are_one(tmp_path):
+    lock = up._take_lock(tmp_path)
+    with pytest.raises(ConfigError, match="another `splice up`"):
+        up._take_lock(tmp_path)
+    with subprocess.Popen(["sleep", "60"], pass_fds=[lock]) as background:
+        os.close(lock)
+        with pytest.raises(ConfigError, match="another `splice up`"):
+            up._take_lock(tmp_path)
+        background.kill()
+    os.close(up._take_lock(tmp_path))

@@ -40,6 +40,31 @@ def other_head(tensors: dict[str, torch.Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
 
+def as_bin(folder: Path) -> Path:
+    make("llama", folder)
+    (file,) = set(tensor_files(folder).values())
+    torch.save(load_file(file), folder / "pytorch_model.bin")
+    for path in folder.glob("*safetensors*"):
+        path.unlink()
+    return folder
+
+
+def without_weights(folder: Path) -> Path:
+    as_bin(folder)
+    (folder / "pytorch_model.bin").unlink()
+    return folder
+
+
+def naming(folder: Path, *architectures: str) -> Path:
+    make("llama", folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["architectures"]
+    named = {"architectures": architectures} if architectures else {}
+    path.write_text(json.dumps(config | named))
+    return folder
+
+
 MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "cut": (cut, r"\.safetensors cannot be read: .*is it complete\?"),
     "nan": (
@@ -57,6 +82,13 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "another-name": (
         lambda f: changed(f, lambda t: t.update({"model.layers.1.mlp.gate.weight": t.pop(GATE)})),
         rf"lacks 1 of the model's tensors, e.g. {GATE}, and has model.layers.1.mlp.gate.weight",
+    ),
+    "bin": (as_bin, r"has its weights in pytorch_model\.bin, and splice reads \*\.safetensors"),
+    "no-weights": (without_weights, r"has no \*\.safetensors; download the model's weights"),
+    "no-class": (naming, r'names nothing in architectures; name .*\["LlamaForCausalLM"\]$'),
+    "another-class": (
+        lambda f: naming(f, "LlamaModel"),
+        r"names \['LlamaModel'\] in architectures; name the causal",
     ),
     "a-bias-without-a-mapping": (
         lambda f: make("llama", f, attention_bias=True),

@@ -586,10 +586,9 @@ def test_operations(models, tmp_path: Path) -> None:
         result, _ = control.ok(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
         assert not theirs.parent.exists() and not (tmp_path / "hf" / "BEGUN").exists()
         assert len(result["files"]) > 2
-        assert (
-            control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).code
-            == "checkpoint_failed"
-        )
+        taken = control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
+        assert taken.code == "checkpoint_failed" and "choose another folder" in taken.message
+        assert "The trainer is unchanged" in taken.remedy, "nothing needs to be loaded"
         assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
         assert len({p.stat().st_mode for p in (tmp_path / "hf").iterdir()}) == 1
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

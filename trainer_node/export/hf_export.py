@@ -79,7 +79,7 @@ def export_hf(
 
     Raises:
         ConfigError: on every rank: `fp8_like` is no such checkpoint of this model.
-        CheckpointError: on every rank, if the folder exists, a foreign file is in the way, or rank
+        ExportError: on every rank, if the folder exists, a foreign file is in the way, or rank
             0 could not write.
         ManifestError, MergePlanError: see `Exporter`.
     """
@@ -124,8 +124,14 @@ def _scaled_in(model: Model, folder: Path | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def _failed(folder: Path, failures: Sequence[Failure], _: Exception | None) -> CheckpointError:
-    return CheckpointError(f"exporting to {folder} failed: {failures[0]}")
+class ExportError(CheckpointError):
+    """A folder could not be written. The trainer's state is what it was."""
+
+    remedy = "Fix the disk, or choose another folder; then export again. The trainer is unchanged."
+
+
+def _failed(folder: Path, failures: Sequence[Failure], _: Exception | None) -> ExportError:
+    return ExportError(f"exporting to {folder} failed: {failures[0]}")
 
 
 def _write(

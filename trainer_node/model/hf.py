@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol import topology
+from orchestrator.protocol.config import without_weights
 from trainer_node.model import fp8_blocks, language_part
 
 log = logging.getLogger("splice.trainer")
@@ -259,9 +260,7 @@ class HfCheckpoint:
             files, vocab_tensors=vocab_tensors, padded_vocab=padded_vocab, source=source
         )
         if with_weights and not len(self.state):
-            raise ConfigError(
-                f"no safetensors in {folder}; use init='random' for a config without weights"
-            )
+            raise ConfigError(without_weights(folder, random="trainer.init = 'random'"))
 
     def left_out(self) -> set[str]:
         """The checkpoint's tensors that no trainer of this model reads or exports."""

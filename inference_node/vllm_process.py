@@ -200,6 +200,11 @@ class VllmProcess:
         """Whether the API process lives."""
         return self._child.is_running
 
+    def rotate_log(self) -> None:
+        """See `ChildProcess.rotate_log`; a full disk is no reason to end."""
+        with contextlib.suppress(OSError):
+            self._child.rotate_log()
+
     def wait_healthy(self, *, deadline_s: float, on_tick: Callable[[], None]) -> None:
         """Wait until the server answers.
 

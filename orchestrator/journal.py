@@ -41,6 +41,8 @@ LARGE_BYTES = 2**20
 """Smallest batch that becomes a file."""
 HEAD = 3
 """Number of frames before the buffers."""
+JOBS_KEPT = 10_000
+"""Number of the newest jobs whose outcomes are kept. An older id would run anew."""
 VERSIONS_KEPT = 10_000
 """Number of versions whose publication steps are kept. All digests are kept."""
 
@@ -225,6 +227,11 @@ class Journal:
         self._execute(
             "UPDATE jobs SET state = ?, outcome = ?, request = x'90', ended = ? WHERE job_id = ?",
             (state, outcome, time.time(), job_id),
+        )
+        self._execute(
+            "DELETE FROM jobs WHERE outcome IS NOT NULL AND rowid <= "
+            "(SELECT MAX(rowid) FROM jobs) - ?",
+            (JOBS_KEPT,),
         )
         self._spent.append(self._batch(job_id))
         if not self._db.in_transaction:

@@ -237,6 +237,8 @@ def _print_status(found: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     phase = found.get("phase", "no background process here")
     console.print(f"{found['run_dir']}: {phase} {found.get('text', '')}".rstrip(), markup=False)
+    if "warning" in found:
+        console.print(f"warning: {found['warning']}", markup=False)
     if "loop" in found:
         console.print(f"loop: {found['loop']['text']}", markup=False)
     if "endpoint" not in found:
@@ -245,6 +247,8 @@ def _print_status(found: dict[str, Any]) -> None:
         f"serves {found['alias'] or 'nothing yet'}; publication {found['publication']}; "
         f"{found['queued_jobs']} jobs wait; endpoint {found['endpoint']}"
     )
+    if found["trouble"]:
+        console.print(f"replicas lack it: {found['trouble']}", markup=False)
     table = Table("node", "state", "host", "GPUs", "URL")
     for node in found["nodes"]:
         url = str(node["detail"].get("base_url", ""))
@@ -337,6 +341,8 @@ def _lines(files: list[Path], *, last: int, follow: bool) -> Iterator[str]:
 def _whole_lines(file: IO[str]) -> list[str]:
     """Read the lines since the last call; one that is still being written waits for the next."""
     began = file.tell()
+    if os.fstat(file.fileno()).st_size < began:  # it began anew
+        began = file.seek(0)
     text = file.read()
     whole = text[: text.rfind("\n") + 1]
     if whole != text:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
+from splice import disk
 from splice.client import SpliceClient
 from splice.cluster import Cluster, ClusterConfig
+from splice.disk import DiskForecast
 from splice.doctor import list_gpus
 from splice.preflight import (
     check_cpu_attention,
@@ -266,6 +269,8 @@ def status(run_dir: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {"run_dir": str(run_dir), "up": is_alive(state)}
     if state:
         answer |= {"phase": state["phase"], "pid": state["pid"], "text": state["text"]}
+        if full := disk.warning(state.get("disk", {})):
+            answer["warning"] = full
     if not answer["up"] and state.get("phase") in ("starting", "up"):
         answer |= {
             "phase": "ended",
@@ -392,9 +397,16 @@ def supervise(config: Path, *, publish: bool) -> int:
                 _wait(state, "starting the router", told_to_end)
                 urls = [_start_router(run, launcher, config=config, token=token)]
             text = f"serving on {', '.join(urls)}"
-            state.write("up", text, base_urls=urls, replica_urls=replicas)
+            up = partial(state.write, "up", text, base_urls=urls, replica_urls=replicas)
+            up()
             log.info("up: %s", ", ".join(urls))
-            _watch(cluster, launcher, told_to_end)
+            forecast = DiskForecast(run.run_dir)
+
+            def look() -> None:
+                if forecast.look(time.monotonic()):
+                    up(disk=forecast.found())
+
+            _watch(cluster, launcher, told_to_end, look)
     except _Told:
         state.write("ended", "stopped while it started")
         return 0
@@ -495,7 +507,12 @@ def _wait(state: _State, text: str, told_to_end: threading.Event) -> None:
     state.write("starting", text)
 
 
-def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -> None:
+def _watch(
+    cluster: Cluster,
+    launcher: Launcher,
+    told_to_end: threading.Event,
+    look: Callable[[], None],
+) -> None:
     """Return when the run is to end. Without a router it goes on: replicas have URLs of their own.
 
     Raises:
@@ -503,6 +520,8 @@ def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -
     """
     has_router = True
     while not told_to_end.wait(POLL_S) and not cluster.has_ended:
+        with contextlib.suppress(OSError):  # a full disk is what it tells of
+            look()
         try:
             if has_router:
                 launcher.check()

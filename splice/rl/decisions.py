@@ -12,6 +12,10 @@
     reopened step, why                         its optimizer steps are lost, and made again
     trained  step, version, seconds, metrics   `version` is served
     note     step, metrics                     yours, from `Loop.note`
+    segment  number, past                      the file began anew, with what was done so far
+
+After a step, a file of `SEGMENT_BYTES` becomes a compressed segment beside it. A start reads the
+present file alone.
 
 Whatever was admitted and not trained is lost at the next `start`. `at` is seconds since the epoch.
 """
@@ -20,13 +24,15 @@ from __future__ import annotations
 
 import bisect
 import fcntl
+import gzip
 import json
 import os
 import random
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -38,6 +44,8 @@ from orchestrator.protocol.messages import TensorSpec
 from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
+SEGMENT_BYTES = 2**26
+"""Size from which the log begins anew: some hours of a large run."""
 RUN_LOCK = "loop.lock"
 LOOP_DIR = "loop"
 """Folder of a loop within its run's."""
@@ -45,7 +53,9 @@ PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
 """Codes of a job that failed through no fault of its batch, before its step."""
 LOCK_S = 0.5
 """Time for another's look at the lock."""
-_STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened"))
+_STEPS = tuple(
+    f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened", "segment")
+)
 _LOCKED: weakref.WeakSet[_Locked] = weakref.WeakSet()
 
 
@@ -125,6 +135,9 @@ class DecisionLog(_Locked):
             ),
         )
         cut_torn_line(path)
+        self._path = path
+        if (number := len(segments(path))) > _number(path):  # a crash came between copy and cut
+            self._begin_anew(number)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Append a decision; `durable`: it is on disk when the call returns."""
@@ -132,6 +145,46 @@ class DecisionLog(_Locked):
         self._file.flush()
         if durable:
             os.fsync(self._file.fileno())
+
+    def rotate(self) -> None:
+        """Make the file a segment if it is large enough. Call it after a step."""
+        if self._path.stat().st_size < SEGMENT_BYTES:
+            return
+        number = len(segments(self._path)) + 1
+        segment = self._path.with_name(f"{self._path.stem}.{number:06d}.jsonl.gz")
+        part = segment.with_suffix(".part")
+        with self._path.open("rb") as file, part.open("wb") as out:
+            with gzip.GzipFile(fileobj=out, mode="wb", compresslevel=3) as packed:
+                shutil.copyfileobj(file, packed)
+            out.flush()
+            os.fsync(out.fileno())
+        part.replace(segment)
+        self._begin_anew(number)
+
+    def _begin_anew(self, number: int) -> None:
+        found = asdict(_past(segments(self._path)[-1]))
+        self._file.truncate(0)
+        self.write("segment", durable=True, number=number, past=found)
+
+
+def segments(path: Path) -> list[Path]:
+    """The compressed parts before the present file, oldest first."""
+    return sorted(path.parent.glob(f"{path.stem}.[0-9]*.jsonl.gz"))
+
+
+def _number(path: Path) -> int:
+    """How many segments are before the file, as it says itself."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline()
+    return int(json.loads(first)["number"]) if first.startswith('{"event": "segment"') else 0
+
+
+def _open(path: Path) -> IO[str]:
+    return (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else path.open("r", encoding="utf-8")
+    )
 
 
 def _lock(file: IO[Any], kind: int) -> bool:
@@ -169,14 +222,20 @@ def cut_torn_line(path: Path) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Every decision in the log. A torn last line is left out."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith("\n"):
+    """Every decision in the log and its segments. A torn last line is left out."""
+    older = segments(path)
+    # Before a crash came between copy and cut, the newest segment has all that is in the file.
+    for part in older if len(older) > _number(path) else [*older, path]:
+        with _open(part) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n"):
+                    continue
                 try:
-                    yield json.loads(line)
+                    found = json.loads(line)
                 except ValueError as error:
-                    raise ConfigError(f"line {number} of {path} is no decision: {error}") from error
+                    raise ConfigError(f"line {number} of {part} is no decision: {error}") from error
+                if found["event"] != "segment":
+                    yield found
 
 
 @dataclass(slots=True)
@@ -238,10 +297,12 @@ class Past:
 
 def past(path: Path) -> Past:
     """Read what a loop has done so far."""
+    return _past(path) if path.exists() else Past()
+
+
+def _past(path: Path) -> Past:
     found = Past()
-    if not path.exists():
-        return found
-    with path.open(encoding="utf-8") as file:
+    with _open(path) as file:
         for line in file:
             if line.endswith("\n") and line.startswith(_STEPS):
                 _take(found, json.loads(line))
@@ -250,7 +311,10 @@ def past(path: Path) -> Past:
 
 def _take(found: Past, line: dict[str, Any]) -> None:
     event = line["event"]
-    if event == "start":
+    if event == "segment":
+        for name, value in line["past"].items():
+            setattr(found, name, Made(**value) if name == "made" else value)
+    elif event == "start":
         found.loop, found.config = line["loop"], line["config"]
         found.prompts, found.run = line.get("prompts"), line.get("run", found.run)
         found.made.add(line["version"])

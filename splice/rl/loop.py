@@ -511,6 +511,7 @@ class Loop:
         metrics = {**train, **rollout}
         made: dict[str, Any] = {"version": version, "seconds": seconds}
         self._log.write("trained", durable=True, step=number, **made, metrics=metrics)
+        self._log.rotate()
         self._record.step(number, **made, train=train, rollout=rollout)
         self._say(number, version, seconds, rollout)
         for text in result.get("warnings", ()):

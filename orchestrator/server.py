@@ -284,8 +284,20 @@ class Orchestrator:
             queued_jobs=self._jobs.num_waiting,
             trouble=f"{trouble}{self._lost}" if trouble else "",
             is_final=trouble is not None and is_final(trouble),
+            apart=self._apart(),
             dropped=dict(self._router.dropped.most_common(100)),
         )
+
+    def _apart(self) -> str:
+        version, memory = self._publisher.version, self._trainer.memory
+        served = None if version is None else self._journal.checkpoint_dir(version)
+        if served is None or not memory.durable_dir:
+            return ""
+        is_served = served in (memory.durable_dir, *memory.copies)
+        steps = f"{memory.steps} optimizer steps after " if memory.is_ahead else ""
+        if is_served and not steps:
+            return ""
+        return f"the trainer holds {steps}{'it' if is_served else memory.durable_dir}"
 
     def _status_aside(self) -> Status:
         """Ask the event loop for the status, from another thread.

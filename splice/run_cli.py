@@ -247,6 +247,8 @@ def _print_status(found: dict[str, Any]) -> None:
         f"serves {found['alias'] or 'nothing yet'}; publication {found['publication']}; "
         f"{found['queued_jobs']} jobs wait; endpoint {found['endpoint']}"
     )
+    if found["apart"]:
+        console.print(f"{found['apart']}; Publish serves that state", markup=False)
     if found["trouble"]:
         console.print(f"replicas lack it: {found['trouble']}", markup=False)
     table = Table("node", "state", "host", "GPUs", "URL")

@@ -1,6 +1,6 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
-    start    loop, run, version, config, prompts    a loop begins, or goes on, with so many prompts
+    start    loop, run, version, config, prompts, lr    a loop begins, or goes on
     admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
     finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
@@ -273,6 +273,7 @@ class Past:
         run: identity of the run that the loop belongs to.
         config: of the last start.
         prompts: their number at the last start.
+        lr: the learning rate at the last start.
     """
 
     loop: str = ""
@@ -286,6 +287,7 @@ class Past:
     last: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     prompts: int | None = None
+    lr: float | None = None
 
     def reopen(self) -> None:
         """The last step's optimizer steps are lost: its batch is sent again."""
@@ -317,6 +319,7 @@ def _take(found: Past, line: dict[str, Any]) -> None:
     elif event == "start":
         found.loop, found.config = line["loop"], line["config"]
         found.prompts, found.run = line.get("prompts"), line.get("run", found.run)
+        found.lr = line.get("lr")
         found.made.add(line["version"])
     elif event == "train":
         found.open = found.last = line

@@ -193,6 +193,11 @@ class Loop:
         self.client, self.folder = client, Path(folder)
         self.config = config or LoopConfig()
         self._prompts, self._make_batch = prompts, make_batch
+        if self.config.group_size == 1 and make_batch is grpo_batch:
+            raise ConfigError(
+                "group_size is 1, and the advantages of a group's answers are relative to their "
+                "mean: all would be 0. Use a larger group_size, or a make_batch of your own"
+            )
         self._reward, self._environment = reward, environment
         drops = environment is not None or self.config.on_error == "drop"
         if not drops:
@@ -302,6 +307,13 @@ class Loop:
                 "pass, some prompts may come twice or not at all",
                 *(*before, count, seed),
             )
+        lr = self._optim.lr if isinstance(self._optim, OptimParams) else None  # a schedule
+        if found.lr is not None and lr is not None and found.lr != lr:
+            log.warning(
+                "the learning rate was %g and is %g now, with AdamW's moments of before: the next "
+                "steps are as large as that",
+                *(found.lr, lr),
+            )
         self._log.write(
             "start",
             durable=True,
@@ -310,6 +322,7 @@ class Loop:
             version=version,
             config=self.config.model_dump(mode="json"),
             prompts=count,
+            lr=lr,
         )
         found.made.add(version)
         self._is_entered = True

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
-from orchestrator.protocol.messages import NodeStatus
+from orchestrator.protocol.messages import NodeStatus, OptimParams
 from splice.rl import (
     Loop,
     LoopConfig,
@@ -234,6 +234,20 @@ def test_a_loop_that_learns_nothing_says_so_once(tmp_path, caplog):
     assert [step.metrics["groups_without_signal"] for step in steps] == [1.0] * 3
     said = [r for r in caplog.records if "nothing is learnt" in r.getMessage()]
     assert len(said) == 1
+
+
+def test_a_group_of_one_is_refused_before_anything_is_sampled(tmp_path):
+    run = StandIn()
+    with pytest.raises(ValueError, match="group_size is 1, and the advantages"):
+        asyncio.run(run_loop(run, tmp_path, steps=1, group_size=1))
+    assert not run.trained
+
+
+def test_another_learning_rate_is_warned_of_when_a_loop_goes_on(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="splice.rl"):
+        for lr, said in ((1e-4, 0), (1e-4, 0), (1e-2, 1)):
+            asyncio.run(run_loop(StandIn(), tmp_path, steps=1, optim=OptimParams(lr=lr)))
+            assert caplog.text.count("the learning rate was 0.0001 and is 0.01 now") == said
 
 
 def test_settings_that_change_the_distribution_are_named_at_the_start(tmp_path, caplog):

@@ -244,9 +244,10 @@ def test_a_group_of_one_is_refused_before_anything_is_sampled(tmp_path):
 
 
 def test_another_learning_rate_is_warned_of_when_a_loop_goes_on(tmp_path, caplog):
+    run = StandIn()
     with caplog.at_level(logging.WARNING, logger="splice.rl"):
         for lr, said in ((1e-4, 0), (1e-4, 0), (1e-2, 1)):
-            asyncio.run(run_loop(StandIn(), tmp_path, steps=1, optim=OptimParams(lr=lr)))
+            asyncio.run(run_loop(run, tmp_path, steps=1, optim=OptimParams(lr=lr)))
             assert caplog.text.count("the learning rate was 0.0001 and is 0.01 now") == said
 
 

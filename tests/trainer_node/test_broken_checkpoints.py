@@ -111,12 +111,13 @@ def test_what_nobody_reads_is_named(torchrun: Ranks, tmp_path: Path) -> None:
     )
 
 
-def test_what_is_rounded_is_named(torchrun: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_rounded_is_named(torchrun: Ranks, tmp_path: Path, dtype: str) -> None:
     folder = make("llama", tmp_path / "model", "bfloat16")
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    save_file(tensors | {GATE: tensors[GATE].float()}, file, {"format": "pt"})
-    said = rf"1 of \d+ tensors of the checkpoint are float32, e\.g\. {GATE}; .* rounded"
+    save_file(tensors | {GATE: tensors[GATE].to(getattr(torch, dtype))}, file, {"format": "pt"})
+    said = rf"1 of \d+ tensors of the checkpoint are {dtype}, e\.g\. {GATE}; .* rounded"
     torchrun(1, "refused_start", folder, said, "bfloat16")
 
 

@@ -34,6 +34,8 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupEr
 _UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
 """Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
 _KEPT_WIDE = "e_score_correction_bias"
+_ROUNDED = {"F16": "float16", "F32": "float32", "F64": "float64"}
+"""Dtypes with more bits than bfloat16 has."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -216,17 +218,19 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
 def warn_of_rounding(folder: Path, names: Collection[str]) -> None:
     """Say which of these tensors a model in bfloat16 rounds. Megatron keeps the bias by which
     experts are chosen in fp32."""
+    dtypes = tensor_dtypes(folder)
     wide = sorted(
         name
-        for name, dtype in tensor_dtypes(folder).items()
-        if dtype in ("F32", "F64") and name in names and not name.endswith(_KEPT_WIDE)
+        for name, dtype in dtypes.items()
+        if dtype in _ROUNDED and name in names and not name.endswith(_KEPT_WIDE)
     )
     if wide:
         log.warning(
-            "%d of %d tensors of the checkpoint are float32, e.g. %s; with dtype = bfloat16 they "
-            "are rounded, and served so from the first version on",
+            "%d of %d tensors of the checkpoint are %s, e.g. %s; with dtype = bfloat16 they are "
+            "rounded, and served so from the first version on",
             len(wide),
             len(names),
+            " and ".join(sorted({_ROUNDED[dtypes[name]] for name in wide})),
             wide[0],
         )
 

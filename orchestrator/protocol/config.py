@@ -254,13 +254,14 @@ class TrainerConfig(Settings):
     numerics: Numerics = "adapters"
     """What the trainer's forward pass computes with.
 
-    adapters: the base, and the adapters' products beside it.
+    adapters: the base and the adapters' products.
     served: the merged weights, bit for bit those of the next publication. The adapters get the
     gradients of the merge (straight-through). Takes the memory of the adapted weights once more,
     and a merge for each pass. Not with `lora.dropout`, `compile` or finetuning_type `full`."""
     gap_split_steps: Annotated[int, Field(ge=0)] = 10
-    """Every so many steps an on-policy job tells how much of the log-prob gap comes from the merged
-    weights (metrics `gap_weights_mean` and `gap_arithmetic_mean`). It scores one pack of the batch
+    """Optimizer steps between two on-policy jobs that tell how much of the log-prob gap comes from
+    the merged weights (metrics `gap_weights_mean` and `gap_arithmetic_mean`). Such a job scores one
+    pack of its batch
     twice. 0: never."""
     seed: int = 1234
     """Seeds new adapters, dropout, and the thresholds of `rounding`. A run keeps its thresholds: a
@@ -282,7 +283,7 @@ class TrainerConfig(Settings):
         elif self.lora.dropout:
             what, why = "lora.dropout", "which no served weights have"
         elif self.compile:
-            what, why = "compile", "whose layers keep the way that they began with"
+            what, why = "compile", "with which it was not tested"
         if what:
             raise ValueError(f"numerics = 'served' does not go with {what}, {why}; drop one")
         return self

@@ -103,10 +103,14 @@ def check_split(trainer: Trainer) -> None:
     for p in model.params:
         p.param.data.zero_()
     assert gap_split.metrics(trainer, batch, LOSS)["gap_weights_mean"] == 0.0
-    assert gap_split.is_due(trainer, LOSS) == (trainer.steps_since_sent == 0)
-    trainer.steps_since_sent, trainer.num_steps = 0, 20
-    assert gap_split.is_due(trainer, LOSS)
-    trainer.num_steps = 21
+    trainer.steps_since_sent, split = 0, []
+    for trainer.num_steps in range(20, 60, 3):  # three steps a job
+        if gap_split.is_due(trainer, LOSS):
+            split.append(trainer.num_steps)
+            gap_split.metrics(trainer, batch, LOSS)
+    assert split == [20, 32, 44, 56]
+    trainer.steps_since_sent = 1
+    trainer.num_steps += 100
     assert not gap_split.is_due(trainer, LOSS)
 
 

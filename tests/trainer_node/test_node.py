@@ -243,7 +243,7 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
         assert result["metrics"]["grad_norm"] > 0
         assert set(result["metrics"]) == documented(
-            "all", SAMPLER, "steps", "LoRA versions", "LoRA, on policy, every tenth step"
+            "all", SAMPLER, "steps", "LoRA versions", "LoRA, on policy, every 10 steps"
         )
         assert result["metrics"]["gap_weights_mean"] == 0.0  # B is zero
         assert set(result["steps"][0]) == documented("all", SAMPLER, "steps")

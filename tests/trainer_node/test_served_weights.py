@@ -48,8 +48,14 @@ def test_what_does_not_go_with_served_weights_is_refused(options: dict[str, obje
         TrainerConfig(model=Path("org/name"), numerics="served", **options)
 
 
-def test_weights_that_move_the_log_probs_are_warned_of() -> None:
-    said = gap_split.warnings({"gap_weights_mean": 0.2}, dtype="bfloat16")
-    assert len(said) == 1 and "2.00e-01" in said[0]
-    assert not gap_split.warnings({"gap_weights_mean": 0.02}, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("weights", "arithmetic", "warns"),
+    [(0.018, 0.007, True), (0.007, 0.007, False), (5e-4, 1e-4, False), (0.0, 0.0, False)],
+    ids=["nearest at 1e-5", "stochastic", "small", "none"],
+)
+def test_weights_that_cause_most_of_the_gap_are_warned_of(weights, arithmetic, warns) -> None:
+    found = {"gap_weights_mean": weights, "gap_arithmetic_mean": arithmetic}
+    said = gap_split.warnings(found, dtype="bfloat16")
+    assert len(said) == warns
+    assert not warns or "1.80e-02" in said[0]
     assert not gap_split.warnings({}, dtype="bfloat16")

@@ -14,11 +14,13 @@ bytes of a publication to a server that loaded it. Config and tokenizer are copi
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ from trainer_node.state.generations import CheckpointError, write_file
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _DTYPES = ("dtype", "torch_dtype")
 """Keys of a config, in transformers 5 and 4."""
+_TOWER = re.compile("vision|audio|image|video")
 INDEX = "model.safetensors.index.json"
 MERGE = "splice_merge.json"
 """Mode and seed of the rounding with which adapters were merged."""
@@ -173,16 +176,25 @@ def _write(
 
 
 def _write_plain_config(source: Path, dtype: str, path: Path) -> None:
-    """Copy a config; the weights beside the copy are not quantised, and have a dtype of their own.
-    transformers would round them to the dtype that the config names."""
+    """Copy a config for weights that are not quantised and have this dtype. transformers would
+    round them to the dtype that the config names."""
     text = source.read_text()
     config = json.loads(text)
     changed = config.pop("quantization_config", None) is not None
-    for part in (config, *(v for k, v in config.items() if k.endswith("_config"))):
-        for key in _DTYPES if isinstance(part, dict) else ():
-            changed |= part.get(key, dtype) != dtype
-            part.update({key: dtype} if key in part else {})
+    changed |= _name_dtype(config, dtype)
     path.write_text(json.dumps(config, indent=2) if changed else text)
+
+
+def _name_dtype(config: dict[str, Any], dtype: str) -> bool:
+    """Write the dtype where a config names one, but not of towers, which keep theirs. Returns
+    whether it changed."""
+    changed = False
+    for key, value in config.items():
+        if key in _DTYPES and value != dtype:
+            config[key], changed = dtype, True
+        elif isinstance(value, dict) and not _TOWER.search(key):
+            changed |= _name_dtype(value, dtype)
+    return changed
 
 
 def _write_shard(

@@ -98,7 +98,7 @@ class Run:
 
     @property
     def cut_delta(self) -> Delta:
-        """The adapter of the run alone."""
+        """The adapter, cut to the run."""
         box = Box(self.first_B, self.rows, 0, self.columns)
         if self.delta.transposed:
             box = Box(0, self.columns, self.first_B, self.rows)
@@ -152,7 +152,7 @@ def _runs(adapters: AdapterSet, adapter: Adapter | ExpertAdapter, i: int) -> Ite
 
 
 def is_readable(weight: torch.Tensor) -> bool:
-    """Whether rows of a weight are runs of memory. Else Bridge alone can read it."""
+    """Whether rows of a weight are runs of memory. If not, only Bridge can read it."""
     return type(weight.data) is torch.Tensor and weight.stride(1) == 1
 
 

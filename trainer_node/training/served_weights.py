@@ -1,8 +1,8 @@
 """Puts a publication's weights in the place of the base, for a pass over them.
 
     served = of(model)            planned once for each set of adapters
-    with served.all(): ...        forward and backward; merged anew at the beginning
-    with served.one_by_one(): ... forward alone, with memory for one module
+    with served.all(): ...        forward and backward; merges at the beginning
+    with served.one_by_one(): ... forward only, with memory for one module
 
 W' = round(W + delta) has the bits that the next publication sends. In its forward pass the trainer
 then computes with what the server has. A and B get the gradients of W + delta: a straight-through
@@ -77,10 +77,29 @@ class Part:
         return [one.view(t.shape) for one, t in zip(cut, tensors, strict=True)]
 
 
+def obstacle(model: Model) -> str:
+    """Why this rank's weights cannot be merged in place; empty: they can."""
+    adapters = model.adapters
+    for adapter in adapters.by_module.values():
+        for weight in weights_of(adapters, adapter):
+            if not is_readable(weight):
+                return (
+                    f"a weight of {adapter.names[0]} is a {type(weight.data).__name__} of strides "
+                    f"{weight.stride()}"
+                )
+    return ""
+
+
 class ServedWeights:
-    """The merged weights of one rank. Raises ConfigError where a weight cannot be read."""
+    """The merged weights of one rank.
+
+    Raises:
+        ConfigError: a weight cannot be merged in place.
+    """
 
     def __init__(self, model: Model) -> None:
+        if why := obstacle(model):
+            raise ConfigError(f"{why}, which numerics = 'served' cannot merge; use 'adapters'")
         self._model, self._parts = model, list(_parts(model))
         size = [part.dtype.itemsize for part in self._parts]
         self._merger = Merger(
@@ -98,17 +117,17 @@ class ServedWeights:
         self._buffers: list[torch.Tensor] = []
 
     @contextlib.contextmanager
-    def all(self, *, anew: bool = True) -> Iterator[None]:
+    def all(self, *, merges: bool = True) -> Iterator[None]:
         """Within the block the model runs and learns with the merged weights.
 
         Args:
-            anew: merge them. False: the adapters are as they were in the last block.
+            merges: False: the adapters are as they were in the last block.
         """
         if not self._buffers:
             self._buffers = [self._buffer(part.numel, part.dtype) for part in self._parts]
-            anew = True
+            merges = True
         pairs = list(zip(self._parts, self._buffers, strict=True))
-        for k, (_, buffer_N) in enumerate(pairs) if anew else ():
+        for k, (_, buffer_N) in enumerate(pairs) if merges else ():
             self._merge(k, buffer_N)
         with contextlib.ExitStack() as stack:
             for part, buffer_N in pairs:
@@ -120,14 +139,15 @@ class ServedWeights:
     def one_by_one(self) -> Iterator[None]:
         """Within the block each module merges its weights before its forward pass. Its backward
         pass would find the base."""
-        # A layer of experts has linears of shared ones in it, so a kind has a buffer of its own.
+        # A layer of experts contains linears of shared experts, so each kind has its buffer.
         sizes: dict[_Kind, int] = {}
         for part in self._parts:
             sizes[part.kind] = max(part.numel, sizes.get(part.kind, 0))
         buffers = {kind: self._buffer(numel, kind[1]) for kind, numel in sizes.items()}
         with contextlib.ExitStack() as stack:
             for k, part in enumerate(self._parts):
-                for hook in self._hooks(k, part, buffers[part.kind]):
+                inside = stack.enter_context(contextlib.ExitStack())
+                for hook in self._hooks(k, part, buffers[part.kind], inside):
                     stack.callback(hook.remove)
             stack.enter_context(self._model.adapters.switched("served"))
             yield
@@ -156,8 +176,10 @@ class ServedWeights:
             there = slice(at, at + run.numel)
             whole_N[there].view(run.rows, -1).copy_(into_N[there].view(-1, run.rows).t())
 
-    def _hooks(self, k: int, part: Part, buffer_N: torch.Tensor) -> Iterator[Any]:
-        inside = contextlib.ExitStack()
+    def _hooks(
+        self, k: int, part: Part, buffer_N: torch.Tensor, inside: contextlib.ExitStack
+    ) -> Iterator[Any]:
+        """`inside` undoes what a forward pass has not undone when it ended."""
 
         def before(*_: Any) -> None:
             self._merge(k, buffer_N)
@@ -171,9 +193,9 @@ class ServedWeights:
 def _in_place(part: Part, buffer_N: torch.Tensor) -> Iterator[None]:
     """Let the module see the buffer within the block."""
     bases = [slot.tensor for slot in part.slots]
-    for slot, view in zip(part.slots, part.views(buffer_N), strict=True):
-        setattr(slot.owner, slot.name, view)
     try:
+        for slot, view in zip(part.slots, part.views(buffer_N), strict=True):
+            setattr(slot.owner, slot.name, view)
         yield
     finally:
         for slot, base in zip(part.slots, bases, strict=True):
@@ -208,12 +230,6 @@ def _parts(model: Model) -> Iterator[Part]:
     found: dict[nn.Module, tuple[list[Slot], list[Run], list[int]]] = {}
     for adapter in adapters.by_module.values():
         linear, weights = adapters.module_of(adapter), weights_of(adapters, adapter)
-        for weight in weights:
-            if not is_readable(weight):
-                raise ConfigError(
-                    f"a weight of {adapter.names[0]} cannot be merged in place: it is a "
-                    f"{type(weight.data).__name__} of strides {weight.stride()}"
-                )
         reader, slot = stacks.get(linear, (linear, None))
         slots, runs, offsets = found.setdefault(reader, ([], [], []))
         begin = sum(own.tensor.numel() for own in slots)

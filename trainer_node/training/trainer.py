@@ -110,6 +110,8 @@ class Trainer:
         self.steps_since_sent = 0
         """Optimizer steps since the weights were sent or loaded. 0: the next step should be on
         policy."""
+        self.split_at: int | None = None
+        """`num_steps` at the last `gap_split`."""
         self.first_forward_s = 0.0
         """Time of the first forward pass since it was set to 0, on the monotonic clock."""
         self.micro_batch_tokens = DEFAULT_TOKENS
@@ -206,8 +208,8 @@ class Trainer:
         """What a forward and backward pass computes with."""
         if self.model.config.numerics == "adapters":
             return contextlib.nullcontext()
-        goes_on = self.begun is not None and bool(self.begun.reports)
-        return served_weights.of(self.model).all(anew=not goes_on)
+        has_merged = self.begun is not None and bool(self.begun.reports)
+        return served_weights.of(self.model).all(merges=not has_merged)
 
     # ------------------------------------------------------------ ahead of a job
 
@@ -284,7 +286,7 @@ class Trainer:
         return logprobs_T, entropy_T
 
     def _scoring(self, mode: Mode | None) -> contextlib.AbstractContextManager[None]:
-        """What a forward pass alone computes with."""
+        """What a forward pass without a backward pass computes with."""
         numerics = self.model.config.numerics
         mode = mode or numerics
         if mode != "served":
@@ -405,7 +407,7 @@ class Trainer:
         metrics |= self.usage(pending.num_rows, seconds=pending.seconds + seconds_optim)
         self._round_as_configured()
         self.num_steps += 1
-        self.steps_since_sent += 1
+        self.steps_since_sent += bool(grad_norm)
         if self.model.device.type == "cuda":
             self._resident = torch.cuda.memory_allocated()
         return metrics
@@ -426,8 +428,8 @@ class Trainer:
 
     @torch.no_grad()
     def _step(self, optim: OptimParams, *, denominator: float) -> float:
-        """Returns the norm before clipping. A gradient of zeros changes nothing: AdamW's moments
-        alone would move the weights."""
+        """Returns the norm before clipping. A gradient of zeros changes nothing, although AdamW's
+        moments would move the weights."""
         params, sequence_parallel = self.model.params, bool(self.model.provider.sequence_parallel)
         finalize_gradients(
             params, denominator=denominator or 1.0, sequence_parallel=sequence_parallel

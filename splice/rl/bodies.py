@@ -80,7 +80,7 @@ def json_of(value: Any) -> bytes:
         ValueError: JSON has no such value, or no such text; says which.
     """
     try:
-        text = json.dumps(value, default=_plain, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(value, default=_required, allow_nan=False, ensure_ascii=False)
         return text.encode()
     except UnicodeEncodeError as error:
         part = error.object[error.start : error.end]
@@ -89,7 +89,12 @@ def json_of(value: Any) -> bytes:
         raise ValueError(str(error)) from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return an array or number of numpy or torch as Python's, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _required(value: Any) -> Any:
     if hasattr(value, "tolist"):
-        return value.tolist()
+        return plain(value)
     raise TypeError(f"JSON has no {type(value).__name__} such as {value!r:.100}")

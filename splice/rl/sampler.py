@@ -25,7 +25,7 @@ import httpx
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.protocol.messages import Status
 from splice.batches import ASK, ASK_CHAT, Completion, Routing
-from splice.rl.bodies import CHAT, COMPLETIONS, FIELDS, check_fields, json_of
+from splice.rl.bodies import CHAT, COMPLETIONS, FIELDS, check_fields, json_of, plain
 from splice.rl.config import OWN_FIELDS, SamplingConfig
 from splice.rl.routing import routing_of
 
@@ -358,8 +358,7 @@ def _request(
         (CHAT, "messages", ASK_CHAT) if "messages" in row else (COMPLETIONS, "prompt", ASK)
     )
     check_fields(body, known=FIELDS[path], where=f"{path}, for a row with `{given}`: ")
-    asked = row[given]
-    return path, {given: asked.tolist() if hasattr(asked, "tolist") else asked, **body, **ask}
+    return path, {given: plain(row[given]), **body, **ask}
 
 
 def check_row(row: Any) -> None:
@@ -377,7 +376,7 @@ def check_row(row: Any) -> None:
     if "messages" not in row and "prompt" not in row:
         names = sorted(map(str, row))
         raise RequestRefused(f"a row needs `prompt` or `messages`; it has {names}")
-    prompt = row.get("prompt")
+    prompt = plain(row.get("prompt"))
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         raise RequestRefused(
             "`prompt` holds messages, as in TRL's conversational data sets; name them `messages`"

@@ -337,6 +337,7 @@ class Rows(list):
         (b"bytes", "JSON has no bytes such as b'bytes'"),
         ([1, {2, 3}], "JSON has no set such as"),
         ([{"role": "user", "content": "2 + 3 ="}], "name them `messages`"),
+        (np.array([{"role": "user", "content": "2 + 3 ="}]), "name them `messages`"),
     ],
 )
 def test_a_prompt_that_is_no_json_is_named_or_dropped(prompt, says, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ own exceptions are beside the code that raises them.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeVar
 
 
 class ErrorCode(StrEnum):
@@ -208,3 +209,26 @@ def code_and_remedy(error: BaseException) -> tuple[ErrorCode, str]:
     """Return an exception's code and remedy. One that is not ours is `internal`."""
     known = error if isinstance(error, SpliceError) else SpliceError
     return known.code, known.remedy
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """Drop the tracebacks of an exception, its causes, its contexts and its members; return it.
+
+    A traceback holds the local variables of its frames, such as the tensors of a failed pass. An
+    exception that one of its own frames holds keeps them all until the garbage collector comes.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        left += (one.__cause__, one.__context__)
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
+    return error

@@ -5,6 +5,7 @@
 | 0 | it was told to end | leaves it |
 | `EXIT_CONFIG` | its configuration is wrong | leaves it: a restart changes nothing |
 | `EXIT_LINK_LOST` | it lost the orchestrator or other ranks | starts it again after a pause |
+| `EXIT_AFRESH` | a failed request, which it has answered, spoilt it | starts it again at once |
 | anything else | it crashed | starts it again, at most `RestartBudget.most` times within an hour |
 
 Crashes days apart must not end a run of weeks. A process that cannot start must not restart for
@@ -20,6 +21,9 @@ EXIT_CONFIG = 2
 EXIT_LINK_LOST = 75
 """Exit code of a process that lost its connection and can start again: EX_TEMPFAIL of sysexits.h.
 """
+EXIT_AFRESH = 76
+"""Exit code of a trainer that ends itself after a failed request, because memory or state would be
+wrong from then on. No crash: each start follows a request that was answered."""
 START_ID = "SPLICE_START_ID"
 """Environment variable of a rank: the launcher's id of its start."""
 RESTART_WINDOW_S = 3600.0

@@ -31,7 +31,13 @@ import psutil
 from orchestrator.errors import ConfigError, LinkLost
 from orchestrator.processes.child import ChildProcess, descendants
 from orchestrator.processes.interfaces import refuse_loopback_name
-from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, BackOff, RestartBudget
+from orchestrator.processes.restarts import (
+    EXIT_AFRESH,
+    EXIT_CONFIG,
+    EXIT_LINK_LOST,
+    BackOff,
+    RestartBudget,
+)
 from orchestrator.protocol import memory
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.config_errors import read_json
@@ -441,6 +447,10 @@ class TrainerHost:
                 NodeEnded(node_id=self._launch.node_id, start_id=self._ranks.start_id, code=code)
             )
         now_s = time.monotonic()
+        if code == EXIT_AFRESH:
+            log.warning("the trainer ended itself after a failed request; it is started again")
+            self._ranks.start()
+            return None
         if code != EXIT_LINK_LOST:
             return self._after_crash(code, now_s)
         pause_s = self._pauses.next_s(now_s)

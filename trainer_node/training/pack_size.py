@@ -164,13 +164,18 @@ def _peak(trainer: Trainer, tokens: int) -> int:
 
 def _room(trainer: Trainer) -> int:
     """Bytes that a pass may take, besides gradients and moments. No probe may be allocated."""
-    _, total = torch.cuda.mem_get_info()
     grads = sum(4 * p.param.numel() for p in trainer.model.params)
     moments = sum(
         8 * p.param.numel() for p, found in trainer.optimizer.tensors() if len(found) == 1
     )
+    return int(free_bytes() - grads - moments - kept_bytes())
+
+
+def kept_bytes() -> float:
+    """Bytes of the GPU that no pack may take: for publications and the margin."""
+    _, total = torch.cuda.mem_get_info()
     sender = SENDER_BYTES + (GATHER_BYTES if dist.get_world_size() > 1 else 0)
-    return int(free_bytes() - grads - moments - sender - MARGIN * total)
+    return sender + MARGIN * total
 
 
 def probe(trainer: Trainer, tokens: int) -> None:

@@ -14,6 +14,8 @@ SpliceError                              code
 ├── JobFailed (RuntimeError)             its own              a job or request ended in `Failed`
 └── NodeLost (ConnectionError)           node_lost            a node is silent, or its process ended
     ├── LinkLost                                              the orchestrator is silent
+    ├── ProcessEnded                                          the node's process crashed
+    ├── TrainerKilled                    trainer_killed       a job has crashed the trainer twice
     └── WorkLost                         work_lost            the trainer's state is an older one
 
 JournalError (RuntimeError) is apart, because it ends the orchestrator and not just a job.
@@ -45,6 +47,7 @@ class ErrorCode(StrEnum):
     VERIFICATION_FAILED = "verification_failed"
     NODE_LOST = "node_lost"
     WORK_LOST = "work_lost"
+    TRAINER_KILLED = "trainer_killed"
     BASE_MISSING = "base_missing"
     PROTOCOL = "protocol"
     TOO_MANY_JOBS = "too_many_jobs"
@@ -76,6 +79,9 @@ REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.NODE_LOST: "Restart the node, then submit the job again under a new id.",
     ErrorCode.WORK_LOST: "The trainer holds its last durable state again. Make what was lost "
     "again, or load a checkpoint; then submit the job under a new id.",
+    ErrorCode.TRAINER_KILLED: "The end of the trainer's log says why: host memory, a CUDA fault, "
+    "your loss. Leave this batch out, or make its sequences shorter. The trainer continues from "
+    "its last durable state.",
     ErrorCode.INTERNAL: "This is a defect of splice: see the node's log, and report it.",
 }
 """What to do about each code, where nobody knows better."""
@@ -196,6 +202,16 @@ class NodeLost(SpliceError, ConnectionError):
 
 class LinkLost(NodeLost):
     """The orchestrator does not answer this process; exit code `restarts.EXIT_LINK_LOST`."""
+
+
+class ProcessEnded(NodeLost):
+    """The node's process ended, and not because it lost its connection."""
+
+
+class TrainerKilled(NodeLost):
+    """The trainer's process has ended twice in the same job, which is not sent again."""
+
+    code = ErrorCode.TRAINER_KILLED
 
 
 class WorkLost(NodeLost):

@@ -277,6 +277,27 @@ def check_refused_checkpoints(bench: Bench) -> None:
     assert not bench.result["adapter_changed"]
 
 
+def check_too_long(bench: Bench) -> None:
+    """A sequence that does not fit is refused by name. Nothing runs, and what is pending stays."""
+    fields, buffers = training(name="cross_entropy")
+    batch = {"loss": fields["loss"], "tensors": fields["tensors"]}
+    trainer = bench.node.trainer
+    assert trainer.longest_sequence is None, "on a CPU nothing is measured"
+    bench.ok(ForwardBackward, buffers, **batch)
+    trainer.longest_sequence = 11
+    for kind, given in (
+        (ForwardBackward, batch),
+        (TrainMerged, {"version": 1, "checkpoint_dir": str(bench.out / "1"), **fields}),
+    ):
+        assert bench.ask(kind, buffers, **given) is None
+        (failure,) = bench.failures
+        assert failure.kind == "BatchError"
+        assert "sequence 2 has 12 tokens, and the GPU's memory suffices for 11" in failure.text
+        assert trainer.first_forward_s == 0 and trainer.pending.num_batches == 1
+    trainer.longest_sequence = 12
+    bench.ok(ForwardBackward, buffers, **batch)
+
+
 def main() -> None:
     """See the module's docstring."""
     out, model, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -285,6 +306,7 @@ def main() -> None:
         "handlers": check_every_handler,
         "step": check_first_step,
         "checkpoints": check_refused_checkpoints,
+        "too_long": check_too_long,
     }
     checks[what](bench)
     assert bench.node.close()

@@ -20,3 +20,7 @@ def test_a_first_step_that_fails_leaves_a_known_state(models, torchrun, tmp_path
 
 def test_a_refused_checkpoint_changes_nothing(models, torchrun, tmp_path: Path) -> None:
     torchrun(1, "failed_requests", tmp_path, models["dense_tied"], "checkpoints")
+
+
+def test_a_sequence_that_does_not_fit_is_refused_by_name(models, torchrun, tmp_path: Path) -> None:
+    torchrun(1, "failed_requests", tmp_path, models["dense_tied"], "too_long")

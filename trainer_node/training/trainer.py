@@ -46,6 +46,7 @@ from trainer_node.training.batch import (
     BatchError,
     Packs,
     check_accumulation,
+    check_fits,
     check_routing,
     check_text,
 )
@@ -121,6 +122,8 @@ class Trainer:
         """Time of the first forward pass since it was set to 0, on the monotonic clock."""
         self.micro_batch_tokens = DEFAULT_TOKENS
         """Largest number of tokens in a pack; `pack_size` sets it."""
+        self.longest_sequence: int | None = None
+        """Tokens of the longest sequence that fits. None: not measured, as on a CPU."""
         self._host_copies: HostCopies | None = None
         self.behind = Behind()
         self.on_disk: OnDisk | None = None
@@ -326,6 +329,7 @@ class Trainer:
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
+        check_fits(batch, self.longest_sequence)
         self._check_routing(batch)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
 

@@ -1,6 +1,6 @@
-"""A node whose allocations fail at chosen operations, in every handler.
+"""A node whose requests fail: at chosen operations in every handler, by refusal, on one rank.
 
-    torchrun 1 ... -m tests.trainer_node.failed_requests OUT MODEL WHAT
+    torchrun ... -m tests.trainer_node.failed_requests OUT MODEL WHAT
 
 Storages are watched by weak references, and no garbage collection comes.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import shutil
 import sys
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from orchestrator.processes.restarts import EXIT_AFRESH
-from orchestrator.protocol.config import LoraConfig, TrainerConfig
+from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import (
     ExportHf,
@@ -45,6 +47,7 @@ from orchestrator.protocol.messages import (
     batch_specs,
 )
 from tests.trainer_node.data import arrays, training
+from trainer_node import aftermath
 from trainer_node.lockstep import Failure
 from trainer_node.node import Node
 from trainer_node.request import Outcome
@@ -86,7 +89,11 @@ class Bench:
 
     def __init__(self, out: Path, model: Path) -> None:
         config = TrainerConfig(
-            model=model, lora=LoraConfig(rank=4, alpha=8), micro_batch_tokens=16, admission="skip"
+            model=model,
+            lora=LoraConfig(rank=4, alpha=8),
+            parallel=ParallelConfig(world_size=int(os.environ.get("WORLD_SIZE", "1"))),
+            micro_batch_tokens=16,
+            admission="skip",
         )
         self.node, self.out, self.count = Node(config, None), out, 0
         self.failures: list[Failure] = []
@@ -277,6 +284,23 @@ def check_refused_checkpoints(bench: Bench) -> None:
     assert not bench.result["adapter_changed"]
 
 
+def check_ranks_end_together(bench: Bench) -> None:
+    """What one rank has lost ends all of them, with one code."""
+    node, own = bench.node, dist.get_rank() == 1
+    missing = {"adapter_dir": str(bench.out / "missing")}
+    assert bench.ask(LoadAdapter, **missing) is None and bench.failures
+    node.trainer.is_unknown = own
+    assert bench.ask(LoadAdapter, **missing) == EXIT_AFRESH
+    node.trainer.is_unknown = False
+    # A CPU's memory has no limit and no measure that a test could foresee.
+    used = aftermath.used_bytes
+    node._aftermath._allowed = lambda: 1e9  # type: ignore[method-assign]
+    for leak, code in ((0, None), (2 * 10**9, EXIT_AFRESH)):
+        aftermath.used_bytes = lambda device, n=leak * own: used(device) + n
+        assert bench.ask(LoadAdapter, **missing) == code
+    aftermath.used_bytes = used
+
+
 def check_too_long(bench: Bench) -> None:
     """A sequence that does not fit is refused by name. Nothing runs, and what is pending stays."""
     fields, buffers = training(name="cross_entropy")
@@ -307,6 +331,7 @@ def main() -> None:
         "step": check_first_step,
         "checkpoints": check_refused_checkpoints,
         "too_long": check_too_long,
+        "ranks": check_ranks_end_together,
     }
     checks[what](bench)
     assert bench.node.close()

@@ -20,7 +20,13 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
-from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.errors import (
+    ConfigError,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+    without_frames,
+)
 from orchestrator.protocol.messages import Rendezvous
 from weight_transfer.cuda_events import WIRE_PRIORITY, wait_for_event
 from weight_transfer.nccl_group import version_text
@@ -161,7 +167,7 @@ def join_nccl(
             with torch.cuda.device(device):
                 PyNcclCommunicator.__init__(communicator, group, device=device)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            failure.append(error)
+            failure.append(without_frames(error))
 
     thread = threading.Thread(target=run, name="splice-nccl-init", daemon=True)
     thread.start()

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from inference_node.watchdog import Watchdog
-from orchestrator.errors import TransferError, TransferTimeout
+from orchestrator.errors import TransferError, TransferTimeout, without_frames
 from orchestrator.protocol.messages import Manifest, WireChunk
 from weight_transfer.cuda_events import wait_for_event
 from weight_transfer.digest import PreparedDigest
@@ -157,7 +157,8 @@ class Shadow:
             assert self._group is not None
             self._group.abort("the update was dropped")
             thread.join(timeout=END_S)
-        self.buffers, self._arrived = [], None
+        # `poll` raised the error, so its frames hold this shadow.
+        self.buffers, self._arrived, self._error = [], None, None
         return thread is None or not thread.is_alive()
 
     # ------------------------------------------------------------ the thread
@@ -173,7 +174,7 @@ class Shadow:
                 self._arrived = self._receive(group, self.buffers, time.monotonic() + deadline_s)
         except BaseException as error:  # noqa: BLE001 - `poll` raises it
             group.abort(f"the receiver stopped: {type(error).__name__}: {error}")
-            self._error = error
+            self._error = without_frames(error)
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

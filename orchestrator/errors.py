@@ -14,6 +14,8 @@ SpliceError                              code
 ├── JobFailed (RuntimeError)             its own              a job or request ended in `Failed`
 └── NodeLost (ConnectionError)           node_lost            a node is silent, or its process ended
     ├── LinkLost                                              the orchestrator is silent
+    ├── ProcessEnded                                          the node's process crashed
+    ├── TrainerKilled                    trainer_killed       a job has crashed the trainer twice
     └── WorkLost                         work_lost            the trainer's state is an older one
 
 JournalError (RuntimeError) is apart, because it ends the orchestrator and not just a job.
@@ -25,6 +27,7 @@ own exceptions are beside the code that raises them.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeVar
 
 
 class ErrorCode(StrEnum):
@@ -43,6 +46,7 @@ class ErrorCode(StrEnum):
     APPLY_FAILED = "apply_failed"
     VERIFICATION_FAILED = "verification_failed"
     NODE_LOST = "node_lost"
+    TRAINER_KILLED = "trainer_killed"
     WORK_LOST = "work_lost"
     BASE_MISSING = "base_missing"
     PROTOCOL = "protocol"
@@ -75,6 +79,9 @@ REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.NODE_LOST: "Restart the node, then submit the job again under a new id.",
     ErrorCode.WORK_LOST: "The trainer holds its last durable state again. Make what was lost "
     "again, or load a checkpoint; then submit the job under a new id.",
+    ErrorCode.TRAINER_KILLED: "The end of the trainer's log says why: host memory, a CUDA fault, "
+    "your loss. Leave this batch out, or make its sequences shorter. The trainer continues from "
+    "its last durable state.",
     ErrorCode.INTERNAL: "This is a defect of splice: see the node's log, and report it.",
 }
 """What to do about each code, where nobody knows better."""
@@ -197,6 +204,16 @@ class LinkLost(NodeLost):
     """The orchestrator does not answer this process; exit code `restarts.EXIT_LINK_LOST`."""
 
 
+class ProcessEnded(NodeLost):
+    """The node's process ended, and not because it lost its connection."""
+
+
+class TrainerKilled(NodeLost):
+    """The trainer's process has ended twice in the same job, which is not sent again."""
+
+    code = ErrorCode.TRAINER_KILLED
+
+
 class WorkLost(NodeLost):
     """The trainer has its last durable state again, without what it made or held since. No step of
     the failed job was taken, unless it says so."""
@@ -216,3 +233,26 @@ def code_and_remedy(error: BaseException) -> tuple[ErrorCode, str]:
     """Return an exception's code and remedy. One that is not ours is `internal`."""
     known = error if isinstance(error, SpliceError) else SpliceError
     return known.code, known.remedy
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """Drop the tracebacks of an exception, its causes, its contexts and its members; return it.
+
+    A traceback holds the local variables of its frames, such as the tensors of a failed pass. An
+    exception that one of its own frames holds keeps them all until the garbage collector comes.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        left += (one.__cause__, one.__context__)
+        if isinstance(one, BaseExceptionGroup):
+            left += one.exceptions
+    return error

@@ -95,6 +95,16 @@ class OpenRequests:
         """Return the peer's requests that wait for an answer."""
         return [e for e in self._open.values() if e.peer_id == peer_id and not e.done.done()]
 
+    def cause_at(self, peer_id: str, *, incarnation: str) -> str:
+        """Return the request that a process works on, under the same name for each process that it
+        is sent to; empty: it works on none."""
+        open_ids = [
+            str(e.message.request_id)  # type: ignore[union-attr]
+            for e in self.of_peer(peer_id)
+            if e.incarnation == incarnation
+        ]
+        return open_ids[0].removesuffix(f"-{incarnation[:12]}") if open_ids else ""
+
     def on_progress(self, peer_id: str, message: Progress) -> None:
         """Give a `Progress` to whoever made the request."""
         entry = self._asked(peer_id, message.request_id)
@@ -154,12 +164,13 @@ class OpenRequests:
             )
         return entry
 
-    def lose(self, peer_id: str, why: str, *, incarnation: str) -> None:
+    def lose(
+        self, peer_id: str, why: str, *, incarnation: str, error: type[NodeLost] = NodeLost
+    ) -> None:
         """End the requests to a process that is gone."""
         for entry in self.of_peer(peer_id):
             if entry.incarnation == incarnation:
-                text = f"{peer_id} was lost while {entry.phase}: {why}"
-                entry.done.set_exception(NodeLost(text))
+                entry.done.set_exception(error(f"{peer_id} was lost while {entry.phase}: {why}"))
 
     def give_up_stalled(self, now_s: float) -> None:
         """End requests whose node is stuck. A working node keeps the deadline itself."""

@@ -24,11 +24,12 @@ import zmq
 from pydantic import ValidationError
 
 from orchestrator.control_socket import Arrival, ControlSocket
-from orchestrator.errors import JournalError, NodeLost, ProtocolError
+from orchestrator.errors import JournalError, NodeLost, ProcessEnded, ProtocolError
 from orchestrator.liveness import HEARTBEAT_S, LOST_AFTER_S, lost_peers
 from orchestrator.open_requests import Answer, OnProgress, OpenRequests
 from orchestrator.peers import Peer, Peers
 from orchestrator.processes.interfaces import reachable_url
+from orchestrator.processes.restarts import EXIT_AFRESH, EXIT_LINK_LOST
 from orchestrator.protocol.frames import (
     Envelope,
     Frames,
@@ -44,6 +45,7 @@ from orchestrator.protocol.messages import (
     READY_DETAILS,
     AnyMessage,
     Completed,
+    EndedDuring,
     Failed,
     Heartbeat,
     Hello,
@@ -324,8 +326,8 @@ class ControlRouter:
         known = self.peers.get(peer_id)
         if known is None or known.hello.incarnation != hello.incarnation:
             if known is not None:
-                why = "its process was restarted"
-                self._open.lose(peer_id, why, incarnation=known.hello.incarnation)
+                why, old = "its process was restarted", known.hello.incarnation
+                self._open.lose(peer_id, why, incarnation=old, error=ProcessEnded)
             self._table.put(
                 peer_id,
                 Peer(
@@ -442,9 +444,18 @@ class ControlRouter:
     async def _on_node_ended(self, launcher_id: str, message: NodeEnded) -> None:
         if not launcher_id.startswith(f"{message.node_id}-launcher-"):
             raise ProtocolError(f"it is not the launcher of {message.node_id}")
-        peer = self.peers.get(message.node_id)
+        peer, cause = self.peers.get(message.node_id), ""
         if peer is not None and peer.state != "lost" and peer.hello.start_id == message.start_id:
-            await self._lose(message.node_id, f"its process ended with code {message.code}")
+            cause = self._open.cause_at(message.node_id, incarnation=peer.hello.incarnation)
+            is_crash = message.code not in (0, EXIT_LINK_LOST, EXIT_AFRESH)
+            error = ProcessEnded if is_crash else NodeLost
+            await self._lose(
+                message.node_id, f"its process ended with code {message.code}", error=error
+            )
+        prefix = f"{message.node_id}-launcher-"
+        for one in {launcher_id, *self.nodes("launcher")}:
+            if one.startswith(prefix):
+                await self.send(one, EndedDuring(node_id=message.node_id, cause=cause))
 
     async def _watch(self) -> None:
         while True:
@@ -460,13 +471,13 @@ class ControlRouter:
                     await self._lose(peer_id, f"silent for more than {LOST_AFTER_S:.0f} s")
             self._open.give_up_stalled(time.monotonic())
 
-    async def _lose(self, peer_id: str, why: str) -> None:
+    async def _lose(self, peer_id: str, why: str, *, error: type[NodeLost] = NodeLost) -> None:
         incarnation = self.peers[
             peer_id
         ].hello.incarnation  # another process may join during the wait
         log.warning("%s is lost: %s", peer_id, why)
         await self._table.set_state(peer_id, "lost")
-        self._open.lose(peer_id, why, incarnation=incarnation)
+        self._open.lose(peer_id, why, incarnation=incarnation, error=error)
 
 
 def new_id(prefix: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import JobFailed, NodeLost, WorkLost
+from orchestrator.errors import JobFailed, NodeLost, ProcessEnded, TrainerKilled, WorkLost
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
     AnyMessage,
@@ -34,6 +34,8 @@ MESSAGE_CHARS = 2000
 """Longest description of a loss, so that it fits into a `Failed`."""
 NOTES_KEPT = 20
 COPIES_KEPT = 4
+MOST_KILLS = 2
+"""Processes of the trainer that may end in one request."""
 CHANGES_STATE = frozenset(
     {"TrainMerged", "TrainLora", "ForwardBackward", "OptimStep", "LoadAdapter", "NewAdapter"}
 )
@@ -62,6 +64,10 @@ class TrainerMemory:
     """Its memory mode between jobs. None: unknown, because no trainer has joined yet."""
     pending: int = 0
     """Number of batches with pending gradients."""
+    killed_by: str = ""
+    """The request in which a process of the trainer ended last; empty: in none."""
+    kills: int = 0
+    """Number of processes that ended in that request."""
     saving: str = ""
     """Folder of a client's save in progress. It may be complete although no answer came."""
     unsaid: str = ""
@@ -142,6 +148,12 @@ class TrainerMemory:
             return
         elif code not in (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY):
             self.pending = 0
+
+    def was_killed(self, request_id: str) -> int:
+        """Note that the process ended in a request. Returns how many processes have."""
+        self.kills = self.kills + 1 if self.killed_by == request_id else 1
+        self.killed_by = request_id
+        return self.kills
 
     def take_loss(self) -> str | None:
         """Describe what a lost process took with it, or None, and keep it in `unsaid`."""
@@ -229,15 +241,19 @@ class TrainerRequests:
 
         Raises:
             JobFailed: the trainer answered `Failed`.
+            TrainerKilled: the trainer's process ended in this request for the second time.
             NodeLost: the trainer did not come back, or work was lost that cannot be repeated.
         """
+        has_begun = False
 
         def on_progress(_: str, progress: Progress) -> None:
+            nonlocal has_begun
+            has_begun = True
             report(progress.phase, progress.detail)
 
         for attempt in range(1, self._attempts + 1):
             await self._wait_ready(report)
-            incarnation, is_sent = self._incarnation(), False
+            incarnation, is_sent, has_begun = self._incarnation(), False, False
             try:
                 if not replaces_state:
                     await self._settle(report)
@@ -261,6 +277,8 @@ class TrainerRequests:
                     self.memory.failed(error.code, steps_taken=error.steps_taken)
                 raise
             except NodeLost as error:
+                if has_begun and isinstance(error, ProcessEnded):
+                    self._count_kill(request, phase, error)
                 # Its state is lost only if a new process joins. This one may be silent and at work.
                 if attempt == self._attempts or (self.memory.unsaid and not replaces_state):
                     if is_sent and request.kind in CHANGES_STATE:
@@ -278,6 +296,20 @@ class TrainerRequests:
                     self.memory.incarnation, self.memory.unsaid = incarnation, ""
                 return answer
         raise AssertionError("unreachable")
+
+    def _count_kill(self, request: AnyMessage, phase: str, error: ProcessEnded) -> None:
+        """Journal that a process ended in a request.
+
+        Raises:
+            TrainerKilled: it was not the first one.
+        """
+        kills = self.memory.was_killed(request.request_id)  # type: ignore[union-attr, arg-type]
+        self._remember()
+        if kills >= MOST_KILLS:
+            raise TrainerKilled(
+                f"{kills} processes of the trainer have ended while {phase}, so the job is not "
+                f"sent again; the last one: {error}"
+            ) from error
 
     async def _settle(self, report: Report) -> None:
         """Have a process load the last durable state, if it is new, or nobody knows what it holds.

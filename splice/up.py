@@ -70,6 +70,9 @@ SERVED_S = 600.0
 """Longest wait for a replica to serve what the run has published."""
 LEAVES_S = 5.0
 """Time for the orchestrator of a killed run to end."""
+JOB_S, WAIT_TURN_S = 7200.0, 1.0
+"""Longest time of a start's publication, and between two looks at the roles meanwhile, in seconds.
+"""
 STOP_S = 90.0
 """Time for all roles to end before `stop` gives up."""
 
@@ -389,13 +392,17 @@ def supervise(config: Path, *, publish: bool) -> int:
             ) as cluster,
             Launcher() as launcher,
         ):
+
+            def wait(text: str) -> None:
+                cluster.launcher.check()
+                _wait(state, text, told_to_end)
+
             if publish:
-                _publish(cluster.client, lambda text: _wait(state, text, told_to_end))
+                _publish(cluster.client, wait)
             urls = replicas = cluster.base_urls
-            _wait_served(cluster.client, urls, lambda text: _wait(state, text, told_to_end))
+            _wait_served(cluster.client, urls, wait)
             if run.has_router:
-                _wait(state, "starting the router", told_to_end)
-                urls = [_start_router(run, launcher, config=config, token=token)]
+                urls = [_start_router(run, launcher, config=config, token=token, wait=wait)]
             text = f"serving on {', '.join(urls)}"
             up = partial(state.write, "up", text, base_urls=urls, replica_urls=replicas)
             up()
@@ -424,16 +431,33 @@ def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
     if status.version is not None:
         return
     if status.publication == "poisoned":
-        wait("publishing the last version again")
         try:
-            client.run(ResyncJob())
+            _run(client, ResyncJob(), "publishing the last version again", wait)
             return
         except JobFailed as error:
             if error.code is not ErrorCode.BAD_INPUT:
                 raise
             log.info("%s", error)  # nothing was ever served
-    wait(f"publishing {status.name}@0")
-    client.run(InitialSyncJob())
+    _run(client, InitialSyncJob(), f"publishing {status.name}@0", wait)
+
+
+def _run(
+    client: SpliceClient, job: ResyncJob | InitialSyncJob, text: str, wait: Callable[[str], None]
+) -> None:
+    """Run a job, and look at the roles meanwhile.
+
+    Raises:
+        TimeoutError: it has no outcome after `JOB_S`.
+    """
+    job_id, deadline_s = client.submit(job), time.monotonic() + JOB_S
+    while True:
+        wait(text)
+        try:
+            client.wait(job_id, timeout_s=WAIT_TURN_S)
+            return
+        except TimeoutError:
+            if time.monotonic() > deadline_s:
+                raise
 
 
 def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], None]) -> None:
@@ -471,7 +495,9 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
     log.warning("no replica serves %s within %.0f s", name, SERVED_S)
 
 
-def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str) -> str:
+def _start_router(
+    run: RunFile, launcher: Launcher, *, config: Path, token: str, wait: Callable[[str], None]
+) -> str:
     """Start the router; returns its URL.
 
     Raises:
@@ -490,6 +516,7 @@ def _start_router(run: RunFile, launcher: Launcher, *, config: Path, token: str)
     )
     deadline_s = time.monotonic() + ROUTER_START_S
     while not path.exists():
+        wait("starting the router")
         launcher.check()
         if time.monotonic() > deadline_s:
             raise NodeLost(f"the router did not bind within {ROUTER_START_S:.0f} s")

@@ -325,8 +325,10 @@ class Jobs:
         started, trainer = time.monotonic(), self._trainer
         lora = _new_lora(request.message, trainer.model.config.lora)
         checkpoint.settle(trainer)
-        dropped = trainer.new_adapter(lora, seed=request.message.seed)
-        trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
+        planned = trainer.plan_adapter(lora, seed=request.message.seed)
+        with trainer.changing():
+            dropped = trainer.use_adapter(planned)
+            trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
         return Outcome(
             result={
                 "rank": lora.rank,

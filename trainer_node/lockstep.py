@@ -73,16 +73,20 @@ def agree(
         as_error: makes the exception to raise from all failures and this rank's own exception.
     """
     own: Exception | None = None
+    error: Exception | None = None
     try:
-        yield
-    except Exception as caught:  # noqa: BLE001  - the other ranks must learn of any error here
-        own = caught
-    failures = compare(own, group=group)
-    if failures:
-        error = as_error(failures, own)
-        if error is own:
-            raise error
-        raise error from own
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001  - the other ranks must learn of any error here
+            own = caught
+        failures = compare(own, group=group)
+        if failures:
+            error = as_error(failures, own)
+            if error is own:
+                raise error
+            raise error from own
+    finally:
+        own = error = None  # an error that is raised holds this frame
 
 
 def has_diverged(failures: Sequence[Failure], *, world_size: int) -> bool:
@@ -138,6 +142,10 @@ class Lockstep:
     def compare(self, error: BaseException | None) -> list[Failure]:
         """See `compare`."""
         return compare(error, group=self._group)
+
+    def first(self, text: str) -> str:
+        """Return the text of the first rank that has one; empty: none has. A collective."""
+        return next(filter(None, objects.all_gather(text, group=self._group)), "")
 
     def agree(self) -> contextlib.AbstractContextManager[None]:
         """Run a block of a send on every rank; see `agree`.

@@ -4,8 +4,9 @@
     others    Lockstep.broadcast -> handler -> Lockstep.compare
 
 `jobs` and `publication` hold the handlers. Every request ends in one terminal message. After a
-failed request the node continues, unless the ranks are out of step. Then all exit with
-`EXIT_DIVERGED`, and their launcher starts them again.
+failed request the node continues, with two exceptions. If the ranks are out of step, all exit with
+`EXIT_DIVERGED`. If memory did not come back, or nobody knows the state (`aftermath`), all exit with
+`EXIT_AFRESH`. Their launcher starts them again.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from orchestrator.errors import ConfigError, NodeLost
+from orchestrator.errors import ConfigError, NodeLost, without_frames
 from orchestrator.processes.interfaces import gloo_variables, refuse_loopback_name
 from orchestrator.processes.logs import log_to_stderr
-from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, START_ID
+from orchestrator.processes.restarts import EXIT_AFRESH, EXIT_CONFIG, EXIT_LINK_LOST, START_ID
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.frames import Envelope
@@ -86,6 +87,7 @@ class Node:
         self.link = link
         self.trainer = start(config)
         # Late: on a CPU, Megatron can be imported only after `start` has applied the shims.
+        from trainer_node.aftermath import Aftermath
         from trainer_node.export.merged import Exporter
         from trainer_node.jobs import Jobs
         from trainer_node.publication import Publication
@@ -104,6 +106,7 @@ class Node:
         self._aborts: dict[str, str] = {}
         """Open request to abort -> reason. The link's thread adds entries."""
         heap.freeze()
+        self._aftermath = Aftermath(self.trainer)
 
     # ------------------------------------------------------------ the loop
 
@@ -119,8 +122,9 @@ class Node:
                 envelope, received_s = self._next()
             except StopIteration as stop:
                 return int(stop.value)
-            if envelope is not None and not self._handle(envelope, received_s):
-                return EXIT_DIVERGED
+            code = None if envelope is None else self._handle(envelope, received_s)
+            if code is not None:
+                return code
 
     def _detail(self) -> dict[str, object]:
         model, config = self.trainer.model, self.trainer.model.config
@@ -150,8 +154,9 @@ class Node:
             return self.lockstep.broadcast(None, stop=0), received_s
         return self.lockstep.broadcast(envelope), received_s
 
-    def _handle(self, envelope: Envelope, received_s: float) -> bool:
-        """Run one request to its terminal message. False: the ranks have diverged and must end."""
+    def _handle(self, envelope: Envelope, received_s: float) -> int | None:
+        """Run one request to its terminal message. Returns the code with which all ranks must exit
+        now, or None."""
         message: Any = envelope.message
         request = Request(
             message=message,
@@ -162,28 +167,35 @@ class Node:
             phase=message.kind,
         )
         self._request_id, self.trainer.first_forward_s = request.id, 0.0
-        outcome, error = Outcome(), None
+        outcome, error, why = Outcome(), None, ""
         with self._watch(request):
             try:
                 outcome = self._dispatch(request)
             except Exception as caught:  # the boundary: an error ends the request, not the node
-                error = caught
                 code, _ = classify(caught, phase=request.phase)
                 stack = None if code in _REFUSALS else caught
                 log.error(
                     "%s failed while %s: %s", message.kind, request.phase, caught, exc_info=stack
                 )
+                error = without_frames(caught)
             failures = self.lockstep.compare(error)
-        diverged = has_diverged(failures, world_size=dist.get_world_size())
-        diverged |= self._jobs.ahead.has_diverged
+            diverged = has_diverged(failures, world_size=dist.get_world_size())
+            diverged |= self._jobs.ahead.has_diverged
+            if diverged:
+                why = "the ranks are no longer in step"
+            elif failures:
+                why = self.lockstep.first(self._aftermath.why_not())
         if self.link is not None and not failures:
             self.link.complete(
                 request.id, result=outcome.result, tensors=outcome.tensors, buffers=outcome.buffers
             )
         elif self.link is not None:
-            self._fail(self.link, request, error, failures[0], diverged=diverged)
+            self._fail(self.link, request, error, failures[0], why_ends=why)
         self._aborts.pop(request.id, None)
-        return not diverged
+        if not why:
+            return None
+        log.error("the trainer ends and is started again: %s", why)
+        return EXIT_DIVERGED if diverged else EXIT_AFRESH
 
     def _dispatch(self, request: Request[Any]) -> Outcome:
         handler = self._handlers.get(type(request.message))
@@ -203,13 +215,13 @@ class Node:
         error: Exception | None,
         first: Failure,
         *,
-        diverged: bool,
+        why_ends: str,
     ) -> None:
         code, remedy = classify(error, phase=request.phase)
-        if diverged:
+        if why_ends:
             remedy = (
-                "The ranks are no longer in step, so the trainer ends and is started again; "
-                "LoadCheckpoint the last durable version."
+                f"See the trainer's log. The trainer starts again from its last durable state, "
+                f"because {why_ends}."
             )
         where = f"rank {first.rank}: " if dist.get_world_size() > 1 else ""
         link.fail(
@@ -353,6 +365,8 @@ def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node])
         else:
             # Process groups that are out of step block when they are destroyed.
             node.transfer.close()
+            if code == EXIT_AFRESH:
+                node.trainer.behind.wait(timeout_s=SAVE_END_S)
     return code
 
 

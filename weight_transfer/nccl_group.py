@@ -24,7 +24,13 @@ from typing import Any
 
 import torch
 
-from orchestrator.errors import ConfigError, TransferAborted, TransferError, TransferTimeout
+from orchestrator.errors import (
+    ConfigError,
+    TransferAborted,
+    TransferError,
+    TransferTimeout,
+    without_frames,
+)
 from orchestrator.protocol.messages import Rendezvous
 from weight_transfer.cuda_events import WIRE_PRIORITY, wait_for_event
 
@@ -273,7 +279,7 @@ class _Init:
             with torch.cuda.device(self._device):  # the current device belongs to a thread
                 communicator = nccl.NcclCommunicator(*self._args)
         except Exception as error:  # noqa: BLE001  - the waiting thread raises it
-            failure = error
+            failure = without_frames(error)
         with self._lock:
             if not self._given_up:
                 self._communicator, self._error = communicator, failure

@@ -5,10 +5,11 @@
 | 0 | it was told to end | leaves it |
 | `EXIT_CONFIG` | its configuration is wrong | leaves it: a restart changes nothing |
 | `EXIT_LINK_LOST` | it lost the orchestrator or other ranks | starts it again after a pause |
+| `EXIT_AFRESH` | a failed request, which it has answered, spoilt it | starts it again at once |
 | anything else | it crashed | starts it again, at most `RestartBudget.most` times within an hour |
 
 Crashes days apart must not end a run of weeks. A process that cannot start must not restart for
-ever.
+ever. Crashes in one request, which is sent again, are one crash.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ EXIT_CONFIG = 2
 EXIT_LINK_LOST = 75
 """Exit code of a process that lost its connection and can start again: EX_TEMPFAIL of sysexits.h.
 """
+EXIT_AFRESH = 76
+"""Exit code of a trainer that ends itself after a failed request, because memory or state would be
+wrong from then on. No crash: each start follows a request that was answered."""
 START_ID = "SPLICE_START_ID"
 """Environment variable of a rank: the launcher's id of its start."""
 RESTART_WINDOW_S = 3600.0
@@ -30,29 +34,40 @@ class RestartBudget:
     """Counts starts after crashes; times on one monotonic clock.
 
     Args:
-        most: starts allowed within any `within_s` seconds.
+        most: starts allowed within any `within_s` seconds. Those with one cause count once.
     """
 
     def __init__(self, most: int, *, within_s: float = RESTART_WINDOW_S) -> None:
         self.most = most
         self._within_s = within_s
-        self._taken_s: deque[float] = deque()
+        self._taken: deque[tuple[float, str]] = deque()
+        """Time and cause of each start; the cause is empty where nobody has told it."""
 
     def used(self, now_s: float) -> int:
         """Return the number of starts within the window that ends now."""
-        while self._taken_s and now_s - self._taken_s[0] > self._within_s:
-            self._taken_s.popleft()
-        return len(self._taken_s)
+        while self._taken and now_s - self._taken[0][0] > self._within_s:
+            self._taken.popleft()
+        causes = [cause for _, cause in self._taken]
+        return causes.count("") + len({*causes} - {""})
 
-    def has_left(self, now_s: float) -> bool:
-        """Whether one more start is allowed."""
-        return self.used(now_s) < self.most
+    def has_left(self, now_s: float, cause: str = "") -> bool:
+        """Whether one more start is allowed, after a crash with this cause."""
+        is_free = self.used(now_s) < self.most
+        return is_free or any(cause == known for _, known in self._taken if known)
 
-    def take(self, now_s: float) -> bool:
+    def take(self, now_s: float, cause: str = "") -> bool:
         """Count one more start. Returns False, without counting, if it is not allowed."""
-        if not self.has_left(now_s):
+        if not self.has_left(now_s, cause):
             return False
-        self._taken_s.append(now_s)
+        self._taken.append((now_s, cause))
+        return True
+
+    def explain(self, cause: str, *, since_s: float) -> bool:
+        """Tell the cause of the last start, if it came later than this and nobody has. Returns
+        whether it did."""
+        if not self._taken or self._taken[-1][1] or self._taken[-1][0] < since_s:
+            return False
+        self._taken[-1] = (self._taken[-1][0], cause)
         return True
 
 

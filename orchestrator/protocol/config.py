@@ -224,7 +224,8 @@ class TrainerConfig(Settings):
     Sequences are packed up to this number without attending to each other. A longer sequence goes
     alone. Context-parallel ranks share the tokens. The number affects memory and speed, not
     results. auto: on a GPU, as many as fit into its memory, measured at the start, at most 65,536,
-    and the same on all ranks; on a CPU, 4096."""
+    and the same on all ranks; on a CPU, 4096. With auto on a GPU, a sequence that does not fit is
+    refused by name; a number measures nothing."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass recomputes: none, those of core attention, or all but each
     layer's input."""

@@ -39,6 +39,7 @@ from orchestrator.protocol.memory import Meter
 from orchestrator.protocol.messages import (
     AnyMessage,
     Completed,
+    EndedDuring,
     ErrorCode,
     Failed,
     Heartbeat,
@@ -196,7 +197,7 @@ class NodeLink:
         return True
 
     def recv(self, *, timeout_s: float) -> Envelope | None:
-        """Return the next request or `Shutdown`, or None after `timeout_s`.
+        """Return the next request, `Shutdown` or `EndedDuring`, or None after `timeout_s`.
 
         Raises:
             LinkLost: the orchestrator was silent for `lost_after_s`, without time when this process
@@ -476,7 +477,7 @@ class NodeLink:
             self._urgent[message.kind](message)
         elif isinstance(message, NextBatch):
             self.next_batch = envelope
-        elif isinstance(message, Shutdown) or self._hello.role == "client":
+        elif isinstance(message, Shutdown | EndedDuring) or self._hello.role == "client":
             self._inbox.put(envelope)
         else:
             self._on_request(socket, envelope)

@@ -39,6 +39,8 @@ class Found:
     steps: int = 0
     trained: int = 0
     dropped: int = 0
+    aside: int = 0
+    """Rollouts of batches that were set aside."""
     asked_again: int = 0
     pending: int = 0
     tokens: int = 0
@@ -50,7 +52,8 @@ class Found:
         return (
             f"{self.steps} steps trained {self.trained} rollouts ({self.tokens} tokens, at most "
             f"{self.max_staleness} versions old); {self.asked_again} asked again, {self.dropped} "
-            f"dropped, {self.pending} pending; {len(self.violations)} violations"
+            f"dropped, {self.aside} set aside, {self.pending} pending; {len(self.violations)} "
+            "violations"
         )
 
 
@@ -238,7 +241,9 @@ class Checker:
                 )
 
     def _on_failed(self, line: dict[str, Any]) -> None:
-        if line["steps_taken"]:
+        if "aside" in line:
+            self._end_step(line["step"], is_trained=False)
+        elif line["steps_taken"]:
             self._end_step(line["step"])
         elif line["code"] not in decisions.PASSING and self._sent is not None:
             self._sent = None  # sampled again, which counts at the next start
@@ -261,13 +266,16 @@ class Checker:
             self._wrong(f"step {line['step']} made version {line['version']} again")
         self._made.add(line["version"])
 
-    def _end_step(self, step: int) -> None:
+    def _end_step(self, step: int, *, is_trained: bool = True) -> None:
         if self._sent is None or self._sent["step"] != step:
             self._wrong(f"step {step} ended, but was not sent")
             return
         self.found.steps = step
-        self.found.trained += len(self._sent["rollouts"])
-        self.found.tokens += self._tokens
+        if is_trained:
+            self.found.trained += len(self._sent["rollouts"])
+            self.found.tokens += self._tokens
+        else:
+            self.found.aside += len(self._sent["rollouts"])
         self._next_group = self._sent["groups"][-1] + 1
         self._samples = {place: s for place, s in self._samples.items() if s.step != step}
         self._sent, self._ended = None, self._sent

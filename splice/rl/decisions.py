@@ -9,6 +9,7 @@
     train    step, attempt, version, groups, rollouts, tokens, metrics
              sent to the trainer, which holds `version`; `tokens` counts the sampled ones
     failed   step, attempt, code, steps_taken, why
+             `aside`, if the trainer's process ended in the batch twice: its prompts
     reopened step, why                         its optimizer steps are lost, and made again
     trained  step, version, seconds, metrics   `version` is served
     note     step, metrics                     yours, from `Loop.note`
@@ -47,6 +48,8 @@ LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
 SEGMENT_BYTES = 2**26
 """Size from which the log begins anew: some hours of a large run."""
 RUN_LOCK = "loop.lock"
+ASIDE = "aside"
+"""Folder of batches that ended the trainer, within the loop's."""
 LOOP_DIR = "loop"
 """Folder of a loop within its run's."""
 PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
@@ -264,7 +267,7 @@ class Past:
     """Where a log ends.
 
     Attributes:
-        done: steps that were trained.
+        done: steps that were trained or set aside.
         groups: groups of these steps.
         open: the `train` decision without an outcome, or with one that may be repeated.
         published: False: the last step was taken, but its version could not be published.
@@ -325,6 +328,10 @@ def _take(found: Past, line: dict[str, Any]) -> None:
         found.open = found.last = line
     elif event == "reopened":
         found.reopen()
+    elif event == "failed" and "aside" in line:
+        if found.open is not None:
+            found.done, found.groups = line["step"], found.open["groups"][-1] + 1
+        found.open, found.attempt = None, 0
     elif event == "trained" or line["steps_taken"]:
         if found.open is not None:
             found.done, found.groups = line["step"], found.open["groups"][-1] + 1
@@ -388,6 +395,14 @@ def keep_batch(path: Path, batch: Batch) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def set_aside(folder: Path, step: int) -> Path:
+    """Move the batch of the open step where nobody sends it again. Returns its file."""
+    aside = folder / ASIDE / f"step-{step}.msgpack"
+    aside.parent.mkdir(exist_ok=True)
+    (folder / BATCH).replace(aside)
+    return aside
 
 
 def kept_batch(path: Path) -> Batch:

@@ -364,15 +364,18 @@ class Loop:
             self._next_group = self._past.open["groups"][-1] + 1
             self._admitted = self._past.open["step"]
             step = await self._train_kept(self._past.open)
-            with self._meter.during("body"):
-                yield step
+            if step is not None:
+                with self._meter.during("body"):
+                    yield step
         while self.config.steps is None or self._past.done < self.config.steps:
             self._admit_for(self._past.done + 1)
             step = await self._next_step(self._past.done + 1)
-            with self._meter.during("body"):
-                yield step
+            if step is not None:
+                with self._meter.during("body"):
+                    yield step
 
-    async def _next_step(self, number: int) -> Step:
+    async def _next_step(self, number: int) -> Step | None:
+        """Make a step. None: its batch was set aside."""
         if number not in self._tasks:
             raise self._left(number)
         groups = await self._groups_of(number)
@@ -439,7 +442,7 @@ class Loop:
         except Exception as error:  # noqa: BLE001  - a user's reward or make_batch raises anything
             log.info("step %d is not announced: %s", number, error)
 
-    async def _train_kept(self, line: dict[str, Any]) -> Step:
+    async def _train_kept(self, line: dict[str, Any]) -> Step | None:
         """Train on the batch that an earlier start of the loop sampled, or hear of its outcome."""
         batch = decisions.kept_batch(self.folder / decisions.BATCH)
         stalest = line["metrics"]["staleness_max"]
@@ -463,8 +466,9 @@ class Loop:
         groups: tuple[tuple[Rollout, ...], ...],
         *,
         attempt: int,
-    ) -> Step:
+    ) -> Step | None:
         """Train and publish. A trainer that was lost before the step gets the same batch again.
+        None: the batch has ended it twice, and was set aside.
 
         Args:
             attempt: counts over all starts of the loop, because a job's id has one outcome.
@@ -484,6 +488,8 @@ class Loop:
                         result = await self._job(job, job_id, batch.buffers)
                 break
             except JobFailed as error:
+                kills = error.code == ErrorCode.TRAINER_KILLED
+                is_aside = kills and self.config.on_trainer_killed == "set_aside"
                 self._log.write(
                     "failed",
                     durable=True,
@@ -492,13 +498,30 @@ class Loop:
                     code=error.code.value,
                     steps_taken=error.steps_taken,
                     why=str(error)[:1000],
+                    **({"aside": self._prompts_of(line)} if is_aside else {}),
                 )
+                if is_aside:
+                    self._set_aside(line, error)
+                    return None
                 is_lost = error.code == ErrorCode.NODE_LOST and not error.steps_taken
                 if not is_lost or attempt >= last:
                     raise
                 attempt += 1
                 log.warning("step %d is sent again: %s", line["step"], error)
         return self._trained(line, groups, result)
+
+    def _prompts_of(self, line: dict[str, Any]) -> list[int]:
+        """Indices of the prompts of a step."""
+        return sorted({self._prompt(group) for group in line["groups"]})
+
+    def _set_aside(self, line: dict[str, Any], error: JobFailed) -> None:
+        """Continue without a batch; its step makes no version."""
+        number = line["step"]
+        self._past.done, self._past.open, self._past.attempt = number, None, 0
+        log.error(
+            "step %d makes no version: its batch was set aside (%s), with the prompts %s. %s",
+            *(number, decisions.set_aside(self.folder, number), self._prompts_of(line), error),
+        )
 
     def _trained(
         self,

@@ -91,6 +91,8 @@ class RewardThreads:
                 loop.call_soon_threadsafe(settle, result, error)
             except RuntimeError:  # the loop has ended
                 _close(result)
+            finally:
+                error = None  # its traceback holds this frame
 
         threading.Thread(target=run, name="splice-reward", daemon=True).start()
         try:

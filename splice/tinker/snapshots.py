@@ -73,6 +73,8 @@ class Snapshots:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._leave()
             raise
+        finally:
+            del waiter  # its error's traceback holds this frame
 
     def _leave(self) -> None:
         self._users -= 1
@@ -87,15 +89,24 @@ class Snapshots:
             )
 
     async def _give_turn(self, snapshot: int, waiters: list[asyncio.Future[None]]) -> None:
-        error: Exception | None = None
         try:
             if snapshot not in (PUBLICATION, self._books.served_snapshot()):
                 await asyncio.to_thread(self._serve_again, snapshot)
-        except Exception as caught:  # noqa: BLE001  - each waiter raises it
-            error = caught
+        except Exception as error:  # noqa: BLE001  - each waiter raises it
+            self._answer(waiters, snapshot, error)
+        else:
+            self._answer(waiters, snapshot, None)
         finally:
             self._change = None
-        for waiter in waiters:
+        self._next()
+
+    def _answer(
+        self, waiters: list[asyncio.Future[None]], snapshot: int, error: Exception | None
+    ) -> None:
+        """Let the waiters in, or have them raise the error. Empties the list: the error's traceback
+        holds the frame that has it."""
+        while waiters:
+            waiter = waiters.pop(0)
             if waiter.done():  # cancelled
                 continue
             if error is None:
@@ -104,4 +115,3 @@ class Snapshots:
                 waiter.set_result(None)
             else:
                 waiter.set_exception(error)
-        self._next()

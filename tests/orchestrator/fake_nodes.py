@@ -136,6 +136,11 @@ class FakeLauncher(FakeNode):
     def __init__(self, *, make: Callable[[], FakeTrainer], **kwargs: str) -> None:
         super().__init__(**kwargs)
         self.make, self.trainer = make, None
+        self.causes: list[str] = []
+        """What the trainer did when it ended, as the orchestrator says."""
+
+    def on_EndedDuring(self, message) -> None:
+        self.causes.append(message.cause)
 
     def on_StartTrainer(self, message) -> None:
         self.trainer = self.trainer or self.make()

@@ -26,6 +26,7 @@ from orchestrator.protocol.messages import Hello, InitialSyncJob
 from orchestrator.protocol.node_link import NodeLink
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
+from splice import up
 from splice.client import SpliceClient
 from tests.orchestrator.run import TOKEN, Run
 from tests.orchestrator.serving import REPO, endpoint_in, start_serve
@@ -313,3 +314,19 @@ def test_the_version():
     argv = [sys.executable, "-m", "splice", "--version"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"splice {importlib.metadata.version('splice')}\n"
+
+
+def test_a_start_looks_at_the_roles_while_it_publishes(run):
+    """A trainer that is given up does not come; the publication would wait for it for minutes."""
+    said: list[str] = []
+
+    def wait(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:
+            raise NodeLost("trainer ended with code 3")
+
+    began_s = time.monotonic()
+    with pytest.raises(NodeLost, match="trainer ended with code 3"):
+        up._publish(run.client, wait)
+    assert time.monotonic() - began_s < 3 * up.WAIT_TURN_S
+    assert set(said) == {"publishing m@0"}

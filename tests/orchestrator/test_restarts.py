@@ -41,6 +41,20 @@ def test_starts_count_within_the_window_only():
     assert not RestartBudget(0).take(0.0)
 
 
+def test_crashes_with_one_cause_count_once():
+    budget = RestartBudget(2, within_s=100.0)
+    assert budget.take(0.0) and budget.explain("a", since_s=0.0)
+    assert not budget.explain("b", since_s=0.0), "it is explained"
+    assert budget.take(1.0) and budget.used(1.0) == 2, "nobody has said why yet"
+    assert not budget.explain("a", since_s=1.5) and budget.explain("a", since_s=0.5)
+    assert budget.used(1.0) == 1
+    assert budget.take(2.0, "a") and budget.used(2.0) == 1
+    assert budget.take(3.0, "b") and budget.used(3.0) == 2
+    assert not budget.take(4.0, "c") and not budget.take(4.0)
+    assert budget.take(4.0, "b"), "one more of the same"
+    assert budget.used(102.5) == 1 and budget.take(102.5, "c")
+
+
 def test_pauses_after_lost_links_grow_and_shrink():
     pauses = BackOff()
     assert [pauses.next_s(float(i)) for i in range(7)] == [

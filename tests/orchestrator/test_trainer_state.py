@@ -8,13 +8,20 @@ import asyncio
 import dataclasses
 import shutil
 import threading
+import time
 
 import pytest
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, ResyncJob, SaveCheckpointJob
+from orchestrator.protocol.messages import (
+    ErrorCode,
+    InitialSyncJob,
+    NodeEnded,
+    ResyncJob,
+    SaveCheckpointJob,
+)
 from orchestrator.trainer_requests import MESSAGE_CHARS, TrainerMemory
-from tests.orchestrator.fake_nodes import FakeTrainer, soon
+from tests.orchestrator.fake_nodes import FakeLauncher, FakeTrainer, soon
 from tests.orchestrator.run import BUFFERS, JOB, TOKEN, SmallBatch
 
 
@@ -349,3 +356,91 @@ def test_the_checkpoint_at_which_a_step_began_outlives_the_step(run):
     for new in range(2, 9):  # each job protects what is served and what the trainer last saved
         on_disk = [new - 2, new - 1]
         assert expired(on_disk, new=new, keep=2, protected=[new - 1, new - 1]) == [new - 2]
+
+
+class Launched:
+    """Fake trainers, each replaced by the next one once it has ended, as a launcher does it."""
+
+    def __init__(self, run) -> None:
+        self.run, self.count, self.requests = run, 0, []
+        self.launcher = FakeLauncher(
+            make=run.trainer, endpoint=run.endpoint, node_id="trainer-launcher-0", token=TOKEN
+        )
+        self.launcher.detail = {"memory": "resident"}
+        run.nodes.append(self.launcher.start())
+        self.trainer = self.next()
+
+    def next(self) -> FakeTrainer:
+        self.count += 1
+        self.trainer = self.run.trainer(start_id=f"start-{self.count}")
+        return self.trainer
+
+    def dies_in(self, kind: str, *, code: int = -9, is_silent: bool = False) -> None:
+        """Have the present trainer end in its next request of a kind, and start the next one."""
+        trainer, start_id = self.trainer, f"start-{self.count}"
+
+        def end(message) -> None:
+            self.requests.append(message.request_id)
+            if not is_silent:
+                trainer.link.progress(message.request_id, "training")
+                time.sleep(0.2)
+            trainer._stop.set()
+            trainer.link.close()
+            self.launcher.link.send(NodeEnded(node_id="trainer", start_id=start_id, code=code))
+            threading.Thread(target=self._replace).start()
+
+        trainer.script[kind] = end
+
+    def _replace(self) -> None:
+        self.next()
+        if self.again:
+            kind, *settings = self.again.pop()
+            self.dies_in(kind, **(settings[0] if settings else {}))
+
+    again: list = []  # noqa: RUF012 - replaced, never changed
+
+
+def killed_twice(run, launched):
+    launched.again = [("TrainMerged",)]
+    launched.dies_in("TrainMerged")
+    with pytest.raises(JobFailed) as failed:
+        run.client.run(JOB, buffers=BUFFERS, timeout_s=60)
+    return failed.value
+
+
+def test_a_job_that_ends_the_trainer_twice_fails_for_good(run):
+    """By name, with the exit code; the launcher hears that both ends had one cause. The next job
+    runs."""
+    launched = Launched(run)
+    run.replica(lambda: launched.trainer)
+    run.client.run(InitialSyncJob())
+    error = killed_twice(run, launched)
+    assert error.code == ErrorCode.TRAINER_KILLED and "ended with code -9" in error.message
+    assert "Leave this batch out" in error.remedy
+    assert soon(lambda: len(launched.launcher.causes) == 2)
+    assert len(set(launched.launcher.causes)) == 1 and launched.launcher.causes[0]
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60)["version"] == 1
+    second = killed_twice(run, launched)
+    assert second.code == ErrorCode.TRAINER_KILLED, "each job has its own count"
+    assert soon(lambda: len(set(launched.launcher.causes)) == 2)
+
+
+@pytest.mark.parametrize(
+    "how", [{"code": 75}, {"code": 76}, {"is_silent": True}], ids=["link", "afresh", "not begun"]
+)
+def test_other_ends_of_a_trainer_are_not_the_jobs(run, how):
+    """It lost its link, it had to end after the request before, or it had not begun this one."""
+    launched = Launched(run)
+    run.replica(lambda: launched.trainer)
+    run.client.run(InitialSyncJob())
+    launched.again = [("TrainMerged", how)]
+    launched.dies_in("TrainMerged", **how)
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60)["version"] == 1
+    assert launched.count == 3
+
+
+def test_the_count_of_a_job_outlives_the_orchestrator(tmp_path):
+    memory = TrainerMemory()
+    assert memory.was_killed("a") == 1
+    again = TrainerMemory(**memory.as_dict())
+    assert again.was_killed("a") == 2 and again.was_killed("b") == 1

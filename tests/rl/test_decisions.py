@@ -130,6 +130,45 @@ def test_a_lost_trainer_gets_the_same_batch_again(tmp_path):
     assert found_in(tmp_path).violations == []
 
 
+def killed() -> JobFailed:
+    return JobFailed(
+        code=ErrorCode.TRAINER_KILLED, node="trainer", phase="training", message="no", remedy="x"
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_batch_that_ends_the_trainer_is_set_aside(tmp_path, caplog, staleness, is_kept):
+    """Sent in this start, or kept by an earlier one: the next prompts follow, by name of these."""
+    run = StandIn()
+    if is_kept:
+        run.crash_at = "before submit"
+        with pytest.raises(Crash):
+            asyncio.run(run_loop(run, tmp_path, steps=3, max_staleness=staleness))
+        run.crash_at = ""
+    run.fail_next = [killed()]
+    steps = asyncio.run(run_loop(run, tmp_path, steps=3, max_staleness=staleness))
+    assert [(step.number, step.version) for step in steps] == [(2, 1), (3, 2)]
+    assert decisions.kept_batch(tmp_path / decisions.ASIDE / "step-1.msgpack").buffers
+    lines = list(decisions.read(tmp_path / decisions.LOG))
+    assert [line["aside"] for line in lines if line["event"] == "failed"] == [[0, 1]]
+    assert [line["groups"] for line in lines if line["event"] == "train"][-2:] == [[2, 3], [4, 5]]
+    assert "step 1 makes no version" in caplog.text and "with the prompts [0, 1]" in caplog.text
+    found = found_in(tmp_path)
+    assert (found.violations, found.trained, found.aside) == ([], 12, 6)
+    steps = asyncio.run(run_loop(run, tmp_path, steps=4, max_staleness=staleness))
+    assert [step.number for step in steps] == [4] and found_in(tmp_path).violations == []
+
+
+def test_a_loop_may_stop_at_a_batch_that_ends_the_trainer(tmp_path):
+    run = StandIn()
+    run.fail_next = [killed()]
+    with pytest.raises(JobFailed, match="trainer_killed"):
+        asyncio.run(run_loop(run, tmp_path, steps=2, on_trainer_killed="stop"))
+    steps = asyncio.run(run_loop(run, tmp_path, steps=2))
+    assert [step.number for step in steps] == [1, 2] and found_in(tmp_path).violations == []
+
+
 def test_a_step_that_could_not_be_published_is_not_trained_again(tmp_path):
     run = StandIn()
     run.fail_next = [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -150,6 +152,36 @@ def test_a_snapshot_that_is_gone_fails_its_own_samples_alone(books):
         assert turns.switches == [91, 4]
 
     asyncio.run(go())
+
+
+def test_a_snapshot_that_is_gone_leaves_nothing_behind(books, monkeypatch):
+    """Its error is held by no frame that it holds."""
+    held = []
+
+    class Held:
+        pass
+
+    def gone(self, snapshot):
+        local = Held()
+        held.append(weakref.ref(local))
+        raise Refused(422, f"{snapshot} is gone")
+
+    monkeypatch.setattr(Turns, "serve_again", gone)
+
+    async def go():
+        turns = Turns(books)
+        for _ in range(2):
+            with contextlib.suppress(Refused):
+                await turns.sample(91)
+        await asyncio.sleep(0.01)
+        # The loop's idle thread may still hold the last call.
+        assert held[0]() is None
+
+    gc.disable()
+    try:
+        asyncio.run(go())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("when", [0.0, 0.02, 0.06])

@@ -58,6 +58,14 @@ def test_the_choice_fits_and_the_next_does_not() -> None:
     assert choose(model, room_bytes=0) == choose(model, room_bytes=-GB) == 0
 
 
+def test_the_longest_sequence_fits_and_one_token_more_does_not() -> None:
+    model = MemoryModel(fixed_bytes=2.0 * GB, bytes_per_token=2.5e6)
+    tokens = pack_size.longest(model, room_bytes=300 * GB)
+    assert tokens == 119_200 > pack_size.MOST_TOKENS, "a sequence may be longer than a pack"
+    assert model.peak_bytes(tokens) <= 300 * GB < model.peak_bytes(tokens + 1)
+    assert pack_size.longest(model, room_bytes=GB) == 0
+
+
 def test_the_config_takes_a_number_or_auto() -> None:
     assert TrainerConfig(model=Path("m")).micro_batch_tokens == "auto"
     assert (

@@ -37,6 +37,7 @@ from trainer_node.state.bulk_files import Extent, bulk_writer
 from trainer_node.state.generations import write_file
 
 if TYPE_CHECKING:
+    from trainer_node.adapters.lora import LocalMatrix
     from trainer_node.model.model import Model
     from trainer_node.model.parameters import Piece
 
@@ -488,10 +489,10 @@ def _num_experts(tensor: str, expected: Collection[Key]) -> int:
     return count
 
 
-def expected_tensors(model: Model) -> dict[Key, tuple[int, ...]]:
-    """Every adapter matrix of the whole model and its whole shape. A collective."""
-    mine = [(m.module, m.matrix, m.whole_shape) for m in model.adapters.local_matrices()]
-    everyones = objects.all_gather(mine, group=model.control_group)
+def expected_tensors(matrices: Iterable[LocalMatrix], *, group: Any) -> dict[Key, tuple[int, ...]]:
+    """Every matrix of a whole model's adapters and its whole shape. A collective."""
+    mine = [(m.module, m.matrix, m.whole_shape) for m in matrices]
+    everyones = objects.all_gather(mine, group=group)
     return {(name, matrix): shape for one in everyones for name, matrix, shape in one}
 
 
@@ -501,7 +502,7 @@ def read_on_all_ranks(model: Model, folder: Path) -> dict[Key, torch.Tensor]:
     Raises:
         AdapterError: on every rank, with the first failed rank's message.
     """
-    expected = expected_tensors(model)
+    expected = expected_tensors(model.adapters.local_matrices(), group=model.control_group)
     with agree(model.control_group, partial(_refusal, folder)):
         return read_adapter(
             folder,

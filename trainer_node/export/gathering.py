@@ -170,8 +170,11 @@ class Exchange:
                 self._finish(left)
             if chunks:
                 self._wait_for_device()
-        if failed is not None:
-            raise failed
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            failed = None  # its traceback holds this frame
 
     # ------------------------------------------------------------ both
 

@@ -32,12 +32,19 @@ from orchestrator.errors import ConfigError, LinkLost
 from orchestrator.processes.child import ChildProcess, descendants
 from orchestrator.processes.interfaces import refuse_loopback_name
 from orchestrator.processes.python import python_command
-from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, BackOff, RestartBudget
+from orchestrator.processes.restarts import (
+    EXIT_AFRESH,
+    EXIT_CONFIG,
+    EXIT_LINK_LOST,
+    BackOff,
+    RestartBudget,
+)
 from orchestrator.protocol import memory
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.config_errors import read_json
 from orchestrator.protocol.messages import (
     AnyMessage,
+    EndedDuring,
     ErrorCode,
     Hello,
     NodeEnded,
@@ -61,6 +68,8 @@ PING_S, SILENT_S = 5.0, 30.0
 """Interval of the pings to the process that starts the ranks, and the timeout for an answer, in
 seconds."""
 KILLED_S = 5.0
+CAUSE_S = 10.0
+"""Most time between a crash and the message that tells its cause, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +332,10 @@ class TrainerHost:
         self._restarts, self._pauses = RestartBudget(launch.max_restarts), BackOff()
         self._starts_at_s: float | None = None
         """When the ranks restart after a lost link, on the monotonic clock."""
+        self._crash: tuple[int, float] | None = None
+        """Exit code and time of a crash for which no start is left, unless its cause is known."""
+        self._told: tuple[str, float] | None = None
+        """Cause of a crash that has yet to show on this host, and when it was told."""
         self._stop = False
         self._hello = Hello(
             role="launcher",
@@ -364,6 +377,8 @@ class TrainerHost:
                 return 0
             if isinstance(message, StartTrainer | StopTrainer):
                 self._answer(message)
+            elif isinstance(message, EndedDuring):
+                self._on_cause(message.cause)
             code = self._watch()
             if (
                 code is None
@@ -432,6 +447,8 @@ class TrainerHost:
         if self._starts_at_s is not None and time.monotonic() >= self._starts_at_s:
             self._starts_at_s = None
             self._ranks.start()
+        if self._crash is not None and time.monotonic() - self._crash[1] > CAUSE_S:
+            return self._give_up(self._crash[0])
         code = self._ranks.look()
         if code is None or not self._wanted:
             return None
@@ -443,6 +460,10 @@ class TrainerHost:
                 NodeEnded(node_id=self._launch.node_id, start_id=self._ranks.start_id, code=code)
             )
         now_s = time.monotonic()
+        if code == EXIT_AFRESH:
+            log.warning("the trainer ended itself after a failed request; it is started again")
+            self._ranks.start()
+            return None
         if code != EXIT_LINK_LOST:
             return self._after_crash(code, now_s)
         pause_s = self._pauses.next_s(now_s)
@@ -460,22 +481,44 @@ class TrainerHost:
                 "so the launcher ends"
             )
             return code
-        used = self._restarts.used(now_s)
-        if not self._restarts.take(now_s):
-            log.error(
-                "the trainer ended with code %d, %d starts after a crash; the launcher ends",
-                code,
-                used,
-            )
-            return code if code > 0 else 1
+        cause, self._told = self._told, None
+        is_recent = cause is not None and now_s - cause[1] <= CAUSE_S
+        if self._restarts.take(now_s, cause[0] if cause is not None and is_recent else ""):
+            self._start_again(code, now_s)
+        else:
+            self._crash = (code, now_s)
+        return None
+
+    def _on_cause(self, cause: str) -> None:
+        """Hear in which request the ranks crashed: further crashes in it do not count."""
+        now_s = time.monotonic()
+        if self._crash is not None:
+            code, at_s = self._crash
+            if self._restarts.take(now_s, cause):
+                self._crash = None
+                self._start_again(code, now_s)
+            else:
+                self._crash = (code, at_s - CAUSE_S)
+        elif cause and not self._restarts.explain(cause, since_s=now_s - CAUSE_S):
+            self._told = (cause, now_s)
+
+    def _start_again(self, code: int, now_s: float) -> None:
         log.warning(
-            "the trainer ended with code %d; start %d of at most %d within an hour",
+            "the trainer ended with code %d; start %d of at most %d within an hour (those in one "
+            "request count once)",
             code,
-            used + 1,
+            self._restarts.used(now_s),
             self._restarts.most,
         )
         self._ranks.start()
-        return None
+
+    def _give_up(self, code: int) -> int:
+        log.error(
+            "the trainer ended with code %d, %d starts after a crash; the launcher ends",
+            code,
+            self._restarts.used(time.monotonic()),
+        )
+        return code if code > 0 else 1
 
 
 def run(launch: TrainerLaunch, *, run_token: str) -> int:

@@ -54,7 +54,7 @@ EXIT_UNFIT = 4
 IMPORTED = (
     "numpy", "safetensors.torch", "transformers.models.auto.modeling_auto",
     "torch.distributed.checkpoint",
-    "trainer_node.state.checkpoint", "trainer_node.export.bridge_export",
+    "trainer_node.aftermath", "trainer_node.state.checkpoint", "trainer_node.export.bridge_export",
     "trainer_node.export.merged",
     "trainer_node.export.hf_export", "trainer_node.model.hub", "trainer_node.node",
     "trainer_node.jobs",

@@ -1,11 +1,13 @@
 """What trains in a model: adapters on its frozen modules, or the modules themselves.
 
-trainable(module) -> adapters and parameters; adapt(model, lora) -> others in their place
+trainable(module) -> adapters and parameters
+plan(model, lora) -> others, checked; adapt(model, planned) -> in their place
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,15 +59,25 @@ def trainable(
     return adapters, params, []
 
 
-def adapt(model: Model, lora: LoraConfig, *, seed: int) -> None:
-    """Give the model fresh adapters in the place of its own. A collective.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """Fresh adapters that fit the model, which does not have them yet."""
+
+    lora: LoraConfig
+    adapters: AdapterSet
+    params: list[TrainedParam]
+    num_parameters: int
+
+
+def plan(model: Model, lora: LoraConfig, *, seed: int) -> Planned:
+    """Make fresh adapters for the model, and check them. Nothing changes. A collective.
 
     Raises:
-        ConfigError: the adapters do not fit, or cannot be changed; nothing changed.
+        ConfigError: the adapters do not fit, or cannot be changed.
     """
     model.need_adapters("a new adapter")
-    module, config, provider = model.modules[0], model.config, model.provider
-    if config.compile:
+    module, provider = model.modules[0], model.provider
+    if model.config.compile:
         raise ConfigError(
             "a new adapter: compiled layers keep the adapter that they began with; start the "
             "trainer with the adapter that you want (trainer.lora), or without compile"
@@ -85,18 +97,25 @@ def adapt(model: Model, lora: LoraConfig, *, seed: int) -> None:
     num_parameters = count(params, model.device)
     if num_parameters == 0:
         raise ConfigError(f"no linear of the model is among the lora targets {lora.targets}")
-    why = experts_obstacle(config, provider, model.device, module, adapters)
+    why = experts_obstacle(model.config, provider, model.device, module, adapters)
     if model.experts and why is not None:
         raise ConfigError(
             f"a new adapter: the experts are stacked, and with it could not be, because {why}; "
             "start the trainer with it (trainer.lora)"
         )
+    return Planned(lora=lora, adapters=adapters, params=params, num_parameters=num_parameters)
+
+
+def adapt(model: Model, planned: Planned) -> None:
+    """Put planned adapters in the place of the model's own."""
+    adapters = planned.adapters
     model.adapters.close()
     adapters.attach()
     for experts in model.experts:
         experts.use(adapters)
-    model.adapters, model.params, model.num_parameters = adapters, params, num_parameters
-    model.config = config.model_copy(update={"lora": lora})
+    model.adapters, model.params = adapters, planned.params
+    model.num_parameters = planned.num_parameters
+    model.config = model.config.model_copy(update={"lora": planned.lora})
 
 
 def moe_layers(module: Any) -> list[Any]:

@@ -56,7 +56,8 @@ class _Save:
     thread: threading.Thread
     read: threading.Event = field(default_factory=threading.Event)
     """Nothing reads the live moments any more."""
-    error: BaseException | None = None
+    error: str = ""
+    """Why it failed; empty: it did not."""
 
 
 class Behind:
@@ -119,8 +120,8 @@ class Behind:
                     save.read.set()
                 write(moments if copies is None else copies)
             except BaseException as error:  # noqa: BLE001  - `settle` tells of it
-                log.warning("%s could not be written behind: %s", folder, error)
-                save.error = error
+                save.error = f"{type(error).__name__}: {error}"
+                log.warning("%s could not be written behind: %s", folder, save.error)
             finally:
                 save.read.set()
 
@@ -181,7 +182,7 @@ class Behind:
             return ""
         self.save_waited_s += self._timed(lambda timeout_s: self.wait(timeout_s=timeout_s))
         self._save = None
-        return "" if save.error is None else f"{type(save.error).__name__}: {save.error}"
+        return save.error
 
     def wait(self, *, timeout_s: float) -> bool:
         """Wait for the end of the save, however it ends. Returns whether it has ended."""

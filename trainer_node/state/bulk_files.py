@@ -115,6 +115,7 @@ class Writing:
         for span in self._spans:
             if not span.cancelled():
                 span.exception()
+        self._spans, self._sizes = [], []  # a failed span's frames hold this object
         os.close(self._handle)
 
 
@@ -173,9 +174,12 @@ class BulkWriter:
         data = memoryview(staging.numpy())  # type: ignore[arg-type]  # numpy's stubs before 3.12 do not say that arrays are buffers
         found = self._hashers.submit(hashing.span_hash, data[: span.nbytes])
         try:
-            self._put(handle, data, span)
+            try:
+                self._put(handle, data, span)
+            finally:
+                digest = found.result()  # before the buffer is used again
         finally:
-            digest = found.result()  # before the buffer is used again
+            del found  # its error's frames hold this one
         return digest
 
     @staticmethod

@@ -54,8 +54,8 @@ from trainer_node.state.bulk_files import BulkWriter, Extent, Writing, bulk_writ
 from trainer_node.state.generations import CheckpointError, write_file
 from trainer_node.state.sharded_state import Place, Shard
 from trainer_node.training import pack_size, rng
-from trainer_node.training.optimizer import MOMENTS
-from trainer_node.training.trainer import Trainer
+from trainer_node.training.optimizer import MOMENTS, ShardedAdamW
+from trainer_node.training.trainer import PlannedAdapter, Trainer
 
 log = logging.getLogger("splice.trainer")
 ADAPTER, WEIGHTS, STATE, REMAKE = "adapter", "weights", "state", "remake.bin"
@@ -392,8 +392,8 @@ def load(
     """Restore what `save` wrote, at any topology, and drop pending gradients. A collective.
 
     It first repairs what a crash left. Nothing changes unless all of it can be read. A trainer
-    whose adapter has another rank, scale or place takes on the checkpoint's once the files are
-    checked. This rank's state is in CPU memory twice for a moment.
+    whose adapter has another rank, scale or place then takes on the checkpoint's. This rank's state
+    is in CPU memory twice for a moment.
 
     Args:
         with_moments: False: the trainer keeps its moments.
@@ -414,17 +414,21 @@ def load(
     with _agree(model.control_group, f"reading {folder}"):
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, _identity(model) | {"lora": meta.get("lora")})
-    dropped = trainer.pending.num_batches
-    switched = _take_adapter(trainer, folder, meta.get("lora"))
-    expected = {} if model.trains_all else peft_io.expected_tensors(model)
-    with _agree(model.control_group, f"reading {folder}"):
+    dropped, present = trainer.pending.num_batches, model.config.lora
+    other = _other_adapter(trainer, meta.get("lora"))
+    adapters = model.adapters if other is None else other.adapter.adapters
+    optimizer = trainer.optimizer if other is None else other.optimizer
+    group = model.control_group
+    matrices = adapters.local_matrices()
+    expected = {} if model.trains_all else peft_io.expected_tensors(matrices, group=group)
+    with _agree(group, f"reading {folder}"):
         if only_save is not None and meta.get("save") != only_save:
             raise CheckpointError(f"{folder} is another checkpoint than the one before it")
         note = _check_parts(folder, meta) if with_moments else ""
         if not model.trains_all:
             stored = peft_io.read_tensors(folder / ADAPTER, mapped=True)
             whole = peft_io.by_module(stored, path=folder / ADAPTER)
-            whole = peft_io.as_expected(whole, expected, model.adapters.stacked)
+            whole = peft_io.as_expected(whole, expected, adapters.stacked)
             peft_io.check_tensors(whole, expected, path=folder / ADAPTER)
         same_place = meta["parallel"] == model.config.parallel.model_dump(mode="json")
         generators = None
@@ -436,28 +440,35 @@ def load(
         version = int(meta["version"])
         counters = meta["counters"]
         kinds = ("weight",) * model.trains_all + MOMENTS * bool(num_steps)
-        shards = _room(trainer, kinds)
+        shards = _room(optimizer, kinds)
         plans = [
             (sharded_state.plan(part, folder / name), folder / name)
             for name, part in _by_folder(folder, shards).items()
         ]
     for plan, where in plans:
         sharded_state.load(plan, where, group=model.control_group)
-    trainer.drop_pending()
-    if not model.trains_all:
-        model.adapters.load(whole)
     del plans
-    trainer.optimizer.restore(_values(trainer, shards, kinds), num_steps=num_steps)
-    if generators is not None:
-        rng.restore(generators, model.device)
-    else:
-        rng.seed(model.config.seed + counters["steps"], model.device)
-    if same_place:
-        pack_size.remember(trainer, meta.get("micro_batch_tokens"))
-    trainer.num_steps, trainer.num_skipped_steps = counters["steps"], counters["skipped_steps"]
-    trainer.steps_since_sent = 0
-    model.adapters.rounding = _rounding(trainer, meta)
-    trainer.on_disk = _on_disk(folder, meta) if with_moments else None
+    with trainer.changing():
+        if other is not None:
+            trainer.use_adapter(other)
+        trainer.drop_pending()
+        if not model.trains_all:
+            adapters.load(whole)
+        optimizer.restore(_values(optimizer, shards, kinds), num_steps=num_steps)
+        if other is not None:
+            trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
+        if generators is not None:
+            rng.restore(generators, model.device)
+        else:
+            rng.seed(model.config.seed + counters["steps"], model.device)
+        if same_place:
+            pack_size.remember(trainer, meta.get("micro_batch_tokens"))
+        trainer.num_steps, trainer.num_skipped_steps = counters["steps"], counters["skipped_steps"]
+        trainer.steps_since_sent = 0
+        model.adapters.rounding = _rounding(trainer, meta)
+        trainer.on_disk = _on_disk(folder, meta) if with_moments else None
+    trainer.is_unknown = False
+    switched = switch_note(folder, present, model.config.lora)
     return Loaded(
         version=version,
         client_state=meta.get("client_state", {}),
@@ -476,18 +487,22 @@ def _rounding(trainer: Trainer, meta: Mapping[str, Any]) -> Rounding:
     return Rounding(**saved) if saved else Rounding(mode="nearest", seed=seed)
 
 
-def _take_adapter(trainer: Trainer, folder: Path, saved: Mapping[str, Any] | None) -> str:
-    """Give the trainer an adapter as the checkpoint's, if it has another one. Returns a note.
+def _other_adapter(trainer: Trainer, saved: Mapping[str, Any] | None) -> PlannedAdapter | None:
+    """Plan an adapter as the checkpoint's. None: the trainer has such a one. A collective.
 
     Raises:
-        ConfigError: such an adapter does not fit the model; nothing changed.
+        ConfigError: such an adapter does not fit the model.
     """
-    present = trainer.model.config.lora
     if saved is None or saved == _lora_identity(trainer.model):
+        return None
+    dropout = trainer.model.config.lora.dropout
+    return trainer.plan_adapter(LoraConfig.model_validate({**saved, "dropout": dropout}))
+
+
+def switch_note(folder: Path, present: LoraConfig, lora: LoraConfig) -> str:
+    """Say, and log, that a load has changed the adapter's settings; empty: it has not."""
+    if lora == present:
         return ""
-    lora = LoraConfig.model_validate({**saved, "dropout": present.dropout})
-    trainer.new_adapter(lora)
-    trainer.micro_batch_tokens = pack_size.tokens_for(trainer)
     text = (
         f"the adapter is now that of {folder}: rank {lora.rank}, alpha {lora.alpha:g} on "
         f"{', '.join(lora.targets)}; it was rank {present.rank}, alpha {present.alpha:g} on "
@@ -657,10 +672,10 @@ def _by_folder(folder: Path, shards: Mapping[Place, Shard]) -> dict[str, dict[Pl
     return found
 
 
-def _room(trainer: Trainer, kinds: Sequence[str]) -> dict[Place, Shard]:
+def _room(optimizer: ShardedAdamW, kinds: Sequence[str]) -> dict[Place, Shard]:
     """Return memory for the shards that this rank owns."""
     shards = {}
-    for p, _ in trainer.optimizer.tensors():
+    for p, _ in optimizer.tensors():
         for kind in kinds:
             for piece in p.pieces:
                 memory = torch.empty(piece.box_shape(p.param))
@@ -677,10 +692,10 @@ def _shard(p: TrainedParam, piece: Piece, tensor: Callable[[], torch.Tensor]) ->
 
 
 def _values(
-    trainer: Trainer, shards: dict[Place, Shard], kinds: Sequence[str]
+    optimizer: ShardedAdamW, shards: dict[Place, Shard], kinds: Sequence[str]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield what was read for each parameter of this rank, and free its shards. Padding is 0."""
-    for p, _ in trainer.optimizer.tensors():
+    for p, _ in optimizer.tensors():
         found = {}
         for kind in kinds:
             found[kind] = torch.zeros(p.param.shape)

@@ -10,7 +10,6 @@ moments are those of the base, or new ones, and a note says so. Nothing is then 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from orchestrator.errors import SpliceError
+from orchestrator.errors import SpliceError, without_frames
 from orchestrator.protocol.messages import TrainMerged
 from trainer_node import objects
 from trainer_node.lockstep import Failure, agree, unpacked
@@ -58,15 +57,18 @@ def load(trainer: Trainer, folder: Path) -> Loaded:
     if lost is None:
         return checkpoint.load(trainer, folder)
     log.warning("the moments of %s are lost; making its step again from %s", folder, lost.base)
-    dropped = trainer.drop_pending()
-    try:
-        _make_again(trainer, folder, lost)
-    except (CheckpointError, StepFailed) as error:
-        loaded, note = _without(trainer, folder, lost, error)
-    else:
-        loaded, note = _compared(trainer, folder, lost)
+    dropped, present = trainer.drop_pending(), trainer.model.config.lora
+    with trainer.changing():
+        try:
+            _make_again(trainer, folder, lost)
+        except (CheckpointError, StepFailed) as error:
+            loaded, note = _without(trainer, folder, lost, str(without_frames(error)))
+        else:
+            loaded, note = _compared(trainer, folder, lost)
     log.warning("%s", note)
-    return replace(loaded, dropped_batches=dropped, notes=(note,))
+    switched = checkpoint.switch_note(folder, present, trainer.model.config.lora)
+    notes = (note, switched) if switched else (note,)
+    return replace(loaded, dropped_batches=dropped, notes=notes, adapter_changed=bool(switched))
 
 
 def _make_again(trainer: Trainer, folder: Path, lost: Lost) -> None:
@@ -124,13 +126,15 @@ def _difference(trainer: Trainer, made: Sequence[torch.Tensor]) -> Difference:
     return Difference(elements=sum(e for e, _ in found), largest=max(m for _, m in found))
 
 
-def _without(trainer: Trainer, folder: Path, lost: Lost, why: Exception) -> tuple[Loaded, str]:
+def _without(trainer: Trainer, folder: Path, lost: Lost, why: str) -> tuple[Loaded, str]:
     """Load the durable weights with the base's moments, or with new ones."""
     moments = "The optimizer starts afresh."
     trainer.optimizer.state.clear()
-    with contextlib.suppress(CheckpointError):
+    try:
         checkpoint.load(trainer, lost.base, only_save=lost.base_save)
         moments = f"The moments are those of {lost.base}, from before that step."
+    except CheckpointError as error:
+        without_frames(error)
     loaded = checkpoint.load(trainer, folder, with_moments=False)
     return loaded, (
         f"The optimizer's moments of {folder} were lost with the trainer, and step {lost.steps} "

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from orchestrator.errors import without_frames
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import NextBatch, TrainStep
 from orchestrator.protocol.node_link import NodeLink
 from trainer_node import objects
 from trainer_node.lockstep import Lockstep, has_diverged
+from trainer_node.model import leftovers
 from trainer_node.training import steps
 from trainer_node.training.batch import Batch
 from trainer_node.training.trainer import Trainer
@@ -139,13 +141,12 @@ class Ahead:
         try:
             function()
         except Exception as error:  # noqa: BLE001  - the present job must not fail for the next one
-            # Its frames would keep a pack's tensors.
-            own = error.with_traceback(None)
-            own.__context__ = own.__cause__ = None
+            own = without_frames(error)
         failures = self._lockstep.compare(own)
         if not failures:
             return
         self.drop()
+        leftovers.drop(self._trainer.model.modules)
         # What is refused, the next job says again. After anything else the next packs may fail too.
         is_refusal = all(failure.kind in _REFUSALS for failure in failures)
         self._may = self._may and is_refusal

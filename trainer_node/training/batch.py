@@ -250,6 +250,24 @@ def _arrays(
     return {s.name: arrays[s.name].reshape(s.shape) for s in specs}
 
 
+def check_fits(batch: Batch, longest: int | None) -> None:
+    """Refuse a sequence for which the GPU's memory does not suffice, before anything runs.
+
+    Args:
+        longest: tokens of the longest sequence that fits. None: nobody knows.
+
+    Raises:
+        BatchError: names the sequence, its tokens and the number that fits.
+    """
+    for number, length in enumerate(batch.lengths):
+        if longest is not None and length > longest:
+            raise BatchError(
+                f"sequence_lengths: sequence {number} has {length} tokens, and the GPU's memory "
+                f"suffices for {longest}; leave it out or cut it, or start the trainer with "
+                "recompute = 'full' or more parallel.context, tensor or pipeline"
+            )
+
+
 def check_text(batch: Batch, tower_tokens: Sequence[int]) -> None:
     """Refuse tokens that stand for an image, a video or a sound: no batch brings one.
 

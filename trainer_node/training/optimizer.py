@@ -78,9 +78,26 @@ class ShardedAdamW:
         return [] if self._adam is None else self._adam.param_groups
 
     @torch.no_grad()
+    def make_moments(self) -> None:
+        """Make all missing moments, or none. AdamW would make each one after it has updated the
+        parameters before it."""
+        missing = [master for _, master in self.masters if master not in self.state]
+        self.state.update(
+            {
+                master: self._state_of(0, *(torch.zeros_like(master) for _ in MOMENTS))
+                for master in missing
+            }
+        )
+
+    def _state_of(self, num_steps: int, *moments: torch.Tensor) -> dict[str, torch.Tensor]:
+        """torch's state of one master."""
+        step = torch.tensor(float(num_steps), dtype=torch.float32, device=self._step_device)
+        return {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
+
+    @torch.no_grad()
     def step(self, optim: OptimParams, *, factor: torch.Tensor | None) -> None:
         """One AdamW step with the finalised gradients, each first multiplied by `factor`. A
-        collective."""
+        collective, after `make_moments`. If it fails, nobody knows the state."""
         for p, master in self.masters:
             master.grad = p.grad if factor is None else p.grad.mul_(factor)
         if self._adam is not None:
@@ -137,11 +154,8 @@ class ShardedAdamW:
                 continue
             self.state.pop(master, None)
             if num_steps:
-                step = torch.tensor(float(num_steps), dtype=torch.float32, device=self._step_device)
-                self.state[master] = {
-                    "step": step,
-                    **{n: found[n].to(master.device) for n in MOMENTS},
-                }
+                moments = (found[n].to(master.device) for n in MOMENTS)
+                self.state[master] = self._state_of(num_steps, *moments)
         self.broadcast()
 
 

@@ -81,13 +81,18 @@ def fit(samples: Sequence[tuple[int, int]]) -> MemoryModel:
 def choose(model: MemoryModel, *, room_bytes: int) -> int:
     """The most tokens that fit, a multiple of `STEP`, at most `MOST_TOKENS`; 0 where not even
     `LEAST_TOKENS` do."""
-    tokens = math.floor((room_bytes - model.fixed_bytes) / model.bytes_per_token)
-    tokens = min(tokens, MOST_TOKENS) // STEP * STEP
+    tokens = min(longest(model, room_bytes=room_bytes), MOST_TOKENS) // STEP * STEP
     return tokens if tokens >= LEAST_TOKENS else 0
 
 
+def longest(model: MemoryModel, *, room_bytes: float) -> int:
+    """Tokens of the longest sequence that fits, in a pack of its own."""
+    return max(0, math.floor((room_bytes - model.fixed_bytes) / model.bytes_per_token))
+
+
 def tokens_for(trainer: Trainer) -> int:
-    """Return the config's `micro_batch_tokens`, or the measured number. A collective.
+    """Return the config's `micro_batch_tokens`, or the measured number. A measurement also sets the
+    trainer's `longest_sequence`. A collective.
 
     Raises:
         ConfigError: nothing fits. Says how much memory is missing.
@@ -117,13 +122,18 @@ def _measured(trainer: Trainer) -> int:
         samples = [samples[-1], (far, _peak(trainer, far))]
     model, room = fit(samples), _room(trainer)
     tokens = _same_on_all(choose(model, room_bytes=room), trainer)
+    # The margin is there for a sequence that somebody wants to train on.
+    most = _same_on_all(longest(model, room_bytes=room + _margin_bytes()), trainer)
+    trainer.longest_sequence = most
     log.info(
-        "memory model: %.2f GB + %.1f KB a token, from %s; room %.2f GB -> micro_batch_tokens = %d",
+        "memory model: %.2f GB + %.1f KB a token, from %s; room %.2f GB -> "
+        "micro_batch_tokens = %d; the longest sequence that fits has %d",
         model.fixed_bytes / 1e9,
         model.bytes_per_token / 1e3,
         [(t, round(b / 1e9, 2)) for t, b in samples],
         room / 1e9,
         tokens,
+        most,
     )
     if tokens == 0:
         raise ConfigError(
@@ -164,13 +174,21 @@ def _peak(trainer: Trainer, tokens: int) -> int:
 
 def _room(trainer: Trainer) -> int:
     """Bytes that a pass may take, besides gradients and moments. No probe may be allocated."""
-    _, total = torch.cuda.mem_get_info()
     grads = sum(4 * p.param.numel() for p in trainer.model.params)
     moments = sum(
         8 * p.param.numel() for p, found in trainer.optimizer.tensors() if len(found) == 1
     )
+    return int(free_bytes() - grads - moments - kept_bytes())
+
+
+def kept_bytes() -> float:
+    """Bytes of the GPU that no pack may take: for publications and the margin."""
     sender = SENDER_BYTES + (GATHER_BYTES if dist.get_world_size() > 1 else 0)
-    return int(free_bytes() - grads - moments - sender - MARGIN * total)
+    return sender + _margin_bytes()
+
+
+def _margin_bytes() -> float:
+    return MARGIN * torch.cuda.mem_get_info()[1]
 
 
 def probe(trainer: Trainer, tokens: int) -> None:

@@ -30,6 +30,7 @@ from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.lora import Mode
 from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.adapters.references import References
+from trainer_node.model import trainable
 from trainer_node.model.model import Model
 from trainer_node.model.offload import (
     HostCopies,
@@ -39,7 +40,6 @@ from trainer_node.model.offload import (
     tensors_in,
 )
 from trainer_node.model.parameters import finalize_gradients, global_norm
-from trainer_node.model.trainable import adapt
 from trainer_node.state.behind import Behind, OnDisk
 from trainer_node.training import gap, passes, served_weights
 from trainer_node.training.batch import (
@@ -47,6 +47,7 @@ from trainer_node.training.batch import (
     BatchError,
     Packs,
     check_accumulation,
+    check_fits,
     check_routing,
     check_text,
 )
@@ -93,6 +94,14 @@ class Begun:
         return self.packs.lengths[len(self.reports)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAdapter:
+    """A fresh adapter that fits the model, with its optimizer."""
+
+    adapter: trainable.Planned
+    optimizer: ShardedAdamW
+
+
 class Trainer:
     """One rank's model, its optimizer, and the gradients that wait for a step."""
 
@@ -116,10 +125,14 @@ class Trainer:
         """Time of the first forward pass since it was set to 0, on the monotonic clock."""
         self.micro_batch_tokens = DEFAULT_TOKENS
         """Largest number of tokens in a pack; `pack_size` sets it."""
+        self.longest_sequence: int | None = None
+        """Tokens of the longest sequence that fits. None: not measured, as on a CPU."""
         self._host_copies: HostCopies | None = None
         self.behind = Behind()
         self.on_disk: OnDisk | None = None
         """The last checkpoint that was saved or loaded. It may still be written."""
+        self.is_unknown = False
+        """Whether a change failed in the middle. After a whole load the state is known again."""
         self.notes: list[str] = []
         """What the next result must tell the client."""
         self.when_adapted: Callable[[], None] = lambda: None
@@ -341,6 +354,7 @@ class Trainer:
         check_accumulation(
             grad_accumulation_sequences, dp_size=parallel_state.get_data_parallel_world_size()
         )
+        check_fits(batch, self.longest_sequence)
         self._check_routing(batch)
         check_text(batch, getattr(self.model.hf_config, "tower_tokens", ()))
 
@@ -408,6 +422,7 @@ class Trainer:
         self._round_as_configured()
         self.num_steps += 1
         self.steps_since_sent += bool(grad_norm)
+        self.is_unknown = False
         if self.model.device.type == "cuda":
             self._resident = torch.cuda.memory_allocated()
         return metrics
@@ -446,8 +461,19 @@ class Trainer:
             else (optim.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         )
         self.behind.may_step()
+        self.optimizer.make_moments()
+        self.is_unknown = True  # until `optim_step` has counted the step
         self.optimizer.step(optim, factor=factor)
         return float(norm)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change weights or optimizer in the block. If it fails, the state is unknown."""
+        try:
+            yield
+        except BaseException:
+            self.is_unknown = True
+            raise
 
     def load_adapter(self, folder: Path) -> int:
         """Put a PEFT adapter in the place of the present one; the optimizer starts afresh.
@@ -459,7 +485,8 @@ class Trainer:
         """
         self.model.need_adapters(f"loading the adapter {folder}")
         whole = read_on_all_ranks(self.model, folder)
-        self.model.adapters.load(whole)
+        with self.changing():
+            self.model.adapters.load(whole)
         self._round_as_configured()
         self.optimizer.state.clear()
         self.on_disk = None
@@ -467,22 +494,33 @@ class Trainer:
         return self.drop_pending()
 
     def new_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> int:
-        """Put a fresh adapter in the place of the present one; the optimizer starts afresh.
+        """`plan_adapter`, then `use_adapter`."""
+        return self.use_adapter(self.plan_adapter(lora, seed=seed))
 
-        The caller has settled the save in the background, which reads the moments, and finds the
-        pack size anew.
-
-        Returns the batches whose gradients were dropped.
+    def plan_adapter(self, lora: LoraConfig, *, seed: int | None = None) -> PlannedAdapter:
+        """Make a fresh adapter, and its optimizer. Nothing changes.
 
         Raises:
-            ConfigError: it does not fit the model; nothing changed.
+            ConfigError: it does not fit the model.
+        """
+        seed = self.model.config.seed if seed is None else seed
+        planned = trainable.plan(self.model, lora, seed=seed)
+        return PlannedAdapter(adapter=planned, optimizer=ShardedAdamW(planned.params))
+
+    def use_adapter(self, planned: PlannedAdapter) -> int:
+        """Put a planned adapter in the place of the present one; the optimizer starts afresh.
+
+        The caller has settled the save in the background, which reads the moments, and finds the
+        pack size anew, all within `changing`.
+
+        Returns the batches whose gradients were dropped.
         """
         model = self.model
-        adapt(model, lora, seed=model.config.seed if seed is None else seed)
+        trainable.adapt(model, planned.adapter)
         self._round_as_configured()
         dropped = self.pending.num_batches
         self.pending, self.begun = Pending(), None
-        self.optimizer = ShardedAdamW(model.params)
+        self.optimizer = planned.optimizer
         self.references = References(model)
         self._host_copies = None
         self.on_disk = None

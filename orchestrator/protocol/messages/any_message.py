@@ -24,7 +24,7 @@ AnyMessage = (
     | inference.CommitUpdate | inference.AbortUpdate | inference.LeaveAlias
     # peers, and answers
     | peers.Hello | peers.Welcome | peers.Rejected | peers.Ready | peers.Unready
-    | peers.NodeEnded | peers.Heartbeat | peers.Shutdown
+    | peers.NodeEnded | peers.EndedDuring | peers.Heartbeat | peers.Shutdown
     | answers.Progress | answers.Completed | answers.Failed | answers.Cancelled | client.Status
 )  # fmt: skip  # grouped by direction
 

@@ -114,6 +114,15 @@ class NodeEnded(Message):
     """Exit code; negative: the signal."""
 
 
+class EndedDuring(Message):
+    """Answers `NodeEnded`, to all launchers of the node: what its process did when it ended."""
+
+    kind: Literal["EndedDuring"] = "EndedDuring"
+    node_id: str
+    cause: str = Field(default="", max_length=512)
+    """The request, under one name however often it is sent; empty: none."""
+
+
 class MemoryUse(Message):
     """Memory of one GPU, all its processes included, or of a node's processes on its host."""
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import make
-from trainer_node.model.hf import tensor_files
+from trainer_node.model.hf import fingerprint, tensor_files
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -109,6 +109,21 @@ def test_what_nobody_reads_is_named(torchrun: Ranks, tmp_path: Path) -> None:
     torchrun(
         1, "refused_start", folder, "1 tensors of the checkpoint are not read, e.g. .*q_proj.bias"
     )
+
+
+def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
+    """Other files of the same weights have the same."""
+    folder = make("llama", tmp_path / "model")
+    whole = fingerprint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for part, some in (("a", names[:5]), ("b", names[5:])):
+        save_file({n: tensors[n] for n in some}, folder / f"model-{part}.safetensors")
+    assert fingerprint(folder) == whole
+    tensors[GATE] += 1e-3
+    save_file({n: tensors[n] for n in names[5:]}, folder / "model-b.safetensors")
+    assert fingerprint(folder) != whole
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
+import hashlib
 import json
 import logging
 import re
@@ -36,6 +38,7 @@ _UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
 _KEPT_WIDE = "e_score_correction_bias"
 _ROUNDED = {"F16": "float16", "F32": "float32", "F64": "float64"}
 """Dtypes with more bits than bfloat16 has."""
+SAMPLE_BYTES = 64
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -215,6 +218,30 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
     return found
 
 
+def fingerprint(folder: Path) -> str:
+    """A hash of a checkpoint's tensors: names, dtypes, shapes, and `SAMPLE_BYTES` from the beginning
+    and the middle of each. Other weights of the same model have another one; other files of the
+    same weights have the same.
+
+    Raises:
+        ConfigError: names a file that cannot be read.
+    """
+    found = {}
+    for path in sorted(set(tensor_files(folder).values())):
+        with _reading(path), path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            for name, tensor in json.loads(file.read(size)).items():
+                if name == "__metadata__":
+                    continue
+                first, end = tensor["data_offsets"]
+                parts = []
+                for at in (first, (first + end) // 2):
+                    file.seek(8 + size + at)
+                    parts.append(file.read(min(SAMPLE_BYTES, end - at)))
+                found[name] = repr((tensor["dtype"], tensor["shape"], parts))
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]
+
+
 def warn_of_rounding(folder: Path, names: Collection[str]) -> None:
     """Say which of these tensors a model in bfloat16 rounds. Megatron keeps the bias by which
     experts are chosen in fp32."""
@@ -265,6 +292,11 @@ class HfCheckpoint:
         )
         if with_weights and not len(self.state):
             raise ConfigError(without_weights(folder, random="trainer.init = 'random'"))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See the function."""
+        return fingerprint(Path(self.model_name_or_path))
 
     def left_out(self) -> set[str]:
         """The checkpoint's tensors that no trainer of this model reads or exports."""

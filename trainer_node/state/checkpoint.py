@@ -660,8 +660,9 @@ def _check_base(folder: Path, meta: Mapping[str, Any], model: Model) -> None:
     if saved is not None and present is not None and saved != present:
         raise CheckpointError(
             f"the adapters in {folder} were trained on other base weights than those that "
-            f"{model.config.model} has now (fingerprint {saved[:12]}, now {present[:12]}). Give the "
-            "trainer those weights again; of a hub's model, name the revision (org/name@revision)"
+            f"{model.config.model} has now (fingerprint {saved[:12]}, now {present[:12]}). Give "
+            "the trainer those weights again; of a hub's model, name the revision "
+            "(org/name@revision)"
         )
 
 

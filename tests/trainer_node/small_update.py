@@ -174,7 +174,7 @@ def check_checkpoint(trainer: Trainer, folder: Path) -> None:
     found = merged()
     assert all(torch.equal(found[name], want[name]) for name in want)
     trainer.model.checkpoint.fingerprint = "f" * 32
-    with pytest.raises(CheckpointError, match="trained on other base weights .* now ffffffffffff"):
+    with pytest.raises(CheckpointError, match=r"trained on other base weights .* now ffff"):
         checkpoint.load(trainer, folder / "saved")
     trainer.train_step(make_batch(), LossSpec(name="grpo"), OptimParams(lr=1e-3))
     assert adapters.rounding == Rounding(mode="stochastic", seed=5)

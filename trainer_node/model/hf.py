@@ -39,6 +39,7 @@ _KEPT_WIDE = "e_score_correction_bias"
 _ROUNDED = {"F16": "float16", "F32": "float32", "F64": "float64"}
 """Dtypes with more bits than bfloat16 has."""
 SAMPLE_BYTES = 64
+"""Length of a sample of `fingerprint`."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -219,9 +220,9 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of a checkpoint's tensors: names, dtypes, shapes, and `SAMPLE_BYTES` from the beginning
-    and the middle of each. Other weights of the same model have another one; other files of the
-    same weights have the same.
+    """A hash of a checkpoint's tensors: names, dtypes, shapes, and samples from each one's
+    beginning and middle. Other weights of the same model have another one; other files of the same
+    weights have the same.
 
     Raises:
         ConfigError: names a file that cannot be read.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError, NodeLost
 from splice import SpliceClient, TrainMergedJob, batch_specs
@@ -55,6 +57,10 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
     assert "nothing runs" in splice("stop", folder)
 
     assert "continue it with `splice up --resume`" in splice("up", folder, code=2)
+    # The state is that of `saved`, whose copy is versions/1, and the folder gets another name.
+    shutil.rmtree(run_dir / "saved")
+    folder = folder.rename(tmp_path / "moved")
+    run_dir = folder / "run"
     splice("up", folder, "--resume")
     with SpliceClient.of_run(run_dir) as client:
         assert client.status().version == 1, "the resumed run goes on where it was"
@@ -64,6 +70,28 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
         assert time.monotonic() < deadline_s, processes_of(folder)
         time.sleep(0.5)
     assert json.loads(splice("status", folder, "--json"))["phase"] == "ended"
+
+
+def test_a_resume_on_other_base_weights_is_refused(models, tmp_path):
+    """As after a new revision on a hub. The reason comes with the command's end."""
+    folder, model = tmp_path / "mine", shutil.copytree(models["qwen3"], tmp_path / "model")
+    options = ["--model", model, "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    splice("up", folder)
+    splice("stop", folder)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    save_file({n: t * 1.01 for n, t in tensors.items()}, file, metadata={"format": "pt"})
+    try:
+        said = splice("up", folder, "--resume", code=2)
+        assert "tiny@0 cannot be served again" in said and "other base weights" in said
+        assert processes_of(folder) == []
+        save_file(tensors, file, metadata={"format": "pt"})
+        splice("up", folder, "--resume")
+        with SpliceClient.of_run(folder / "run") as client:
+            assert _ready(client).version == 0
+    finally:
+        splice("stop", folder)
 
 
 def test_every_role_comes_back_and_clients_find_the_run_again(models, tmp_path):

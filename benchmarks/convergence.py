@@ -195,14 +195,14 @@ def _optim(task: Task) -> OptimParams:
 
 
 async def _answer_ids(base_url: str) -> dict[int, float]:
-    async with httpx.AsyncClient(base_url=base_url, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=base_url, timeout=60.0, trust_env=False) as http:
         return await rollouts.answer_token_ids(http, model="tiny")
 
 
 async def _sample(
     base_url: str, prompts: list[str], rewards: dict[int, float], task: Task, *, seed: int
 ) -> list[list[rollouts.Rollout]]:
-    async with httpx.AsyncClient(base_url=base_url, timeout=120.0) as http:
+    async with httpx.AsyncClient(base_url=base_url, timeout=120.0, trust_env=False) as http:
         return await rollouts.sample(
             http,
             model="tiny",

@@ -43,6 +43,7 @@ from benchmarks.fidelity_policy import WAYS, Forward, Jitter, Policy, Rows, merg
 from benchmarks.fidelity_task import HeldOut, Sums, Training, probabilities, right_rows
 from benchmarks.harness import Case, Result
 from orchestrator.errors import ConfigError
+from orchestrator.protocol.config import RoundingMode
 
 PREFIX = "SPLICE_BENCH_FIDELITY_"
 ALPHA = {8: 16.0, 32: 32.0}
@@ -258,6 +259,31 @@ def _of_tokens(
         labels = rows.labels_T[at : at + KL_ROWS, None]
         gaps.append(apart.gather(-1, labels)[:, 0].abs())
     return torch.cat(kls), torch.cat(gaps)
+
+
+class Rescorer:
+    """Compares a product's adapters with their merged versions, in fp32."""
+
+    def __init__(self, model: Path, *, device: str) -> None:
+        torch.set_float32_matmul_precision("highest")
+        self._policy = Policy(model, dtype=torch.float32, device=device)
+        sums = Sums(AutoTokenizer.from_pretrained(model), held_out=int(USUAL["HELD_OUT"]))
+        text_tokens = int(USUAL["TEXT_TOKENS"])
+        self._sampled = HeldOut.of(self._policy, sums, text_tokens=text_tokens).sampled
+
+    @torch.no_grad()
+    def numbers(self, adapter: Path, *, mode: RoundingMode, seed: int) -> dict[str, float]:
+        """KL(trained, served) and mean |log-prob gap| in nats a token, of the base's samples."""
+        policy = self._policy
+        policy.load(adapter)
+        policy.use("native")
+        logits = [policy.logits(rows) for rows in self._sampled]
+        # `stochastic_new` draws the thresholds from a number: here the run's seed.
+        way = "nearest" if mode == "nearest" else "stochastic_new"
+        policy.serve(way, policy.deltas(), version=seed)
+        pairs = [_of_tokens(policy, *pair) for pair in zip(self._sampled, logits, strict=True)]
+        kl_T, gap_T = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        return {"kl": float(kl_T.mean()), "gap": float(gap_T.mean())}
 
 
 # ------------------------------------------------------------ loops

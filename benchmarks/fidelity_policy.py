@@ -13,6 +13,7 @@ T = predicted tokens of all sequences, V = vocabulary.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -189,6 +191,25 @@ class Policy:
         generator = torch.Generator().manual_seed(1000 + seed)
         for layer in self.layers.values():
             layer.adapt(rank, alpha, generator)
+
+    def load(self, folder: Path) -> None:
+        """Take on an adapter in PEFT's format.
+
+        Raises:
+            ConfigError: it has not the linears of this policy.
+        """
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors", device=self.device)
+        for name, x in self.layers.items():
+            before = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if f"{before}A.weight" not in tensors:
+                raise ConfigError(f"{folder} has no adapter of {name}")
+            x.lora_A_RI, x.lora_B_OR = (
+                torch.nn.Parameter(tensors.pop(f"{before}{m}.weight").float()) for m in "AB"
+            )
+            x.scale = config["lora_alpha"] / config["r"]
+        if tensors:
+            raise ConfigError(f"{folder} has adapters of other linears: {next(iter(tensors))}")
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """A and B of every layer."""

@@ -11,7 +11,9 @@ The peer of each is the control with the same seeds (of full parameters for `ful
 SPLICE_BENCH_MODEL is the model's folder, SPLICE_BENCH_ROWS the problems
 (`python -m benchmarks.learning_task ROWS`). SPLICE_BENCH_RUNS says what runs (`async:0,control:0`),
 SPLICE_BENCH_PARALLEL (1) how many at a time, on the GPUs of SPLICE_BENCH_GPUS,
-SPLICE_BENCH_LIMIT_S how long each. On a GPU a control takes some 20 GB, splice's trainer 12
+SPLICE_BENCH_LIMIT_S how long each, SPLICE_BENCH_LR and SPLICE_BENCH_STEPS its learning rate and
+steps. With SPLICE_BENCH_RESCORED (`1,5,20`), KL(trained, served) of these versions is computed in
+fp32 (`benchmarks.fidelity`). On a GPU a control takes some 20 GB, splice's trainer 12
 (`full`: 19) and its server 6. With SPLICE_BENCH_CURVES, a folder, every step is on disk at once,
 and the runs of an earlier call are not repeated. `settings["curves"]` has all steps;
 `python -m benchmarks plot RESULT PNG` draws them.
@@ -36,9 +38,16 @@ from typing import Any, Literal
 
 from benchmarks import clusters
 from benchmarks.harness import Case, Result, inference_python
-from benchmarks.learning_task import SMALL, Row, Task, read, reward, row
+from benchmarks.learning_task import Row, Task, read, reward, row, task_of
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import FinetuningType, InferenceConfig, LoraConfig, TrainerConfig
+from orchestrator.protocol.config import (
+    FinetuningType,
+    InferenceConfig,
+    LoraConfig,
+    Numerics,
+    RoundingMode,
+    TrainerConfig,
+)
 from orchestrator.protocol.messages import InitialSyncJob, LossSpec, OptimParams
 from splice.batches import Completion
 from splice.cluster import Cluster, ClusterConfig
@@ -59,6 +68,8 @@ class Arm:
     finetuning_type: FinetuningType = "lora"
     max_staleness: int = 1
     loss: str = "truncated_importance_sampling"
+    rounding: RoundingMode = "stochastic"
+    numerics: Numerics = "adapters"
     vllm_args: tuple[str, ...] = ()
 
 
@@ -66,7 +77,10 @@ FP8 = ("--quantization", "fp8")
 ARMS = {
     "control": Arm(),
     "strict": Arm(control="control", max_staleness=0),
+    "strict-nearest": Arm(control="control", max_staleness=0, rounding="nearest"),
+    "strict-served": Arm(control="control", max_staleness=0, numerics="served"),
     "async": Arm(control="control"),
+    "async-served": Arm(control="control", numerics="served"),
     "fp8": Arm(control="control", vllm_args=FP8),
     "fp8-uncorrected": Arm(control="control", loss="linear", vllm_args=FP8),
     "control-full": Arm(finetuning_type="full"),
@@ -82,13 +96,13 @@ class Curve:
 
     def __init__(self, path: Path) -> None:
         self.path, self._began_s = path, 0.0
-        self.found: Found = {"steps": [], "evaluations": [], "done": False}
+        self.found: Found = {"steps": [], "evaluations": [], "rescored": [], "done": False}
 
     def add(self, kind: str, **line: Any) -> None:
         """Add a line and write the file."""
         self._began_s = self._began_s or time.monotonic()
         line = {"seconds": time.monotonic() - self._began_s, **line}
-        self.found[kind].append({name: round(value, 5) for name, value in line.items()})
+        self.found[kind].append({name: float(f"{value:.6g}") for name, value in line.items()})
         self.write()
 
     def write(self) -> None:
@@ -113,6 +127,8 @@ async def _trained(loop: Loop, curve: Curve, held_out: list[Row], task: Task) ->
         await evaluate(0)
         async for step in loop:
             metrics = {name: step.metrics[name] for name in names}
+            more = [name for name in OF_LORA if name in step.metrics]
+            metrics |= {name: step.metrics[name] for name in more}
             metrics |= {f"{name}_s": step.seconds[f"job.{name}"] for name in ("send", "pause")}
             curve.add("steps", step=step.number, reward=step.metrics["reward_mean"], **metrics)
             if step.number % task.evaluate_every == 0 or step.number == task.steps:
@@ -163,8 +179,23 @@ def train(arm: Arm, run: Run, curve: Curve) -> None:
                 ),
             )
             asyncio.run(asyncio.wait_for(_trained(loop, curve, held_out, task), run.limit_s))
+        _rescore(arm, run, curve)
     curve.found["done"] = True
     curve.write()
+
+
+def _rescore(arm: Arm, run: Run, curve: Curve) -> None:
+    """KL(trained, served) in fp32 of the versions that SPLICE_BENCH_RESCORED names."""
+    versions = [int(v) for v in os.environ.get("SPLICE_BENCH_RESCORED", "").split(",") if v]
+    if not versions:
+        return
+    from benchmarks.fidelity import Rescorer
+
+    rescorer = Rescorer(run.model, device=run.device)
+    for version in versions:
+        adapter = run.work / "run" / "versions" / str(version) / "adapter"
+        numbers = rescorer.numbers(adapter, mode=arm.rounding, seed=run.seed)
+        curve.add("rescored", version=version, **numbers)
 
 
 def _loop_config(arm: Arm, task: Task) -> LoopConfig:
@@ -193,6 +224,8 @@ def _cluster_config(arm: Arm, run: Run) -> ClusterConfig:
         dtype=dtype,
         finetuning_type=arm.finetuning_type,
         lora=LoraConfig(rank=task.rank, alpha=task.alpha),
+        rounding=arm.rounding,
+        numerics=arm.numerics,
         transport=transport,
         micro_batch_tokens=task.micro_batch_tokens,
         seed=run.seed,
@@ -221,7 +254,7 @@ def _cluster_config(arm: Arm, run: Run) -> ClusterConfig:
         trainer=trainer,
         inference=(inference,),
         trainer_gpus=(trainer_gpu,) if cuda else (),
-        keep_versions=2,
+        keep_versions=2 if not os.environ.get("SPLICE_BENCH_RESCORED") else 1 + task.steps,
     )
 
 
@@ -257,7 +290,7 @@ def run(*, device: str, small: bool) -> list[Case]:
 
         with ThreadPoolExecutor(int(os.environ.get("SPLICE_BENCH_PARALLEL", "1"))) as pool:
             list(pool.map(one, wanted.split(",")))
-        return cases_of(curves, SMALL if small else Task())
+        return cases_of(curves, task_of(small=small))
 
 
 def cases_of(curves: Path, task: Task) -> list[Case]:
@@ -297,6 +330,7 @@ def _rate(curve: Found) -> float:
     return 60 / median(b - a for a, b in pairwise(times))
 
 
+OF_LORA = ("served_share", "update_ratio", "gap_weights_mean", "gap_arithmetic_mean")
 GAP = "logprob_gap_mean"
 """Of a step, where the loss takes the sampler's log-probs."""
 METRICS: dict[str, tuple[str, Callable[[Found], float]]] = {
@@ -345,7 +379,7 @@ def _main(settings: Found) -> None:
                 seed=settings["seed"],
                 device=settings["device"],
                 limit_s=float(settings["limit_s"]),
-                task=SMALL if settings["small"] else Task(),
+                task=task_of(small=settings["small"]),
                 work=Path(work),
             ),
             Curve(Path(settings["curve"])),

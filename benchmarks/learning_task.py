@@ -10,10 +10,11 @@ the file alone.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ class Task:
 
 
 SMALL = Task(steps=2, evaluate_every=2, num_prompts=2, group_size=2, max_tokens=16)
+
+
+def task_of(*, small: bool) -> Task:
+    """The task, with the learning rate and the steps that the environment names."""
+    if small:
+        return SMALL
+    found, given = Task(), os.environ
+    lr = float(given.get("SPLICE_BENCH_LR", found.lora_lr))
+    return replace(found, lora_lr=lr, steps=int(given.get("SPLICE_BENCH_STEPS", found.steps)))
 
 
 def reward(row: Row, text: str) -> float:

@@ -22,7 +22,7 @@ def warm_prefill(base_url: str, model: str, *, longest: int = 2048) -> None:
     """
     sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048)
     lengths = [size + odd for size in sizes for odd in (0, 1, 2)]
-    with httpx.Client(base_url=base_url, timeout=120) as http:
+    with httpx.Client(base_url=base_url, timeout=120, trust_env=False) as http:
         for n in sorted(n for n in lengths if n <= longest):
             body = {"model": model, "prompt": [1 + i % 97 for i in range(n)], "max_tokens": 1}
             http.post("/v1/completions", json=body).raise_for_status()
@@ -82,7 +82,7 @@ class TokenStream:
             "ignore_eos": True,
             "stream": True,
         }
-        with httpx.Client(base_url=self._url, timeout=120) as http:
+        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as http:
             while not self._stop.is_set():
                 with http.stream("POST", "/v1/completions", json=body) as response:
                     if response.status_code != 200:
@@ -233,7 +233,9 @@ class Streams:
         # vLLM closes a connection after 5 s of idleness, or of its own: a request sent just then
         # would count as lost. A connection for each.
         limits = httpx.Limits(max_connections=self._count, max_keepalive_connections=0)
-        async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=self._url, timeout=120, limits=limits, trust_env=False
+        ) as http:
             await asyncio.gather(*(self._stream(http, n) for n in range(self._count)))
 
     async def _stream(self, http: httpx.AsyncClient, number: int) -> None:

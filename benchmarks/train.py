@@ -5,10 +5,9 @@ Every contender runs in a process of its own (`benchmarks.train_worker`), with t
 mixed length, adapters of rank 16 on all linear layers, random weights and AdamW; sequences, losses
 and what each contender does with them are said there. Shapes from SPLICE_BENCH_SHAPES (8b,30b-a3b),
 losses from SPLICE_BENCH_KINDS (rl,sft), peers from SPLICE_BENCH_PEERS (bridge,peft; empty: ours
-alone), steps from
-SPLICE_BENCH_SAMPLES (5), tokens of a step from SPLICE_BENCH_TOKENS (65536); a contender gets
-SPLICE_BENCH_TIMEOUT_S (570). SPLICE_BENCH_PROFILE names a file for the kernels of one more step of
-ours. With several
+alone), our numerics from SPLICE_BENCH_NUMERICS (adapters), steps from SPLICE_BENCH_SAMPLES (5),
+tokens of a step from SPLICE_BENCH_TOKENS (65536); a contender gets SPLICE_BENCH_TIMEOUT_S (570).
+SPLICE_BENCH_PROFILE names a file for the kernels of one more step of ours. With several
 SPLICE_BENCH_TRAIN_GPUS (0) the contenders run side by side, each on one of them.
 
     SHAPE/lora-KIND/1           one rank, beside the peers

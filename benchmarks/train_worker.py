@@ -121,6 +121,7 @@ def splice(
         parallel=ParallelConfig(**sizes),
         lora=LoraConfig(rank=RANK, alpha=ALPHA),
         micro_batch_tokens=pack or "auto",  # type: ignore[arg-type]
+        numerics=os.environ.get("SPLICE_BENCH_NUMERICS", "adapters"),  # type: ignore[arg-type]
     )
     trainer = start(config)
     batch = Batch(

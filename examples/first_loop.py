@@ -35,7 +35,7 @@ def mean_reward(groups):
 
 with SpliceClient.of_run(sys.argv[1]) as client:
     status = client.status()
-    with httpx.Client(base_url=client.base_url(), timeout=60) as http:
+    with httpx.Client(base_url=client.base_url(), timeout=60, trust_env=False) as http:
         rewards = {first_token(http, text): reward for text, reward in REWARDS.items()}
         loss = LossSpec(name="grpo", allowed_token_ids=tuple(rewards))
         for step in range(status.version + 1, STEPS + 1):

@@ -239,6 +239,7 @@ class InferenceNode:
         Raises:
             NodeLost: vLLM has ended too often.
         """
+        self._vllm.rotate_log()
         if self._vllm.is_running:
             return
         log.error("vLLM has ended; starting it again. %s", self._vllm.log_tail())

@@ -21,6 +21,7 @@ from orchestrator.errors import ConfigError, NodeLost, SpliceError
 from orchestrator.processes.aside import call_aside
 from orchestrator.processes.child import ChildProcess
 from orchestrator.processes.interfaces import gloo_variables, reachable_host
+from orchestrator.processes.python import python_command
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import ErrorCode
 
@@ -156,7 +157,7 @@ class VllmProcess:
         self._reached_at = f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
         given = config.advertised_host or reachable_host(host)
         self.base_url = f"http://[{given}]:{port}" if ":" in given else f"http://{given}:{port}"
-        self._http = httpx.Client()
+        self._http = httpx.Client(trust_env=False)
         self._child = ChildProcess(
             argv=(),
             env={},
@@ -185,7 +186,7 @@ class VllmProcess:
         )
         fd = self._listener.fileno()
         self._child.argv = [
-            *(sys.executable, "-m", "inference_node.serve", "--listen-fd", str(fd)),
+            *python_command(sys.executable, "-m", "inference_node.serve", "--listen-fd", str(fd)),
             *arguments(self._config),
         ]
         self._child.env = environment(
@@ -198,6 +199,11 @@ class VllmProcess:
     def is_running(self) -> bool:
         """Whether the API process lives."""
         return self._child.is_running
+
+    def rotate_log(self) -> None:
+        """See `ChildProcess.rotate_log`; a full disk is no reason to end."""
+        with contextlib.suppress(OSError):
+            self._child.rotate_log()
 
     def wait_healthy(self, *, deadline_s: float, on_tick: Callable[[], None]) -> None:
         """Wait until the server answers.

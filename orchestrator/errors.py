@@ -221,6 +221,14 @@ class WorkLost(NodeLost):
     code = ErrorCode.WORK_LOST
 
 
+_FINAL = (ErrorCode.BAD_INPUT, ErrorCode.PLAN_REFUSED, ErrorCode.CHECKPOINT_FAILED)
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether the same request would fail in the same way until somebody changes something."""
+    return isinstance(error, ContentChanged) or code_and_remedy(error)[0] in _FINAL
+
+
 def code_and_remedy(error: BaseException) -> tuple[ErrorCode, str]:
     """Return an exception's code and remedy. One that is not ours is `internal`."""
     known = error if isinstance(error, SpliceError) else SpliceError

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.journal import Journal
-from orchestrator.trainer_requests import TrainerMemory
+from orchestrator.trainer_requests import TrainerMemory, moved
 
-_TRAINER, _SET_ASIDE = "trainer", "set aside"
+_TRAINER, _SET_ASIDE, _RUN = "trainer", "set aside", "run"
 
 
 class Facts:
@@ -25,6 +25,20 @@ class Facts:
         """Read the trainer's state back after a restart."""
         for name, value in self._journal.fact(_TRAINER).items():
             setattr(self.memory, name, value)
+
+    def moved_to(self, run_dir: str) -> str | None:
+        """Remember where the run is; after a restart elsewhere, rewrite the folders in it. Returns
+        where it was; None: in the same place, or nobody knows."""
+        before: str | None = self._journal.fact(_RUN).get("dir")
+        more: dict[str, dict[str, Any] | None] = {_RUN: {"dir": run_dir}}
+        with self._journal.together():
+            if before is not None and before != run_dir:
+                self.memory.moved(before, run_dir)
+                self._journal.move(before, run_dir)
+                if (kept := self.set_aside) is not None:
+                    more[_SET_ASIDE] = {"folder": moved(kept, before, run_dir)}
+            self.remember(more)
+        return None if before == run_dir else before
 
     def remember(self, more: dict[str, dict[str, Any] | None] | None = None) -> None:
         """Journal the trainer's state and more facts, all or nothing. None deletes a fact."""

@@ -41,6 +41,8 @@ LARGE_BYTES = 2**20
 """Smallest batch that becomes a file."""
 HEAD = 3
 """Number of frames before the buffers."""
+JOBS_KEPT = 10_000
+"""Number of the newest jobs whose outcomes are kept. An older id would run anew."""
 VERSIONS_KEPT = 10_000
 """Number of versions whose publication steps are kept. All digests are kept."""
 
@@ -226,6 +228,11 @@ class Journal:
             "UPDATE jobs SET state = ?, outcome = ?, request = x'90', ended = ? WHERE job_id = ?",
             (state, outcome, time.time(), job_id),
         )
+        self._execute(
+            "DELETE FROM jobs WHERE outcome IS NOT NULL AND rowid <= "
+            "(SELECT MAX(rowid) FROM jobs) - ?",
+            (JOBS_KEPT,),
+        )
         self._spent.append(self._batch(job_id))
         if not self._db.in_transaction:
             self._drop_spent()
@@ -296,6 +303,14 @@ class Journal:
             (version,),
         ).fetchone()
         return None if row is None else row[0]
+
+    def move(self, before: str, after: str) -> None:
+        """Rewrite the folders within one that has another place now."""
+        self._execute(
+            "UPDATE publications SET checkpoint_dir = ? || substr(checkpoint_dir, ?) "
+            "WHERE substr(checkpoint_dir, 1, ?) = ?",
+            (after, len(before) + 1, len(before) + 1, f"{before}/"),
+        )
 
     def publication_steps(self) -> list[tuple[int, str]]:
         """Return (version, state) of every step of every publication, in order."""

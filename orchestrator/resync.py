@@ -31,6 +31,8 @@ class Resync:
         self._journal, self._facts, self._publisher = run.journal, run.facts, run.publisher
         self._trainer, self._between = run.trainer, between
         self._next_s, self._pause_s = 0.0, RESYNC_POLL_S
+        self.failure: Exception | None = None
+        """Of the last attempt, until one succeeds."""
 
     async def bare_replicas(self) -> None:
         """Send the served version to replicas without it, which answer 503; the others go on."""
@@ -46,10 +48,13 @@ class Resync:
         except JournalError:
             raise
         except Exception as error:
+            self.failure = error.with_traceback(None)
             if not isinstance(error, SpliceError | OSError):
                 log.exception("the resync failed because of a defect in the orchestrator")
             log.warning("the resync failed; next attempt in %.0f s: %s", self._pause_s, error)
             await self._between.release_after_failure()
+        else:
+            self.failure = None
         self._space_attempts()
 
     async def _send_to(self, bare: list[str], version: int) -> None:

@@ -5,6 +5,8 @@ endpoint          where nodes and clients reach the control socket
 token             the run's token, for nodes and clients on hosts that see the folder (0600)
 bound             where the control socket is bound
 lock              held by the running orchestrator; contains its pid
+up.lock           held by the background process of `splice up`
+loop.lock         held by the loop that trains the run; contains its pid and folder
 versions/N        the checkpoint of version N
 """
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from orchestrator.between_jobs import BetweenJobs
 from orchestrator.config import OrchestratorConfig
-from orchestrator.errors import ConfigError, JournalError, SpliceError, WorkLost
+from orchestrator.errors import ConfigError, JournalError, SpliceError, WorkLost, is_final
 from orchestrator.facts import Facts
 from orchestrator.jobs import SENDING_S, Job, Jobs, Outcome
 from orchestrator.journal import Journal
@@ -85,6 +85,8 @@ class Orchestrator:
             raise
         self._stopping = asyncio.Event()
         self._is_leaving = False
+        self._lost = ""
+        """What to do about a durable state that is gone."""
         self._facts = Facts(self._journal, TrainerMemory())
         self._metrics = Metrics(self._status_aside, config.run_dir)
         self._publisher = Publisher(
@@ -138,6 +140,8 @@ class Orchestrator:
         try:
             if self._config.resume:
                 self._restore()
+            else:
+                self._facts.moved_to(str(self._config.run_dir.absolute()))
             await self._router.start()
             has_begun = True
             self._loop = asyncio.get_running_loop()
@@ -157,7 +161,13 @@ class Orchestrator:
         version, state = after_restart(self._journal.publication_steps())
         self._publisher.resume(version=version, state=state)
         self._facts.restore()
+        if before := self._facts.moved_to(str(self._config.run_dir.absolute())):
+            log.warning("the run was in %s and is in %s now", before, self._config.run_dir)
+        if lost := self._facts.memory.find_durable():
+            now = self._facts.memory.durable_dir
+            log.warning("%s is gone; %s has the same state and takes its place", lost, now)
         self._versions.restore()
+        self._lost = self._versions.without(self._facts.memory.durable_dir)
         log.info(
             "resuming: version %s, publication %s, trained version %d, open jobs %s",
             version,
@@ -251,6 +261,7 @@ class Orchestrator:
             log.warning("client %s sent %s, which is not a client's message", client, message.kind)
 
     def _status(self) -> Status:
+        trouble = self._resync.failure
         nodes = tuple(
             NodeStatus(
                 node_id=peer_id,
@@ -271,8 +282,22 @@ class Orchestrator:
             publication=str(self._publisher.state),
             nodes=nodes,
             queued_jobs=self._jobs.num_waiting,
+            trouble=f"{trouble}{self._lost}" if trouble else "",
+            is_final=trouble is not None and is_final(trouble),
+            apart=self._apart(),
             dropped=dict(self._router.dropped.most_common(100)),
         )
+
+    def _apart(self) -> str:
+        version, memory = self._publisher.version, self._trainer.memory
+        served = None if version is None else self._journal.checkpoint_dir(version)
+        if served is None or not memory.durable_dir:
+            return ""
+        is_served = served in (memory.durable_dir, *memory.copies)
+        steps = f"{memory.steps} optimizer steps after " if memory.is_ahead else ""
+        if is_served and not steps:
+            return ""
+        return f"the trainer holds {steps}{'it' if is_served else memory.durable_dir}"
 
     def _status_aside(self) -> Status:
         """Ask the event loop for the status, from another thread.
@@ -291,9 +316,11 @@ class Orchestrator:
 
     def _serving(self) -> str:
         version = self._publisher.version
-        if version is None:
+        is_served = self._publisher.is_served_by(self._router.nodes("inference"))
+        if version is None or is_served is False:
             return "nothing is served"
-        return f"{self._config.name}@{version} goes on being served"
+        how = "goes on being served" if is_served else "was served before the restart"
+        return f"{self._config.name}@{version} {how}"
 
     # ------------------------------------------------------------ the road of a job
 

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import JobFailed, NodeLost, ProcessEnded, TrainerKilled, WorkLost
@@ -32,6 +33,7 @@ log = logging.getLogger("splice.orchestrator")
 MESSAGE_CHARS = 2000
 """Longest description of a loss, so that it fits into a `Failed`."""
 NOTES_KEPT = 20
+COPIES_KEPT = 4
 MOST_KILLS = 2
 """Processes of the trainer that may end in one request."""
 CHANGES_STATE = frozenset(
@@ -50,6 +52,8 @@ class TrainerMemory:
     """The process that may still be at work on a request that was given up; empty: none."""
     durable_dir: str = ""
     """The checkpoint last saved or loaded; empty: the base weights."""
+    copies: list[str] = field(default_factory=list)
+    """Other checkpoints of the same state, the newest first. Some may be deleted by now."""
     steps: int = 0
     """Optimizer steps since that checkpoint."""
     adapter: str = ""
@@ -81,11 +85,31 @@ class TrainerMemory:
 
     def saved(self, folder: str) -> None:
         """Note a save to `folder`. Pending gradients stay, because no checkpoint contains them."""
+        same = [] if self.is_ahead or not self.durable_dir else [self.durable_dir, *self.copies]
+        self.copies = [other for other in same if other != folder][:COPIES_KEPT]
         self.durable_dir, self.steps, self.adapter, self.saving = folder, 0, "", ""
 
     def loaded(self, folder: str) -> None:
         """Note that the state came from `folder`."""
         self.durable_dir, self.steps, self.pending, self.adapter, self.saving = folder, 0, 0, "", ""
+        self.copies = []
+
+    def find_durable(self) -> str | None:
+        """Take a copy of the state whose folder is gone, if there is one; returns the lost folder.
+        None: the folder is there, or is nowhere to be seen from here."""
+        lost = self.durable_dir
+        found = [other for other in self.copies if Path(other).is_dir()]
+        if not lost or Path(lost).exists() or not found:
+            return None
+        self.durable_dir, self.copies = found[0], found[1:]
+        return lost
+
+    def moved(self, before: str, after: str) -> None:
+        """Note that the run's folder has another place."""
+        self.durable_dir, self.saving = (
+            moved(folder, before, after) for folder in (self.durable_dir, self.saving)
+        )
+        self.copies = [moved(folder, before, after) for folder in self.copies]
 
     def heard(self, result: Mapping[str, Any]) -> None:
         """Keep the warnings of a request whose result no job sees."""
@@ -152,6 +176,12 @@ class TrainerMemory:
         """Forget `unsaid` if this message of a failed job reported it to the user."""
         if self.unsaid in message:
             self.unsaid = ""
+
+
+def moved(folder: str, before: str, after: str) -> str:
+    """The folder's place after what was in `before` went to `after`."""
+    is_within = folder == before or folder.startswith(f"{before}/")
+    return after + folder.removeprefix(before) if is_within else folder
 
 
 _REMEMBERED = tuple(one.name for one in fields(TrainerMemory))

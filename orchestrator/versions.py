@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError, NodeLost
@@ -56,6 +57,13 @@ class Versions:
         parent = self._folder.version_dir(0).parent
         names = [p.name for p in parent.iterdir()] if parent.is_dir() else []
         self._on_disk = sorted(int(name) for name in names if name.isdigit())
+
+    def without(self, folder: str) -> str:
+        """What to do if the trainer's durable state is gone; empty if it is there."""
+        if not folder or Path(folder).exists() or not self._on_disk:
+            return ""
+        newest = self._dir(self._on_disk[-1])
+        return f" {folder} is gone. To go on from the newest version, copy {newest} there."
 
     async def run(self, job: Job, spec: PublishingJob) -> Outcome:
         """Run a job that publishes; returns what its `Completed` carries."""

@@ -39,7 +39,7 @@ def describe(missing: Mapping[str, str], *, endpoint: str) -> str:
 def _command(node: str) -> str:
     if node.startswith("trainer"):
         return "splice trainer --config trainer.json"
-    return f"python -m inference_node --node-id {node} --config inference.json"
+    return f"python -P -m inference_node --node-id {node} --config inference.json"
 
 
 class Waiting:

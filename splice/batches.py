@@ -90,8 +90,13 @@ def completions_of(reply: Mapping[str, Any], *, temperature: float = 1.0) -> lis
         temperature: that of the request. Replies do not repeat it.
 
     Raises:
-        ConfigError: the reply has no token ids or log-probs; names what the request lacked.
+        ConfigError: the reply has no token ids or log-probs; names what the request lacked. Or it
+            is an error; says which.
     """
+    if "choices" not in reply:
+        said = reply.get("error", reply.get("detail", reply))
+        text = said.get("message", said) if isinstance(said, Mapping) else said
+        raise ConfigError(f"the server answered with an error, not with answers: {text!s:.2000}")
     return [_completion(choice, reply, temperature) for choice in reply["choices"]]
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JournalError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
+from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import (
     ALL_LINEAR,
     InferenceConfig,
@@ -546,11 +547,13 @@ def check(
         _die(_console(), ConfigError(text))
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "model"
-        argv = [str(trainer_python), "-m", "trainer_node.tools.check_model", "--model", model]
+        argv = python_command(
+            trainer_python, "-m", "trainer_node.tools.check_model", "--model", model
+        )
         argv += ["--whole"] * whole + (["--out", str(report)] if report else [])
         argv += ["--keep", str(small)] if serve else []
         # On a CPU: transformers would take its kernels for GPUs where it sees one.
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        env = python_environment({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
         try:
             code = subprocess.run(argv, env=env, check=False).returncode
         except KeyboardInterrupt:
@@ -633,16 +636,13 @@ def _tiny_model(arch: str, python: Path, console: Console) -> Path:
     path = TINY[arch]
     if not (path / "config.json").exists():
         console.print(f"making the tiny {arch} checkpoint in {path}")
-        argv = [
-            str(python),
-            "-m",
-            "trainer_node.tools.make_checkpoint",
-            "--arch",
-            arch,
-            "--out",
-            str(path),
-        ]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+        argv = python_command(
+            python, "-m", "trainer_node.tools.make_checkpoint", "--arch", arch, "--out", path
+        )
+        env = python_environment(os.environ)
+        done = subprocess.run(
+            argv, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
         if done.returncode != 0:
             raise ConfigError(f"could not make {path}: {(done.stdout + done.stderr)[-2000:]}")
     return path

@@ -152,6 +152,8 @@ class SpliceClient:
         )
         self.run_id = hashlib.sha256(run_token.encode()).hexdigest()[:12]
         """The same for every client of a run, over all its starts, and for no other run."""
+        self.run_dir = None if endpoint_file is None else endpoint_file.parent
+        """The run's folder, which this host may not see. None: nobody named it."""
         self._jobs: dict[str, _Submitted] = {}
         self._status: Status | None = None
         self._statuses_came = 0

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
 from orchestrator.protocol.messages import Status, Transport
@@ -145,7 +146,7 @@ class Cluster:
         )
         env = {**_ENV, **(_OFFLINE if folders else {}), "SPLICE_RUN_TOKEN": self.run_token}
         logs = config.run_dir / "logs"
-        argv = [str(config.trainer_python), "-m", "splice", "serve", "--resume"]
+        argv = python_command(config.trainer_python, "-m", "splice", "serve", "--resume")
         argv += self._serve_arguments()
         killed_one = _identity(config.run_dir / "endpoint")
         self.launcher.start(
@@ -186,7 +187,7 @@ class Cluster:
         path = self.config.run_dir / f"{node_id}.json"
         inference = inference.model_copy(update={"log_file": logs / f"{node_id}.vllm.log"})
         path.write_text(inference.model_dump_json(indent=1))
-        argv = [str(self.config.inference_python), "-m", "inference_node"]
+        argv = python_command(self.config.inference_python, "-m", "inference_node")
         argv += _node_arguments(endpoint, node_id, path)
         self.launcher.start(
             NodeProcess(
@@ -203,7 +204,7 @@ class Cluster:
         config = self.config
         path = config.run_dir / "trainer.json"
         path.write_text(config.trainer.model_dump_json(indent=1))
-        argv = [str(config.trainer_python), "-m", "splice", "trainer"]
+        argv = python_command(config.trainer_python, "-m", "splice", "trainer")
         argv += _node_arguments(endpoint, "trainer", path)
         argv += ["--module", config.trainer_module]
         argv += ["--max-restarts", str(config.trainer_restarts)]

@@ -6,6 +6,7 @@ It asks the interpreter for package metadata and `nvidia-smi` for GPUs. It impor
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.python import python_command, python_environment
 
 NodeRole = Literal["trainer", "inference", "orchestrator"]
 ROLES: tuple[NodeRole, ...] = get_args(NodeRole)
@@ -138,7 +140,8 @@ def ask(python: Path) -> dict[str, str]:
         raise ConfigError(f"no interpreter at {python}; run `make envs`, or pass --python")
     try:
         done = subprocess.run(
-            [str(python), "-c", _ASK, json.dumps(ALL_PACKAGES)],
+            python_command(python, "-c", _ASK, json.dumps(ALL_PACKAGES)),
+            env=python_environment(os.environ),
             capture_output=True,
             text=True,
             timeout=60,

@@ -115,6 +115,7 @@ def _job(
         "volumeMounts": [
             {"name": "run", "mountPath": run_dir},
             {"name": "file", "mountPath": "/etc/splice"},
+            {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
     pod = {
@@ -123,6 +124,8 @@ def _job(
         "volumes": [
             {"name": "run", "persistentVolumeClaim": {"claimName": claim}},
             {"name": "file", "configMap": {"name": f"{name}-file"}},
+            # A pod has 64 MiB, and vLLM's processes share 160 MiB.
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
     job = {"parallelism": 1, "completions": 1, "template": {"spec": pod}}

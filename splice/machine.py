@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import check_model_folder
+from orchestrator.processes.python import python_command, python_environment
+from orchestrator.protocol.config import check_alias_name, check_model_folder
 from orchestrator.protocol.topology import language_part
 from splice.doctor import Gpu
 from splice.preflight import read_model_config
@@ -154,6 +156,10 @@ def write_run_file(
     path = folder / FILE_NAME
     if path.exists():
         raise ConfigError(f"{path} exists; edit it, or choose another folder")
+    try:
+        check_alias_name(name)  # before a download
+    except ValueError as error:
+        raise ConfigError(f"--name: {error}") from error
     model = local_model(model, python=trainer_python)
     whole_config = read_model_config(model)
     model_config = language_part(whole_config)
@@ -217,8 +223,9 @@ def local_model(model: Path, *, python: Path) -> Path:
     check_model_folder(model)
     if (model / "config.json").is_file():
         return model.absolute()
-    argv = [str(python), "-c", FETCH, str(model)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    argv = python_command(python, "-c", FETCH, model)
+    env = python_environment(os.environ)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(last.partition(": ")[2] or last)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import InferenceConfig, TrainerConfig
+from orchestrator.protocol.config import InferenceConfig, TrainerConfig, without_weights
 from orchestrator.protocol.messages import Transport
 from orchestrator.protocol.topology import check_topology, language_part
 
@@ -58,10 +58,7 @@ def check_model(model: Path, *, needs_weights: bool) -> dict[str, Any]:
             "language models"
         )
     if needs_weights and not sorted(model.glob("*.safetensors")):
-        raise ConfigError(
-            f"{model} holds no *.safetensors; "
-            "use --random-init for a model that has only a config.json"
-        )
+        raise ConfigError(without_weights(model, random="--random-init"))
     _check_tokenizer(model, vocab_size=int(text["vocab_size"]))
     return text
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError, NodeLost
 from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.messages import InitialSyncJob
 from splice.client import SpliceClient, run_watched
@@ -111,7 +112,7 @@ class RoleActor:
 
     def __init__(self, role: Role, run_dir: Path, group: str) -> None:
         self._role, self._run_dir, self._group = role, run_dir, group
-        argv = [sys.executable, "-m", "splice", *role.command, *_of_host(role)]
+        argv = python_command(sys.executable, "-m", "splice", *role.command, *_of_host(role))
         env = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
         self._node = NodeProcess(
             name=role.name,
@@ -180,10 +181,16 @@ def up(
     run.run_dir.chmod(0o700)
     (run.run_dir / FILE).write_text(run.model_dump_json(indent=1))
     try:
-        # It warns that the actors go with their group, which is meant.
-        ray.init(
-            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
-        )
+        # Ray has its workers import from this process's current folder first. In the run's folder
+        # nothing hides an installed package.
+        with contextlib.chdir(run.run_dir):
+            # It warns that the actors go with their group, which is meant.
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no Ray cluster at {address!r}: {error}") from error
     try:

@@ -13,6 +13,7 @@ import io
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,8 @@ class History:
         seconds: step -> seconds.
         spans: (step, start, end) of each training, in seconds since the epoch.
         latest: seconds of the last start's steps.
-        in_flight: (seconds since the epoch, number of requests) at each change.
+        in_flight: (seconds since the epoch, number of requests) at each change since the newest
+            steps of the timeline began.
         notes: name -> step -> the user's own number.
     """
 
@@ -80,7 +82,7 @@ class History:
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     spans: list[tuple[int, float, float]] = field(default_factory=list)
     latest: list[dict[str, float]] = field(default_factory=list)
-    in_flight: list[tuple[float, int]] = field(default_factory=list)
+    in_flight: deque[tuple[float, int]] = field(default_factory=deque)
     notes: dict[str, dict[int, float]] = field(default_factory=dict)
 
     @property
@@ -140,6 +142,9 @@ class _Reader:
             found.latest.append(line["seconds"])
         if sent.get("step") == line["step"]:
             found.spans.append((line["step"], sent["at"], at))
+            zero = found.spans[-TIMELINE_STEPS:][0][1]
+            while len(found.in_flight) > 1 and found.in_flight[1][0] < zero:
+                found.in_flight.popleft()
         self._sent = None
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.processes.logs import log_to_stderr
+from orchestrator.processes.python import python_command, python_environment
 from splice import kubernetes, machine, ray_launcher, report, slurm, up
 from splice import watch as watching
 from splice.doctor import Gpu, list_gpus
@@ -79,7 +80,11 @@ def init(
             trainer_python=Path(os.path.abspath(trainer_python)),
             inference_python=Path(os.path.abspath(inference_python)),
         )
-        load(path)
+        try:
+            load(path)
+        except SpliceError:
+            path.unlink()
+            raise
     except (SpliceError, OSError) as error:
         _die(error)
     if as_json:
@@ -232,6 +237,8 @@ def _print_status(found: dict[str, Any]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     phase = found.get("phase", "no background process here")
     console.print(f"{found['run_dir']}: {phase} {found.get('text', '')}".rstrip(), markup=False)
+    if "warning" in found:
+        console.print(f"warning: {found['warning']}", markup=False)
     if "loop" in found:
         console.print(f"loop: {found['loop']['text']}", markup=False)
     if "endpoint" not in found:
@@ -240,6 +247,10 @@ def _print_status(found: dict[str, Any]) -> None:
         f"serves {found['alias'] or 'nothing yet'}; publication {found['publication']}; "
         f"{found['queued_jobs']} jobs wait; endpoint {found['endpoint']}"
     )
+    if found["apart"]:
+        console.print(f"{found['apart']}; Publish serves that state", markup=False)
+    if found["trouble"]:
+        console.print(f"replicas lack it: {found['trouble']}", markup=False)
     table = Table("node", "state", "host", "GPUs", "URL")
     for node in found["nodes"]:
         url = str(node["detail"].get("base_url", ""))
@@ -332,6 +343,8 @@ def _lines(files: list[Path], *, last: int, follow: bool) -> Iterator[str]:
 def _whole_lines(file: IO[str]) -> list[str]:
     """Read the lines since the last call; one that is still being written waits for the next."""
     began = file.tell()
+    if os.fstat(file.fileno()).st_size < began:  # it began anew
+        began = file.seek(0)
     text = file.read()
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
@@ -424,9 +437,9 @@ def inference(
         node_id = f"inference-{index}"
         config = node_file(run, node_id, run.inference_config(index).model_dump_json(indent=1))
         python = str(run.inference.python)
-        argv = [python, "-m", "inference_node", "--endpoint", run.endpoint()]
+        argv = python_command(python, "-m", "inference_node", "--endpoint", run.endpoint())
         argv += ["--node-id", node_id, "--config", str(config)]
-        os.execve(python, argv, {**os.environ, "SPLICE_RUN_TOKEN": run.token()})
+        os.execve(python, argv, python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()}))
     except (SpliceError, OSError) as error:
         _die(error)
 
@@ -441,8 +454,8 @@ def router(file: FileArgument = _HERE, overrides: Overrides = None) -> None:
     try:
         run = load(file, overrides or ())
         config = node_file(run, "router", run.model_dump_json(indent=1))
-        env = {**os.environ, "SPLICE_RUN_TOKEN": run.token()}
-        argv = [sys.executable, "-m", "splice.replica_router", str(config)]
+        argv = python_command(sys.executable, "-m", "splice.replica_router", config)
+        env = python_environment({**os.environ, "SPLICE_RUN_TOKEN": run.token()})
         os.execve(sys.executable, argv, env)
     except (SpliceError, OSError) as error:
         _die(error)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.python import python_command
 from splice.hosts import CLIENT, check_several_hosts, keys_of, numbered_from_0
 from splice.run_file import RunFile
 
@@ -78,7 +79,7 @@ def script(run: RunFile, *, gpus_per_host: int, options: str = "") -> str:
     hosts = run.trainer.parallel.world_size // of_trainer if of_trainer else 1
     per_host = gpus_per_host // each if each else run.inference.replicas
     num_hosts = hosts - (-run.inference.replicas // per_host)
-    splice = f"{shlex.quote(sys.executable)} -m splice"
+    splice = shlex.join(python_command(sys.executable, "-m", "splice"))
     file = shlex.quote(str(run.run_dir / FILE))
     trainer = f"exec {splice} trainer {file} --set trainer.host=$HEAD"
     if hosts > 1:
@@ -130,20 +131,23 @@ export RUN={run_dir}
 # The batch host is host 0. A name may mean loopback there, so roles get its address.
 HEAD=${{SPLICE_HEAD:-$(hostname -I | cut -d " " -f 1)}}
 export HEAD
-rm -f "$RUN/endpoint" "$RUN/router"
+# A killed orchestrator leaves its file. A living one keeps the lock, and this one is refused.
+endpoint() {{ stat -c "%i %y" "$RUN/endpoint" 2>/dev/null; }}
+KILLED=$(endpoint)
 
 {orchestrator}
 ORCHESTRATOR=$!
 for _ in $(seq {wait_s}); do
-  [ -e "$RUN/endpoint" ] && break
+  [ "$(endpoint)" != "$KILLED" ] && break
   kill -0 "$ORCHESTRATOR" 2>/dev/null || break
   sleep 1
 done
-if [ ! -e "$RUN/endpoint" ]; then
+if [ "$(endpoint)" = "$KILLED" ]; then
   echo "the orchestrator did not bind; read $RUN/logs/orchestrator.log" >&2
   kill "$ORCHESTRATOR" 2>/dev/null
   exit 1
 fi
+rm -f "$RUN/router"
 
 {steps}
 

@@ -9,6 +9,7 @@ ends, for whatever reason, the roles end too.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import logging
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,18 @@ import psutil
 
 from orchestrator.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
+from orchestrator.processes.identity import identity
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
+from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
+from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
+from splice import disk
 from splice.client import SpliceClient, run_watched
 from splice.cluster import Cluster, ClusterConfig
+from splice.disk import DiskForecast
 from splice.doctor import list_gpus
 from splice.preflight import (
     check_cpu_attention,
@@ -49,7 +56,7 @@ from splice.rl import decisions
 from splice.run_file import TOKEN, RunFile, load, stop_command
 
 log = logging.getLogger("splice.up")
-STATE, CONFIG = "up.json", "run.json"
+STATE, CONFIG, LOCK = "up.json", "run.json", "up.lock"
 PUBLISH = "--publish"
 ROUTER, ROUTER_STATE = "router", "/splice/router"
 """The file with the router's URL, and its own route."""
@@ -61,6 +68,8 @@ END_S = 15.0
 """Time between a node's orderly end and the orchestrator's."""
 SERVED_S = 600.0
 """Longest wait for a replica to serve what the run has published."""
+LEAVES_S = 5.0
+"""Time for the orchestrator of a killed run to end."""
 STOP_S = 90.0
 """Time for all roles to end before `stop` gives up."""
 
@@ -81,6 +90,8 @@ def check(run: RunFile) -> None:
         if not section.python.exists():
             raise ConfigError(f"{role}.python: no interpreter at {section.python}")
     model_config = read_model_config(run.trainer.model)
+    if run.trainer.init == "hf" and not any(run.trainer.model.glob("*.safetensors")):
+        raise ConfigError(without_weights(run.trainer.model, random='trainer.init = "random"'))
     read_model_config(run.inference.model)
     nodes = [run.inference_config(i) for i in range(run.inference.replicas)]
     check_parallel(model_config, trainer=run.trainer_config(), inference=nodes)
@@ -116,15 +127,49 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
     Raises:
         ConfigError: the run is up, or its folder was used and `resume` is False.
     """
+    _refuse_living(run.run_dir)
     check(run)
-    state = read_state(run.run_dir)
-    if is_alive(state):
-        raise ConfigError(
-            f"the run in {run.run_dir} is up already (pid {state['pid']}); "
-            f"`{stop_command(run.run_dir)}` ends it"
-        )
     refuse_used(run, resume=resume)
     run.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = _take_lock(run.run_dir)
+    try:
+        return _start(run, lock, publish=publish)
+    finally:
+        os.close(lock)  # the background process has it
+
+
+def _refuse_living(run_dir: Path) -> None:
+    """Refuse a folder in which a run lives. The orchestrator of a killed one may take a moment."""
+    state, deadline_s = read_state(run_dir), time.monotonic() + LEAVES_S
+    while not is_alive(state):
+        if not RunFolder.is_in_use(run_dir):
+            return
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"an orchestrator lives in {run_dir}; `{stop_command(run_dir)}` ends it"
+            )
+        time.sleep(POLL_S)
+    raise ConfigError(
+        f"the run in {run_dir} is up already (pid {state['pid']}); "
+        f"`{stop_command(run_dir)}` ends it"
+    )
+
+
+def _take_lock(run_dir: Path) -> int:
+    """Return the descriptor with the folder's lock, which lasts as long as a process has it."""
+    lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"another `splice up` has started the run in {run_dir}; "
+            f"`{stop_command(run_dir)}` ends it"
+        ) from None
+    return lock
+
+
+def _start(run: RunFile, lock: int, *, publish: bool) -> int:
     # `bound` is for an orchestrator whose nodes live on; these nodes begin anew.
     for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
@@ -135,11 +180,12 @@ def start(run: RunFile, *, resume: bool, publish: bool = True) -> int:
     token = some_token(run.run_dir)
     with (logs / "up.log").open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "splice.up", str(config), *([PUBLISH] if publish else [])],
+            python_command(sys.executable, "-m", "splice.up", config, *[PUBLISH] * publish),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env={**os.environ, TOKEN: token},
+            env=python_environment({**os.environ, TOKEN: token}),
+            pass_fds=[lock],
             start_new_session=True,
         )
     return process.pid
@@ -202,14 +248,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 def is_alive(state: dict[str, Any]) -> bool:
     """Whether the background process of this state runs, and is not another one with its pid."""
-    if "pid" not in state:
-        return False
-    try:
-        process = psutil.Process(state["pid"])
-        is_same = abs(process.create_time() - state["created"]) < 1.0
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return state.get("identity") is not None and identity(state["pid"]) == state["identity"]
 
 
 def is_running(pid: int) -> bool:
@@ -230,6 +269,8 @@ def status(run_dir: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {"run_dir": str(run_dir), "up": is_alive(state)}
     if state:
         answer |= {"phase": state["phase"], "pid": state["pid"], "text": state["text"]}
+        if full := disk.warning(state.get("disk", {})):
+            answer["warning"] = full
     if not answer["up"] and state.get("phase") in ("starting", "up"):
         answer |= {
             "phase": "ended",
@@ -305,7 +346,7 @@ class _State:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / STATE
-        self._own = {"pid": os.getpid(), "created": psutil.Process().create_time()}
+        self._own = {"pid": os.getpid(), "identity": identity(os.getpid())}
 
     def write(self, phase: str, text: str, **more: object) -> None:
         """Phase: starting, up, failed or ended."""
@@ -360,9 +401,16 @@ def supervise(config: Path, *, publish: bool) -> int:
             if run.has_router:
                 urls = [_start_router(run, launcher, config=config, token=token, wait=wait)]
             text = f"serving on {', '.join(urls)}"
-            state.write("up", text, base_urls=urls, replica_urls=replicas)
+            up = partial(state.write, "up", text, base_urls=urls, replica_urls=replicas)
+            up()
             log.info("up: %s", ", ".join(urls))
-            _watch(cluster, launcher, told_to_end)
+            forecast = DiskForecast(run.run_dir)
+
+            def look() -> None:
+                if forecast.look(time.monotonic()):
+                    up(disk=forecast.found())
+
+            _watch(cluster, launcher, told_to_end, look)
     except _Told:
         state.write("ended", "stopped while it started")
         return 0
@@ -394,18 +442,26 @@ def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], No
     """Wait until a replica answers with the run's version: after a restart they receive it anew.
 
     One that does not come in time is not waited for any longer.
+
+    Raises:
+        ConfigError: none can get it, until somebody changes something; says why.
     """
     deadline_s = time.monotonic() + SERVED_S
     # Asked each time: a job that a crash had interrupted may publish the next version meanwhile.
-    name = "a version"
+    name, trouble = "", ""
     while time.monotonic() < deadline_s:
         with contextlib.suppress(TimeoutError, NodeLost):  # it may be starting again
             status = client.status(timeout_s=30.0)
-            if status.version is None:
+            if status.is_final or (status.version is None and status.trouble):
+                what = name or "the last version"
+                raise ConfigError(f"{what} cannot be served again: {status.trouble}")
+            if status.version is not None:
+                name = f"{status.name}@{status.version}"
+            elif not name:
                 log.warning("nothing is served: publication %s", status.publication)
                 return
-            name = f"{status.name}@{status.version}"
-        wait(f"waiting until {name} is served")
+            trouble = f" (the last attempt failed: {status.trouble})" if status.trouble else ""
+        wait(f"waiting until {name or 'a version'} is served{trouble}")
         for url in urls:
             with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
                 reply = httpx.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
@@ -430,7 +486,7 @@ def _start_router(
     launcher.start(
         NodeProcess(
             name="router",
-            argv=[sys.executable, "-m", "splice.replica_router", str(config)],
+            argv=python_command(sys.executable, "-m", "splice.replica_router", config),
             env={TOKEN: token},
             log_file=run.run_dir / "logs" / "router.log",
             restarts=RestartBudget(ROUTER_RESTARTS),
@@ -456,7 +512,12 @@ def _wait(state: _State, text: str, told_to_end: threading.Event) -> None:
     state.write("starting", text)
 
 
-def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -> None:
+def _watch(
+    cluster: Cluster,
+    launcher: Launcher,
+    told_to_end: threading.Event,
+    look: Callable[[], None],
+) -> None:
     """Return when the run is to end. Without a router it goes on: replicas have URLs of their own.
 
     Raises:
@@ -464,6 +525,8 @@ def _watch(cluster: Cluster, launcher: Launcher, told_to_end: threading.Event) -
     """
     has_router = True
     while not told_to_end.wait(POLL_S) and not cluster.has_ended:
+        with contextlib.suppress(OSError):  # a full disk is what it tells of
+            look()
         try:
             if has_router:
                 launcher.check()

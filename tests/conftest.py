@@ -6,9 +6,15 @@ takes more than about 4 s and another test would fail with it in most cases.
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
+
+REPO = str(Path(__file__).resolve().parents[1])
+# Processes that splice starts look in no current folder, and some of them import a test's module.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [REPO, os.environ.get("PYTHONPATH")]))
 
 WHOLE = (
     # Wrong versions of the product, each with the tests that must find it: `make mutants`.

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import TrainerConfig
 from trainer_node import objects
 from trainer_node.launcher import rendezvous
@@ -113,11 +114,11 @@ def _kept(model: Path) -> Path:
 
 
 def _run(model: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "trainer_node.tools.check_model"]
+    argv = python_command(sys.executable, "-m", "trainer_node.tools.check_model")
     argv += ["--model", str(model), "--out", str(out)]
     # A process of its own, not a rank of this one's group.
     env = {k: v for k, v in os.environ.items() if not k.startswith(RANKS)}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    env = python_environment({**env, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"})
     try:
         return subprocess.run(
             argv,

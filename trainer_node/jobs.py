@@ -37,7 +37,7 @@ from trainer_node.request import Outcome, Request
 from trainer_node.state import checkpoint, remake
 from trainer_node.state.behind import OnDisk
 from trainer_node.state.removal import Removal
-from trainer_node.training import gap, pack_size, served_share, steps
+from trainer_node.training import gap, gap_split, pack_size, served_share, steps
 from trainer_node.training.ahead import Ahead
 from trainer_node.training.batch import Batch, decode_forward
 from trainer_node.training.sums import StepSums
@@ -148,6 +148,9 @@ class Jobs:
         if batch is None:
             batch = steps.batch_of(self._trainer, message, request.buffers)
         is_on_policy = self._trainer.steps_since_sent == 0
+        split: dict[str, float] = {}
+        if gap_split.is_due(self._trainer, message.loss):
+            split = gap_split.metrics(self._trainer, batch, message.loss)
 
         def on_step(step: steps.Step, count: int) -> None:
             request.steps_taken += step.is_taken
@@ -156,12 +159,15 @@ class Jobs:
 
         done = steps.train(self._trainer, batch, message, on_step=on_step)
         result: dict[str, Any] = {
-            "metrics": steps.total_metrics(done),
+            "metrics": steps.total_metrics(done) | split,
             "steps": [s.metrics for s in done],
             "warnings": [],
         }
         if is_on_policy:
-            result["warnings"] = self._warnings(request, done[0].used.sums, batch, message.loss)
+            result["warnings"] = [
+                *self._warnings(request, done[0].used.sums, batch, message.loss),
+                *_logged(request, gap_split.warnings(split, dtype=self._model.config.dtype)),
+            ]
         if is_version and not self._model.trains_all:
             self._measure_share(request, result)
         train_s = time.monotonic() - started
@@ -240,7 +246,9 @@ class Jobs:
             allowed_token_ids=message.allowed_token_ids,
         )
         logprobs_T, entropy_T = self._trainer.forward(
-            batch, allowed_token_ids=message.allowed_token_ids, adapters=message.adapters
+            batch,
+            allowed_token_ids=message.allowed_token_ids,
+            mode=None if message.adapters else "base",
         )
         seconds = {"forward": time.monotonic() - started} | self._to_first_forward(request)
         return Outcome(

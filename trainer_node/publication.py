@@ -29,6 +29,7 @@ from trainer_node.export.fp8_fused import FusedFp8
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Lockstep
+from trainer_node.model import fp8_blocks
 from trainer_node.request import NotReady, Outcome, Request
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
@@ -51,6 +52,7 @@ class Publication:
     ) -> None:
         self._trainer, self._model, self._exporter = trainer, trainer.model, exporter
         self._transfer, self._lockstep = transfer, lockstep
+        self._has_said_lost = False
 
     @property
     def handlers(self) -> dict[type, Callable[[Request[Any]], Outcome]]:
@@ -161,6 +163,10 @@ class Publication:
     ) -> Fp8Export | str:
         """Return the export that quantises what another export merges, or why none can."""
         planned = fp8_export.plan(base, sent, weights, order, part)
+        lost = fp8_blocks.loss_of(self._model.config.model, {g.kind for g in weights.groups})
+        if lost and not self._has_said_lost and not self._model.trains_all:
+            self._has_said_lost = True
+            self._trainer.notes.append(lost)
         whole = len(planned.part) == len(base.tensors)
         merged = base if whole else base.part(planned.part)
         export = self._plan_export(merged, planned.order, None if whole else planned.part)

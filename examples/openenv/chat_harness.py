@@ -15,7 +15,7 @@ class ChatHarness(vf.Harness):
         """Ask once. verifiers records the answer on its way."""
         messages = [message_to_wire(message) for message in data.prompt]
         headers = {"Authorization": f"Bearer {secret}"}
-        async with httpx.AsyncClient(timeout=300, headers=headers) as http:
+        async with httpx.AsyncClient(timeout=300, headers=headers, trust_env=False) as http:
             body = {"model": ctx.model, "messages": messages}
             (await http.post(f"{endpoint}/chat/completions", json=body)).raise_for_status()
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

@@ -40,7 +40,7 @@ class EchoHarness(vf.Harness):
         """Ask twice; the second request carries the conversation so far."""
         messages = [{"role": "user", "content": data.prompt}]
         headers = {"Authorization": f"Bearer {secret}"}
-        async with httpx.AsyncClient(timeout=300, headers=headers) as http:
+        async with httpx.AsyncClient(timeout=300, headers=headers, trust_env=False) as http:
             for _ in range(2):
                 body = {"model": ctx.model, "messages": messages}
                 reply = await http.post(f"{endpoint}/chat/completions", json=body)

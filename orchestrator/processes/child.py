@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +20,14 @@ from pathlib import Path
 import psutil
 
 from orchestrator.processes.parent import die_with_parent
+from orchestrator.processes.python import python_environment
 
 TERM_GRACE_S = 15.0
 KILL_GRACE_S = 10.0
 STOP_POLL_S = 0.05
 LOG_TAIL_BYTES = 2**18
+LOG_BYTES, LOGS_KEPT = 2**26, 3
+"""Size at which a log begins anew, and number of older parts: NAME.1 is the newest."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +62,7 @@ class ChildProcess:
                 out = stack.enter_context(self.log_file.open("ab")).fileno()
             self.process = subprocess.Popen(
                 list(self.argv),
-                env={**os.environ, **self.env} if self.inherits_env else dict(self.env),
+                env=python_environment({**(os.environ if self.inherits_env else {}), **self.env}),
                 stdin=subprocess.PIPE if self.is_piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self.is_piped else out,
                 stderr=out,
@@ -93,6 +97,23 @@ class ChildProcess:
         except OSError as error:
             return f"(no log: {error})"
         return f"Last lines of {self.log_file}:\n" + "\n".join(tail)
+
+    def rotate_log(self) -> None:
+        """Begin the log anew if it is too large. What is written between copy and cut is lost; that
+        is some microseconds.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        path = self.log_file
+        if path is None or not path.exists() or path.stat().st_size < LOG_BYTES:
+            return
+        parts = [path.with_name(f"{path.name}.{n}") for n in range(1, LOGS_KEPT + 1)]
+        for older, newer in zip(parts[:0:-1], parts[-2::-1], strict=True):
+            if newer.exists():
+                newer.replace(older)
+        shutil.copyfile(path, parts[0])
+        os.truncate(path, 0)  # the child appends
 
     def stop(self, *, grace_s: float = TERM_GRACE_S) -> None:
         """SIGTERM, a deadline, SIGKILL, for every descendant and the group. Safe to call twice."""

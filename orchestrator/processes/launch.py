@@ -148,6 +148,8 @@ class Launcher:
                         node.keep_alive(time.monotonic())
                     except OSError as error:  # out of memory or processes: watch the others
                         log.warning("cannot start %s again: %s", node.name, error)
+                with contextlib.suppress(OSError):
+                    node.rotate_log()
             if self._measures_memory:
                 self._peak_bytes = max(self._peak_bytes, self._memory_bytes())
 

@@ -19,12 +19,32 @@ Device = Literal["cpu", "cuda"]
 FinetuningType = Literal["lora", "full"]
 MemoryMode = Literal["resident", "offload", "exit"]
 RoundingMode = Literal["stochastic", "nearest"]
+Numerics = Literal["adapters", "served"]
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear but the output layer."""
 LM_HEAD = "lm_head"
 """The output layer."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a decoder layer in many families."""
+
+
+def without_weights(folder: Path, *, random: str) -> str:
+    """What to say of a folder without safetensors.
+
+    Args:
+        random: the setting that needs no weights.
+    """
+    for pattern in ("pytorch_model*.bin", "*.gguf", "*.pt", "*.pth"):
+        for found in sorted(folder.glob(pattern)):
+            return (
+                f"{folder} has its weights in {found.name}, and splice reads *.safetensors; "
+                "convert them with transformers: AutoModelForCausalLM.from_pretrained(FOLDER)"
+                ".save_pretrained(OTHER), and copy the tokenizer's files"
+            )
+    return (
+        f"{folder} has no *.safetensors; download the model's weights, or set {random} for a "
+        "config.json without weights"
+    )
 
 
 def check_alias_name(name: str) -> str:
@@ -232,6 +252,18 @@ class TrainerConfig(Settings):
     or down by a threshold that depends on its place and the run's seed alone.
     nearest: loses what is below half a unit in the last place of a weight. At learning rates below
     1e-4 that is most of an update."""
+    numerics: Numerics = "adapters"
+    """What the trainer's forward pass computes with.
+
+    adapters: the base and the adapters' products.
+    served: the merged weights, bit for bit those of the next publication. The adapters get the
+    gradients of the merge (straight-through). Takes the memory of the adapted weights once more,
+    and a merge for each pass. Not with `lora.dropout`, `compile` or finetuning_type `full`."""
+    gap_split_steps: Annotated[int, Field(ge=0)] = 10
+    """Optimizer steps between two on-policy jobs that tell how much of the log-prob gap comes from
+    the merged weights (metrics `gap_weights_mean` and `gap_arithmetic_mean`). Such a job scores one
+    pack of its batch
+    twice. 0: never."""
     seed: int = 1234
     """Seeds new adapters, dropout, and the thresholds of `rounding`. A run keeps its thresholds: a
     checkpoint has their seed."""
@@ -241,6 +273,21 @@ class TrainerConfig(Settings):
     A publication may take four fifths of it if the model is split over ranks and only Bridge can
     export.
     """
+
+    @model_validator(mode="after")
+    def _can_serve(self) -> TrainerConfig:
+        if self.numerics != "served":
+            return self
+        what, why = "", ""
+        if self.finetuning_type == "full":
+            what, why = "finetuning_type = 'full'", "which computes with the served weights anyway"
+        elif self.lora.dropout:
+            what, why = "lora.dropout", "which no served weights have"
+        elif self.compile:
+            what, why = "compile", "with which it was not tested"
+        if what:
+            raise ValueError(f"numerics = 'served' does not go with {what}, {why}; drop one")
+        return self
 
 
 class InferenceConfig(Settings):

@@ -21,6 +21,9 @@ class Ledger:
         """The served version; None before @0 and while poisoned."""
         self.holding: dict[str, str] = {}
         """Replica -> its life when it took the served version."""
+        self.serving: dict[str, str] | None = None
+        """Replica -> its life when it began to serve the version. None: not known after a restart.
+        A failure that changed nothing takes replicas out of `holding` alone."""
         self._full_by: str | None = None
         """Incarnation of the trainer that last sent all tensors."""
         self._since_full = 0
@@ -70,7 +73,7 @@ class Ledger:
     ) -> None:
         """All replicas in `holding` serve `version`."""
         self.version, self.state = version, advance(self.state, State.IDLE)
-        self.holding = holding
+        self.holding, self.serving = holding, dict(holding)
         self._since_full = 0 if is_full else self._since_full + 1
         if is_full:
             self._full_by = trainer
@@ -88,7 +91,7 @@ class Ledger:
             )
             self._keep_digest(version)
         if self.state is State.POISONED:
-            self.version = None
+            self.version, self.serving = None, {}
 
     # ------------------------------------------------------------ the content of a version
 

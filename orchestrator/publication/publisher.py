@@ -84,6 +84,13 @@ class Publisher:
         """Replica -> its life when it took the served version."""
         return self._ledger.holding
 
+    def is_served_by(self, replicas: Sequence[str]) -> bool | None:
+        """Whether one of these replicas serves the version. None: not known after a restart."""
+        if self._ledger.serving is None:
+            return None
+        lives = self._members.lives(replicas)
+        return any(self._ledger.serving.get(replica) == life for replica, life in lives.items())
+
     def resume(self, *, version: int | None, state: State) -> None:
         """Continue where the last orchestrator was; the next publication aborts its transfers."""
         self._ledger.version, self._ledger.state, self._abort_first = version, state, True

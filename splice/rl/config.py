@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
+from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import Settings
 from orchestrator.protocol.config_errors import config_error
 from orchestrator.protocol.messages import MIN_TEMPERATURE
 from splice.batches import ASK
+from splice.rl.bodies import FIELDS, check_fields, json_of
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 OWN_FIELDS = frozenset({"model", "prompt", "messages", "n", "stream", *ASK})
@@ -66,7 +69,12 @@ class SamplingConfig(_Settings):
         fields = OWN_FIELDS | {"max_tokens", "temperature", "seed"}
         if taken := sorted(fields & extra.keys()):
             raise ValueError(f"sampling.extra: {taken} are set by the loop or by fields of its own")
-        return extra
+        known = frozenset[str]().union(*FIELDS.values()) - {"max_completion_tokens"}
+        try:
+            check_fields(extra, known=known)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return dict(json.loads(json_of(extra)))
 
 
 class LoopConfig(_Settings):

@@ -1,6 +1,6 @@
 """The log of a loop's decisions, as JSON lines, and what a restarted loop reads from it.
 
-    start    loop, run, version, config, prompts    a loop begins, or goes on, with so many prompts
+    start    loop, run, version, config, prompts, lr    a loop begins, or goes on
     admit    step, group, prompt, sample, turn, attempt, version     turn 0 without an environment
     finish   group, sample, turn, attempt, spans, replica      all tokens, [version, number]
     lost     group, sample, turn, attempt, why       it is asked again, with its place in the group
@@ -13,6 +13,10 @@
     reopened step, why                         its optimizer steps are lost, and made again
     trained  step, version, seconds, metrics   `version` is served
     note     step, metrics                     yours, from `Loop.note`
+    segment  number, past                      the file began anew, with what was done so far
+
+After a step, a file of `SEGMENT_BYTES` becomes a compressed segment beside it. A start reads the
+present file alone.
 
 Whatever was admitted and not trained is lost at the next `start`. `at` is seconds since the epoch.
 """
@@ -21,16 +25,18 @@ from __future__ import annotations
 
 import bisect
 import fcntl
+import gzip
 import json
 import os
 import random
+import shutil
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import msgpack
 
@@ -39,6 +45,9 @@ from orchestrator.protocol.messages import TensorSpec
 from splice.batches import Batch
 
 LOG, BATCH, STATUS = "decisions.jsonl", "batch.msgpack", "status.json"
+SEGMENT_BYTES = 2**26
+"""Size from which the log begins anew: some hours of a large run."""
+RUN_LOCK = "loop.lock"
 ASIDE = "aside"
 """Folder of batches that ended the trainer, within the loop's."""
 LOOP_DIR = "loop"
@@ -47,46 +56,39 @@ PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
 """Codes of a job that failed through no fault of its batch, before its step."""
 LOCK_S = 0.5
 """Time for another's look at the lock."""
-_STEPS = tuple(f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened"))
-_LOGS: weakref.WeakSet[DecisionLog] = weakref.WeakSet()
+_STEPS = tuple(
+    f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened", "segment")
+)
+_LOCKED: weakref.WeakSet[_Locked] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
     """A forked child, such as a reward's worker, must not hold the lock when the loop is gone."""
-    for log in list(_LOGS):
-        log.close()
+    for locked in list(_LOCKED):
+        locked.close()
 
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-class DecisionLog:
-    """Appends decisions. A line that a crash cut off is removed first.
+class _Locked:
+    """A file that only one process has for writing."""
 
-    Raises:
-        ConfigError: another loop writes into this file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, *, refusal: Callable[[], str]) -> None:
         self._file = path.open("a", encoding="utf-8")
         deadline_s = time.monotonic() + LOCK_S  # `splice status` holds the lock for a moment
         while not _lock(self._file, fcntl.LOCK_EX):
             if time.monotonic() > deadline_s:
                 self._file.close()
-                raise ConfigError(
-                    f"another loop runs in {path.parent}; end it, or give this one a folder of its "
-                    "own: Loop(client, folder, ...)"
-                )
+                raise ConfigError(refusal())
             time.sleep(0.02)
-        cut_torn_line(path)
-        _LOGS.add(self)
+        _LOCKED.add(self)
 
     def close(self) -> None:
         """Close the file, which ends the lock unless another process has it open."""
         self._file.close()
 
-    def __enter__(self) -> DecisionLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -97,12 +99,95 @@ class DecisionLog:
     ) -> None:
         self.close()
 
+
+class RunLock(_Locked):
+    """Held by the one loop that trains a run, in whatever folder it is. Names that folder.
+
+    Raises:
+        ConfigError: another loop trains the run.
+    """
+
+    def __init__(self, run_dir: Path, folder: Path) -> None:
+        path = run_dir / RUN_LOCK
+        super().__init__(
+            path,
+            refusal=lambda: (
+                f"another loop trains the run in {run_dir} ({path.read_text().strip()}); two would "
+                "train the same weights. End it, or start this loop on a run of its own"
+            ),
+        )
+        self._file.truncate(0)
+        self._file.write(f"pid {os.getpid()}, folder {folder.absolute()}\n")
+        self._file.flush()
+
+
+class DecisionLog(_Locked):
+    """Appends decisions. A line that a crash cut off is removed first.
+
+    Raises:
+        ConfigError: another loop writes into this file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            path,
+            refusal=lambda: (
+                f"another loop runs in {path.parent}; end it. A loop of another run needs a folder "
+                "of its own"
+            ),
+        )
+        cut_torn_line(path)
+        self._path = path
+        if (number := len(segments(path))) > _number(path):  # a crash came between copy and cut
+            self._begin_anew(number)
+
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Append a decision; `durable`: it is on disk when the call returns."""
         self._file.write(json.dumps({"event": event, "at": round(time.time(), 6), **fields}) + "\n")
         self._file.flush()
         if durable:
             os.fsync(self._file.fileno())
+
+    def rotate(self) -> None:
+        """Make the file a segment if it is large enough. Call it after a step."""
+        if self._path.stat().st_size < SEGMENT_BYTES:
+            return
+        number = len(segments(self._path)) + 1
+        segment = self._path.with_name(f"{self._path.stem}.{number:06d}.jsonl.gz")
+        part = segment.with_suffix(".part")
+        with self._path.open("rb") as file, part.open("wb") as out:
+            with gzip.GzipFile(fileobj=out, mode="wb", compresslevel=3) as packed:
+                shutil.copyfileobj(file, packed)
+            out.flush()
+            os.fsync(out.fileno())
+        part.replace(segment)
+        self._begin_anew(number)
+
+    def _begin_anew(self, number: int) -> None:
+        found = asdict(_past(segments(self._path)[-1]))
+        self._file.truncate(0)
+        self.write("segment", durable=True, number=number, past=found)
+
+
+def segments(path: Path) -> list[Path]:
+    """The compressed parts before the present file, oldest first."""
+    return sorted(path.parent.glob(f"{path.stem}.[0-9]*.jsonl.gz"))
+
+
+def _number(path: Path) -> int:
+    """How many segments are before the file, as it says itself."""
+    with path.open(encoding="utf-8") as file:
+        first = file.readline()
+    return int(json.loads(first)["number"]) if first.startswith('{"event": "segment"') else 0
+
+
+def _open(path: Path) -> IO[str]:
+    return (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else path.open("r", encoding="utf-8")
+    )
 
 
 def _lock(file: IO[Any], kind: int) -> bool:
@@ -140,14 +225,20 @@ def cut_torn_line(path: Path) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Every decision in the log. A torn last line is left out."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith("\n"):
+    """Every decision in the log and its segments. A torn last line is left out."""
+    older = segments(path)
+    # Before a crash came between copy and cut, the newest segment has all that is in the file.
+    for part in older if len(older) > _number(path) else [*older, path]:
+        with _open(part) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n"):
+                    continue
                 try:
-                    yield json.loads(line)
+                    found = json.loads(line)
                 except ValueError as error:
-                    raise ConfigError(f"line {number} of {path} is no decision: {error}") from error
+                    raise ConfigError(f"line {number} of {part} is no decision: {error}") from error
+                if found["event"] != "segment":
+                    yield found
 
 
 @dataclass(slots=True)
@@ -185,6 +276,7 @@ class Past:
         run: identity of the run that the loop belongs to.
         config: of the last start.
         prompts: their number at the last start.
+        lr: the learning rate at the last start.
     """
 
     loop: str = ""
@@ -198,6 +290,7 @@ class Past:
     last: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     prompts: int | None = None
+    lr: float | None = None
 
     def reopen(self) -> None:
         """The last step's optimizer steps are lost: its batch is sent again."""
@@ -209,10 +302,12 @@ class Past:
 
 def past(path: Path) -> Past:
     """Read what a loop has done so far."""
+    return _past(path) if path.exists() else Past()
+
+
+def _past(path: Path) -> Past:
     found = Past()
-    if not path.exists():
-        return found
-    with path.open(encoding="utf-8") as file:
+    with _open(path) as file:
         for line in file:
             if line.endswith("\n") and line.startswith(_STEPS):
                 _take(found, json.loads(line))
@@ -221,9 +316,13 @@ def past(path: Path) -> Past:
 
 def _take(found: Past, line: dict[str, Any]) -> None:
     event = line["event"]
-    if event == "start":
+    if event == "segment":
+        for name, value in line["past"].items():
+            setattr(found, name, Made(**value) if name == "made" else value)
+    elif event == "start":
         found.loop, found.config = line["loop"], line["config"]
         found.prompts, found.run = line.get("prompts"), line.get("run", found.run)
+        found.lr = line.get("lr")
         found.made.add(line["version"])
     elif event == "train":
         found.open = found.last = line

@@ -51,7 +51,7 @@ from splice.rl.balance import SIDES, Balance, Meter
 from splice.rl.config import INEXACT, LoopConfig, SamplingConfig
 from splice.rl.record import Record
 from splice.rl.reward_threads import NoThread, RewardThreads
-from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler
+from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler, check_row
 from splice.rl.turns import (
     LARGEST_REWARD,
     Environment,
@@ -193,10 +193,15 @@ class Loop:
         self.client, self.folder = client, Path(folder)
         self.config = config or LoopConfig()
         self._prompts, self._make_batch = prompts, make_batch
+        if self.config.group_size == 1 and make_batch is grpo_batch:
+            raise ConfigError(
+                "group_size is 1, and the advantages of a group's answers are relative to their "
+                "mean: all would be 0. Use a larger group_size, or a make_batch of your own"
+            )
         self._reward, self._environment = reward, environment
         drops = environment is not None or self.config.on_error == "drop"
-        if not drops and not {"prompt", "messages"} & prompts[0].keys():
-            raise ConfigError(f"a row needs `prompt` or `messages`; it has {sorted(prompts[0])}")
+        if not drops:
+            check_row(prompts[0])
         self._loss = loss or LossSpec()
         self._optim = optim or OptimParams()
         self._meter = Meter()
@@ -239,6 +244,9 @@ class Loop:
                 # A lost trainer's losses are old, and with memory = "exit" there is none yet.
                 if node.state == "ready" and (known := node.detail.get("losses")):
                     check_loss_name(self._loss.name, known)
+            run_dir = self.client.run_dir
+            if run_dir is not None and run_dir.is_dir():  # another host may not see it
+                stack.enter_context(decisions.RunLock(run_dir, self.folder))
             self._log = stack.enter_context(decisions.DecisionLog(self.folder / decisions.LOG))
             self._past = decisions.past(self.folder / decisions.LOG)
             version = status.version
@@ -299,6 +307,13 @@ class Loop:
                 "pass, some prompts may come twice or not at all",
                 *(*before, count, seed),
             )
+        lr = self._optim.lr if isinstance(self._optim, OptimParams) else None  # a schedule
+        if found.lr is not None and lr is not None and found.lr != lr:
+            log.warning(
+                "the learning rate was %g and is %g now, with AdamW's moments of before: the next "
+                "steps are as large as that",
+                *(found.lr, lr),
+            )
         self._log.write(
             "start",
             durable=True,
@@ -307,6 +322,7 @@ class Loop:
             version=version,
             config=self.config.model_dump(mode="json"),
             prompts=count,
+            lr=lr,
         )
         found.made.add(version)
         self._is_entered = True
@@ -531,6 +547,7 @@ class Loop:
         metrics = {**train, **rollout}
         made: dict[str, Any] = {"version": version, "seconds": seconds}
         self._log.write("trained", durable=True, step=number, **made, metrics=metrics)
+        self._log.rotate()
         self._record.step(number, **made, train=train, rollout=rollout)
         self._say(number, version, seconds, rollout)
         for text in result.get("warnings", ()):
@@ -679,8 +696,8 @@ class Loop:
         return made
 
     async def _make(self, step: int, group: int, sample: int) -> tuple[Rollout, ...]:
-        row = self._prompts[self._prompt(group)]
         try:
+            row = self._row(group, sample)
             if self._environment is not None:
                 return await self._play(self._environment, row, step, group, sample)
             turn = await self._answer(row, step, group, sample)
@@ -711,6 +728,17 @@ class Loop:
             sequences=(turn.completion,),
         )
         return (rollout,)
+
+    def _row(self, group: int, sample: int) -> Row:
+        try:
+            row = self._prompts[self._prompt(group)]
+        except Exception as error:  # a user's data set may raise anything
+            text = f"the prompt cannot be read ({type(error).__name__}: {error})"
+            raise self._failure(text, {}, group, sample) from error
+        if not isinstance(row, Mapping):
+            text = f"a prompt is a row, not {type(row).__name__}"
+            raise self._failure(text, {"prompt": row}, group, sample)
+        return row
 
     async def _answer(self, row: Row, step: int, group: int, sample: int) -> Turn:
         lost: list[int] = []
@@ -898,7 +926,11 @@ class Loop:
         return asyncio.get_running_loop().time() + self.config.reward_timeout_s
 
     def _failure(self, text: str, row: Row, group: int, sample: int) -> SampleFailed:
-        prompt = json.dumps(row.get("prompt", row.get("messages")), default=str)[:300]
+        asked = row.get("prompt", row.get("messages"))
+        try:
+            prompt = json.dumps(asked, default=str)[:300]
+        except (TypeError, ValueError, RecursionError):
+            prompt = f"{asked!r:.300}"
         return SampleFailed(
             f"{text}; prompt {self._prompt(group)} (group {group}), sample {sample}: {prompt}",
             row=row,

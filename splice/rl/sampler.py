@@ -16,7 +16,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import httpx
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.protocol.messages import Status
 from splice.batches import ASK, ASK_CHAT, Completion, Routing
+from splice.rl.bodies import CHAT, COMPLETIONS, FIELDS, check_fields, json_of, plain
 from splice.rl.config import OWN_FIELDS, SamplingConfig
 from splice.rl.routing import routing_of
 
@@ -35,6 +36,7 @@ POLL_S = 1.0
 SILENT_S = 5.0
 """Seconds without a ready replica before the log says so."""
 CONNECT_S = 10.0
+JSON = {"content-type": "application/json"}
 ENCODE_TIMEOUT_S = 60.0
 AVOID_S, AVOID_AT_MOST_S = 0.25, 10.0
 """A replica that fails is left alone for twice the first time, then ever longer up to the second.
@@ -225,8 +227,10 @@ class Sampler:
         path, body = _request(row, sampling, seed, more)
         if self._replays:
             path, body = GENERATE, await self._generate(body)
+        body = {"model": self._name, **body}
+        content = _content(body)
         replica = await self._choose()
-        flight = asyncio.create_task(self._stream(replica, (path, body)))
+        flight = asyncio.create_task(self._stream(replica, path, body, content))
         replica.flights.add(flight)
         try:
             return await flight
@@ -251,15 +255,17 @@ class Sampler:
             RolloutLost: the replica failed.
             RequestRefused: vLLM refuses the text.
         """
+        content = _content(
+            {
+                "model": self._name,
+                "add_special_tokens": add_special_tokens and "messages" not in row,
+                **{name: row[name] for name in _ENCODED if name in row},
+            }
+        )
         replica = await self._choose()
-        body = {
-            "model": self._name,
-            "add_special_tokens": add_special_tokens and "messages" not in row,
-            **{name: row[name] for name in _ENCODED if name in row},
-        }
         try:
             response = await self._http.post(
-                f"{replica.url}/tokenize", json=body, timeout=ENCODE_TIMEOUT_S
+                f"{replica.url}/tokenize", content=content, headers=JSON, timeout=ENCODE_TIMEOUT_S
             )
         except httpx.TransportError as error:
             replica.failed()
@@ -281,7 +287,7 @@ class Sampler:
                 "sampling.extra and of sample(), or turn router_replay off"
             )
         prompt: Any = body.get("prompt", "")
-        token_ids = await self.encode(body) if isinstance(prompt, str) else list(prompt)
+        token_ids = await self.encode(body) if isinstance(prompt, str) else prompt
         sampling = {n: v for n, v in body.items() if n not in _NOT_SAMPLING}
         return {
             "token_ids": token_ids,
@@ -290,13 +296,15 @@ class Sampler:
             "output_mode": "text",
         }
 
-    async def _stream(self, replica: _Replica, request: tuple[str, dict[str, Any]]) -> Answer:
-        path, body = request
-        body = {"model": self._name, **body}
+    async def _stream(
+        self, replica: _Replica, path: str, body: Mapping[str, Any], content: bytes
+    ) -> Answer:
         # vLLM sends nothing while a request waits in its queue; the caller's deadline bounds it.
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         url = f"{replica.url}{path}"
-        async with self._http.stream("POST", url, json=body, timeout=timeout) as response:
+        async with self._http.stream(
+            "POST", url, content=content, headers=JSON, timeout=timeout
+        ) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise _refusal(replica.node_id, response.status_code, text)
@@ -345,13 +353,41 @@ def _request(
     }
     if seed is not None:
         body["seed"] = seed
+    check_row(row)
+    path, given, ask = (
+        (CHAT, "messages", ASK_CHAT) if "messages" in row else (COMPLETIONS, "prompt", ASK)
+    )
+    check_fields(body, known=FIELDS[path], where=f"{path}, for a row with `{given}`: ")
+    return path, {given: plain(row[given]), **body, **ask}
+
+
+def check_row(row: Any) -> None:
+    """Refuse what is no row, or no prompt.
+
+    Raises:
+        RequestRefused: says what it needs.
+    """
+    if not isinstance(row, Mapping):
+        raise RequestRefused(
+            f'a prompt is a row such as {{"prompt": "2 + 3 ="}}, not {type(row).__name__}'
+        )
     if "messages" in row and "prompt" in row:
         raise RequestRefused("a row has `prompt` or `messages`, not both")
-    if "messages" in row:
-        return "/v1/chat/completions", {"messages": row["messages"], **body, **ASK_CHAT}
-    if "prompt" in row:
-        return "/v1/completions", {"prompt": row["prompt"], **body, **ASK}
-    raise RequestRefused(f"a row needs `prompt` or `messages`; it has {sorted(row)}")
+    if "messages" not in row and "prompt" not in row:
+        names = sorted(map(str, row))
+        raise RequestRefused(f"a row needs `prompt` or `messages`; it has {names}")
+    prompt = plain(row.get("prompt"))
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        raise RequestRefused(
+            "`prompt` holds messages, as in TRL's conversational data sets; name them `messages`"
+        )
+
+
+def _content(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json_of(body)
+    except ValueError as error:
+        raise RequestRefused(f"the request is no JSON: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.errors import SpliceError
+from orchestrator.processes.python import python_command, python_environment
 from splice.smoke.served import (
     Logprobs,
     is_way_visible,
@@ -100,10 +101,11 @@ def run_reference(
         **({} if rounding_seed is None else {"rounding_seed": rounding_seed}),
     }
     request.write_text(json.dumps(asked))
-    argv = [str(python), "-m", "trainer_node.tools.reference"]
+    argv = python_command(python, "-m", "trainer_node.tools.reference")
     argv += ["--request", str(request), "--out", str(out)]
     # Many small operations: waking a large host's thread pool takes longer than they do.
-    env = {"OMP_NUM_THREADS": str(min(4, os.cpu_count() or 1))} | os.environ
+    threads = str(min(4, os.cpu_count() or 1))
+    env = python_environment({"OMP_NUM_THREADS": threads, **os.environ})
     size_gb = sum(file.stat().st_size for file in model.glob("*.safetensors")) / 1e9
     timeout_s = REFERENCE_TIMEOUT_S + REFERENCE_S_PER_GB * size_gb
     try:

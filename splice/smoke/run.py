@@ -333,7 +333,9 @@ class _Smoke:
 
     def _http(self, call: Any) -> Any:
         async def go() -> Any:
-            async with httpx.AsyncClient(base_url=self._base_url, timeout=HTTP_TIMEOUT_S) as http:
+            async with httpx.AsyncClient(
+                base_url=self._base_url, timeout=HTTP_TIMEOUT_S, trust_env=False
+            ) as http:
                 coroutine: Coroutine[Any, Any, Any] = call(http)
                 return await coroutine
 

@@ -26,7 +26,7 @@ RESULTS_KEPT = 2000
 """Newest results of training requests. An older future is gone (410)."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (
-    session_id TEXT PRIMARY KEY, created REAL, seen REAL, finished TEXT, facts TEXT);
+    session_id TEXT PRIMARY KEY, created REAL, finished TEXT, facts TEXT);
 CREATE TABLE IF NOT EXISTS models (
     model_id TEXT PRIMARY KEY, session_id TEXT, created REAL, used REAL, next_seq INTEGER,
     ended TEXT, has_unsaved INTEGER DEFAULT 0, facts TEXT);
@@ -95,6 +95,7 @@ class Books:
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         self._lock = threading.Lock()
+        self._opened_s, self._heard_s = time.monotonic(), dict[str, float]()
         self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + _TABLES)
 
     def close(self) -> None:
@@ -173,14 +174,13 @@ class Books:
 
     def add_session(self, session_id: str, facts: Mapping[str, Any]) -> None:
         """Note a new session."""
-        now = time.time()
         self._run(
-            "INSERT INTO sessions VALUES (?, ?, ?, NULL, ?)",
+            "INSERT INTO sessions (session_id, created, facts) VALUES (?, ?, ?)",
             session_id,
-            now,
-            now,
+            time.time(),
             json.dumps(facts),
         )
+        self._heard_s[session_id] = time.monotonic()
 
     def session(self, session_id: str) -> dict[str, Any]:
         """Return a session.
@@ -215,7 +215,14 @@ class Books:
             Refused: there is no such session, or it has finished.
         """
         self.live_session(session_id)
-        self._run("UPDATE sessions SET seen = ? WHERE session_id = ?", time.time(), session_id)
+        self._heard_s[session_id] = time.monotonic()
+
+    def heard_s(self, session_id: str) -> float:
+        """Return when the session's client was heard last, on the monotonic clock.
+
+        A server that was away has missed heartbeats, so its start counts as one.
+        """
+        return self._heard_s.get(session_id, self._opened_s)
 
     def finish(self, session_id: str, reason: str) -> None:
         """End a session and its model. The first reason stays.
@@ -234,6 +241,7 @@ class Books:
             f"its session finished ({reason})",
             session_id,
         )
+        self._heard_s.pop(session_id, None)
 
     # ------------------------------------------------------------ models
 

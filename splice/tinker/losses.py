@@ -128,10 +128,6 @@ def plan(request: PassRequest, *, temperature: float = 1.0) -> Pass:
         for name, values in (("factors", factors), ("sampler", sampler), ("mask", mask)):
             columns[name].append(values.astype("<f4"))
     joined = {name: np.concatenate(values) for name, values in columns.items()}
-    if not request.is_forward_only and not joined["mask"].any():
-        raise malformed(
-            "no position carries loss: all weights (or all advantages and logprobs) are 0"
-        )
     return Pass(
         loss=spec,
         temperature=1.0 if is_linear else temperature,

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ class Service:
     name: str
     lane: asyncio.Task[None]
     """Carries out training requests."""
-    started: float = field(default_factory=time.time)
 
     # ------------------------------------------------------------ models
 
@@ -92,7 +91,7 @@ class Service:
     async def _take_over(self, session_id: str, model_id: str) -> None:
         """Return once no other model trains; ends one whose session is dead, or that lost
         nothing."""
-        began, is_said = time.time(), False
+        began_s, is_said = time.monotonic(), False
         while (owner := self.books.open_model()) is not None:
             if owner["model_id"] == model_id:
                 return
@@ -104,16 +103,15 @@ class Service:
                     )
                 self.books.end_model(owner["model_id"], "its session made another model")
                 continue
-            # A server that was away has missed heartbeats.
-            seen = max(self.books.session(owner["session_id"])["seen"], self.started)
-            if time.time() - seen > self.config.session_timeout_s:
+            heard_s = self.books.heard_s(owner["session_id"])
+            if time.monotonic() - heard_s > self.config.session_timeout_s:
                 log.warning(
                     "session %s ended, or sent no heartbeat for %.0f s; its model ends",
                     owner["session_id"],
                     self.config.session_timeout_s,
                 )
                 self.books.end_model(owner["model_id"], "its session sent no heartbeat")
-            elif seen > began:
+            elif heard_s > began_s:
                 raise unsupported(
                     f"several models at once are not supported: session {owner['session_id']} "
                     f'trains {owner["model_id"]}; end it (`service_client.close("success")`), or '

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 
-from tests.e2e.conftest import ROOT
+from orchestrator.processes.python import python_command
 
 
 def splice(*arguments: object, code: int = 0) -> str:
     """stdout of `splice`, which must end with this code; stderr after a failure."""
     done = subprocess.run(
-        [sys.executable, "-m", "splice", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        python_command(sys.executable, "-m", "splice", *map(str, arguments)),
         capture_output=True,
         text=True,
         timeout=600,

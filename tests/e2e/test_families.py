@@ -68,7 +68,8 @@ def scored(model: torch.nn.Module, sequences: list[list[int]]) -> served.Logprob
 
 def ask(cluster: Cluster, model: str, sequences: list[list[int]]) -> served.Logprobs:
     async def go() -> served.Logprobs:
-        async with httpx.AsyncClient(base_url=cluster.base_urls[0], timeout=120.0) as http:
+        url = cluster.base_urls[0]
+        async with httpx.AsyncClient(base_url=url, timeout=120.0, trust_env=False) as http:
             return await served.prompt_logprobs(http, model=model, sequences=sequences)
 
     return asyncio.run(go())

@@ -15,23 +15,22 @@ import time
 import psutil
 import pytest
 
-from tests.e2e.conftest import INFERENCE_PYTHON, ROOT, TRAINER_PYTHON
+from orchestrator.processes.python import python_command
+from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 
 pytestmark = pytest.mark.timeout(900)
 
 
 def argv(*more):
     python = ["--trainer-python", str(TRAINER_PYTHON), "--inference-python", str(INFERENCE_PYTHON)]
-    return [sys.executable, "-m", "splice", "smoke", *python, *map(str, more)]
+    return python_command(sys.executable, "-m", "splice", "smoke", *python, *map(str, more))
 
 
 def smoke(tmp_path, *more, timeout=400):
     """Run it; returns (exit code, output, report)."""
     report = tmp_path / "report.json"
     command = argv("--report", report, "--run-dir", tmp_path / "run", *more)
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     return (
         done.returncode,
         done.stdout + done.stderr,
@@ -156,7 +155,6 @@ def test_ctrl_c_leaves_nothing_behind(models, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        cwd=ROOT,
         start_new_session=True,
     )
     seen = []

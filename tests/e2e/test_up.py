@@ -31,8 +31,7 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
         assert json.loads((run_dir / "trainer.json").read_text())["lora"]["rank"] == 4
         assert "is up already" in splice("up", folder, code=2)
         (url,) = facts["openai_urls"]
-        served = {m["id"] for m in httpx.get(f"{url}/models", timeout=30).json()["data"]}
-        assert served == {"tiny", "tiny@0"}, "up returns once the alias answers"
+        assert _served(url) == {"tiny", "tiny@0"}, "up returns once the alias answers"
 
         with SpliceClient.of_run(run_dir) as client:
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
@@ -84,7 +83,7 @@ def test_every_role_comes_back_and_clients_find_the_run_again(models, tmp_path):
             ):
                 url = client.base_url()
                 _kill(folder, role, until=(run_dir / "logs" / "orchestrator.log", says))
-                while role == "inference_node" and _served(url):
+                while role == "inference_node" and _served(f"{url}/v1"):
                     time.sleep(0.2)  # its vLLM ends with it
                 _ready(client)
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
@@ -110,7 +109,8 @@ def _kill(folder, text, *, until):
 def _served(url):
     """The names that a replica serves; none if it is not there."""
     try:
-        return {m["id"] for m in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]}
+        answer = httpx.get(f"{url}/models", timeout=30, trust_env=False)
+        return {m["id"] for m in answer.json()["data"]}
     except httpx.HTTPError:
         return set()
 
@@ -123,7 +123,10 @@ def _ready(client):
             status = client.status(timeout_s=30)
             states = {n.node_id: n.state for n in status.nodes if n.role != "client"}
             wanted = {"tiny", f"tiny@{status.version}"}
-            if states == dict.fromkeys(NODES, "ready") and _served(client.base_url()) == wanted:
+            if (
+                states == dict.fromkeys(NODES, "ready")
+                and _served(f"{client.base_url()}/v1") == wanted
+            ):
                 return status
         time.sleep(0.5)
     raise TimeoutError(client.status())

@@ -27,6 +27,14 @@ def test_the_url_is_one_that_others_reach(host, advertised, url, monkeypatch, tm
         process.close()
 
 
+def test_variables_for_the_world_outside_do_not_reach_its_client(monkeypatch, tmp_path):
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    config = InferenceConfig(model=tmp_path, name="m")
+    with bind("127.0.0.1", 0) as listener:
+        VllmProcess(config, listener=listener, watchdog_endpoint="").close()
+
+
 @pytest.mark.parametrize(
     ("device", "user", "found"), [("cuda", None, "0"), ("cuda", "1", "1"), ("cpu", None, None)]
 )

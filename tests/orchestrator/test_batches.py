@@ -43,6 +43,20 @@ def test_a_reply_without_what_a_batch_needs_says_what_to_send(lacks):
         completions_of({"choices": [COMPLETION | {lacks: None}]})
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"error": {"message": "max_tokens must be at least 1", "code": 400}},
+        {"object": "error", "message": "max_tokens must be at least 1", "code": 400},
+        {"detail": "max_tokens must be at least 1"},
+        {"error": "max_tokens must be at least 1"},
+    ],
+)
+def test_the_body_of_an_error_says_what_it_says(reply):
+    with pytest.raises(ConfigError, match=r"answered with an error.*max_tokens must be at least 1"):
+        completions_of(reply)
+
+
 def test_log_probs_that_do_not_match_the_tokens_are_refused():
     broken = COMPLETION | {"logprobs": {"token_logprobs": [-0.5]}}
     with pytest.raises(ConfigError, match="2 token ids and 1 log-probs"):

@@ -153,7 +153,7 @@ def test_a_wait_names_whom_it_is_for_and_how_to_start_them(run, caplog):
     (said,) = [r.getMessage() for r in caplog.records if r.name == "splice.client"]
     assert "trainer is not connected: start it with `splice trainer --config trainer.json" in said
     assert f"--endpoint {run.endpoint}`" in said
-    assert "python -m inference_node --node-id inference-0" in said
+    assert "python -P -m inference_node --node-id inference-0" in said
     run.replica(run.trainer())
     assert run.client.wait(job_id, timeout_s=20)["alias"] == "m@0"
 
@@ -306,7 +306,7 @@ def test_the_smoke_run_takes_a_hub_id(tmp_path):
         )
         assert done.returncode == 2, done.stderr
         said[model] = done.stdout
-    assert f"{snapshot} holds no *.safetensors" in said["tiny/dense"]
+    assert f"{snapshot} has no *.safetensors" in said["tiny/dense"]
     assert "tiny/other is not a local folder, and the Hub download failed" in said["tiny/other"]
 
 

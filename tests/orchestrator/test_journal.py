@@ -158,3 +158,17 @@ def test_a_run_goes_on_under_its_own_name_only(path):
     opened(path).close()
     with pytest.raises(ConfigError, match="the run is named 'm', not 'typo'"):
         Journal(path, run_token=TOKEN, name="typo")
+
+
+def test_only_the_newest_outcomes_are_kept(path, monkeypatch):
+    """And every job that is open, however old."""
+    monkeypatch.setattr("orchestrator.journal.JOBS_KEPT", 3)
+    journal = opened(path)
+    for number in range(8):
+        journal.add_job(
+            job_id=str(number), kind="TrainMerged", client="c", frames=[b"v", b"k", b""]
+        )
+        if number != 2:
+            journal.end_job(str(number), state="completed", frames=[b"done"])
+    assert [n for n in range(8) if journal.job(str(n)) is not None] == [2, 5, 6, 7]
+    assert journal.unfinished_jobs() == ["2"]

@@ -81,3 +81,8 @@ def test_the_manifest_has_what_a_jobset_needs_and_no_token(tmp_path):
         assert bool(keys) == (container["name"] != "orchestrator")
         secret = env["SPLICE_RUN_TOKEN"]["valueFrom"]["secretKeyRef"]
         assert secret == {"name": "tiny-token", "key": "token"}
+    for job in jobs:
+        pod = job["template"]["spec"]["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounted = {m["mountPath"]: volumes[m["name"]] for m in pod["containers"][0]["volumeMounts"]}
+        assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory"}

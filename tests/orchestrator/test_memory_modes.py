@@ -134,8 +134,9 @@ def test_ranks_command(tmp_path, monkeypatch):
     launch = {"endpoint": "tcp://h:1", "config": tmp_path / "t.json", "python": "py"}
     rest = {"world_size": 4, "device": "cpu", "template": True}
     alone = ranks_command(TrainerLaunch(**launch, prefix=("docker", "run", "-i", "img")), **rest)
-    assert alone[:7] == ["docker", "run", "-i", "img", "py", "-m", "trainer_node.launcher.ranks"]
-    assert alone[7:] == [
+    ranks = ["py", "-P", "-m", "trainer_node.launcher.ranks"]
+    assert alone[:8] == ["docker", "run", "-i", "img", *ranks]
+    assert alone[8:] == [
         *("--ranks", "4", "--world", "4", "--first", "0", "--template", "cpu", "trainer_node"),
         *("--endpoint", "tcp://h:1", "--node-id", "trainer", "--config", str(tmp_path / "t.json")),
     ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import JobFailed
+from orchestrator.errors import ErrorCode, JobFailed
 from orchestrator.journal import Journal
 from orchestrator.protocol.messages import (
     ForwardBackwardJob,
@@ -149,6 +150,53 @@ def test_killed_while_idle_and_in_the_step(killed):
     journal = Journal(killed.dir / "journal.sqlite", run_token=TOKEN, name="m")
     assert journal.unfinished_jobs() == []
     journal.close()
+
+
+def _new_nodes(killed) -> None:
+    """The nodes start again, as after a reboot."""
+    for node in (killed.trainer, killed.replica):
+        node.stop()
+    killed.endpoint = (killed.dir / "endpoint").read_text()
+    common = {"endpoint": killed.endpoint, "token": TOKEN}
+    trainer = FakeTrainer(node_id="trainer", **common)
+
+    def load(message) -> None:
+        trainer.script["LoadCheckpoint"] = load
+        if Path(message.checkpoint_dir).exists():
+            trainer.on_LoadCheckpoint(message)
+        else:
+            trainer.refuse(message, code=ErrorCode.CHECKPOINT_FAILED)
+
+    trainer.script["LoadCheckpoint"] = load
+    killed.trainer = trainer.start()
+    killed.replica = FakeReplica(
+        source=lambda: killed.trainer.weights, node_id="inference-0", **common
+    ).start()
+
+
+def test_a_run_goes_on_in_another_folder(killed, tmp_path):
+    """Renamed or moved while it was down."""
+    killed.client.run(InitialSyncJob())
+    killed.client.run(JOB, buffers=BUFFERS)
+    killed.kill()
+    killed.dir = killed.dir.rename(tmp_path / "moved")
+    killed.start()
+    assert soon(lambda: "run m listens" in (tmp_path / "log").read_text().split("resuming")[-1])
+    _new_nodes(killed)  # the trainer has the base's weights
+    assert killed.served((1, [11, 21, 31])), (tmp_path / "log").read_text()[-3000:]
+    assert f"the run was in {tmp_path / 'run'}" in (tmp_path / "log").read_text()
+
+
+def test_a_saved_copy_that_is_gone_is_not_missed(killed, tmp_path):
+    """`save_checkpoint` right after a version holds the same step."""
+    killed.client.run(InitialSyncJob())
+    killed.client.run(JOB, buffers=BUFFERS)
+    killed.client.save_checkpoint(str(tmp_path / "mine"))
+    killed.kill()
+    shutil.rmtree(tmp_path / "mine")
+    killed.start()
+    _new_nodes(killed)  # the trainer has the base's weights
+    assert killed.served((1, [11, 21, 31])), (tmp_path / "log").read_text()[-3000:]
 
 
 @pytest.mark.parametrize(

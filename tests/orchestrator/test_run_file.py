@@ -240,6 +240,33 @@ def test_the_written_file_is_one(num_gpus, tmp_path):
     assert ("GPUs [0]" in said) is (num_gpus == 2) and ("share GPU 0" in said) is (num_gpus == 1)
 
 
+def test_init_writes_nothing_that_it_refuses(tmp_path):
+    """A name that no alias can have, and a model of which the file's own check says no."""
+    argv = ["init", str(tmp_path / "mine"), "--gpus", "", "--inference-python", sys.executable]
+    argv += ["--name", "Qwen/Tiny", "--model", "Qwen/Tiny-1B"]
+    done = CliRunner().invoke(app, argv)
+    assert done.exit_code == EXIT_CONFIG, done.output
+    assert "--name: 'Qwen/Tiny' cannot be the served name" in " ".join(done.output.split())
+    assert not (tmp_path / "mine").exists(), "not even a download was tried"
+
+    (tmp_path / "model").mkdir()
+    config = {"vocab_size": 8, "num_attention_heads": 2, "max_position_embeddings": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    done = CliRunner().invoke(app, [*argv[:6], "--model", str(tmp_path / "model")])
+    assert done.exit_code == EXIT_CONFIG and "max_model_len" in done.output, done.output
+    assert not (tmp_path / "mine" / "run.toml").exists()
+
+
+def test_weights_that_nobody_reads_are_refused_before_a_start(tmp_path):
+    path = written(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "pytorch_model-00001-of-00002.bin").touch()
+    says = r"has its weights in pytorch_model-00001-of-00002\.bin, and splice reads \*\.safetens"
+    with pytest.raises(ConfigError, match=says):
+        up.check(load(path))
+
+
 # ---------------------------------------------------------------- logs
 
 
@@ -352,7 +379,8 @@ def test_every_role_reads_the_same_file(tmp_path):
         assert token_file.stat().st_mode & 0o777 == 0o600 and len(token) == 32
         assert splice("inference", path).wait(60) == 0
         arguments = out.read_text().split()
-        assert arguments[:5] == [token, "-m", "inference_node", "--endpoint", endpoint]
+        assert arguments[:5] == [token, "-P", "-m", "inference_node", "--endpoint"]
+        assert arguments[5] == endpoint
         config = json.loads(Path(arguments[-1]).read_text())
         assert (config["name"], config["model"]) == ("tiny", str(tmp_path / "model"))
         trainer = splice("trainer", path, "--python", stub, "--no-template")

@@ -82,6 +82,23 @@ def test_each_role_is_a_step_with_its_gpus_and_log(path, environment, tmp_path):
     assert read.trainer.gpus == (0, 1) and read.inference_config(2).gpus == (0, 1)
 
 
+def test_a_living_run_keeps_its_endpoint(path, environment, tmp_path):
+    """The script's own orchestrator is refused by the folder's lock, and ends."""
+    run = load(path)
+    script = slurm.write_script(run, gpus_per_host=4)
+    script.write_text(script.read_text().replace("sleep 1", "sleep 0.1"))
+    for name in ("endpoint", "router"):
+        (run.run_dir / name).write_text(f"the living run's {name}")
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$*" >> "$CALLS"\nexit 2\n')
+    done = subprocess.run(
+        ["bash", script], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1 and "did not bind; read" in done.stderr
+    for name in ("endpoint", "router"):
+        assert (run.run_dir / name).read_text() == f"the living run's {name}"
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1, "no node was started"
+
+
 def test_a_dry_run_does_not_submit(path, environment, tmp_path):
     argv = [sys.executable, "-m", "splice", "up", str(path), "--on", "slurm", "--json"]
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 60}

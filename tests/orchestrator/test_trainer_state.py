@@ -41,6 +41,26 @@ def step(run):
     return run.client.optim_step()
 
 
+def test_a_status_says_how_the_trainer_is_apart_from_what_is_served(run, tmp_path):
+    run.replica(run.trainer())
+    run.client.run(InitialSyncJob())
+    apart = []
+    run.client.run(JOB, buffers=BUFFERS)
+    apart.append(run.client.status().apart)
+    run.client.save_checkpoint(str(tmp_path / "saved"))  # the same state
+    apart.append(run.client.status().apart)
+    step(run)
+    apart.append(run.client.status().apart)
+    run.client.load_checkpoint(str(tmp_path / "saved"))
+    apart.append(run.client.status().apart)
+    assert apart == [
+        "",
+        "",
+        "the trainer holds 1 optimizer steps after it",
+        f"the trainer holds {tmp_path / 'saved'}",
+    ]
+
+
 def restarted(replica):
     replica.live = [0, 0, 0]
     replica.restarted()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psutil
 import pytest
 
-from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import InitialSyncJob
+from orchestrator.errors import ConfigError, JobFailed
+from orchestrator.processes.identity import identity
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob
 from splice import cli, up
+from splice.run_file import load
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
 pytestmark = pytest.mark.timeout(60)
@@ -89,3 +95,140 @@ def test_up_waits_for_the_version_that_is_served_now(run):
         server.shutdown()
         server.server_close()
     assert said == ["waiting until m@0 is served"] * 2 + ["waiting until m@1 is served"]
+
+
+def _wait_served(run):
+    """What `up` says while no replica answers, and how it ends; at most 20 looks."""
+    said = []
+
+    def wait(text: str) -> None:
+        said.append(text)
+        assert len(said) < 20, said
+
+    try:
+        up._wait_served(run.client, [], wait)
+    except ConfigError as error:
+        return said, str(error)
+    return said, ""
+
+
+def test_up_says_why_the_trainer_cannot_hold_the_version_again(run):
+    """Its checkpoint is gone, or of another model: every attempt would fail alike."""
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    for node in (run.fake_trainer, run.fake_replica):
+        node.die()
+    run.lose("trainer"), run.lose("inference-0")
+    trainer = run.trainer()
+
+    def refuse(message):
+        trainer.script["LoadCheckpoint"] = refuse
+        trainer.refuse(message, code=ErrorCode.CHECKPOINT_FAILED)
+
+    trainer.script["LoadCheckpoint"] = refuse
+    run.replica(trainer)
+    said, error = _wait_served(run)
+    assert len(said) < 10 and "m@0 cannot be served again" in error and "told to" in error
+    assert run.client.status().is_final
+    with pytest.raises(JobFailed, match="nothing is served"):
+        run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+
+
+def test_up_says_that_a_version_has_another_content(run):
+    """Other base weights under the same folder."""
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.fake_replica.die()
+    run.lose("inference-0")
+    run.fake_trainer.weights = [7, 7, 7]
+    run.replica(run.fake_trainer)
+    _, error = _wait_served(run)
+    assert "m@0 cannot be served again" in error and "is not what it was" in error
+
+
+class Seen(Exception):
+    """The text that a test waits for."""
+
+
+def test_up_waits_after_a_failure_that_may_pass(run):
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.fake_replica.die()
+    run.lose("inference-0")
+    replica = run.replica(run.fake_trainer)
+
+    def refuse(message):
+        replica.script["PrepareUpdate"] = refuse
+        replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
+
+    replica.script["PrepareUpdate"] = refuse
+
+    def wait(text: str) -> None:
+        if "until m@0 is served (the last attempt failed: " in text:
+            raise Seen
+
+    with pytest.raises(Seen):
+        up._wait_served(run.client, [], wait)
+    assert not run.client.status().is_final
+
+
+def test_up_says_that_the_last_attempt_left_nothing_served(run):
+    """Nobody sends a version again to replicas with half of it, but a job."""
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    run.fake_replica.die()
+    run.lose("inference-0")
+    run.replica(run.fake_trainer).fail_transfers()
+    _, error = _wait_served(run)
+    assert "m@0 cannot be served again" in error and "told to" in error
+
+
+# ---------------------------------------------------------------- one run in a folder
+
+
+@pytest.fixture
+def own_state(tmp_path):
+    """The state that a background process in this process writes."""
+    (tmp_path / "run").mkdir()
+    up._State(tmp_path / "run").write("up", "serving")
+    return up.read_state(tmp_path / "run")
+
+
+def test_a_step_of_the_clock_kills_no_run(own_state, monkeypatch):
+    """The kernel's start times are times of day, so they move with the clock."""
+    assert up.is_alive(own_state)
+    before = psutil.Process().create_time()
+    boot_s = psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_s + 2.5)
+    assert abs(psutil.Process().create_time() - before) > 2, "the clock has made no step"
+    assert up.is_alive(own_state)
+
+
+def test_another_process_or_boot_is_not_the_run(own_state):
+    boot, ticks = own_state["identity"].split()
+    for other in (f"{boot} {int(ticks) + 1}", f"{uuid.uuid4()} {ticks}", None):
+        assert not up.is_alive({**own_state, "identity": other})
+    with subprocess.Popen(["true"]) as ended:
+        found = identity(ended.pid)
+        assert found is None or found.startswith(boot)
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert identity(ended.pid) is None, "a zombie does not run"
+    assert not up.is_alive({}) and not up.is_alive({"pid": 1, "created": 0.0})
+
+
+def test_the_folder_of_a_living_run_is_left_as_it_is(run, tmp_path, monkeypatch):
+    """Its orchestrator lives, whatever is known of its background process."""
+    monkeypatch.setattr(up, "LEAVES_S", 0.1)
+    (tmp_path / "run.toml").write_text('name="m"\nmodel="model"\n[trainer]\n[inference]\n')
+    before = {path: path.stat() for path in run.dir.iterdir()}
+    with pytest.raises(ConfigError, match=r"an orchestrator lives in .*splice stop"):
+        up.start(load(tmp_path / "run.toml"), resume=True)
+    assert (run.dir / "bound").exists() and before.keys() == {*run.dir.iterdir()}
+
+
+def test_two_starts_at_once_are_one(tmp_path):
+    lock = up._take_lock(tmp_path)
+    with pytest.raises(ConfigError, match="another `splice up`"):
+        up._take_lock(tmp_path)
+    with subprocess.Popen(["sleep", "60"], pass_fds=[lock]) as background:
+        os.close(lock)
+        with pytest.raises(ConfigError, match="another `splice up`"):
+            up._take_lock(tmp_path)
+        background.kill()
+    os.close(up._take_lock(tmp_path))

@@ -17,9 +17,15 @@ from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerCon
 from orchestrator.protocol.messages import InitialSyncJob
 from orchestrator.publication.config import PublicationConfig
 from splice.cluster import Cluster, ClusterConfig
-from tests.e2e.conftest import INFERENCE_PYTHON, ROOT, TRAINER_PYTHON, _from_the_root, models
+from tests.e2e.conftest import (
+    INFERENCE_PYTHON,
+    ROOT,
+    TRAINER_PYTHON,
+    _has_both_environments,
+    models,
+)
 
-__all__ = ["_from_the_root", "models"]
+__all__ = ["_has_both_environments", "models"]
 NAME = "tiny"
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The tiny checkpoint has no chat template of its own."""

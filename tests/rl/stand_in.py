@@ -14,6 +14,7 @@ import json
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class StandIn:
 
     def __init__(self, *, seed: int = 0, train_s: float = 0.0, token_s: float = 0.0) -> None:
         self.run_id = "a-run"
+        self.run_dir: Path | None = None
         self.draw = random.Random(seed)
         self.train_s, self.token_s = train_s, token_s
         self.version, self.weights = 0, b""

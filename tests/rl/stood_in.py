@@ -19,13 +19,14 @@ def config(**more) -> LoopConfig:
     return LoopConfig(**{"group_size": 3, "groups_per_step": 2, "sampling": sampling, **more})
 
 
-async def run_loop(run, folder, *, servers=1, reward=reward, on_step=None, **more):
+async def run_loop(run, folder, *, servers=1, reward=reward, on_step=None, optim=None, **more):
     """All steps, with servers that live as long as the loop. `on_step(step, replicas, loop)`."""
     run.servers.clear()
     replicas = [await Server(run).start() for _ in range(servers)]
     try:
         settings = config(**more)
-        async with Loop(run, folder, prompts=ROWS, reward=reward, config=settings) as loop:
+        options = {"prompts": ROWS, "reward": reward, "config": settings, "optim": optim}
+        async with Loop(run, folder, **options) as loop:
             steps = []
             async for step in loop:
                 steps.append(step)

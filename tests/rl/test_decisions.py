@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 
@@ -419,3 +420,57 @@ def test_the_first_step_of_a_start_gives_no_advice(tmp_path):
     asyncio.run(run_loop(StandIn(), tmp_path, steps=1))
     found = json.loads((tmp_path / decisions.STATUS).read_text())
     assert found["text"] == "step 1 made version 1"
+
+
+def whole_past(folder):
+    """What the whole log says, without the summaries of its segments."""
+    found = decisions.Past()
+    for line in decisions.read(folder / decisions.LOG):
+        if json.dumps(line).startswith(decisions._STEPS):
+            decisions._take(found, line)
+    return found
+
+
+def test_a_long_log_is_cut_into_segments_and_a_start_reads_the_newest_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(decisions, "SEGMENT_BYTES", 6000)
+    run, log = StandIn(), tmp_path / decisions.LOG
+    asyncio.run(run_loop(run, tmp_path, steps=9, max_staleness=1))
+    asyncio.run(run_loop(run, tmp_path, steps=15, max_staleness=1))
+    parts = decisions.segments(log)
+    assert len(parts) >= 3 and log.stat().st_size < 12_000
+    found = found_in(tmp_path)
+    assert found.violations == [] and (found.steps, found.starts) == (15, 2)
+    assert decisions.past(log) == whole_past(tmp_path)
+    assert decisions.past(log).done == 15
+
+    # Ended between copy and cut: the file is still what the newest segment has.
+    lines = list(decisions.read(log))
+    with gzip.open(parts[-1], "rb") as file:
+        log.write_bytes(file.read())
+    again = list(decisions.read(log))
+    assert again == lines[: len(again)], "nothing is read twice"
+    before = decisions.past(log)
+    for torn in (log.read_bytes(), b"", b'{"event": "segm'):
+        log.write_bytes(torn)
+        decisions.DecisionLog(log).close()
+        assert decisions.past(log) == before == whole_past(tmp_path)
+        assert log.read_text().count("\n") == 1
+
+
+def test_a_loop_goes_on_after_its_log_began_anew(tmp_path, monkeypatch):
+    """Also if it ended in the middle of a step whose batch was sent."""
+    monkeypatch.setattr(decisions, "SEGMENT_BYTES", 1)
+    run = StandIn()
+
+    async def crash_later(step, replicas, loop) -> None:
+        run.crash_at = "after submit" if step.number == 3 else ""
+
+    with pytest.raises(Crash):
+        asyncio.run(run_loop(run, tmp_path, steps=8, max_staleness=1, on_step=crash_later))
+    run.crash_at = ""
+    asyncio.run(run_loop(run, tmp_path, steps=8, max_staleness=1))
+    found = found_in(tmp_path)
+    assert found.violations == [] and (
+        found.steps,
+        len(decisions.segments(tmp_path / decisions.LOG)),
+    ) == (8, 8)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
+import re
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed
-from orchestrator.protocol.messages import NodeStatus
+from orchestrator.protocol.messages import NodeStatus, OptimParams
 from splice.rl import (
     Loop,
     LoopConfig,
@@ -233,6 +236,21 @@ def test_a_loop_that_learns_nothing_says_so_once(tmp_path, caplog):
     assert len(said) == 1
 
 
+def test_a_group_of_one_is_refused_before_anything_is_sampled(tmp_path):
+    run = StandIn()
+    with pytest.raises(ValueError, match="group_size is 1, and the advantages"):
+        asyncio.run(run_loop(run, tmp_path, steps=1, group_size=1))
+    assert not run.trained
+
+
+def test_another_learning_rate_is_warned_of_when_a_loop_goes_on(tmp_path, caplog):
+    run = StandIn()
+    with caplog.at_level(logging.WARNING, logger="splice.rl"):
+        for lr, said in ((1e-4, 0), (1e-4, 0), (1e-2, 1)):
+            asyncio.run(run_loop(run, tmp_path, steps=1, optim=OptimParams(lr=lr)))
+            assert caplog.text.count("the learning rate was 0.0001 and is 0.01 now") == said
+
+
 def test_settings_that_change_the_distribution_are_named_at_the_start(tmp_path, caplog):
     extra = {"top_p": 0.9, "stop": ["x"], "top_k": -1, "min_p": 0.0, "allowed_token_ids": [1, 2]}
     sampling = SamplingConfig(max_tokens=4, extra=extra)
@@ -299,3 +317,120 @@ def test_versions_of_others_are_said_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         asyncio.run(run_loop(run, tmp_path, steps=4, on_step=publish))
     assert caplog.text.count("somebody else trains or publishes") == 1
+
+
+class Rows(list):
+    """A data set that cannot decode its second row."""
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise ValueError("row 1 is damaged")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("half \ud83d", r"'\\ud83d' is half a character.*prompt 1 \(group 1\), sample [012]"),
+        ([1, float("nan")], "Out of range float values"),
+        (np.array([1.0, np.nan]), "Out of range float values"),
+        (b"bytes", "JSON has no bytes such as b'bytes'"),
+        ([1, {2, 3}], "JSON has no set such as"),
+        ([{"role": "user", "content": "2 + 3 ="}], "name them `messages`"),
+        (np.array([{"role": "user", "content": "2 + 3 ="}]), "name them `messages`"),
+    ],
+)
+def test_a_prompt_that_is_no_json_is_named_or_dropped(prompt, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.rl.stood_in.ROWS", [ROWS[0], {"prompt": prompt, "name": 1}, ROWS[2]])
+    with pytest.raises(SampleFailed, match=says) as failed:
+        asyncio.run(run_loop(StandIn(), tmp_path / "stop", steps=2))
+    assert failed.value.group == 1
+    steps = asyncio.run(run_loop(StandIn(), tmp_path / "drop", steps=2, on_error="drop"))
+    assert [step.metrics["dropped"] for step in steps] == [3, 0]
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_prompts_of_numpy_are_token_ids(replays, tmp_path, monkeypatch):
+    rows = [
+        {"prompt": np.array([1, 2, 3]), "name": 0},
+        {"prompt": [np.int64(1), np.int32(2), 3], "name": 1},
+    ]
+    monkeypatch.setattr("tests.rl.stood_in.ROWS", rows)
+    run = StandIn()
+    steps = asyncio.run(run_loop(run, tmp_path, steps=2, router_replay=replays))
+    for rollout in (r for step in steps for group in step.groups for r in group):
+        assert [*rollout.completion.prompt_ids] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("rows", [Rows(ROWS), [ROWS[0], "2 + 3 ="]])
+def test_a_row_that_cannot_be_read_is_named_or_dropped(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.rl.stood_in.ROWS", rows)
+    says = r"(row 1 is damaged|a prompt is a row, not str).*prompt 1 \(group 1\)"
+    with pytest.raises(SampleFailed, match=says):
+        asyncio.run(run_loop(StandIn(), tmp_path / "stop", steps=1))
+    asyncio.run(run_loop(StandIn(), tmp_path / "drop", steps=1, on_error="drop"))
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("max_new_tokens", "use max_tokens"),
+        ("stop_strings", "use stop"),
+        ("guided_regex", "use structured_outputs = {"),
+        ("eos_token_id", "use stop_token_ids"),
+        ("max_completion_tokens", "use max_tokens"),
+        ("min_token", "did you mean 'min_tokens'"),
+        ("zzzz", "'zzzz'$"),
+    ],
+)
+def test_fields_that_vllm_would_ignore_are_refused_by_name(name, right, tmp_path):
+    with pytest.raises(ConfigError, match="vLLM would ignore") as refused:
+        SamplingConfig(extra={name: 1, "stop": ["x"]})
+    assert f"'{name}'" in str(refused.value) and re.search(right, str(refused.value))
+
+    async def asks(row, sample):
+        await sample([1, 2, 3], **{name: 1})
+
+    async def go():
+        server = await Server(run := StandIn()).start()
+        try:
+            loop = Loop(run, tmp_path, prompts=ROWS, environment=asks, config=config())
+            async with loop:
+                with pytest.raises(ConfigError, match="vLLM would ignore"):
+                    await anext(aiter(loop))
+                with pytest.raises(ConfigError, match="vLLM would ignore"):
+                    await loop.sample(ROWS[:1], **{name: 1})
+        finally:
+            server.kill()
+
+    asyncio.run(go())
+
+
+def test_a_field_of_the_other_route_is_refused(tmp_path):
+    sampling = SamplingConfig(max_tokens=4, extra={"chat_template_kwargs": {"thinking": False}})
+    with pytest.raises(ConfigError, match=r"/v1/completions, for a row with `prompt`: .*'chat_"):
+        asyncio.run(run_loop(StandIn(), tmp_path, steps=1, sampling=sampling, on_error="drop"))
+
+
+def test_settings_that_are_no_json_are_refused_and_numpys_are_taken():
+    ids = np.array([5, 7])
+    assert SamplingConfig(extra={"allowed_token_ids": ids}).extra == {"allowed_token_ids": [5, 7]}
+    with pytest.raises(ConfigError, match="JSON has no set such as"):
+        SamplingConfig(extra={"stop": {"x"}})
+
+
+def test_a_second_loop_of_a_run_is_refused_in_whatever_folder(tmp_path):
+    run, run_dir = StandIn(), tmp_path / "run"
+    run.run_dir = run_dir
+    run_dir.mkdir()
+
+    async def second(step, replicas, loop):
+        other = Loop(run, tmp_path / "other", prompts=ROWS, reward=reward, config=config())
+        says = rf"another loop trains the run in {run_dir} \(pid {os.getpid()}, folder {tmp_path}/"
+        with pytest.raises(ConfigError, match=says):
+            await other.__aenter__()
+
+    asyncio.run(run_loop(run, tmp_path / "one", steps=1, on_step=second))
+    asyncio.run(run_loop(run, tmp_path / "other", steps=1))  # the first one has ended
+    run.run_dir = tmp_path / "elsewhere"  # a host that does not see the folder
+    asyncio.run(run_loop(run, tmp_path / "third", steps=1))

@@ -51,6 +51,12 @@ def test_an_answer_without_advantage_still_counts():
     assert rows["loss_mask"] == [0, 0, 0, 1, 1]
 
 
+def test_weights_of_zeros_are_a_loss_of_0():
+    """A satisfied hinge, for example: a refusal would end the SDK's client."""
+    rows = buffers(planned(passing(datum(target_tokens=TARGETS, weights=[0.0] * 4))))
+    assert rows["loss_mask"] == [0.0] * 5
+
+
 def test_logprobs_come_back_at_their_targets():
     done = planned(passing(datum(**RL, advantages=[0.0, 0.0, 1.0, 1.0]), loss="cispo"))
     (found,) = done.by_datum(np.array([0.0, -1, -2, -3, -4], "f4"))
@@ -145,7 +151,6 @@ REFUSALS = {
         passing(datum(target_tokens=[18, 33, 101, 7], weights=[0.0] * 4), forward_only=True),
         "target_tokens[0] is 18",
     ),
-    "no loss": (passing(datum(target_tokens=TARGETS, weights=[0.0] * 4)), "no position carries"),
     "short": (
         passing(datum(target_tokens=TARGETS, weights=[1.0])),
         "datum 0: weights has 1 values and the shape [1]; model_input has 4 tokens",

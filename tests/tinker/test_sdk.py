@@ -95,7 +95,8 @@ def test_inflight_and_old_snapshots(server, sdk_python):
     np.testing.assert_allclose(found["scored_later"], found["scored"], atol=SHARP)
 
     headers = {"x-api-key": (server.run_dir / "tinker" / "api_key").read_text().strip()}
-    with httpx.Client(base_url=f"{server.url}/api/v1", headers=headers, timeout=60) as http:
+    url = f"{server.url}/api/v1"
+    with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
         body = {
             "sampling_session_id": found["sampler"],
             "seq_id": 10**6,

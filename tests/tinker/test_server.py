@@ -316,6 +316,21 @@ def test_a_server_that_was_away_ends_no_model(run):
     asyncio.run(go())
 
 
+def test_a_step_of_the_clock_ends_no_model(run, monkeypatch):
+    async def go():
+        async with serving(run.dir, session_timeout_s=1.0) as caller:
+            await with_model(caller)
+            first, now = caller.session, time.time
+            monkeypatch.setattr(time, "time", lambda: now() + 3600)
+            body = {"session_id": await caller.new_session(), "model_seq_id": 0, "base_model": "m"}
+            asked = asyncio.ensure_future(caller.refused("create_model", body))
+            await asyncio.sleep(0.3)
+            await caller.post("session_heartbeat", {"session_id": first})
+            assert f"session {first} trains" in await asked
+
+    asyncio.run(go())
+
+
 def test_folders_of_checkpoints_go_when_nothing_needs_them(run):
     """Neither a replaced one nor the newest, which a restarted trainer loads, is left or missed."""
 

@@ -36,6 +36,7 @@ from trainer_node.model import topology
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import finalize_gradients
 from trainer_node.tools.reference import with_single_experts
+from trainer_node.training import served_weights
 from trainer_node.training.batch import MicroBatch
 from weight_transfer.layout import torch_dtype
 
@@ -156,6 +157,44 @@ def wired(model: Model, exporter: Exporter) -> dict[str, torch.Tensor]:
     return found
 
 
+def as_served(model: Model, micro: MicroBatch) -> tuple[torch.Tensor, dict[Any, Any]]:
+    """Log-probs and gradients with the merged weights."""
+    served = served_weights.of(model)
+    with served.all():
+        served_LV = family.log_probs(model, micro)
+        found = gradients(model, served_LV, micro)
+    for p in model.params:
+        p.drop_grad()
+    with torch.no_grad(), served.one_by_one():
+        assert torch.equal(family.log_probs(model, micro), served_LV)
+    return served_LV.detach(), found
+
+
+def check_served_bits(model: Model, exporter: Exporter, merged: dict[str, torch.Tensor]) -> None:
+    """The weights of `served_weights`, exported without adapters, are the publication's bits."""
+    adapters = list(model.adapters.by_module.values())
+    Bs = [p for adapter in adapters for p in adapter.lora_B.values()]
+    kept = [p.detach().clone() for p in Bs]
+    with served_weights.of(model).all(), torch.no_grad():
+        point_at_stacks(model)
+        for p in Bs:
+            p.zero_()
+        for name, tensor in exporter.merged_tensors():
+            # Rank 0 alone has whole adapters.
+            assert dist.get_rank() or torch.equal(tensor, merged[name]), name
+        for p, whole in zip(Bs, kept, strict=True):
+            p.copy_(whole)
+    point_at_stacks(model)
+
+
+def point_at_stacks(model: Model) -> None:
+    """Let experts' parameters, which an export reads, be views of the present stacks."""
+    for experts in model.experts:
+        for linear, stack in (("linear_fc1", "fc1_E2FH"), ("linear_fc2", "fc2_EHF")):
+            for e, weight in enumerate(getattr(experts, stack)):
+                getattr(getattr(experts.layer.experts, linear), f"weight{e}").data = weight
+
+
 def main() -> None:
     """See the module's docstring."""
     out, name, targets = Path(sys.argv[1]), sys.argv[3], tuple(sys.argv[4].split(","))
@@ -198,12 +237,15 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
     adapter = Path(written.name)
     if stacks:
         peft_io.write_stacks(adapter, stacks, lora=lora, model=folder)
+    served_LV, served_gradients = as_served(model, micro)
     log_probs_LV = family.log_probs(model, micro)
-    with torch.no_grad(), model.adapters.switched(on=False):
+    with torch.no_grad(), model.adapters.switched("base"):
         base_LV = family.log_probs(model, micro)
     result: dict[str, Any] = {
         "ours": family.whole(log_probs_LV, micro),
         "base": family.whole(base_LV, micro),
+        "served": family.whole(served_LV, micro),
+        "served_gradients": served_gradients,
         "our_gradients": gradients(model, log_probs_LV, micro),
         "names": sorted({name for name, _ in by_key(stacks)}),
         "fallbacks": model.fallbacks,
@@ -214,6 +256,7 @@ def run(model: Model, folder: Path) -> dict[str, Any]:
         check_reload(model, adapter)
     exporter = Exporter(model)
     merged = {n: t.clone() for n, t in exporter.merged_tensors()}
+    check_served_bits(model, exporter, merged)
     sent = wired(model, exporter)
     if dist.get_rank() == 0:
         result["merged"], result["wired"] = (from_tensors(folder, t) for t in (merged, sent))

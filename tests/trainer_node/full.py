@@ -87,7 +87,7 @@ def check_refusals(trainer: Trainer, out: Path) -> None:
     """What needs adapters says so, and leaves what is pending."""
     trainer.forward_backward(make_batch(), LOSS)
     with pytest.raises(ConfigError, match=r"needs adapters.*finetuning_type = 'full'"):
-        trainer.forward(make_batch(), adapters=False)
+        trainer.forward(make_batch(), mode="base")
     with pytest.raises(ConfigError, match="reference 'base'"):
         trainer.check(make_batch(), LossSpec(kl=KlSpec(coefficient=0.1, reference="base")))
     with pytest.raises(ConfigError, match="adapter"):

@@ -349,6 +349,7 @@ def check_steps(trainer: Trainer) -> None:
         )
         assert totals["loss"] == pytest.approx(weighted / (6 if skipped else 8), rel=1e-6)
     check_refused_steps(trainer, good, skips)
+    check_no_signal(trainer, good)
 
 
 def composed_steps(trainer: Trainer, batch: Batch, message: TrainLora) -> tuple[list[dict], dict]:
@@ -380,16 +381,34 @@ def steps_of_a_job(trainer: Trainer, batch: Batch, message: TrainLora) -> tuple[
     return [timeless(s.metrics) for s in done], steps.total_metrics(done)
 
 
+def check_no_signal(trainer: Trainer, batch: Batch) -> None:
+    """A gradient of zeros leaves weights and moments as they are: AdamW's momentum would go on."""
+    spec, optim = LossSpec(name="importance_sampling"), OptimParams(lr=1e-2)
+    trainer.train_step(batch, spec, optim)
+    before = state(trainer)
+    for name in ("advantages_T", "loss_mask_T"):
+        empty = replace(batch, **{name: torch.zeros_like(batch.advantages_T)})
+        metrics = trainer.train_step(empty, spec, optim.model_copy(update={"lr": 1.0}))
+        assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
+        assert metrics["tokens"] == empty.num_loss_tokens
+        assert same(before, state(trainer))
+    job = training(spec, mini_batch_sequences=2)
+    done = steps.train(trainer, batch, job, on_step=lambda *_: None)
+    assert [s.metrics["grad_norm"] > 0 for s in done] == [
+        True,
+        True,
+        False,
+    ]  # the last has no token
+    assert not same(before, state(trainer))
+    assert steps.total_metrics(done)["tokens"] == batch.num_loss_tokens
+
+
 def check_refused_steps(trainer: Trainer, good: Batch, skips: Batch) -> None:
     """What any mini-batch would be refused for leaves everything as it was; all steps skipped fail
     the job, weights untouched.
     """
     spec, before, counted = SPECS["cispo_sequences"], state(trainer), trainer.num_steps
     trainer.forward_backward(good, spec)
-    with pytest.raises(
-        BatchError, match="sequences 4 to 4: loss_mask is 0 everywhere, so mini-batch 2 has nothing"
-    ):
-        steps.train(trainer, good, training(spec, mini_batch_sequences=2), on_step=lambda *_: None)
     other = spec.model_copy(update={"normalize_by": "tokens"})
     with pytest.raises(ConfigError, match="pending batches came with"):
         trainer.check(good, other)
@@ -521,7 +540,7 @@ def with_peft_adapter(trainer: Trainer, scored: Batch, peft: Path, back: Path) -
 def check_identity_adapters(trainer: Trainer) -> None:
     """Fresh adapters are the base: the same log-probs to the bit, so no divergence from it."""
     batch = batch_for("cross_entropy")
-    on, off = trainer.forward(batch), trainer.forward(batch, adapters=False)
+    on, off = trainer.forward(batch), trainer.forward(batch, mode="base")
     assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
     sums = trainer.forward_backward(batch, SPECS["dapo_kl_entropy"])
     assert sums.kl == 0.0
@@ -547,7 +566,7 @@ def main() -> None:
     scored = replace(everything, loss_mask_T=ones_T)
     result = {
         "policy": torch.stack(trainer.forward(scored)),
-        "base": torch.stack(trainer.forward(scored, adapters=False)),
+        "base": torch.stack(trainer.forward(scored, mode="base")),
         "allowed": torch.stack(trainer.forward(scored, allowed_token_ids=range(150))),
         "losses": check_pieces(trainer),
     }

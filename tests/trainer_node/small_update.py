@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file
@@ -33,6 +34,7 @@ from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.hf_export import MERGE, export_hf
 from trainer_node.export.merged import Exporter
 from trainer_node.state import checkpoint
+from trainer_node.state.generations import CheckpointError
 from trainer_node.training.trainer import Trainer
 
 TOKENS = 4096
@@ -163,7 +165,7 @@ def check_checkpoint(trainer: Trainer, folder: Path) -> None:
     export_hf(trainer.model, exporter, folder / "hf", shard_bytes=1 << 30)
     assert json.loads((folder / "hf" / MERGE).read_text()) == {"mode": "nearest", "seed": 5}
     exported = load_file(folder / "hf" / "model.safetensors")
-    assert all(torch.equal(exported[n].view(torch.int16), t) for n, t in want.items())
+    assert all(torch.equal(exported[n].view(torch.int16), t.cpu()) for n, t in want.items())
     adapters.rounding = configured
     found = merged()
     assert any(not torch.equal(found[name], want[name]) for name in want)
@@ -171,6 +173,9 @@ def check_checkpoint(trainer: Trainer, folder: Path) -> None:
     assert adapters.rounding == Rounding(mode="nearest", seed=5)
     found = merged()
     assert all(torch.equal(found[name], want[name]) for name in want)
+    trainer.model.checkpoint.fingerprint = "f" * 32
+    with pytest.raises(CheckpointError, match=r"trained on other base weights .* now ffff"):
+        checkpoint.load(trainer, folder / "saved")
     trainer.train_step(make_batch(), LossSpec(name="grpo"), OptimParams(lr=1e-3))
     assert adapters.rounding == Rounding(mode="stochastic", seed=5)
 

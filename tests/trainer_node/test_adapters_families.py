@@ -61,13 +61,18 @@ def check(result: dict[str, Any], family: str) -> None:
     assert (result["ours"] - result["theirs"]).abs().max() <= allowed
     for other in ("base", "stepped"):
         assert (result["ours"] - result[other]).abs().max() > 1e4 * allowed
-    for export in ("merged", "wired"):
+    for export in ("merged", "wired", "served"):
         # The merge rounds every weight once more.
         allowed = bound(result, family, products=6)
         assert (result["ours"] - result[export]).abs().max() <= allowed, export
-    ours, theirs = result["our_gradients"], result["their_gradients"]
-    if not theirs:  # PEFT fuses these adapters
-        return
+    ours = result["our_gradients"]
+    compare(ours, result["served_gradients"], family)
+    if theirs := result["their_gradients"]:  # PEFT fuses some adapters
+        compare(ours, theirs, family)
+
+
+def compare(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor], family: str) -> None:
+    """Gradients of each matrix."""
     assert ours.keys() == theirs.keys()
     largest = max(t.abs().max().item() for t in theirs.values())
     relative = chain_error_bound(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import make
-from trainer_node.model.hf import tensor_files
+from trainer_node.model.hf import fingerprint, tensor_files
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -40,6 +40,31 @@ def other_head(tensors: dict[str, torch.Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
 
+def as_bin(folder: Path) -> Path:
+    make("llama", folder)
+    (file,) = set(tensor_files(folder).values())
+    torch.save(load_file(file), folder / "pytorch_model.bin")
+    for path in folder.glob("*safetensors*"):
+        path.unlink()
+    return folder
+
+
+def without_weights(folder: Path) -> Path:
+    as_bin(folder)
+    (folder / "pytorch_model.bin").unlink()
+    return folder
+
+
+def naming(folder: Path, *architectures: str) -> Path:
+    make("llama", folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["architectures"]
+    named = {"architectures": architectures} if architectures else {}
+    path.write_text(json.dumps(config | named))
+    return folder
+
+
 MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "cut": (cut, r"\.safetensors cannot be read: .*is it complete\?"),
     "nan": (
@@ -57,6 +82,13 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "another-name": (
         lambda f: changed(f, lambda t: t.update({"model.layers.1.mlp.gate.weight": t.pop(GATE)})),
         rf"lacks 1 of the model's tensors, e.g. {GATE}, and has model.layers.1.mlp.gate.weight",
+    ),
+    "bin": (as_bin, r"has its weights in pytorch_model\.bin, and splice reads \*\.safetensors"),
+    "no-weights": (without_weights, r"has no \*\.safetensors; download the model's weights"),
+    "no-class": (naming, r'names nothing in architectures; name .*\["LlamaForCausalLM"\]$'),
+    "another-class": (
+        lambda f: naming(f, "LlamaModel"),
+        r"names \['LlamaModel'\] in architectures; name the causal",
     ),
     "a-bias-without-a-mapping": (
         lambda f: make("llama", f, attention_bias=True),
@@ -79,12 +111,28 @@ def test_what_nobody_reads_is_named(torchrun: Ranks, tmp_path: Path) -> None:
     )
 
 
-def test_what_is_rounded_is_named(torchrun: Ranks, tmp_path: Path) -> None:
+def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
+    """Other files of the same weights have the same."""
+    folder = make("llama", tmp_path / "model")
+    whole = fingerprint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for part, some in (("a", names[:5]), ("b", names[5:])):
+        save_file({n: tensors[n] for n in some}, folder / f"model-{part}.safetensors")
+    assert fingerprint(folder) == whole
+    tensors[GATE] += 1e-3
+    save_file({n: tensors[n] for n in names[5:]}, folder / "model-b.safetensors")
+    assert fingerprint(folder) != whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_rounded_is_named(torchrun: Ranks, tmp_path: Path, dtype: str) -> None:
     folder = make("llama", tmp_path / "model", "bfloat16")
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    save_file(tensors | {GATE: tensors[GATE].float()}, file, {"format": "pt"})
-    said = rf"1 of \d+ tensors of the checkpoint are float32, e\.g\. {GATE}; .* rounded"
+    save_file(tensors | {GATE: tensors[GATE].to(getattr(torch, dtype))}, file, {"format": "pt"})
+    said = rf"1 of \d+ tensors of the checkpoint are {dtype}, e\.g\. {GATE}; .* rounded"
     torchrun(1, "refused_start", folder, said, "bfloat16")
 
 

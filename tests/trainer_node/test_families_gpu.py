@@ -50,12 +50,12 @@ def check(result: dict[str, Any], ours: str) -> None:
     assert distance(result[ours], theirs) <= allowed
 
 
-def check_gradients(result: dict[str, Any]) -> None:
+def check_gradients(result: dict[str, Any], ours: str = "our_gradients") -> None:
     """Of all tensors together."""
     theirs = result["their_gradients"]
     allowed = TIMES_FLIPPED * distance(result["their_rounded_gradients"], theirs)
     assert allowed > 0
-    assert distance(result["our_gradients"], theirs) <= min(allowed, 0.7)
+    assert distance(result[ours], theirs) <= min(allowed, 0.7)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,10 +80,11 @@ def test_adapters_are_pefts(tmp_path: Path, family: str, targets: str) -> None:
     run_on_gpus(1, "adapted", out, tmp_path, name, targets, 1, 1, 1, 1, 1, "cuda")
     result = torch.load(out)
     check(result, "ours")
-    for export in ("merged", "wired"):
+    for export in ("merged", "wired", "served"):
         check(result, export)
     rounding = typical(result["their_rounded"], result["theirs"])
     for other in ("base", "stepped"):
         assert typical(result[other], result["ours"]) > VISIBLE * rounding
     if result["their_gradients"]:  # else PEFT fuses these adapters
         check_gradients(result)
+        check_gradients(result, "served_gradients")

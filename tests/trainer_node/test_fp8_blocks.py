@@ -64,6 +64,14 @@ def test_bridge_sees_bf16_under_the_weights_names(arch: str, tmp_path: Path) -> 
     assert same(seen.state[some], want)
 
 
+def test_an_fp8_base_that_is_served_in_fp8_is_said_to_lose_small_updates(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "fp8")
+    main(["--out", str(tmp_path / "plain")])
+    assert "rounded away" in fp8_blocks.loss_of(tmp_path / "fp8", {"per_block"})
+    assert not fp8_blocks.loss_of(tmp_path / "fp8", {"per_channel"})
+    assert not fp8_blocks.loss_of(tmp_path / "plain", {"per_block"})
+
+
 def test_another_quantisation_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     file = tmp_path / "config.json"

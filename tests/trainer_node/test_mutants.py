@@ -34,6 +34,7 @@ GENERATIONS, OPERATIONS = (
 DROPOUT = "tests/trainer_node/test_dropout.py"
 GATHER = "tests/trainer_node/test_gather.py"
 ROUNDING = "tests/trainer_node/test_rounding.py"
+SERVED = "tests/trainer_node/test_served_weights.py::test_the_trainer_computes_with_what_is_served"
 PEFT = "tests/trainer_node/test_peft_io.py"
 EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
 FUSED = "tests/trainer_node/test_fp8_export.py::test_the_fused_kernels_interpreted"
@@ -588,9 +589,38 @@ MUTANTS = [
     Mutant(
         name="the reference is the policy itself",
         file="trainer_node/adapters/lora.py",
-        old="before, self._on = self._on, on",
-        new="before, self._on = self._on, True",
+        old="before, self.mode = self.mode, mode",
+        new='before, self.mode = self.mode, "adapters"',
         killer=ONE_RANK,
+    ),
+    Mutant(
+        name="trained on the served weights, the input gets the adapter's gradient twice",
+        file="trainer_node/adapters/dense_lora.py",
+        old="_Learn.apply(out, self(x.detach()), ",
+        new="_Learn.apply(out, self(x), ",
+        killer=f"{SERVED}[dense]",
+    ),
+    Mutant(
+        name="the same of experts",
+        file="trainer_node/model/experts.py",
+        old="added1, added2 = (None, None) if ctx.is_served else (fc1, fc2)",
+        new="added1, added2 = fc1, fc2",
+        killer=f"{SERVED}[moe]",
+    ),
+    Mutant(
+        name="served weights of the step before",
+        file="trainer_node/training/trainer.py",
+        old="return served.all() if numerics",
+        new="return served.all(anew=False) if numerics",
+        killer=f"{SERVED}[dense]",
+    ),
+    Mutant(
+        name="a layer of experts shares the buffer of its shared experts",
+        file="trainer_node/training/served_weights.py",
+        old="return type(self.module), self.dtype",
+        new="return nn.Module, self.dtype",
+        killer="tests/trainer_node/test_adapters_families.py::test_adapters_are_pefts"
+        "[qwen3_5_moe-all-linear]",
     ),
     Mutant(
         name="entropy bonus with the wrong sign",
@@ -714,7 +744,7 @@ MUTANTS = [
     Mutant(
         name="the output layer's adapter is not used",
         file="trainer_node/adapters/lora.py",
-        old="return weight_VH if self._head is None or not self._on else self._head.sum()",
+        old='return weight_VH if self._head is None or self.mode == "base" else self._head.sum()',
         new="return weight_VH",
         killer="tests/trainer_node/test_topologies.py"
         "::test_two_steps_equal_transformers_and_peft[dense_untied_head]",

@@ -242,7 +242,10 @@ def test_a_whole_life(name: str, ranks: int, parallel: dict, models, tmp_path: P
         )
         assert [phase for _, phase, _ in control.progress] == ["training", "saving"]
         assert result["metrics"]["grad_norm"] > 0
-        assert set(result["metrics"]) == documented("all", SAMPLER, "steps", "LoRA versions")
+        assert set(result["metrics"]) == documented(
+            "all", SAMPLER, "steps", "LoRA versions", "LoRA, on policy, every 10 steps"
+        )
+        assert result["metrics"]["gap_weights_mean"] == 0.0  # B is zero
         assert set(result["steps"][0]) == documented("all", SAMPLER, "steps")
         assert 0 < result["seconds"]["to_first_forward"] < result["seconds"]["train"] + 1
         released, _ = control.ok(ReleaseMemory)
@@ -516,8 +519,9 @@ def test_operations(models, tmp_path: Path) -> None:
     """Forward, two forward_backward, a step, an export that transformers loads; bad input, a
     skipped step and a dropped gradient.
     """
+    from transformers import AutoModelForCausalLM
+
     from orchestrator.protocol.messages import forward_specs
-    from tests.trainer_node.tiny import hf_model
 
     values = arrays()
     tokens, lengths = values["tokens"], values["sequence_lengths"]
@@ -526,7 +530,10 @@ def test_operations(models, tmp_path: Path) -> None:
     fields, buffers = training()
     batch = {"loss": LossSpec(name="cross_entropy"), "tensors": fields["tensors"]}
 
-    with node(models["dense_untied"], tmp_path, ranks=2, pipeline=2) as (control, process):
+    model = shutil.copytree(models["dense_untied"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    with node(model, tmp_path, ranks=2, pipeline=2) as (control, process):
         assert control.refused(OptimStep).code == "not_ready"
         _, found = control.ok(Forward, scoring, **asked)
         first = np.frombuffer(found[0], np.float32)
@@ -579,12 +586,13 @@ def test_operations(models, tmp_path: Path) -> None:
         result, _ = control.ok(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
         assert not theirs.parent.exists() and not (tmp_path / "hf" / "BEGUN").exists()
         assert len(result["files"]) > 2
-        assert (
-            control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000).code
-            == "checkpoint_failed"
-        )
+        taken = control.refused(ExportHf, output_dir=str(tmp_path / "hf"), shard_bytes=100_000)
+        assert taken.code == "checkpoint_failed" and "choose another folder" in taken.message
+        assert "The trainer is unchanged" in taken.remedy, "nothing needs to be loaded"
         assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
-        exported = hf_model(tmp_path / "hf")
+        assert len({p.stat().st_mode for p in (tmp_path / "hf").iterdir()}) == 1
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+        assert exported.dtype is torch.float32
         start = 0
         for length in lengths:
             ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))

@@ -203,8 +203,7 @@ class TestBatch:
     def test_all_masked(self) -> None:
         values = arrays()
         values["loss_mask"][:] = 0
-        with pytest.raises(BatchError, match="every sequence: loss_mask is 0"):
-            make_batch(values)
+        assert make_batch(values).num_loss_tokens == 0
 
     def test_empty(self) -> None:
         with pytest.raises(BatchError, match="the batch is empty"):

@@ -24,9 +24,10 @@ from trainer_node.adapters.merge import LoraDelta
 from trainer_node.adapters.peft_io import gather_deltas
 from trainer_node.adapters.rounding import NEAREST, Corner, Rounding, delta_of, merge_matrix
 from trainer_node.export.merged import Exporter
+from trainer_node.export.runs import Run
 from trainer_node.export.wire_export import Delta
 from trainer_node.training import served_share
-from trainer_node.training.served_share import Run, Sums, metrics_of, sums_of
+from trainer_node.training.served_share import Sums, metrics_of, sums_of
 from trainer_node.training.trainer import Trainer
 
 ULP = 2.0**-7

@@ -114,7 +114,9 @@ class WeightAdapter(_Adapter):
         super().__init__(linears=[linear], **settings)
         self._module, self._name = [module], name  # a list: the module is no part of this one
         self._rounding = rounding
-        self._rows_N = self.places[0].rows_N.to(self.lora_B["0"].device)
+        rows_N = self.places[0].rows_N
+        self._rows_N = rows_N.to(self.lora_B["0"].device)
+        self._is_in_order = torch.equal(rows_N, torch.arange(len(rows_N)))
         self.has_partial_a = linear.place.split == "rows"
 
     @property
@@ -135,19 +137,18 @@ class WeightAdapter(_Adapter):
     @torch.no_grad()
     def _merged(self) -> torch.Tensor:
         weight, place, first = self.weight.detach(), self.places[0], 0
-        in_order = torch.equal(place.rows_N, torch.arange(len(place.rows_N)))
         found = []
         for row, count in place.runs:
             own = slice(first, first + count)
             corner = Corner(f"{self.names[0]}.weight", row, place.columns[0])
             lora_A, lora_B = self.lora_A["0"].detach(), self.lora_B["0"].detach()[own]
-            rows_OI = weight[own if in_order else self._rows_N[own]]
+            rows_OI = weight[own if self._is_in_order else self._rows_N[own]]
             rounding = self._rounding()
             found.append(
                 merged(rows_OI, lora_B, lora_A, scale=self.scale, rounding=rounding, corner=corner)
             )
             first += count
-        if in_order:
+        if self._is_in_order:
             rest = [weight[first:]] if first < len(weight) else []
             return found[0] if len(found) == 1 and not rest else torch.cat([*found, *rest])
         return weight.index_copy(0, self._rows_N, torch.cat(found))
@@ -244,6 +245,12 @@ class DenseAdapter(_Adapter):
         added: torch.Tensor = _AddProduct.apply(out, h, lora_B_OQ)
         return added
 
+    def learn_from(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`out`, of a linear that has the adapters in its weight. A and B get the gradients of
+        `add_to`; x gets them from the linear."""
+        learnt: torch.Tensor = _Learn.apply(out, self(x.detach()), self._packed_b(out.dtype))
+        return learnt
+
     def _packed_b(self, dtype: torch.dtype) -> torch.Tensor:
         """B of all parts, each in its columns, rows in the fused linear's order. [O local, Q]"""
         num = len(self.lora_B)
@@ -327,3 +334,15 @@ class _AddProduct(torch.autograd.Function):
         h, lora_B_OQ = ctx.saved_tensors
         flat = grads[0].reshape(-1, grads[0].shape[-1])
         return grads[0], (flat @ lora_B_OQ).view_as(h), flat.t() @ h.reshape(-1, h.shape[-1])
+
+
+class _Learn(_AddProduct):
+    """The gradients of `_AddProduct`, whose product `out` has already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, h: torch.Tensor, lora_B_OQ: torch.Tensor
+    ) -> torch.Tensor:
+        """[..., O], [..., Q], [O, Q] -> [..., O]"""
+        ctx.save_for_backward(h, lora_B_OQ)
+        return out.view_as(out)

@@ -22,7 +22,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"\.\d+\.")
 
 Adapter = DenseAdapter | WeightAdapter
+Mode = Literal["adapters", "base", "served"]
+"""How the model runs: the adapters add their products; without them; or its weights are a
+publication's, and the adapters only learn."""
 
 
 class LocalMatrix(NamedTuple):
@@ -104,6 +107,7 @@ class ExpertAdapter(nn.Module):
         super().__init__()
         self._group, self.places = tensor_group(expert=True), places
         self.names, self.scale = names, lora.alpha / lora.rank
+        self.num_experts = max(len(experts) for experts in names if experts is not None)
         self._dropout = dropout
         self._keys = [key_of(experts[0]) for experts in names if experts is not None]
         self._orders = list(_orders(places, device))
@@ -127,6 +131,13 @@ class ExpertAdapter(nn.Module):
     def add_to(self, out: torch.Tensor, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """The linear's output with the adapters' added, [t, P * O]."""
         return products.added(out, self(x, m_splits))
+
+    def learn_from(
+        self, out: torch.Tensor, x: torch.Tensor, m_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """`out`, of a linear that has the adapters in its weight. A and B get the gradients of
+        `add_to`; x gets them from the linear."""
+        return products.learnt(out, self(x.detach(), m_splits))
 
     def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """[t, I] sorted by expert -> [t, P * O]; `m_splits[e]` rows belong to local expert e."""
@@ -284,6 +295,8 @@ class AdapterSet:
         step on as the config says, with the run's seed."""
         self.sample: Any = None
         """What `training.served_share` keeps of these adapters."""
+        self.served: Any = None
+        """What `training.served_weights` keeps of them."""
         self._config, self._bridge, self._state = config, bridge, state
         self._settings: dict[str, Any] = {"lora": lora, "seed": seed, "device": device}
         self.adapters: list[DenseAdapter | WeightAdapter | ExpertAdapter] = []
@@ -298,7 +311,8 @@ class AdapterSet:
         """Linears that must return their norm's output."""
         self._hooks: list[Any] = []
         self._head: WeightAdapter | None = None
-        self._on = True
+        self.mode: Mode = "adapters"
+        """Set by `switched`."""
         self.dropout = Dropout(
             lora.dropout,
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -418,7 +432,7 @@ class AdapterSet:
         if norms:
             self._add_before(norms[0], module, adapter)
         else:
-            self._hook(module, "register_forward_hook", _add_delta(adapter, lambda: self._on))
+            self._hook(module, "register_forward_hook", _with_adapter(adapter, self))
 
     def _adapt_head(self, task: Any) -> None:
         if self._settings["lora"].dropout:
@@ -444,10 +458,10 @@ class AdapterSet:
 
     def of_head(self, weight_VH: torch.Tensor) -> torch.Tensor:
         """The output layer's weight, or its sum with the delta while it has an adapter."""
-        return weight_VH if self._head is None or not self._on else self._head.sum()
+        return weight_VH if self._head is None or self.mode == "base" else self._head.sum()
 
     def _put(self, weight: WeightAdapter) -> None:
-        if self._on:
+        if self.mode != "base":
             weight.put()
 
     def _add_before(self, norm: nn.Module, linear: nn.Module, adapter: DenseAdapter) -> None:
@@ -459,7 +473,7 @@ class AdapterSet:
 
         def add(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs.pop()
-            return (adapter.add_to(args[0], x) if self._on else args[0], *args[1:])
+            return (self.applied(adapter, args[0], x), *args[1:])
 
         self._hook(linear, "register_forward_pre_hook", note)
         self._hook(norm, "register_forward_pre_hook", add)
@@ -486,7 +500,7 @@ class AdapterSet:
         )
         self.adapters.append(adapter)
         self.by_module[module] = adapter
-        self._hook(module, "register_forward_hook", _add_delta(adapter, lambda: self._on))
+        self._hook(module, "register_forward_hook", _with_adapter(adapter, self))
 
     def _hook(self, module: nn.Module, kind: str, hook: Callable[..., Any], **options: Any) -> None:
         self._wanted.append((module, kind, hook, options))
@@ -499,19 +513,28 @@ class AdapterSet:
             getattr(module, kind)(hook, **options) for module, kind, hook, options in self._wanted
         ]
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the model runs with its adapters at present (`switched`)."""
-        return self._on
-
     @contextlib.contextmanager
-    def switched(self, *, on: bool) -> Iterator[None]:
-        """Within the block the model runs with its adapters (on) or as the bare base (off)."""
-        before, self._on = self._on, on
+    def switched(self, mode: Mode) -> Iterator[None]:
+        """Run so within the block. For "served" the caller has put the weights in place."""
+        before, self.mode = self.mode, mode
         try:
             yield
         finally:
-            self._on = before
+            self.mode = before
+
+    def applied(
+        self, adapter: DenseAdapter | ExpertAdapter, out: torch.Tensor, *inputs: Any
+    ) -> torch.Tensor:
+        """A linear's output, as the present mode wants it."""
+        if self.mode == "adapters":
+            return adapter.add_to(out, *inputs)
+        if self.mode == "served" and torch.is_grad_enabled():
+            return adapter.learn_from(out, *inputs)
+        return out
+
+    def module_of(self, adapter: DenseAdapter | ExpertAdapter) -> nn.Module:
+        """The linear that an adapter belongs to."""
+        return next(module for module, own in self.by_module.items() if own is adapter)
 
     # ------------------------------------------------------------ parameters
 
@@ -572,9 +595,9 @@ def _refusal(task: Any, lora: LoraConfig) -> str | None:
     return None
 
 
-def _add_delta(adapter: DenseAdapter | ExpertAdapter, is_on: Callable[[], bool]) -> Any:
-    """A forward hook that adds the adapter's delta, while it is on, to what Megatron's and
-    TransformerEngine's linears return."""
+def _with_adapter(adapter: DenseAdapter | ExpertAdapter, adapters: AdapterSet) -> Any:
+    """A forward hook that applies the adapter to what Megatron's and TransformerEngine's linears
+    return."""
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], output: tuple[Any, Any]
@@ -583,6 +606,6 @@ def _add_delta(adapter: DenseAdapter | ExpertAdapter, is_on: Callable[[], bool])
         x, *rest = args
         if isinstance(out, tuple):  # (out, norm output)
             out, x = out
-        return (adapter.add_to(out, x, *rest) if is_on() else out), bias
+        return adapters.applied(adapter, out, x, *rest), bias
 
     return hook

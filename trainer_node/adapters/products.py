@@ -44,6 +44,12 @@ def added(out: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def learnt(out: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    """`out` itself, with the gradients of `added`."""
+    found: torch.Tensor = _Learnt.apply(out, product)
+    return found
+
+
 @torch.no_grad()
 def sum_of(out: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """`added` of bf16, without gradients."""
@@ -69,6 +75,18 @@ class _Added(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of both."""
         return grads[0], grads[0].to(ctx.dtype)
+
+
+class _Learnt(torch.autograd.Function):
+    """`learnt`."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """[..., O], [..., O] -> [..., O]"""
+        ctx.dtype = product.dtype
+        return out.view_as(out)
+
+    backward = _Added.backward
 
 
 def add_product_(out_TO: torch.Tensor, h_TQ: torch.Tensor, lora_B_OQ: torch.Tensor) -> None:

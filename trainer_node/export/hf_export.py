@@ -14,15 +14,16 @@ bytes of a publication to a server that loaded it. Config and tokenizer are copi
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import Manifest
@@ -31,12 +32,15 @@ from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.merged import Exporter
 from trainer_node.lockstep import Failure, agree
 from trainer_node.model import fp8_blocks
-from trainer_node.model.hf import tensor_dtypes
+from trainer_node.model.hf import save_tensors, tensor_dtypes
 from trainer_node.model.model import Model
 from trainer_node.state import generations
 from trainer_node.state.generations import CheckpointError, write_file
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_DTYPES = ("dtype", "torch_dtype")
+"""Keys of a config, in transformers 5 and 4."""
+_TOWER = re.compile("vision|audio|image|video")
 INDEX = "model.safetensors.index.json"
 MERGE = "splice_merge.json"
 """Mode and seed of the rounding with which adapters were merged."""
@@ -78,7 +82,7 @@ def export_hf(
 
     Raises:
         ConfigError: on every rank: `fp8_like` is no such checkpoint of this model.
-        CheckpointError: on every rank, if the folder exists, a foreign file is in the way, or rank
+        ExportError: on every rank, if the folder exists, a foreign file is in the way, or rank
             0 could not write.
         ManifestError, MergePlanError: see `Exporter`.
     """
@@ -98,6 +102,7 @@ def export_hf(
                     manifest,
                     plan,
                     sent,
+                    dtype=model.config.dtype,
                     merged=None if model.trains_all else model.rounding,
                     is_fp8=bool(scaled),
                 )
@@ -122,8 +127,14 @@ def _scaled_in(model: Model, folder: Path | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def _failed(folder: Path, failures: Sequence[Failure], _: Exception | None) -> CheckpointError:
-    return CheckpointError(f"exporting to {folder} failed: {failures[0]}")
+class ExportError(CheckpointError):
+    """A folder could not be written. The trainer's state is what it was."""
+
+    remedy = "Fix the disk, or choose another folder; then export again. The trainer is unchanged."
+
+
+def _failed(folder: Path, failures: Sequence[Failure], _: Exception | None) -> ExportError:
+    return ExportError(f"exporting to {folder} failed: {failures[0]}")
 
 
 def _write(
@@ -133,6 +144,7 @@ def _write(
     plan: dict[str, tuple[str, ...]],
     stream: Iterator[tuple[str, torch.Tensor]],
     *,
+    dtype: str,
     merged: Rounding | None,
     is_fp8: bool,
 ) -> None:
@@ -150,7 +162,7 @@ def _write(
             write_file(temp / INDEX, lambda path: path.write_text(json.dumps(index, indent=1)))
         for source in sorted({p for pattern in _COPIED for p in model.glob(pattern)}):
             if source.name == "config.json" and not is_fp8:
-                write_file(temp / source.name, partial(_write_plain_config, source))
+                write_file(temp / source.name, partial(_write_plain_config, source, dtype))
             elif source.name not in (INDEX, MERGE):
                 write_file(temp / source.name, partial(shutil.copyfile, source))
         if merged is not None:
@@ -163,13 +175,26 @@ def _write(
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def _write_plain_config(source: Path, path: Path) -> None:
-    """Copy a config; the weights beside the copy are not quantised."""
+def _write_plain_config(source: Path, dtype: str, path: Path) -> None:
+    """Copy a config for weights that are not quantised and have this dtype. transformers would
+    round them to the dtype that the config names."""
     text = source.read_text()
     config = json.loads(text)
-    if config.pop("quantization_config", None) is not None:
-        text = json.dumps(config, indent=2)
-    path.write_text(text)
+    changed = config.pop("quantization_config", None) is not None
+    changed |= _name_dtype(config, dtype)
+    path.write_text(json.dumps(config, indent=2) if changed else text)
+
+
+def _name_dtype(config: dict[str, Any], dtype: str) -> bool:
+    """Write the dtype where a config names one, but not of towers, which keep theirs. Returns
+    whether it changed."""
+    changed = False
+    for key, value in config.items():
+        if key in _DTYPES and value != dtype:
+            config[key], changed = dtype, True
+        elif isinstance(value, dict) and not _TOWER.search(key):
+            changed |= _name_dtype(value, dtype)
+    return changed
 
 
 def _write_shard(
@@ -181,4 +206,4 @@ def _write_shard(
         name, tensor = next(stream)
         assert name == wanted, f"the export gave {name} where the plan has {wanted}"
         tensors[name] = tensor.detach().cpu().contiguous().clone()
-    write_file(path, lambda temp: save_file(tensors, temp, metadata={"format": "pt"}))
+    write_file(path, lambda temp: save_tensors(temp, tensors))

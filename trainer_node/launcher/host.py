@@ -31,6 +31,7 @@ import psutil
 from orchestrator.errors import ConfigError, LinkLost
 from orchestrator.processes.child import ChildProcess, descendants
 from orchestrator.processes.interfaces import refuse_loopback_name
+from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import (
     EXIT_AFRESH,
     EXIT_CONFIG,
@@ -132,7 +133,8 @@ def ranks_command(
             refuse_loopback_name(target.hostname, what="--rendezvous")
         master = ["--master", f"{target.hostname}:{target.port}"]
     return [
-        *launch.prefix, launch.python, "-m", "trainer_node.launcher.ranks", "--ranks", str(here),
+        *launch.prefix, *python_command(launch.python, "-m", "trainer_node.launcher.ranks"),
+        "--ranks", str(here),
         "--world", str(world_size), "--first", str(here * launch.node_rank), *master,
         *(["--template", device] if template else []), launch.module,
         "--endpoint", launch.endpoint, "--node-id", launch.node_id, "--config", str(launch.config),

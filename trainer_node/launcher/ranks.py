@@ -38,6 +38,7 @@ import threading
 from collections.abc import Sequence
 
 from orchestrator.processes.parent import die_with_parent
+from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
 
 POLL_S = 0.05
@@ -225,7 +226,8 @@ class Ranks:
     def _become_rank(self) -> int:
         module, arguments = self._arguments.module, self._arguments.arguments
         if self._arguments.template is None:
-            os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+            argv = python_command(sys.executable, "-m", module, *arguments)
+            os.execve(sys.executable, argv, python_environment(os.environ))
         import numpy as np
 
         np.random.seed()  # else all forked ranks draw the same; the config seeds torch's generators

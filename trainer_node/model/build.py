@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
@@ -136,6 +137,13 @@ def _bridge(config: TrainerConfig, hf_config: Any) -> tuple[Any, Any]:
         why = f"cannot read this config of {name}: {type(error).__name__}: {error}"
         if "not yet supported" in str(error):
             why = f"has no mapping for {name}; docs/models.md says what is trained"
+        elif "only supports models with architectures" in str(error):
+            kinds = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            wanted = kinds.get(hf_config.model_type, "LlamaForCausalLM")
+            raise ConfigError(
+                f"{config.model}/config.json names {hf_config.architectures or 'nothing'} in "
+                f'architectures; name the causal language model there, such as ["{wanted}"]'
+            ) from error
         raise ConfigError(f"{BRIDGE} {why}") from error
     # The instance caches the parameter names of all pipeline ranks, so one is kept for good.
     bridge = auto._model_bridge

@@ -21,7 +21,7 @@ experts, H = hidden size, F = an expert's inner size, R = rank, padded to a mult
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainer_node.adapters import products
-from trainer_node.adapters.lora import ExpertAdapter
+from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
 from trainer_node.model.grouped import GateUp, grouped_matmul, grouped_outer
 
 STEP = 8
@@ -167,11 +167,12 @@ class _ExpertMlp(torch.autograd.Function):
         rows: Rows,
         stacked: StackedExperts,
         scale: float,
+        is_served: bool,
         *params: torch.Tensor | None,
     ) -> torch.Tensor:
         """`probs`: [T, K], or [N] where the rows are the input's own. `params`: A and B of gate, up
-        and down."""
-        fc1, fc2 = _factors(params, scale, x_TH.dtype)
+        and down. With `is_served` the weights have their products already."""
+        fc1, fc2 = (None, None) if is_served else _factors(params, scale, x_TH.dtype)
         rows_NH = rows.gather(x_TH)
         y_N2F = grouped_matmul(rows_NH, stacked.fc1_E2FH.transpose(1, 2), rows.ends_E)
         h_NQ = None if fc1 is None else fc1.hidden(rows_NH, rows)
@@ -181,7 +182,7 @@ class _ExpertMlp(torch.autograd.Function):
         if fc2 is not None:
             h_NR = fc2.hidden(act_NF, rows)
             add_product_(out_NH, h_NR, fc2.lora_B_EOQ, rows.ends_E, keeps_all=True)
-        ctx.rows, ctx.stacked, ctx.scale = rows, stacked, scale
+        ctx.rows, ctx.stacked, ctx.scale, ctx.is_served = rows, stacked, scale, is_served
         ctx.save_for_backward(x_TH, probs, y_N2F, h_NQ, *params)
         return rows.combine(out_NH)
 
@@ -191,12 +192,15 @@ class _ExpertMlp(torch.autograd.Function):
         x_TH, probs, y_N2F, h_NQ, *params = ctx.saved_tensors
         rows, stacked = ctx.rows, ctx.stacked
         fc1, fc2 = _factors(params, ctx.scale, x_TH.dtype)
+        added1, added2 = (None, None) if ctx.is_served else (fc1, fc2)
         grad_NH = rows.gather(grad_TH.contiguous())
         grad_down_NR = None if fc2 is None else fc2.grad_hidden(grad_NH, rows)
         grad_act_NF = grouped_matmul(grad_NH, stacked.fc2_EHF, rows.ends_E)
-        down_A = None if fc2 is None else fc2.lora_A_EQI
         act_NF, grad_y_N2F, grad_probs_N = swiglu_backward(
-            _gate_up(y_N2F, h_NQ, fc1, probs, rows), grad_act_NF, grad_down_NR, down_A
+            _gate_up(y_N2F, h_NQ, added1, probs, rows),
+            grad_act_NF,
+            None if added2 is None else grad_down_NR,
+            None if added2 is None else added2.lora_A_EQI,
         )
         del grad_act_NF
         grads: list[torch.Tensor | None] = [None] * len(params)
@@ -206,14 +210,16 @@ class _ExpertMlp(torch.autograd.Function):
         del act_NF, grad_NH
         grad_x_NH = grouped_matmul(grad_y_N2F, stacked.fc1_E2FH, rows.ends_E)
         if fc1 is not None:
-            grad_h_NQ = fc1.grad_hidden(grad_y_N2F, rows)
-            add_product_(grad_x_NH, grad_h_NQ, fc1.lora_A_EQI.transpose(1, 2), rows.ends_E)
-            grads[:4] = Factors.unpack(
-                *fc1.grads(rows.gather(x_TH), h_NQ, grad_y_N2F, grad_h_NQ, rows), _pairs(params)[:2]
-            )
+            rows_NH, grad_h_NQ = rows.gather(x_TH), fc1.grad_hidden(grad_y_N2F, rows)
+            if added1 is None:
+                h_NQ = fc1.hidden(rows_NH, rows)
+            else:
+                add_product_(grad_x_NH, grad_h_NQ, fc1.lora_A_EQI.transpose(1, 2), rows.ends_E)
+            found = fc1.grads(rows_NH, h_NQ, grad_y_N2F, grad_h_NQ, rows)
+            grads[:4] = Factors.unpack(*found, _pairs(params)[:2])
         if rows.row_TK is not None:
             grad_probs_N = grad_probs_N[rows.row_TK]
-        return rows.combine(grad_x_NH), grad_probs_N.to(probs.dtype), None, None, None, *grads
+        return rows.combine(grad_x_NH), grad_probs_N.to(probs.dtype), *[None] * 4, *grads
 
 
 def _pairs(params: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
@@ -340,19 +346,12 @@ class StackedExperts:
 
     Args:
         layer: Megatron's MoELayer.
-        adapters: of linear_fc1 and linear_fc2; None without adapters.
-        is_on: whether the adapters are on now.
+        adapters: all of the model; those of the layer's linear_fc1 and linear_fc2 count.
     """
 
-    def __init__(
-        self,
-        layer: Any,
-        adapters: tuple[ExpertAdapter | None, ExpertAdapter | None],
-        *,
-        is_on: Callable[[], bool],
-    ) -> None:
-        self._layer = layer
-        self.use(adapters, is_on=is_on)
+    def __init__(self, layer: Any, adapters: AdapterSet) -> None:
+        self.layer = layer
+        self.use(adapters)
         self.fc1_E2FH = _stack(layer.experts.linear_fc1, layer.num_local_experts)
         self.fc2_EHF = _stack(layer.experts.linear_fc2, layer.num_local_experts)
         if layer.ep_group.size() == 1:
@@ -360,14 +359,11 @@ class StackedExperts:
         else:
             layer.experts.forward = torch.compiler.disable(self.experts_forward)
 
-    def use(
-        self,
-        adapters: tuple[ExpertAdapter | None, ExpertAdapter | None],
-        *,
-        is_on: Callable[[], bool],
-    ) -> None:
+    def use(self, adapters: AdapterSet) -> None:
         """Run with these adapters from now on."""
-        self._adapters, self._is_on = adapters, is_on
+        self._adapters = adapters
+        experts = self.layer.experts
+        self._own = [adapters.by_module.get(m) for m in (experts.linear_fc1, experts.linear_fc2)]
 
     def layer_forward(
         self,
@@ -383,9 +379,9 @@ class StackedExperts:
             raise NotImplementedError(
                 "stacked experts take neither a padding mask nor tensors of a partly captured layer"
             )
-        shared = self._layer.shared_experts_compute(hidden_states)
-        probs_TE, map_TE = self._layer.router(hidden_states)
-        top_k = self._layer.config.moe_router_topk
+        shared = self.layer.shared_experts_compute(hidden_states)
+        probs_TE, map_TE = self.layer.router(hidden_states)
+        top_k = self.layer.config.moe_router_topk
         experts_TK = map_TE.to(torch.uint8).topk(top_k, dim=1).indices.sort(dim=1).values
         rows = Rows.of(experts_TK, map_TE.sum(0))
         out_TH = self._mlp(
@@ -406,14 +402,16 @@ class StackedExperts:
 
     def _mlp(self, x_TH: torch.Tensor, probs: torch.Tensor, rows: Rows) -> torch.Tensor:
         params: list[torch.Tensor | None] = [None] * 6
-        fc1, fc2 = self._adapters if self._is_on() else (None, None)
-        scale = 1.0
+        mode, scale = self._adapters.mode, 1.0
+        fc1, fc2 = (None, None) if mode == "base" else self._own
         for adapter, keys in ((fc1, {"0": 0, "1": 2}), (fc2, {"0": 4})):
             for key, place in keys.items():
-                if adapter is not None and key in adapter.lora_A:
+                if isinstance(adapter, ExpertAdapter) and key in adapter.lora_A:
                     params[place : place + 2] = adapter.lora_A[key], adapter.lora_B[key]
                     scale = adapter.scale
-        result: torch.Tensor = _ExpertMlp.apply(x_TH, probs, rows, self, scale, *params)
+        result: torch.Tensor = _ExpertMlp.apply(
+            x_TH, probs, rows, self, scale, mode == "served", *params
+        )
         return result
 
 

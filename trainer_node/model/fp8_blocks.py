@@ -86,6 +86,22 @@ def scaled_weights(folder: Path, dtypes: Mapping[str, str]) -> frozenset[str]:
     return found
 
 
+def loss_of(folder: Path, kinds: Collection[str]) -> str:
+    """What a publication in FP8 loses of this base; empty: nothing.
+
+    Args:
+        kinds: of the scales that are sent, as `Fp8Group.kind`.
+    """
+    if "per_block" not in kinds or not is_block_scaled(folder):
+        return ""
+    return (
+        "The base weights are block-scaled FP8, and so are the served ones. An update below half a "
+        "step of FP8's grid, some 3 to 6 % of a weight, is rounded away, whatever "
+        "publication.rounding says; served_share is of the merge in bf16 before that. Serve a bf16 "
+        "copy of the checkpoint, or expect the served model to lag behind (docs/merging.md)"
+    )
+
+
 def read(name: str, tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """A checkpoint's tensor for a bf16 model.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
+import hashlib
 import json
 import logging
 import re
@@ -19,9 +21,11 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol import topology
+from orchestrator.protocol.config import without_weights
 from trainer_node.model import fp8_blocks, language_part
 
 log = logging.getLogger("splice.trainer")
@@ -32,7 +36,20 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupEr
 _UNUSED = re.compile(r"(?:^|\.)(?:mtp\.|rotary_emb\.|masked_bias$)")
 """Tensors that no trainer reads: further tokens' heads, and buffers of old releases."""
 _KEPT_WIDE = "e_score_correction_bias"
+_ROUNDED = {"F16": "float16", "F32": "float32", "F64": "float64"}
+"""Dtypes with more bits than bfloat16 has."""
+SAMPLE_BYTES = 64
+"""Length of a sample of `fingerprint`."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file, readable by whom the user's umask lets: the library's own are the
+    user's alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def auto_config(folder: Path) -> Any:
@@ -202,20 +219,46 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
     return found
 
 
+def fingerprint(folder: Path) -> str:
+    """A hash of a checkpoint's tensors: names, dtypes, shapes, and samples from each one's
+    beginning and middle. Other weights of the same model have another one; other files of the same
+    weights have the same.
+
+    Raises:
+        ConfigError: names a file that cannot be read.
+    """
+    found = {}
+    for path in sorted(set(tensor_files(folder).values())):
+        with _reading(path), path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            for name, tensor in json.loads(file.read(size)).items():
+                if name == "__metadata__":
+                    continue
+                first, end = tensor["data_offsets"]
+                parts = []
+                for at in (first, (first + end) // 2):
+                    file.seek(8 + size + at)
+                    parts.append(file.read(min(SAMPLE_BYTES, end - at)))
+                found[name] = repr((tensor["dtype"], tensor["shape"], parts))
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]
+
+
 def warn_of_rounding(folder: Path, names: Collection[str]) -> None:
     """Say which of these tensors a model in bfloat16 rounds. Megatron keeps the bias by which
     experts are chosen in fp32."""
+    dtypes = tensor_dtypes(folder)
     wide = sorted(
         name
-        for name, dtype in tensor_dtypes(folder).items()
-        if dtype in ("F32", "F64") and name in names and not name.endswith(_KEPT_WIDE)
+        for name, dtype in dtypes.items()
+        if dtype in _ROUNDED and name in names and not name.endswith(_KEPT_WIDE)
     )
     if wide:
         log.warning(
-            "%d of %d tensors of the checkpoint are float32, e.g. %s; with dtype = bfloat16 they "
-            "are rounded, and served so from the first version on",
+            "%d of %d tensors of the checkpoint are %s, e.g. %s; with dtype = bfloat16 they are "
+            "rounded, and served so from the first version on",
             len(wide),
             len(names),
+            " and ".join(sorted({_ROUNDED[dtypes[name]] for name in wide})),
             wide[0],
         )
 
@@ -249,9 +292,12 @@ class HfCheckpoint:
             files, vocab_tensors=vocab_tensors, padded_vocab=padded_vocab, source=source
         )
         if with_weights and not len(self.state):
-            raise ConfigError(
-                f"no safetensors in {folder}; use init='random' for a config without weights"
-            )
+            raise ConfigError(without_weights(folder, random="trainer.init = 'random'"))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See the function."""
+        return fingerprint(Path(self.model_name_or_path))
 
     def left_out(self) -> set[str]:
         """The checkpoint's tensors that no trainer of this model reads or exports."""

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
-from trainer_node.adapters.lora import AdapterSet, ExpertAdapter
+from trainer_node.adapters.lora import AdapterSet
 from trainer_node.adapters.rounding import Rounding
 from trainer_node.model.experts import StackedExperts, obstacle
 from trainer_node.model.hf import HfCheckpoint
@@ -52,10 +52,7 @@ def trainable(
     if not trains_all:
         experts = []
         if experts_obstacle(config, provider, device, module, adapters) is None:
-            experts = [
-                StackedExperts(layer, of_layer, is_on=lambda: adapters.is_on)
-                for layer, of_layer in moe_layers(module, adapters)
-            ]
+            experts = [StackedExperts(layer, adapters) for layer in moe_layers(module)]
         return adapters, adapters.params(), experts
     module.requires_grad_(True)
     params = model_parameters(module, tasks, config=provider, bridge=bridge, checkpoint=checkpoint)
@@ -114,37 +111,30 @@ def adapt(model: Model, planned: Planned) -> None:
     adapters = planned.adapters
     model.adapters.close()
     adapters.attach()
-    of_layers = moe_layers(model.modules[0], adapters) if model.experts else ()
-    for experts, (_, of_layer) in zip(model.experts, of_layers, strict=True):
-        experts.use(of_layer, is_on=lambda: adapters.is_on)
+    for experts in model.experts:
+        experts.use(adapters)
     model.adapters, model.params = adapters, planned.params
     model.num_parameters = planned.num_parameters
     model.config = model.config.model_copy(update={"lora": planned.lora})
 
 
-def moe_layers(
-    module: Any, adapters: AdapterSet
-) -> list[tuple[Any, tuple[ExpertAdapter | None, ExpertAdapter | None]]]:
-    """Each layer with experts, and their adapters of linear_fc1 and linear_fc2."""
-    found: Any = adapters.by_module.get
-    return [
-        (layer, (found(layer.experts.linear_fc1), found(layer.experts.linear_fc2)))
-        for layer in module.modules()
-        if isinstance(layer, MoELayer)
-    ]
+def moe_layers(module: Any) -> list[Any]:
+    """Each layer with experts."""
+    return [layer for layer in module.modules() if isinstance(layer, MoELayer)]
 
 
 def experts_obstacle(
     config: TrainerConfig, provider: Any, device: torch.device, module: Any, adapters: AdapterSet
 ) -> str | None:
     """Why the experts stay Megatron's; None: `StackedExperts` takes them, or there are none."""
-    layers = moe_layers(module, adapters)
+    layers = moe_layers(module)
     if not layers:
         return None
     if config.finetuning_type == "full":
         return "all parameters train"
     if config.lora.dropout:
         return "lora.dropout is not 0"
-    if any(fc1 is not None and len(fc1.names) != 2 for _, (fc1, _) in layers):
+    fc1s = [adapters.by_module.get(layer.experts.linear_fc1) for layer in layers]
+    if any(fc1 is not None and len(fc1.names) != 2 for fc1 in fc1s):
         return "one adapter spans gate and up"
     return obstacle(provider, device)

@@ -367,6 +367,7 @@ def lost_moments(trainer: Trainer, folder: Path) -> Lost | None:
         generations.check_contents(folder, part=dist.get_rank(), parts=dist.get_world_size())
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, _identity(model) | {"lora": meta.get("lora")})
+        _check_base(folder, meta, model)
     made = meta["remake"]
     return Lost(
         base=Path(os.path.normpath(folder / made["base"])),
@@ -414,6 +415,7 @@ def load(
     with _agree(model.control_group, f"reading {folder}"):
         meta = json.loads((folder / "meta.json").read_text())
         _check_meta(folder, meta, _identity(model) | {"lora": meta.get("lora")})
+        _check_base(folder, meta, model)
     dropped, present = trainer.pending.num_batches, model.config.lora
     other = _other_adapter(trainer, meta.get("lora"))
     adapters = model.adapters if other is None else other.adapter.adapters
@@ -611,6 +613,7 @@ def _meta(trainer: Trainer, version: int) -> dict[str, Any]:
         "parallel": model.config.parallel.model_dump(mode="json"),
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "rounding": asdict(model.rounding),
+        "base": _base(model),
         "optimizer_steps": trainer.optimizer.num_steps(model.control_group),
         "counters": {"steps": steps, "skipped_steps": trainer.num_skipped_steps},
         "parts": dict.fromkeys((WEIGHTS if model.trains_all else ADAPTER, STATE, "rank"), steps),
@@ -642,6 +645,25 @@ def _check_meta(folder: Path, meta: Mapping[str, Any], wanted: Mapping[str, Any]
             raise CheckpointError(
                 f"{folder} was written with {field} {meta.get(field)}; this trainer has {value}"
             )
+
+
+def _base(model: Model) -> str | None:
+    """Fingerprint of the weights that adapters train on. None: all weights are in the checkpoint,
+    or the base is random."""
+    has_base = model.config.init == "hf" and not model.trains_all
+    return model.checkpoint.fingerprint if has_base else None
+
+
+def _check_base(folder: Path, meta: Mapping[str, Any], model: Model) -> None:
+    """Refuse adapters of other weights. Older checkpoints do not name theirs."""
+    saved, present = meta.get("base"), _base(model)
+    if saved is not None and present is not None and saved != present:
+        raise CheckpointError(
+            f"the adapters in {folder} were trained on other base weights than those that "
+            f"{model.config.model} has now (fingerprint {saved[:12]}, now {present[:12]}). Give "
+            "the trainer those weights again; of a hub's model, name the revision "
+            "(org/name@revision)"
+        )
 
 
 # ---------------------------------------------------------------- sharded state

@@ -397,12 +397,11 @@ def _weights(
 
 
 def _save(path: Path, tensors: dict[str, Any], scaled: Collection[str]) -> None:
-    from safetensors.torch import save_file
-
     from trainer_node.model import fp8_blocks
+    from trainer_node.model.hf import save_tensors
 
     written = dict(fp8_blocks.quantising(iter(tensors.items()), scaled))
-    save_file(written, path, metadata={"format": "pt"})
+    save_tensors(path, written)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

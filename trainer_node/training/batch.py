@@ -408,10 +408,6 @@ def check_batch(
         _refuse(
             arrays, outside, "tokens", "carries loss but is not among the loss's allowed_token_ids"
         )
-    if not mask.any():
-        raise BatchError(
-            "every sequence: loss_mask is 0 everywhere, so there is nothing to learn from"
-        )
     if loss.kl is not None and loss.kl.reference == "given" and "reference_logprobs" not in arrays:
         raise BatchError(
             "every sequence: the loss's kl.reference is given, but the batch has no "

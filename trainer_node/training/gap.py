@@ -31,7 +31,7 @@ OFF_POLICY_NATS = 0.3
 CAUSES = (
     "Usual causes: a temperature that the batch's temperatures do not say; top_p, top_k, min_p, "
     "penalties or another setting that changes the distribution; rollouts from another version or "
-    "with FP8 weights; another tokenizer or chat template"
+    "with FP8 weights; another tokenizer or chat template; a step with a much larger learning rate"
 )
 
 

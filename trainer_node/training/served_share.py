@@ -20,22 +20,16 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from orchestrator.protocol.config import RoundingMode
-from trainer_node.adapters.dense_lora import WeightAdapter
-from trainer_node.adapters.linears import Place, stack_of
-from trainer_node.adapters.lora import Adapter, AdapterSet, ExpertAdapter
-from trainer_node.adapters.rounding import Corner, Rounding, rounded, thresholds
-from trainer_node.export.gather_plan import Box
-from trainer_node.export.wire_export import Delta, Member, Merger, Source
+from trainer_node.adapters.rounding import Rounding, rounded, thresholds
+from trainer_node.export.runs import Run, runs_of
+from trainer_node.export.wire_export import Member, Merger
 from trainer_node.model.model import Model
-from trainer_node.model.parameters import tensor_group
 
 BUDGET_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements of a rank's sample, about."""
@@ -149,145 +143,6 @@ def warnings(metrics: Mapping[str, float], *, mode: RoundingMode, dtype: str) ->
 # ---------------------------------------------------------------- which elements
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Consecutive rows of a Megatron parameter that are consecutive rows of an HF linear."""
-
-    weight: torch.Tensor
-    delta: Delta
-    """The adapter of the whole linear, uncut."""
-    corner: Corner
-    """Where the run begins in its HF tensor."""
-    first: int
-    """Its first row in the parameter."""
-    first_B: int
-    """Its first row in the adapter's B."""
-    rows: int
-
-    @property
-    def columns(self) -> int:
-        """Of the parameter."""
-        return self.weight.shape[1]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.columns
-
-    def cut(self, first: int, rows: int) -> Run:
-        """At most `rows` rows from `first` on."""
-        turned, corner = self.delta.transposed, self.corner
-        return replace(
-            self,
-            corner=Corner(
-                corner.name,
-                corner.row + (0 if turned else first),
-                corner.column + (first if turned else 0),
-            ),
-            first=self.first + first,
-            first_B=self.first_B + first,
-            rows=min(rows, self.rows - first),
-        )
-
-    @property
-    def source(self) -> Source:
-        """The run as the HF tensor has it: of a transposed one, its columns."""
-        step, columns, rows = self.weight.stride(0), self.columns, self.rows
-        turned = self.delta.transposed
-        return Source(
-            param=self.weight,
-            offset=self.first * step,
-            groups=1,
-            rows=columns if turned else rows,
-            columns=rows if turned else columns,
-            group_stride=0,
-            row_stride=1 if turned else step,
-            shape=(columns, rows) if turned else (rows, columns),
-            column_stride=step if turned else 1,
-        )
-
-    def weights(self) -> torch.Tensor:
-        """The run as the HF tensor has it [H, W]."""
-        source = self.source
-        return source.view().reshape(source.shape)
-
-    @property
-    def cut_delta(self) -> Delta:
-        """The adapter of the run alone."""
-        box = Box(self.first_B, self.rows, 0, self.columns)
-        if self.delta.transposed:
-            box = Box(0, self.columns, self.first_B, self.rows)
-        return replace(self.delta, box=box)
-
-
-def runs_of(adapters: AdapterSet) -> Iterator[Run]:
-    """Every adapted element of the model is in a run of one rank; of copies, the first rank has
-    it."""
-    modules = {id(adapter): module for module, adapter in adapters.by_module.items()}
-    for adapter in adapters.adapters:
-        is_expert = isinstance(adapter, ExpertAdapter)
-        group = (
-            parallel_state.get_expert_data_parallel_group()
-            if is_expert
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
-        is_first = tensor_group(expert=is_expert).rank() == 0
-        for i, place in enumerate(adapter.places):
-            if group.rank() or (place.split is None and not is_first) or adapter.names[i] is None:
-                continue
-            spans = list(_spans(place))
-            for weight, delta, corner in _linears(adapter, i, adapters, modules.get(id(adapter))):
-                if type(weight.data) is not torch.Tensor or weight.stride(1) != 1:
-                    continue  # Bridge alone can read it
-                for first, first_hf, first_B, rows in spans:
-                    row, column = first_hf, place.columns[0]
-                    if delta.transposed:
-                        row, column = column, row
-                    yield Run(
-                        weight=weight,
-                        delta=delta,
-                        corner=Corner(corner.name, corner.row + row, column),
-                        first=first,
-                        first_B=first_B,
-                        rows=rows,
-                    )
-
-
-def _spans(place: Place) -> Iterator[tuple[int, int, int, int]]:
-    """(first row of the parameter, of the HF linear, of B; rows) of each run of a place."""
-    if not len(place.rows_N):
-        return
-    hf_N = torch.cat([torch.arange(first, first + count) for first, count in place.runs])
-    is_break = (place.rows_N.diff() != 1) | (hf_N.diff() != 1)
-    begins = [0, *(is_break.nonzero().flatten() + 1).tolist(), len(hf_N)]
-    for begin, end in itertools.pairwise(begins):
-        yield int(place.rows_N[begin]), int(hf_N[begin]), begin, end - begin
-
-
-def _linears(
-    adapter: Adapter | ExpertAdapter, i: int, adapters: AdapterSet, module: torch.nn.Module | None
-) -> Iterator[tuple[torch.Tensor, Delta, Corner]]:
-    """(parameter, adapter, corner of the HF matrix) of an adapter's HF linear `i`: of each local
-    expert."""
-    names, lora_A, lora_B = adapter.names[i], adapter.lora_A[str(i)], adapter.lora_B[str(i)]
-    assert names is not None
-    if not isinstance(adapter, ExpertAdapter):
-        owner = adapter if isinstance(adapter, WeightAdapter) else module
-        weight = getattr(owner, "weight")  # noqa: B009  - Megatron's modules tell no types
-        delta = Delta(lora_A=lora_A, lora_B=lora_B, expert=None)
-        yield weight, delta, Corner(f"{names}.weight")
-        return
-    stack, first = stack_of(names[0])
-    turned = stack in adapters.transposed
-    height = adapter.places[i].shape[1 if turned else 0]
-    for e, name in enumerate(names):
-        corner = Corner(f"{name}.weight")
-        if stack in adapters.stacked:
-            corner = Corner(stack, (first + e) * height)
-        delta = Delta(lora_A=lora_A, lora_B=lora_B, expert=e, transposed=turned)
-        yield getattr(module, f"weight{e}"), delta, corner
-
-
 def blocks_of(runs: Sequence[Run], *, budget: int, block: int, step: int) -> list[Run]:
     """The sample: blocks of about `block` elements and a multiple of `step` rows, `budget` elements
     in all, spread evenly over the elements of all runs. All of them if that is not more."""
@@ -395,16 +250,7 @@ def merger_of(model: Model, chunks: Sequence[Sequence[Run]]) -> Merger:
 def _members(chunk: Sequence[Run]) -> tuple[int, list[Member]]:
     sizes = [run.numel * run.weight.element_size() for run in chunk]
     *offsets, nbytes = itertools.accumulate(sizes, initial=0)
-    return nbytes, [
-        Member(
-            source=run.source,
-            delta=run.cut_delta,
-            offset=offset,
-            row_stride=run.source.columns,
-            corner=run.corner,
-        )
-        for run, offset in zip(chunk, offsets, strict=True)
-    ]
+    return nbytes, [run.member(offset) for run, offset in zip(chunk, offsets, strict=True)]
 
 
 def _chunks(blocks: Sequence[Run]) -> Iterator[list[Run]]:

@@ -1,7 +1,7 @@
 """Takes the optimizer steps of one job: mini-batches of a batch, in one or more epochs.
 
 Each step is `forward_backward`, then `optim_step`, as if a client had sent them. The caller has
-checked the batch. A mini-batch without loss tokens is refused before the first step.
+checked the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from orchestrator.protocol.messages import ForwardBackward, TrainStep
-from trainer_node.training.batch import Batch, BatchError, decode_batch
+from trainer_node.training.batch import Batch, decode_batch
 from trainer_node.training.sums import Pending, StepSums
 from trainer_node.training.trainer import NonFiniteGradient, Trainer
 
@@ -46,9 +46,6 @@ def mini_batches(batch: Batch, size: int | None) -> list[Batch]:
     """Cut a batch into mini-batches of `size` sequences, in order; None: all in one.
 
     The last one takes the remainder.
-
-    Raises:
-        BatchError: a mini-batch has no loss token.
     """
     count = len(batch.lengths)
     if size is None or size >= count:  # checked when it was decoded
@@ -57,17 +54,11 @@ def mini_batches(batch: Batch, size: int | None) -> list[Batch]:
     pieces: list[Batch] = []
     for first in range(0, count, size):
         last = min(first + size, count)
-        piece = _part(batch, batch.lengths[first:last], slice(ends[first], ends[last]))
-        if not piece.num_loss_tokens:
-            raise BatchError(
-                f"sequences {first} to {last - 1}: loss_mask is 0 everywhere, so mini-batch "
-                f"{len(pieces)} has nothing to learn from"
-            )
-        pieces.append(piece)
+        pieces.append(part(batch, batch.lengths[first:last], slice(ends[first], ends[last])))
     return pieces
 
 
-def _part(batch: Batch, lengths: tuple[int, ...], rows: slice) -> Batch:
+def part(batch: Batch, lengths: tuple[int, ...], rows: slice) -> Batch:
     """The sequences of these rows."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name.endswith("_T")}
     changed: dict[str, Any] = {name: None if t is None else t[rows] for name, t in tensors.items()}
@@ -101,7 +92,6 @@ def train(
         on_step: called after each step, with the number of steps.
 
     Raises:
-        BatchError: a mini-batch has no loss token; nothing has changed.
         LogprobGapError: the first step's gap is too large; no step was taken.
         NonFiniteGradient: not a single step was taken.
         Exception: anything later. Earlier steps are kept, and a note gives their number.
@@ -141,7 +131,7 @@ def total_metrics(steps: Sequence[Step]) -> Metrics:
     if len(steps) == 1:
         return taken[0].metrics
     sums = sum((s.used.sums for s in taken), StepSums())
-    loss = sums.loss / sum(s.used.denominator for s in taken)
+    loss = sums.loss / (sum(s.used.denominator for s in taken) or 1)
     return sums.metrics(taken[0].used.normalize_by) | {
         "loss": loss,
         "grad_norm": sum(s.metrics["grad_norm"] for s in taken) / len(taken),

@@ -67,15 +67,15 @@ class StepSums:
 
     def metrics(self, normalize_by: NormalizeBy) -> dict[str, float]:
         """The true global values: `loss` divided as the gradient is, the others means over loss
-        tokens.
+        tokens; 0 without any.
 
         kl_mean is there where a batch had a KL term; the gap to the sampler where a loss takes its
         log-probs.
         """
-        count = self.num_tokens
+        count = self.num_tokens or 1
         metrics = {
-            "loss": self.loss / self.denominator(normalize_by),
-            "tokens": float(count),
+            "loss": self.loss / (self.denominator(normalize_by) or 1),
+            "tokens": float(self.num_tokens),
             "num_sequences": float(self.num_sequences),
             "entropy_mean": self.entropy / count,
             "clip_fraction": self.num_clipped / count,

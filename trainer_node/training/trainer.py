@@ -27,6 +27,7 @@ from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from trainer_node import heap
 from trainer_node.adapters.dropout import key_of
+from trainer_node.adapters.lora import Mode
 from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.adapters.references import References
 from trainer_node.model import trainable
@@ -40,7 +41,7 @@ from trainer_node.model.offload import (
 )
 from trainer_node.model.parameters import finalize_gradients, global_norm
 from trainer_node.state.behind import Behind, OnDisk
-from trainer_node.training import gap, passes
+from trainer_node.training import gap, passes, served_weights
 from trainer_node.training.batch import (
     Batch,
     BatchError,
@@ -118,6 +119,8 @@ class Trainer:
         self.steps_since_sent = 0
         """Optimizer steps since the weights were sent or loaded. 0: the next step should be on
         policy."""
+        self.split_at: int | None = None
+        """`num_steps` at the last `gap_split`."""
         self.first_forward_s = 0.0
         """Time of the first forward pass since it was set to 0, on the monotonic clock."""
         self.micro_batch_tokens = DEFAULT_TOKENS
@@ -177,7 +180,7 @@ class Trainer:
                     base_T, _ = self.forward(
                         replace(batch, scored_T=None),
                         allowed_token_ids=loss.allowed_token_ids,
-                        adapters=loss.kl.reference == "adapter",
+                        mode="base" if loss.kl.reference == "base" else None,
                     )
                 batch = replace(batch, reference_logprobs_T=base_T)
             begun = self._take_begun(batch)
@@ -209,8 +212,17 @@ class Trainer:
         """Run packs forward and backward."""
         allowed_K = self._allowed(loss.allowed_token_ids)
         of_pack = partial(passes.loss, self.model, loss, allowed_K, weight)
-        with self.model.adapters.dropout.on(self._dropout_key()):
-            return self._run(packs, of_pack) if len(packs) else []
+        if not len(packs):
+            return []
+        with self._learning(), self.model.adapters.dropout.on(self._dropout_key()):
+            return self._run(packs, of_pack)
+
+    def _learning(self) -> contextlib.AbstractContextManager[None]:
+        """What a forward and backward pass computes with."""
+        if self.model.config.numerics == "adapters":
+            return contextlib.nullcontext()
+        has_merged = self.begun is not None and bool(self.begun.reports)
+        return served_weights.of(self.model).all(merges=not has_merged)
 
     # ------------------------------------------------------------ ahead of a job
 
@@ -262,7 +274,11 @@ class Trainer:
 
     @torch.no_grad()
     def forward(
-        self, batch: Batch, *, allowed_token_ids: Sequence[int] | None = None, adapters: bool = True
+        self,
+        batch: Batch,
+        *,
+        allowed_token_ids: Sequence[int] | None = None,
+        mode: Mode | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy, at the batch's temperatures, of every token that its loss mask
         marks.
@@ -271,16 +287,25 @@ class Trainer:
         and optimizer are untouched.
 
         Args:
-            adapters: False: the base model's.
+            mode: how the model runs; None: as it learns, without dropout.
         """
-        if not adapters:
+        if mode == "base":
             self.model.need_adapters("a forward pass of the base model")
         packs = self._cut(batch)
-        with self.model.adapters.switched(on=adapters):
-            of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
+        of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
+        with self._scoring(mode):
             values = self._run(packs, of_pack, forward_only=True)
         logprobs_T, entropy_T = passes.gather_scores(self.model, batch, packs, values, rows=2)
         return logprobs_T, entropy_T
+
+    def _scoring(self, mode: Mode | None) -> contextlib.AbstractContextManager[None]:
+        """What a forward pass without a backward pass computes with."""
+        numerics = self.model.config.numerics
+        mode = mode or numerics
+        if mode != "served":
+            return self.model.adapters.switched(mode)
+        served = served_weights.of(self.model)
+        return served.all() if numerics == "served" else served.one_by_one()
 
     def _cut(self, batch: Batch) -> Packs:
         return passes.cut(self.model, batch, budget=self.micro_batch_tokens)
@@ -396,7 +421,7 @@ class Trainer:
         metrics |= self.usage(pending.num_rows, seconds=pending.seconds + seconds_optim)
         self._round_as_configured()
         self.num_steps += 1
-        self.steps_since_sent += 1
+        self.steps_since_sent += bool(grad_norm)
         self.is_unknown = False
         if self.model.device.type == "cuda":
             self._resident = torch.cuda.memory_allocated()
@@ -418,12 +443,17 @@ class Trainer:
 
     @torch.no_grad()
     def _step(self, optim: OptimParams, *, denominator: float) -> float:
-        """Returns the norm before clipping."""
+        """Returns the norm before clipping. A gradient of zeros changes nothing, although AdamW's
+        moments would move the weights."""
         params, sequence_parallel = self.model.params, bool(self.model.provider.sequence_parallel)
-        finalize_gradients(params, denominator=denominator, sequence_parallel=sequence_parallel)
+        finalize_gradients(
+            params, denominator=denominator or 1.0, sequence_parallel=sequence_parallel
+        )
         norm = global_norm(params, self.model.device)
         if not torch.isfinite(norm):
             raise NonFiniteGradient(f"the gradient's norm is {float(norm)}")
+        if not norm:
+            return 0.0
         # torch.nn.utils.clip_grad_norm_'s formula.
         factor = (
             None
@@ -517,6 +547,7 @@ class Trainer:
         Returns the bytes that this rank holds on the host. A second call changes nothing.
         """
         is_cuda = self.model.device.type == "cuda"
+        served_weights.release(self.model)
         if self._host_copies is None:
             self._host_copies = HostCopies(pinned=is_cuda)
         self._host_copies.take(self._held_tensors())

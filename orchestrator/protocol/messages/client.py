@@ -78,6 +78,13 @@ class Status(Message):
     """State of the publication machine."""
     nodes: tuple[NodeStatus, ...]
     queued_jobs: int
+    trouble: str = ""
+    """Why replicas lack the served version: what the last attempt to send it again said."""
+    apart: str = ""
+    """How the trainer's state differs from the served version; empty: it does not, or cannot be
+    told."""
+    is_final: bool = False
+    """Whether the next attempt will fail in the same way, until somebody changes something."""
     dropped: dict[str, int] = Field(default={})
     """Peer -> number of its messages that were dropped as malformed or forbidden.
     "strangers": connections without a `Hello`. "forgotten": peers that are gone."""

@@ -75,6 +75,7 @@ from splice.run_file import find_run
 log = logging.getLogger("splice.client")
 OnProgress = Callable[[Progress], None]
 READ_TURN_S = 0.5
+LOOK_S = 1.0
 
 
 class BatchBuffers(Protocol):
@@ -576,6 +577,30 @@ class SpliceClient:
             self._is_stopping = False
             raise
         self._link.send(StopRun())
+
+
+def run_watched(
+    client: SpliceClient,
+    job: JobSpec,
+    *,
+    look: Callable[[], None],
+    timeout_s: float = 7200.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """`SpliceClient.run`, for whoever started the roles and knows when one does not come back.
+
+    Args:
+        look: called every `LOOK_S`; what it raises ends the wait.
+        options: of `SpliceClient.submit`.
+    """
+    job_id, deadline_s = client.submit(job, **options), time.monotonic() + timeout_s
+    while True:
+        look()
+        try:
+            return client.wait(job_id, timeout_s=LOOK_S)
+        except TimeoutError:
+            if time.monotonic() > deadline_s:
+                raise
 
 
 class AsyncSpliceClient:

@@ -26,7 +26,7 @@ from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.messages import InitialSyncJob
-from splice.client import SpliceClient
+from splice.client import SpliceClient, run_watched
 from splice.hosts import CLIENT, check_several_hosts, keys_of
 from splice.run_file import RunFile, stop_command
 
@@ -260,16 +260,19 @@ def _wait_ready(
     deadline_s: float,
     on_wait: Callable[[str], None],
 ) -> dict[str, Any]:
-    def wait(for_what: set[str]) -> None:
-        on_wait(f"waiting for {', '.join(sorted(for_what))}")
+    def look(text: str) -> None:
+        on_wait(text)
         try:
             lost = ray.get([actor.lost.remote() for actor in actors.values()], timeout=ROOM_S)
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
             lost = []  # an actor starts again
         except ray.exceptions.RayActorError as error:
             raise NodeLost(f"an actor has died for good: {error}") from error
-        if text := "\n".join(filter(None, lost)):
-            raise ConfigError(text)
+        if why := "\n".join(filter(None, lost)):
+            raise ConfigError(why)
+
+    def wait(for_what: set[str]) -> None:
+        look(f"waiting for {', '.join(sorted(for_what))}")
         if time.monotonic() > deadline_s:
             raise NodeLost(f"not ready: {', '.join(for_what)}; read {run.run_dir / 'logs'}")
         time.sleep(POLL_S)
@@ -282,8 +285,7 @@ def _wait_ready(
         while missing := _missing(client, set(actors), router):
             wait(missing)
         if publish and client.status().version is None:
-            on_wait(f"publishing {run.name}@0")
-            client.run(InitialSyncJob())
+            run_watched(client, InitialSyncJob(), look=lambda: look(f"publishing {run.name}@0"))
         replicas = [n.detail["base_url"] for n in client.status().nodes if n.role == "inference"]
     urls = [router.read_text().strip()] if run.has_router else replicas
     return {"base_urls": urls, "replica_urls": replicas}

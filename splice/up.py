@@ -39,7 +39,7 @@ from orchestrator.protocol.config import without_weights
 from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
 from splice import disk
-from splice.client import SpliceClient
+from splice.client import SpliceClient, run_watched
 from splice.cluster import Cluster, ClusterConfig
 from splice.disk import DiskForecast
 from splice.doctor import list_gpus
@@ -70,9 +70,6 @@ SERVED_S = 600.0
 """Longest wait for a replica to serve what the run has published."""
 LEAVES_S = 5.0
 """Time for the orchestrator of a killed run to end."""
-JOB_S, WAIT_TURN_S = 7200.0, 1.0
-"""Longest time of a start's publication, and between two looks at the roles meanwhile, in seconds.
-"""
 STOP_S = 90.0
 """Time for all roles to end before `stop` gives up."""
 
@@ -432,32 +429,13 @@ def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
         return
     if status.publication == "poisoned":
         try:
-            _run(client, ResyncJob(), "publishing the last version again", wait)
+            run_watched(client, ResyncJob(), look=lambda: wait("publishing the last version again"))
             return
         except JobFailed as error:
             if error.code is not ErrorCode.BAD_INPUT:
                 raise
             log.info("%s", error)  # nothing was ever served
-    _run(client, InitialSyncJob(), f"publishing {status.name}@0", wait)
-
-
-def _run(
-    client: SpliceClient, job: ResyncJob | InitialSyncJob, text: str, wait: Callable[[str], None]
-) -> None:
-    """Run a job, and look at the roles meanwhile.
-
-    Raises:
-        TimeoutError: it has no outcome after `JOB_S`.
-    """
-    job_id, deadline_s = client.submit(job), time.monotonic() + JOB_S
-    while True:
-        wait(text)
-        try:
-            client.wait(job_id, timeout_s=WAIT_TURN_S)
-            return
-        except TimeoutError:
-            if time.monotonic() > deadline_s:
-                raise
+    run_watched(client, InitialSyncJob(), look=lambda: wait(f"publishing {status.name}@0"))
 
 
 def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +19,13 @@ from rich.markup import escape
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.messages import (
     InitialSyncJob,
+    JobSpec,
     LossSpec,
     OptimParams,
     TrainLoraJob,
     TrainMergedJob,
 )
+from splice.client import run_watched
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
 from splice.smoke import rollouts, served
@@ -123,11 +125,19 @@ class _Smoke:
 
     def _publish_first(self) -> None:
         name = self._config.name
-        result = self._cluster.client.run(
-            InitialSyncJob(), on_progress=lambda p: self._display.on_progress(f"{name}@0", p)
-        )
+        result = self._job(InitialSyncJob(), f"{name}@0")
         self._http(self._prepare_probes)
         self._after_version(result, reward=None, rollout_s=0.0)
+
+    def _job(self, job: JobSpec, label: str, buffers: Sequence[bytes] = ()) -> dict[str, Any]:
+        """Run a job, show its progress, and look at the roles meanwhile."""
+        return run_watched(
+            self._cluster.client,
+            job,
+            look=self._cluster.launcher.check,
+            buffers=buffers,
+            on_progress=lambda progress: self._display.on_progress(label, progress),
+        )
 
     async def _prepare_probes(self, http: httpx.AsyncClient) -> None:
         self._rewards = await rollouts.answer_token_ids(http, model=self._config.name)
@@ -148,9 +158,7 @@ class _Smoke:
             tensors=batch.specs,
         )
         label = f"{self._config.name}@{step}"
-        result = self._cluster.client.run(
-            job, buffers=batch.buffers, on_progress=lambda p: self._display.on_progress(label, p)
-        )
+        result = self._job(job, label, batch.buffers)
         self._check_metrics(step, result["metrics"])
         for text in result["warnings"]:
             self._display.done(escape(f"@{step}: {text}"))
@@ -239,11 +247,7 @@ class _Smoke:
             tensors=batch.specs,
             output_dir=str(output_dir),
         )
-        result = self._cluster.client.run(
-            job,
-            buffers=batch.buffers,
-            on_progress=lambda p: self._display.on_progress("TrainLora", p),
-        )
+        result = self._job(job, "TrainLora", batch.buffers)
         files = {p.name for p in output_dir.iterdir()}
         if not {"adapter_config.json", "adapter_model.safetensors"} <= files:
             self._fail(f"TrainLora left {sorted(files)} in {output_dir}, not a PEFT adapter")

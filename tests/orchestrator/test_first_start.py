@@ -27,7 +27,7 @@ from orchestrator.protocol.node_link import NodeLink
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.server import Orchestrator
 from splice import up
-from splice.client import SpliceClient
+from splice.client import LOOK_S, SpliceClient
 from tests.orchestrator.run import TOKEN, Run
 from tests.orchestrator.serving import REPO, endpoint_in, start_serve
 
@@ -328,5 +328,5 @@ def test_a_start_looks_at_the_roles_while_it_publishes(run):
     began_s = time.monotonic()
     with pytest.raises(NodeLost, match="trainer ended with code 3"):
         up._publish(run.client, wait)
-    assert time.monotonic() - began_s < 3 * up.WAIT_TURN_S
+    assert time.monotonic() - began_s < 3 * LOOK_S
     assert set(said) == {"publishing m@0"}

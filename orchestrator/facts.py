@@ -30,15 +30,17 @@ class Facts:
         """Remember where the run is; after a restart elsewhere, rewrite the folders in it. Returns
         where it was; None: in the same place, or nobody knows."""
         before: str | None = self._journal.fact(_RUN).get("dir")
+        if before == run_dir:
+            return None
         more: dict[str, dict[str, Any] | None] = {_RUN: {"dir": run_dir}}
         with self._journal.together():
-            if before is not None and before != run_dir:
+            if before is not None:
                 self.memory.moved(before, run_dir)
                 self._journal.move(before, run_dir)
                 if (kept := self.set_aside) is not None:
                     more[_SET_ASIDE] = {"folder": moved(kept, before, run_dir)}
             self.remember(more)
-        return None if before == run_dir else before
+        return before
 
     def remember(self, more: dict[str, dict[str, Any] | None] | None = None) -> None:
         """Journal the trainer's state and more facts, all or nothing. None deletes a fact."""

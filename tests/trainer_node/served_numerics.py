@@ -121,8 +121,10 @@ def check_cold_load(folder: Path) -> None:
         trainer.train_step(make_batch(), LOSS, OPTIM)
     batch = make_batch()
     want_T, _ = trainer.forward(batch)
+    resident, held = trainer.resident_bytes(), served_weights.nbytes(trainer.model)
+    assert 0 < held < resident
     trainer.offload()
-    assert not served_weights.of(trainer.model)._buffers
+    assert served_weights.nbytes(trainer.model) == 0
     trainer.reload()
     assert torch.equal(trainer.forward(batch)[0], want_T)
     with tempfile.TemporaryDirectory() as temp:

@@ -152,6 +152,11 @@ class ServedWeights:
             stack.enter_context(self._model.adapters.switched("served"))
             yield
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of `all`."""
+        return sum(buffer_N.nbytes for buffer_N in self._buffers)
+
     def release(self) -> None:
         """Free the memory of `all`, which makes it again."""
         self._buffers = []
@@ -208,6 +213,12 @@ def of(model: Model) -> ServedWeights:
         model.adapters.served = ServedWeights(model)
     found: ServedWeights = model.adapters.served
     return found
+
+
+def nbytes(model: Model) -> int:
+    """Bytes that they hold."""
+    served: ServedWeights | None = model.adapters.served
+    return 0 if served is None else served.nbytes
 
 
 def release(model: Model) -> None:

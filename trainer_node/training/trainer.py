@@ -561,8 +561,9 @@ class Trainer:
             self._host_copies.give_back()
 
     def resident_bytes(self) -> int:
-        """Bytes of the model, adapters, optimizer and pending gradients where they compute."""
-        return storage_bytes(self._held_tensors())
+        """Bytes of the model, adapters, optimizer, pending gradients and served weights where they
+        compute."""
+        return storage_bytes(self._held_tensors()) + served_weights.nbytes(self.model)
 
     def _held_tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor that is kept from one request to the next: weights, buffers, adapters,

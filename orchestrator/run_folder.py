@@ -16,9 +16,13 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
+
+LOCK_S = 0.5
+"""Time for another's look at the lock (`RunFolder.is_in_use`)."""
 
 
 class RunFolder:
@@ -50,15 +54,17 @@ class RunFolder:
             ) from error
         self.holds_run = self.journal.exists()
         """Whether an orchestrator has used the folder before."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline_s = time.monotonic() + LOCK_S
+        while not _lock(self._lock):
+            if time.monotonic() < deadline_s:
+                time.sleep(0.02)
+                continue
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise ConfigError(
                 f"the orchestrator with pid {holder} lives in the run folder {path}; end it "
                 "first, or choose another folder"
-            ) from None
+            )
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
@@ -89,12 +95,9 @@ class RunFolder:
         except OSError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return not _lock(lock)
         finally:
             os.close(lock)
-        return False
 
     def refuse_own(self, folder: str, *, field: str) -> None:
         """Refuse the orchestrator's own folders as a place for a job's output.
@@ -125,3 +128,11 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

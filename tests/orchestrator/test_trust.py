@@ -4,9 +4,11 @@ nobody is left paused, and it is said.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
+import threading
 
 import pytest
 
@@ -225,6 +227,15 @@ def test_the_run_folder_is_private_and_locked(run):
     ) == {0o600}
     with pytest.raises(ConfigError, match=rf"pid {os.getpid()} lives in the run folder"):
         RunFolder(run.dir)
+
+
+def test_a_look_at_the_lock_refuses_no_start(tmp_path):
+    """`splice status` holds it for a moment."""
+    RunFolder(tmp_path / "run").close()
+    looking = os.open(tmp_path / "run" / "lock", os.O_RDWR)
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    threading.Timer(0.1, os.close, (looking,)).start()
+    RunFolder(tmp_path / "run").close()
 
 
 def test_a_folder_that_others_use_is_not_closed(tmp_path):

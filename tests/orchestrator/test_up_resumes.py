@@ -15,7 +15,7 @@ import pytest
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.processes.identity import identity
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob
-from splice import cli, up
+from splice import cli, run_cli, up
 from splice.run_file import load
 from tests.orchestrator.run import BUFFERS, JOB, Run
 
@@ -177,6 +177,25 @@ def test_up_says_that_the_last_attempt_left_nothing_served(run):
     run.replica(run.fake_trainer).fail_transfers()
     _, error = _wait_served(run)
     assert "m@0 cannot be served again" in error and "told to" in error
+
+
+def test_a_new_version_is_progress_and_an_orchestrator_that_is_away_is_none(run, monkeypatch):
+    progress = up._Progress(run.client)
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    assert not progress.look(0.0), "the first look"
+    run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+    assert not progress.look(up.LOOK_S / 2) and progress.look(up.LOOK_S)
+    assert not progress.look(2 * up.LOOK_S)
+    monkeypatch.setattr(up, "STATUS_S", 0.0)
+    assert not progress.look(3 * up.LOOK_S)
+
+
+def test_status_names_a_replica_that_was_given_up(tmp_path, capsys):
+    up._State(tmp_path).write("up", "serving", given_up={"inference-1": "ended with code 3"})
+    found = up.status(tmp_path)
+    run_cli._print_status(found)
+    said = capsys.readouterr().out
+    assert "inference-1 ended with code 3" in said and "starts again every 10 minutes" in said
 
 
 # ---------------------------------------------------------------- one run in a folder

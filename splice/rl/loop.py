@@ -39,11 +39,13 @@ from orchestrator.protocol.frames import encode
 from orchestrator.protocol.messages import (
     LossSpec,
     OptimParams,
+    Progress,
     PublishJob,
     Status,
     SubmitJob,
     TrainMergedJob,
 )
+from orchestrator.waiting import WAITING
 from splice.batches import Batch, Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
@@ -612,16 +614,25 @@ class Loop:
     ) -> dict[str, Any]:
         """Run a job; a cancelled loop leaves it to the orchestrator."""
         deadline_s = time.monotonic() + self.config.train_timeout_s
-        await self._call(self.client.submit, job, job_id=job_id, buffers=buffers)
-        while True:
-            try:
-                return await self._call(self.client.wait, job_id, timeout_s=WAIT_TURN_S)
-            except TimeoutError:
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(
-                        f"job {job_id} has no outcome after {self.config.train_timeout_s:.0f} s "
-                        "(train_timeout_s); read the trainer's log, then start the loop again"
-                    ) from None
+        running = asyncio.get_running_loop()
+        with _Outage(self._meter) as outage:
+
+            def on_progress(progress: Progress) -> None:  # on the thread that waits
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    running.call_soon_threadsafe(outage.hear, progress)
+
+            given = {"job_id": job_id, "buffers": buffers, "on_progress": on_progress}
+            await self._call(self.client.submit, job, **given)
+            while True:
+                try:
+                    return await self._call(self.client.wait, job_id, timeout_s=WAIT_TURN_S)
+                except TimeoutError:
+                    if time.monotonic() > deadline_s:
+                        raise TimeoutError(
+                            f"job {job_id} has no outcome after "
+                            f"{self.config.train_timeout_s:.0f} s (train_timeout_s); read the "
+                            "trainer's log, then start the loop again"
+                        ) from None
 
     # ------------------------------------------------------------ admission
 
@@ -784,8 +795,7 @@ class Loop:
                 version=admitted,
             )
             try:
-                with self._meter.during("sampling"):
-                    answer = await self._sampler.sample(asked, sampling, **more)
+                answer = await self._sampler.sample(asked, sampling, meter=self._meter, **more)
                 self._refuse_stale(answer, admitted)
                 break
             except RolloutLost as error:
@@ -1048,6 +1058,27 @@ class Loop:
         """Call the client, which blocks, on a thread."""
         running = asyncio.get_running_loop()
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
+
+
+class _Outage:
+    """Meters the time that a job waits for nodes, within a `with` block."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self._waiting, self._is_over = meter, contextlib.ExitStack(), False
+
+    def __enter__(self) -> _Outage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._waiting.close()
+
+    def hear(self, progress: Progress) -> None:
+        """Take the job's progress."""
+        self._waiting.close()
+        if progress.phase == WAITING and not self._is_over:
+            log.warning("the job is %s: %s", WAITING, progress.detail.get("text", ""))
+            self._waiting.enter_context(self._meter.during("no_node"))
 
 
 def _check_signature(reward: Reward | None, environment: Environment | None) -> None:

@@ -399,6 +399,29 @@ def test_the_advice(trainer, sampler, rewards, staleness, said):
     assert said in Balance.of(steps, max_staleness=staleness).text()
 
 
+def test_an_outage_counts_as_waiting(tmp_path):
+    """No replica is ready, and then a job waits for one."""
+    run, said = StandIn(train_s=0.01), []
+
+    async def on_step(step, replicas, loop) -> None:
+        said.append(json.loads((tmp_path / decisions.STATUS).read_text())["text"])
+        if step.number == 3:
+            run.away_s = 2.0
+        if step.number == 4:  # the sampler asks every second
+            replicas[0].state = "lost"
+            later = asyncio.get_running_loop().call_later
+            later(3.0, lambda: setattr(replicas[0], "state", "ready"))
+            await asyncio.sleep(1.2)
+
+    steps = asyncio.run(run_loop(run, tmp_path, steps=5, on_step=on_step, max_staleness=0))
+    job, sampling = steps[3].seconds, steps[4].seconds
+    assert job["outage"] > 1.9 and job["trainer_waits"] > 1.9, job
+    assert job["training"] < job["step"] - 1.9, job
+    assert sampling["outage"] > 1.0 and sampling["sampler_waits"] > 1.0, sampling
+    assert sampling["sampling"] < sampling["step"] - 1.0, "no request was with a replica"
+    assert "nodes were away" not in said[2] and "nodes were away" in said[3]
+
+
 def test_the_meter_tells_who_waited(tmp_path):
     """Training takes long, then sampling does."""
     slow_trainer, slow_sampler = StandIn(train_s=0.9), StandIn(token_s=0.3)

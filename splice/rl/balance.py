@@ -94,7 +94,10 @@ class Balance:
         if self.outage > matters:
             return "nodes were away: `splice status` names those that are, `splice logs` says why"
         if self.rewards > matters:
-            return "rewards hold up both sides: make them faster, async, or raise reward_threads"
+            return (
+                "rewards hold up both sides: make them faster, async, or raise reward_threads or "
+                "reward_processes"
+            )
         if self.body > matters:
             return "the loop's body holds up the trainer: evaluate and save less often"
         if self.max_staleness == 0 and min(trainer, sampler) > BALANCED:

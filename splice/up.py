@@ -30,6 +30,7 @@ import psutil
 
 from orchestrator.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
+from orchestrator.journal import kept_token
 from orchestrator.processes.identity import identity
 from orchestrator.processes.launch import RETRY_S, Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
@@ -213,6 +214,8 @@ def some_token(run_dir: Path) -> str:
     """Return the token of the run in this folder, or that of the environment, or a new one."""
     path = run_dir / "token"
     kept = path.read_text().strip() if path.exists() else ""
+    # A power loss may leave an empty file; the journal has it for sure.
+    kept = kept or kept_token(run_dir / "journal.sqlite")
     return kept or os.environ.get(TOKEN) or secrets.token_hex(16)
 
 
@@ -240,6 +243,24 @@ def wait_until_up(
     raise NodeLost(
         f"not up within {timeout_s:.0f} s; read {run_dir / 'logs'}, then `{stop_command(run_dir)}`"
     )
+
+
+def follow(run_dir: Path, pid: int) -> int:
+    """Wait until the run that this process has started ends. SIGTERM and Ctrl-C end it in order.
+
+    Returns: 0 if it was stopped, 2 if a restart would change nothing, 1 if it failed otherwise.
+    """
+    told_to_end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told_to_end.set())
+    while is_running(pid):
+        if told_to_end.wait(POLL_S):
+            stop(run_dir)
+    state = read_state(run_dir)
+    if state.get("pid") == pid and state.get("phase") == "ended":
+        return 0
+    log.error("the run has ended: %s", state.get("text", "its background process was killed"))
+    return 2 if state.get("is_config") else 1
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 import uuid
@@ -17,7 +18,7 @@ from orchestrator.processes.identity import identity
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob
 from splice import cli, run_cli, up
 from splice.run_file import load
-from tests.orchestrator.run import BUFFERS, JOB, Run
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -251,3 +252,26 @@ def test_two_starts_at_once_are_one(tmp_path):
             up._take_lock(tmp_path)
         background.kill()
     os.close(up._take_lock(tmp_path))
+
+
+def test_a_token_that_a_power_loss_emptied_is_in_the_journal(run):
+    (run.dir / "token").write_text("")
+    assert up.some_token(run.dir) == TOKEN
+    assert up.some_token(run.dir / "nowhere") != TOKEN
+
+
+@pytest.mark.parametrize(
+    ("phase", "more", "code"),
+    [
+        ("ended", {}, 0),
+        ("failed", {"is_config": False}, 1),
+        ("failed", {"is_config": True}, 2),
+        ("up", {}, 1),  # it was killed
+    ],
+)
+def test_a_start_in_the_foreground_ends_as_the_run_does(tmp_path, monkeypatch, phase, more, code):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with subprocess.Popen(["sleep", "0.2"]) as background:
+        state = {"pid": background.pid, "phase": phase, "text": "why", **more}
+        (tmp_path / up.STATE).write_text(json.dumps(state))
+        assert up.follow(tmp_path, background.pid) == code

@@ -497,3 +497,29 @@ def test_a_loop_goes_on_after_its_log_began_anew(tmp_path, monkeypatch):
         found.steps,
         len(decisions.segments(tmp_path / decisions.LOG)),
     ) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b'{"event": "admit", "st', b"\0" * 200_000, b"\0" * 70_000 + b"\n" + b"\0" * 9 + b"}\n"],
+)
+def test_a_log_goes_on_after_what_a_power_loss_left_at_its_end(tmp_path, tail):
+    asyncio.run(run_loop(StandIn(), tmp_path, steps=2))
+    path = tmp_path / decisions.LOG
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    decisions.DecisionLog(path).close()
+    assert path.read_bytes() == whole
+    assert found_in(tmp_path).violations == []
+
+
+def test_a_line_longer_than_a_read_is_found_again(tmp_path):
+    path = tmp_path / decisions.LOG
+    whole = b'{"a": 1}\n' + b'{"b": "' + b"x" * 200_000 + b'"}\n'
+    for tail in (b"", b'{"c'):
+        path.write_bytes(whole + tail)
+        decisions.cut_torn_line(path)
+        assert path.read_bytes() == whole
+    path.write_bytes(b'{"c')
+    decisions.cut_torn_line(path)
+    assert path.read_bytes() == b""

@@ -139,6 +139,8 @@ class InferenceNode:
         self._early: deque[Envelope] = deque()
         """Messages that arrived during an update."""
         self._restarts, self._times_restarted = RestartBudget(config.max_restarts), 0
+        self._newest = -1
+        """The newest version that was ever committed here."""
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
@@ -247,7 +249,8 @@ class InferenceNode:
         self._vllm.stop()
         if not self._restarts.take(time.monotonic()):
             raise NodeLost(
-                f"vLLM ended again after {self._config.max_restarts} restarts within an hour. "
+                f"vLLM ended again after {self._config.max_restarts} restarts within an hour, and "
+                f"no new version came meanwhile. "
                 f"{self._vllm.log_tail()}"
             )
         self._served, self._aborts.running = Served(), None
@@ -332,6 +335,9 @@ class InferenceNode:
                 self._poison(f"whether version {version} was committed is not known: {error}")
                 raise
             self._served = self._served.committed(version)
+            if version > self._newest:  # the run goes on
+                self._newest = version
+                self._restarts.renew()
         elif not self._served.is_committed(version):
             self._fail_not_received(message, version, "committing")
             return

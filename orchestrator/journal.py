@@ -353,6 +353,18 @@ class Journal:
         self._db.close()
 
 
+def kept_token(path: Path) -> str:
+    """Return the token of the run whose journal this is; empty: there is none."""
+    if not path.exists():
+        return ""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        try:
+            row = db.execute("SELECT token FROM run").fetchone()
+        except sqlite3.Error:  # no journal yet; its orchestrator says what is wrong with it
+            return ""
+    return "" if row is None else str(row[0])
+
+
 def _is_large(buffers: Sequence[bytes | memoryview]) -> bool:
     return sum(map(len, buffers)) >= LARGE_BYTES
 

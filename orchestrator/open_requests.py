@@ -130,14 +130,14 @@ class OpenRequests:
 
     def on_terminal(
         self, peer_id: str, message: Completed | Failed, buffers: tuple[bytes, ...]
-    ) -> None:
-        """End the request that the peer was asked."""
+    ) -> str:
+        """End the request that the peer was asked. Returns its kind if it is completed."""
         entry = self._asked(peer_id, message.request_id)
         if entry is None:
-            return
+            return ""
         if isinstance(message, Completed):
             entry.done.set_result((message, buffers))
-            return
+            return entry.message.kind
         entry.done.set_exception(
             JobFailed(
                 code=message.code,
@@ -148,6 +148,7 @@ class OpenRequests:
                 steps_taken=message.steps_taken,
             )
         )
+        return ""
 
     def _asked(self, peer_id: str, request_id: str) -> OpenRequest | None:
         """Return the open request that this peer was asked, or None.

@@ -40,6 +40,8 @@ class Peer:
     memory: tuple[MemoryUse, ...] = ()
     """As its latest heartbeat said."""
     times_ready: int = 0
+    has_trained: bool = False
+    """Whether the process has completed a request that trains."""
     said_ready: bool = False
     """Whether its latest status message was `Ready`."""
 

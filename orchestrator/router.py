@@ -66,6 +66,8 @@ READ_AT_ONCE = 64
 MAX_PEERS = 1024
 WHO_ARE_YOU = Hello(role="client", node_id="orchestrator", incarnation="", run_token="")
 """Asks a connection for its Hello."""
+_TRAINS = frozenset({"TrainMerged", "TrainLora", "ForwardBackward", "OptimStep"})
+"""Requests whose end is progress of the run."""
 _FIRST = frozenset({"Hello"})
 _ANY_PEER = _FIRST | {"Heartbeat"}
 _NODE = _ANY_PEER | {"Ready", "Unready", "Progress", "Completed", "Failed"}
@@ -310,7 +312,8 @@ class ControlRouter:
         elif isinstance(message, Progress):
             self._open.on_progress(peer_id, message)
         elif isinstance(message, Completed | Failed):
-            self._open.on_terminal(peer_id, message, envelope.buffers)
+            done = self._open.on_terminal(peer_id, message, envelope.buffers)
+            peer.has_trained = peer.has_trained or done in _TRAINS
         else:
             await self._on_client(peer_id, envelope)
 
@@ -444,8 +447,9 @@ class ControlRouter:
     async def _on_node_ended(self, launcher_id: str, message: NodeEnded) -> None:
         if not launcher_id.startswith(f"{message.node_id}-launcher-"):
             raise ProtocolError(f"it is not the launcher of {message.node_id}")
-        peer, cause = self.peers.get(message.node_id), ""
+        peer, cause, has_trained = self.peers.get(message.node_id), "", False
         if peer is not None and peer.state != "lost" and peer.hello.start_id == message.start_id:
+            has_trained = peer.has_trained
             cause = self._open.cause_at(message.node_id, incarnation=peer.hello.incarnation)
             is_crash = message.code not in (0, EXIT_LINK_LOST, EXIT_AFRESH)
             error = ProcessEnded if is_crash else NodeLost
@@ -455,7 +459,10 @@ class ControlRouter:
         prefix = f"{message.node_id}-launcher-"
         for one in {launcher_id, *self.nodes("launcher")}:
             if one.startswith(prefix):
-                await self.send(one, EndedDuring(node_id=message.node_id, cause=cause))
+                await self.send(
+                    one,
+                    EndedDuring(node_id=message.node_id, cause=cause, has_trained=has_trained),
+                )
 
     async def _watch(self) -> None:
         while True:

@@ -410,7 +410,8 @@ def trainer(
     ] = "",
     node_id: str = "trainer",
     max_restarts: Annotated[
-        int, typer.Option(help="Restarts of a crashed trainer within an hour.")
+        int,
+        typer.Option(help="Restarts of a trainer that crashes without training, within an hour."),
     ] = 2,
     template: Annotated[
         bool,

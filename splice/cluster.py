@@ -35,7 +35,8 @@ class ClusterConfig:
         trainer_module: module run under torchrun. Tests that inject failures pass another one.
         publication: how versions are published. `trainer.transport` overrides its `transport`.
         keep_versions: versions whose checkpoints stay on disk; None: all.
-        trainer_restarts, orchestrator_restarts: restarts after crashes within an hour.
+        trainer_restarts, orchestrator_restarts: restarts after crashes within an hour that came
+            after the run's last progress.
         node_restarts: likewise, of a killed trainer launcher or inference node.
         run_token: the run's secret; empty: a new one.
         run_file: the file that the orchestrator reads instead of options; see `splice.run_file`.
@@ -197,6 +198,7 @@ class Cluster:
                 log_file=logs / f"{node_id}.log",
                 restarts=RestartBudget(self.config.node_restarts),
                 is_supervisor=True,
+                group="inference",
             )
         )
 
@@ -236,7 +238,7 @@ class Cluster:
         wanted = {"trainer", *(f"inference-{i}" for i in range(len(self.config.inference)))}
         deadline_s = time.monotonic() + self.config.ready_timeout_s
         while missing := wanted - _ready(self.client.status(timeout_s=30.0)):
-            self.launcher.check()
+            self.launcher.check(each=True)
             self._on_wait(f"waiting for {', '.join(sorted(missing))}")
             if time.monotonic() > deadline_s:
                 tails = "\n".join(

@@ -138,13 +138,16 @@ def bring_up(
     claim: Annotated[
         str, typer.Option(help="k8s: PersistentVolumeClaim for the run's folder.")
     ] = "splice-run",
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Return when the run ends; for systemd.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start orchestrator, trainer and inference nodes, here in the background or on a cluster.
 
     Returns once the run serves its alias. Slurm and Kubernetes start it later.
     """
-    said = ""
+    said, pid = "", 0
 
     def on_wait(text: str) -> None:
         nonlocal said
@@ -165,6 +168,8 @@ def bring_up(
             raise ConfigError(
                 f"--on {on!r}: host, slurm, ray or k8s; --dry-run is for slurm and k8s"
             )
+        if foreground and on != "host":
+            raise ConfigError("--foreground is for a run on this host; leave --on out")
         if on == "ray":
             up.refuse_used(run, resume=resume)
             state = ray_launcher.up(
@@ -189,11 +194,18 @@ def bring_up(
         _die(error)
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
-        return
-    typer.echo(f"up: {run.name} on {', '.join(facts['openai_urls'])}")
-    typer.echo(f"client: SpliceClient.of_run({facts['run_dir']!r})")
-    typer.echo(f"endpoint: {facts['endpoint']}   token: in {facts['token_file']}")
-    typer.echo(f"logs: {facts['logs']}   end the run: {stop_command(run.run_dir)}")
+    else:
+        typer.echo(f"up: {run.name} on {', '.join(facts['openai_urls'])}")
+        typer.echo(f"client: SpliceClient.of_run({facts['run_dir']!r})")
+        typer.echo(f"endpoint: {facts['endpoint']}   token: in {facts['token_file']}")
+        typer.echo(f"logs: {facts['logs']}   end the run: {stop_command(run.run_dir)}")
+    if foreground:
+        sys.stdout.flush()
+        try:
+            code = up.follow(run.run_dir, pid)
+        except (SpliceError, OSError) as error:
+            _die(error)
+        raise typer.Exit(code)
 
 
 def _up_on_kubernetes(

@@ -174,7 +174,8 @@ class TrainerSection(TrainerConfig):
     gpus: tuple[int, ...] = ()
     """CUDA devices on its host, one for each rank."""
     max_restarts: int = Field(default=2, ge=0)
-    """Restarts after crashes within an hour."""
+    """Restarts after crashes within an hour. Crashes before the last training request do not
+    count."""
 
 
 class InferenceSection(InferenceConfig):

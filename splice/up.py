@@ -30,8 +30,9 @@ import psutil
 
 from orchestrator.control_socket import check_bind_address
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, SpliceError
+from orchestrator.journal import kept_token
 from orchestrator.processes.identity import identity
-from orchestrator.processes.launch import Launcher, NodeProcess
+from orchestrator.processes.launch import RETRY_S, Launcher, NodeProcess
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
@@ -63,6 +64,8 @@ ROUTER, ROUTER_STATE = "router", "/splice/router"
 ROUTER_S, ROUTER_START_S = 5.0, 60.0
 """Time for the router to answer, and to start."""
 ROUTER_RESTARTS = 5
+LOOK_S, STATUS_S = 10.0, 2.0
+"""Time between two looks at the served version, and for the orchestrator to answer one."""
 POLL_S = 0.2
 END_S = 15.0
 """Time between a node's orderly end and the orchestrator's."""
@@ -208,6 +211,8 @@ def some_token(run_dir: Path) -> str:
     """Return the token of the run in this folder, or that of the environment, or a new one."""
     path = run_dir / "token"
     kept = path.read_text().strip() if path.exists() else ""
+    # A power loss may leave an empty file; the journal has it for sure.
+    kept = kept or kept_token(run_dir / "journal.sqlite")
     return kept or os.environ.get(TOKEN) or secrets.token_hex(16)
 
 
@@ -235,6 +240,24 @@ def wait_until_up(
     raise NodeLost(
         f"not up within {timeout_s:.0f} s; read {run_dir / 'logs'}, then `{stop_command(run_dir)}`"
     )
+
+
+def follow(run_dir: Path, pid: int) -> int:
+    """Wait until the run that this process has started ends. SIGTERM and Ctrl-C end it in order.
+
+    Returns: 0 if it was stopped, 2 if a restart would change nothing, 1 if it failed otherwise.
+    """
+    told_to_end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: told_to_end.set())
+    while is_running(pid):
+        if told_to_end.wait(POLL_S):
+            stop(run_dir)
+    state = read_state(run_dir)
+    if state.get("pid") == pid and state.get("phase") == "ended":
+        return 0
+    log.error("the run has ended: %s", state.get("text", "its background process was killed"))
+    return 2 if state.get("is_config") else 1
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:
@@ -269,8 +292,11 @@ def status(run_dir: Path) -> dict[str, Any]:
     answer: dict[str, Any] = {"run_dir": str(run_dir), "up": is_alive(state)}
     if state:
         answer |= {"phase": state["phase"], "pid": state["pid"], "text": state["text"]}
+        warnings = [_retry_text(name, how) for name, how in state.get("given_up", {}).items()]
         if full := disk.warning(state.get("disk", {})):
-            answer["warning"] = full
+            warnings.append(full)
+        if warnings:
+            answer["warning"] = "; ".join(warnings)
     if not answer["up"] and state.get("phase") in ("starting", "up"):
         answer |= {
             "phase": "ended",
@@ -289,6 +315,13 @@ def status(run_dir: Path) -> dict[str, Any]:
     answer["base_urls"] = [n.detail["base_url"] for n in found.nodes if "base_url" in n.detail]
     answer["router"] = _router_status(run_dir)
     return answer
+
+
+def _retry_text(name: str, how: str) -> str:
+    return (
+        f"{name} {how} and was given up; the others serve. It starts again every "
+        f"{RETRY_S / 60:.0f} minutes; `splice logs {name}` says why it ended"
+    )
 
 
 def _router_status(run_dir: Path) -> dict[str, Any] | None:
@@ -404,11 +437,17 @@ def supervise(config: Path, *, publish: bool) -> int:
             up = partial(state.write, "up", text, base_urls=urls, replica_urls=replicas)
             up()
             log.info("up: %s", ", ".join(urls))
-            forecast = DiskForecast(run.run_dir)
+            forecast, progress = DiskForecast(run.run_dir), _Progress(cluster.client)
+            given_up: dict[str, str] = {}
 
             def look() -> None:
-                if forecast.look(time.monotonic()):
-                    up(disk=forecast.found())
+                nonlocal given_up
+                if progress.look(time.monotonic()):
+                    cluster.launcher.renew()
+                    launcher.renew()
+                before, given_up = given_up, cluster.launcher.given_up()
+                if forecast.look(time.monotonic()) or given_up != before:
+                    up(disk=forecast.found(), given_up=given_up)
 
             _watch(cluster, launcher, told_to_end, look)
     except _Told:
@@ -500,6 +539,27 @@ def _start_router(
             raise NodeLost(f"the router did not bind within {ROUTER_START_S:.0f} s")
         time.sleep(POLL_S)
     return path.read_text().strip()
+
+
+class _Progress:
+    """Whether the run has published a version since the last look."""
+
+    def __init__(self, client: SpliceClient) -> None:
+        self._client, self._next_s = client, 0.0
+        self._version: int | None = None
+
+    def look(self, now_s: float) -> bool:
+        """Ask for the served version, if it is time to."""
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + LOOK_S
+        try:
+            version = self._client.status(timeout_s=STATUS_S).version
+        except (TimeoutError, NodeLost):  # it may be starting again
+            return False
+        before = self._version
+        self._version = before if version is None else version
+        return before is not None and version is not None and version > before
 
 
 class _Told(Exception):

@@ -78,6 +78,7 @@ WHOLE = (
     "tests/rl/test_real_failures.py::*",
     "tests/rl/test_report.py::test_a_browser_shows_it",
     "tests/rl/test_verifiers.py::*",
+    "tests/rl/test_week.py::*",
     "tests/rl/test_openenv.py::*",
     "tests/rl/test_router_replay.py::test_the_trainer_uses_the_experts",
     "tests/rl/test_examples.py::test_rl_starts_from_what_sft_published",

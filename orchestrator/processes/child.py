@@ -122,20 +122,13 @@ class ChildProcess:
         family = descendants(self.process.pid) or _group(self.process.pid)
         _signal_group(self.process.pid, signal.SIGTERM)
         self._wait(family, grace_s)
-        self._kill(family)
+        kill_family(self.process.pid, family)
         self._wait(family, KILL_GRACE_S)
 
     def kill(self) -> None:
         """SIGKILL to every descendant and the group, as in a crash."""
         if self.process is not None:
-            self._kill(descendants(self.process.pid))
-
-    def _kill(self, family: Sequence[psutil.Process]) -> None:
-        assert self.process is not None
-        _signal_group(self.process.pid, signal.SIGKILL)
-        for process in family:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+            kill_family(self.process.pid)
 
     def _wait(self, family: Sequence[psutil.Process], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -147,6 +140,15 @@ class ChildProcess:
 
 def _die_with_parent() -> None:
     die_with_parent(signal.SIGTERM)
+
+
+def kill_family(pid: int, family: Sequence[psutil.Process] | None = None) -> None:
+    """SIGKILL to the group that a process leads and to its descendants, or to those given."""
+    family = descendants(pid, and_self=True) if family is None else family
+    _signal_group(pid, signal.SIGKILL)
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def descendants(pid: int, *, and_self: bool = False) -> list[psutil.Process]:

@@ -17,6 +17,8 @@ from orchestrator.processes.child import TERM_GRACE_S, ChildProcess, descendants
 from orchestrator.processes.restarts import EXIT_CONFIG, EXIT_LINK_LOST, BackOff, RestartBudget
 
 log = logging.getLogger("splice.launch")
+RETRY_S = 600.0
+"""Pause before a node that was given up starts again, while another one of its group lives."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,14 +29,16 @@ class NodeProcess(ChildProcess):
         restarts: how often the launcher starts it again after a crash.
         is_supervisor: it starts its own children again, so an exit code of its own is final. Only a
             signal is a crash of it.
+        group: nodes of one group do the same work, so one is enough; empty: it is in none.
         pauses: pauses before the starts after a lost link.
-        starts_at_s: when it starts again after a lost link, on the monotonic clock.
+        starts_at_s: when it starts again after a pause, on the monotonic clock.
         stopping: whether `stop` was called after the last start.
     """
 
     name: str
     restarts: RestartBudget = field(default_factory=lambda: RestartBudget(0))
     is_supervisor: bool = False
+    group: str = ""
     pauses: BackOff = field(default_factory=BackOff)
     starts_at_s: float | None = field(default=None, repr=False)
     stopping: bool = False
@@ -82,9 +86,25 @@ class NodeProcess(ChildProcess):
         elif now_s >= self.starts_at_s:
             self.start()
 
+    def retry(self, now_s: float) -> None:
+        """Start a node that was given up again, after a pause."""
+        if self.starts_at_s is None:
+            self.starts_at_s = now_s + RETRY_S
+            log.error("%s; it starts again in %.0f s", self.end_text(), RETRY_S)
+        elif now_s >= self.starts_at_s:
+            self.start()
+
+    def end_text(self) -> str:
+        """Say how it ended, and quote its log."""
+        return f"{self.name} ended with code {self.exit_code}.\n{self.log_tail()}"
+
 
 class Launcher:
-    """A set of node processes. Leaving the context ends them all, last started first."""
+    """A set of node processes. Leaving the context ends them all, last started first.
+
+    A node that was given up is not missed while another one of its group lives. It starts again
+    every `RETRY_S`.
+    """
 
     def __init__(self, *, measures_memory: bool = False) -> None:
         self.nodes: dict[str, NodeProcess] = {}
@@ -101,17 +121,49 @@ class Launcher:
         node.start()
         return node
 
-    def check(self) -> None:
+    def check(self, *, each: bool = False) -> None:
         """Raise if a node died and will not start again.
+
+        Args:
+            each: every node of a group is needed.
 
         Raises:
             NodeLost: names it and quotes the end of its log.
         """
         for node in self.nodes.values():
             with self._restarting:
-                is_lost = node.is_lost(time.monotonic())
-            if is_lost:
-                raise NodeLost(f"{node.name} ended with code {node.exit_code}.\n{node.log_tail()}")
+                now_s = time.monotonic()
+                is_missed = node.is_lost(now_s) and (each or not self._has_others(node, now_s))
+            if is_missed:
+                raise NodeLost(node.end_text())
+
+    def given_up(self) -> dict[str, str]:
+        """Return how the nodes ended that start again later, because others do their work."""
+        with self._restarting:
+            now_s = time.monotonic()
+            return {
+                node.name: f"ended with code {node.exit_code}"
+                for node in self.nodes.values()
+                if self._is_spare(node, now_s)
+            }
+
+    def renew(self) -> None:
+        """Forget all crashes so far: the run has made progress since."""
+        with self._restarting:
+            for node in self.nodes.values():
+                node.restarts.renew()
+
+    def _has_others(self, node: NodeProcess, now_s: float) -> bool:
+        """Whether another node of its group lives, or is about to."""
+        return any(
+            other is not node and other.group == node.group != "" and not other.is_lost(now_s)
+            for other in self.nodes.values()
+        )
+
+    def _is_spare(self, node: NodeProcess, now_s: float) -> bool:
+        """Whether the node was given up, not told to end, and is not missed."""
+        is_given_up = node.is_lost(now_s) and node.exit_code != 0
+        return is_given_up and self._has_others(node, now_s)
 
     @property
     def peak_bytes(self) -> int:
@@ -144,8 +196,11 @@ class Launcher:
         while not self._watching.wait(1.0):
             for node in list(self.nodes.values()):
                 with self._restarting:
+                    now_s = time.monotonic()
                     try:
-                        node.keep_alive(time.monotonic())
+                        node.keep_alive(now_s)
+                        if self._is_spare(node, now_s):
+                            node.retry(now_s)
                     except OSError as error:  # out of memory or processes: watch the others
                         log.warning("cannot start %s again: %s", node.name, error)
                 with contextlib.suppress(OSError):

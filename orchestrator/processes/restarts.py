@@ -9,7 +9,8 @@
 | anything else | it crashed | starts it again, at most `RestartBudget.most` times within an hour |
 
 Crashes days apart must not end a run of weeks. A process that cannot start must not restart for
-ever. Crashes in one request, which is sent again, are one crash.
+ever. Crashes in one request, which is sent again, are one crash. Crashes before the run's last
+progress do not count.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class RestartBudget:
             return False
         self._taken[-1] = (self._taken[-1][0], cause)
         return True
+
+    def renew(self) -> None:
+        """Forget the starts so far: there was progress since."""
+        self._taken.clear()
 
 
 class BackOff:

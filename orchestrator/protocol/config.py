@@ -338,6 +338,7 @@ class InferenceConfig(Settings):
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """Longest start of vLLM, in seconds."""
     max_restarts: int = Field(default=5, ge=0)
-    """Restarts of vLLM within an hour; after one more crash the node ends."""
+    """Restarts of vLLM within an hour, counted since the last new version; after one more crash the
+    node ends."""
     log_file: Path | None = None
     """File for vLLM's output. None: the node's stderr."""

@@ -227,8 +227,9 @@ class Publisher:
         router, trainer_id = self._members.router, self._members.trainer_id
         replicas, timeout_s = publication.replicas, self._config.recovery_timeout_s
         await router.wait_heard([trainer_id, *replicas], since_s=time.monotonic())
-        await router.wait_ready([trainer_id], timeout_s=timeout_s)
-        await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True)
+        report = publication.report
+        await router.wait_ready([trainer_id], timeout_s=timeout_s, report=report)
+        await router.wait_ready(replicas, timeout_s=timeout_s, one_is_enough=True, report=report)
         holder = self._members.trainer_process
         if not (publication.keeps_pending and publication.holder == holder):
             load = LoadCheckpoint(
@@ -245,7 +246,7 @@ class Publisher:
         # Replicas may have gone while the trainer was loading.
         while not (there := [r for r in router.nodes("inference") if r in replicas]):
             left_s = max(0.1, deadline_s - time.monotonic())
-            await router.wait_ready(replicas, timeout_s=left_s, one_is_enough=True)
+            await router.wait_ready(replicas, timeout_s=left_s, one_is_enough=True, report=report)
         return there
 
 

@@ -1,9 +1,10 @@
 """Which side of a loop waits, and what would help.
 
-trainer waits    no job runs while the batch is not complete
-sampler waits    no request is in flight, because no rollout may be admitted
+trainer waits    no job runs while the batch is not complete, or it waits for nodes
+sampler waits    no request is with a replica, because no rollout may be admitted or none is ready
 rewards          neither works, because rewards are being computed
 body             neither works on the next step, because the user's loop body runs
+outage           a side waits because nodes are away, or were a moment ago
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ BALANCED = 0.05
 """Share of a step that a side may wait before anything is said."""
 SIDES = ("trainer_waits", "sampler_waits", "rewards", "body")
 """What `Balance` has shares of."""
-_STATES = ("sampling", "scoring", "training", "body")
+_STATES = ("sampling", "scoring", "training", "body", "no_replica", "no_node")
 
 
 @dataclass(slots=True)
@@ -31,14 +32,19 @@ class Meter:
     def _pass_time(self) -> None:
         now_s = time.monotonic()
         passed, self._since_s = now_s - self._since_s, now_s
-        working = {state for state in _STATES if self._open[state]}
+        working = {state for state in _STATES[:4] if self._open[state]}
+        has_no_node = self._open["no_node"] > 0
+        has_no_replica = self._open["no_replica"] > 0 and "sampling" not in working
+        if has_no_node:
+            working.discard("training")
         spent = {
             "step": True,
             "requests": self._open["sampling"],  # times seconds: divided by "step" their mean
-            **{state: state in working for state in _STATES},
+            **{state: state in working for state in _STATES[:4]},
+            "outage": has_no_node or has_no_replica,
             "trainer_waits": not working & {"training", "body"},
             "sampler_waits": "sampling" not in working,
-            "rewards": working == {"scoring"},
+            "rewards": working == {"scoring"} and not (has_no_node or has_no_replica),
         }
         for name, weight in spent.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + passed * float(weight)
@@ -69,21 +75,29 @@ class Balance:
     sampler_waits: float
     rewards: float
     body: float
+    outage: float
     max_staleness: int
 
     @classmethod
     def of(cls, steps: Sequence[dict[str, float]], *, max_staleness: int) -> Balance:
         """From what `Meter.take` returned for each step."""
         total = sum(step["step"] for step in steps) or 1.0
-        shares = {name: sum(step.get(name, 0.0) for step in steps) / total for name in SIDES}
+        shares = {
+            name: sum(step.get(name, 0.0) for step in steps) / total for name in (*SIDES, "outage")
+        }
         return cls(**shares, max_staleness=max_staleness)
 
     def advice(self) -> str:
         """What would help, in a sentence."""
         trainer, sampler = self.trainer_waits, self.sampler_waits
         matters = max(BALANCED, max(trainer, sampler) / 2)  # explains most of the waiting
+        if self.outage > matters:
+            return "nodes were away: `splice status` names those that are, `splice logs` says why"
         if self.rewards > matters:
-            return "rewards hold up both sides: make them faster, async, or raise reward_threads"
+            return (
+                "rewards hold up both sides: make them faster, async, or raise reward_threads or "
+                "reward_processes"
+            )
         if self.body > matters:
             return "the loop's body holds up the trainer: evaluate and save less often"
         if self.max_staleness == 0 and min(trainer, sampler) > BALANCED:

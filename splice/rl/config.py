@@ -109,6 +109,10 @@ class LoopConfig(_Settings):
     """Most rollouts at once, over all replicas. One without an environment is one request."""
     reward_threads: int = Field(default=4, ge=1)
     """Threads for rewards that are plain functions."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Processes for rewards that are plain functions, instead of threads: for those that use
+    signals (`math_verify`), hold Python's lock, or may never return. `reward_timeout_s` then ends
+    the process. They import the reward. 0: threads."""
     rollout_timeout_s: float = Field(default=900.0, gt=0)
     """Longest time for one answer, with all its attempts, in seconds; for an environment, the time
     of the whole rollout."""

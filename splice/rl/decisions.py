@@ -162,6 +162,7 @@ class DecisionLog(_Locked):
             out.flush()
             os.fsync(out.fileno())
         part.replace(segment)
+        _sync_folder(segment.parent)  # before the lines are cut off
         self._begin_anew(number)
 
     def _begin_anew(self, number: int) -> None:
@@ -208,20 +209,31 @@ def is_running(path: Path) -> bool:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove a last line that a crash cut off."""
+    """Remove a last line that a crash cut off, or lines that a power loss turned into zeros."""
     with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        kept = end
+        end = kept = file.seek(0, os.SEEK_END)
         while kept:
-            start = max(0, kept - 2**16)
-            file.seek(start)
-            newline = file.read(kept - start).rfind(b"\n")
-            if newline >= 0:
-                kept = start + newline + 1
+            last, begins = _last_line(file, kept)
+            if last.endswith(b"\n") and b"\0" not in last:
                 break
-            kept = start
+            kept = begins
         if kept != end:
             file.truncate(kept)
+
+
+def _last_line(file: IO[bytes], end: int) -> tuple[bytes, int]:
+    """The last line of the file's first `end` bytes, and where it begins."""
+    parts: list[bytes] = []
+    while end:
+        start = max(0, end - 2**16)
+        file.seek(start)
+        part = file.read(end - start)
+        cut = part.rfind(b"\n", 0, len(part) - (not parts)) + 1  # not the line's own end
+        parts.append(part[cut:])
+        end = start + cut
+        if cut:
+            break
+    return b"".join(reversed(parts)), end
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -390,7 +402,11 @@ def keep_batch(path: Path, batch: Batch) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

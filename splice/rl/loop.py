@@ -39,17 +39,27 @@ from orchestrator.protocol.frames import encode
 from orchestrator.protocol.messages import (
     LossSpec,
     OptimParams,
+    Progress,
     PublishJob,
     Status,
     SubmitJob,
     TrainMergedJob,
 )
+from orchestrator.waiting import WAITING
 from splice.batches import Batch, Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance, Meter
 from splice.rl.config import INEXACT, LoopConfig, SamplingConfig
 from splice.rl.record import Record
+from splice.rl.reward_processes import (
+    START_S,
+    NoProcess,
+    RewardFailed,
+    RewardLate,
+    RewardProcesses,
+    refuse_in_process,
+)
 from splice.rl.reward_threads import NoThread, RewardThreads
 from splice.rl.sampler import Answer, RequestRefused, RolloutLost, Row, Sampler, check_row
 from splice.rl.turns import (
@@ -189,9 +199,10 @@ class Loop:
         for name, value, of in (("config", config, LoopConfig), ("loss", loss, LossSpec)):
             if value is not None and not isinstance(value, of):
                 raise ConfigError(f"{name} is a {of.__name__}, not {type(value).__name__}")
-        _check_signature(reward, environment)
-        self.client, self.folder = client, Path(folder)
         self.config = config or LoopConfig()
+        _check_signature(reward, environment)
+        _check_place(reward, self.config)
+        self.client, self.folder = client, Path(folder)
         self._prompts, self._make_batch = prompts, make_batch
         if self.config.group_size == 1 and make_batch is grpo_batch:
             raise ConfigError(
@@ -199,6 +210,9 @@ class Loop:
                 "mean: all would be 0. Use a larger group_size, or a make_batch of your own"
             )
         self._reward, self._environment = reward, environment
+        self._score_with: Reward | None = reward
+        """The reward, or the processes that compute it."""
+        self._reward_limit_s = self.config.reward_timeout_s
         drops = environment is not None or self.config.on_error == "drop"
         if not drops:
             check_row(prompts[0])
@@ -229,13 +243,17 @@ class Loop:
     # ------------------------------------------------------------ start and end
 
     async def __aenter__(self) -> Loop:
+        refuse_in_process()
         async with self._exit as stack:
             # Rewards and jobs have threads of their own, so that neither waits for the other's.
             self._job_threads = ThreadPoolExecutor(4, thread_name_prefix="splice-job")
             stack.callback(self._job_threads.shutdown, wait=False, cancel_futures=True)
             self._rewards = RewardThreads(
-                self.config.reward_threads, patience_s=self.config.reward_timeout_s
+                self.config.reward_processes or self.config.reward_threads,
+                patience_s=self.config.reward_timeout_s,
             )
+            if self.config.reward_processes:
+                await self._use_processes(stack)
             if self._owns_client:
                 await self._call(self.client.__enter__)
                 stack.push_async_callback(self._call, self.client.__exit__)
@@ -274,6 +292,15 @@ class Loop:
             stack.push_async_callback(self._cancel_rollouts)
             self._exit = stack.pop_all()
         return self
+
+    async def _use_processes(self, stack: contextlib.AsyncExitStack) -> None:
+        """Have processes compute the rewards, on which the threads then wait."""
+        assert self._reward is not None
+        limit_s = self.config.reward_timeout_s
+        processes = RewardProcesses(self._reward, timeout_s=limit_s)
+        stack.callback(processes.close)
+        await self._call(processes.start)
+        self._score_with, self._reward_limit_s = processes, limit_s + START_S
 
     def _begin(self, version: int) -> None:
         found = self._past
@@ -612,16 +639,25 @@ class Loop:
     ) -> dict[str, Any]:
         """Run a job; a cancelled loop leaves it to the orchestrator."""
         deadline_s = time.monotonic() + self.config.train_timeout_s
-        await self._call(self.client.submit, job, job_id=job_id, buffers=buffers)
-        while True:
-            try:
-                return await self._call(self.client.wait, job_id, timeout_s=WAIT_TURN_S)
-            except TimeoutError:
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(
-                        f"job {job_id} has no outcome after {self.config.train_timeout_s:.0f} s "
-                        "(train_timeout_s); read the trainer's log, then start the loop again"
-                    ) from None
+        running = asyncio.get_running_loop()
+        with _Outage(self._meter) as outage:
+
+            def on_progress(progress: Progress) -> None:  # on the thread that waits
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    running.call_soon_threadsafe(outage.hear, progress)
+
+            given = {"job_id": job_id, "buffers": buffers, "on_progress": on_progress}
+            await self._call(self.client.submit, job, **given)
+            while True:
+                try:
+                    return await self._call(self.client.wait, job_id, timeout_s=WAIT_TURN_S)
+                except TimeoutError:
+                    if time.monotonic() > deadline_s:
+                        raise TimeoutError(
+                            f"job {job_id} has no outcome after "
+                            f"{self.config.train_timeout_s:.0f} s (train_timeout_s); read the "
+                            "trainer's log, then start the loop again"
+                        ) from None
 
     # ------------------------------------------------------------ admission
 
@@ -784,8 +820,7 @@ class Loop:
                 version=admitted,
             )
             try:
-                with self._meter.during("sampling"):
-                    answer = await self._sampler.sample(asked, sampling, **more)
+                answer = await self._sampler.sample(asked, sampling, meter=self._meter, **more)
                 self._refuse_stale(answer, admitted)
                 break
             except RolloutLost as error:
@@ -809,7 +844,7 @@ class Loop:
             )
 
     async def _score(self, row: Row, completion: Completion, group: int, sample: int) -> float:
-        reward_of, timeout = self._reward, asyncio.timeout(None)
+        reward_of, timeout = self._score_with, asyncio.timeout(None)
         assert reward_of is not None
         try:
             if inspect.iscoroutinefunction(reward_of):
@@ -823,12 +858,14 @@ class Loop:
                     given = await self._rewards.call(lambda: reward_of(row, completion))
                     if inspect.isawaitable(given):
                         given = await given
-        except NoThread:
+        except (NoThread, NoProcess):
             raise
         except Exception as error:  # a user's reward may raise anything
             text = (
                 f"the reward took more than {self.config.reward_timeout_s:.0f} s (reward_timeout_s)"
-                if timeout.expired()
+                if timeout.expired() or isinstance(error, RewardLate)
+                else f"the reward {error}"
+                if isinstance(error, RewardFailed)
                 else f"the reward raised {type(error).__name__}: {error}"
             )
             raise self._failure(text, row, group, sample) from error
@@ -923,7 +960,7 @@ class Loop:
         return await each_of(one, rows, n)
 
     def _reward_deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self.config.reward_timeout_s
+        return asyncio.get_running_loop().time() + self._reward_limit_s
 
     def _failure(self, text: str, row: Row, group: int, sample: int) -> SampleFailed:
         asked = row.get("prompt", row.get("messages"))
@@ -1050,6 +1087,27 @@ class Loop:
         return await running.run_in_executor(self._job_threads, lambda: function(*args, **kwargs))
 
 
+class _Outage:
+    """Meters the time that a job waits for nodes, within a `with` block."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self._waiting, self._is_over = meter, contextlib.ExitStack(), False
+
+    def __enter__(self) -> _Outage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._waiting.close()
+
+    def hear(self, progress: Progress) -> None:
+        """Take the job's progress."""
+        self._waiting.close()
+        if progress.phase == WAITING and not self._is_over:
+            log.warning("the job is %s: %s", WAITING, progress.detail.get("text", ""))
+            self._waiting.enter_context(self._meter.during("no_node"))
+
+
 def _check_signature(reward: Reward | None, environment: Environment | None) -> None:
     """Refuse what cannot be called with two arguments."""
     function, takes = (
@@ -1068,6 +1126,16 @@ def _check_signature(reward: Reward | None, environment: Environment | None) -> 
         name = getattr(function, "__name__", type(function).__name__)
         hint = "; functions with TRL's arguments go through trl_reward" if reward else ""
         raise ConfigError(f"{name}{signature} is called with {takes}: {error}{hint}") from None
+
+
+def _check_place(reward: Reward | None, config: LoopConfig) -> None:
+    """Refuse `reward_processes` where no process can compute the reward."""
+    if config.reward_processes and (reward is None or inspect.iscoroutinefunction(reward)):
+        what = "an environment" if reward is None else "a coroutine"
+        raise ConfigError(
+            f"reward_processes is for rewards that are plain functions, and {what} runs in the "
+            "loop; leave reward_processes out"
+        )
 
 
 def check_sendable(number: int, job: TrainMergedJob, batch: Batch) -> None:

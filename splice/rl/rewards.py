@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from orchestrator.errors import ConfigError
@@ -30,6 +31,7 @@ def trl_reward(
     """The weighted sum of reward functions. A function that returns None does not count.
 
     As a loop's `reward`, plain functions run on its threads (`reward_threads`), before coroutines.
+    With `reward_processes`, all of them run in its processes.
     Called elsewhere, such as in an environment, they run where they are called.
 
     Raises:
@@ -41,28 +43,51 @@ def trl_reward(
         raise ConfigError(f"{len(functions)} reward functions and {len(given)} weights")
     kinds = [_kind(function) for function in functions]
 
-    async def asynchronous(row: Row, completion: Completion) -> float:
-        return await rest(row, completion, {})
+    given_to = _all_async if all(map(_is_async, functions)) else _plain_first
+    return partial(given_to, functions, kinds, given)  # can be pickled, for reward_processes
 
-    async def rest(row: Row, completion: Completion, known: Mapping[int, Any]) -> float:
-        scores = [
-            known[i] if i in known else await _call(function, kinds[i], row, completion)
-            for i, function in enumerate(functions)
-        ]
-        return _sum(scores, kinds, given)
 
-    def mixed(row: Row, completion: Completion) -> Awaitable[float] | float:
-        """The plain ones now, on the loop's thread; the coroutines where it awaits the rest."""
-        known = {
-            i: _call(function, kinds[i], row, completion)
-            for i, function in enumerate(functions)
-            if not _is_async(function)
-        }
-        if len(known) == len(functions):
-            return _sum(list(known.values()), kinds, given)
-        return rest(row, completion, known)
+async def _all_async(
+    functions: Sequence[RewardFunction],
+    kinds: Sequence[str],
+    weights: Sequence[float],
+    row: Row,
+    completion: Completion,
+) -> float:
+    return await _rest(functions, kinds, weights, row, completion, {})
 
-    return asynchronous if all(map(_is_async, functions)) else mixed
+
+def _plain_first(
+    functions: Sequence[RewardFunction],
+    kinds: Sequence[str],
+    weights: Sequence[float],
+    row: Row,
+    completion: Completion,
+) -> Awaitable[float] | float:
+    """The plain ones now, on the loop's thread; the coroutines where it awaits the rest."""
+    known = {
+        i: _call(function, kinds[i], row, completion)
+        for i, function in enumerate(functions)
+        if not _is_async(function)
+    }
+    if len(known) == len(functions):
+        return _sum(list(known.values()), kinds, weights)
+    return _rest(functions, kinds, weights, row, completion, known)
+
+
+async def _rest(
+    functions: Sequence[RewardFunction],
+    kinds: Sequence[str],
+    weights: Sequence[float],
+    row: Row,
+    completion: Completion,
+    known: Mapping[int, Any],
+) -> float:
+    scores = [
+        known[i] if i in known else await _call(function, kinds[i], row, completion)
+        for i, function in enumerate(functions)
+    ]
+    return _sum(scores, kinds, weights)
 
 
 def _is_async(function: RewardFunction) -> bool:

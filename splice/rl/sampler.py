@@ -25,6 +25,7 @@ import httpx
 from orchestrator.errors import ConfigError, ErrorCode, SpliceError
 from orchestrator.protocol.messages import Status
 from splice.batches import ASK, ASK_CHAT, Completion, Routing
+from splice.rl.balance import Meter
 from splice.rl.bodies import CHAT, COMPLETIONS, FIELDS, check_fields, json_of, plain
 from splice.rl.config import OWN_FIELDS, SamplingConfig
 from splice.rl.routing import routing_of
@@ -182,7 +183,7 @@ class Sampler:
             if node_id not in self._replicas:
                 self._replicas[node_id] = _Replica(node_id=node_id, url=url)
 
-    async def _choose(self) -> _Replica:
+    async def _choose(self, meter: Meter) -> _Replica:
         """Wait for a replica that has not failed lately; returns the least busy one."""
         began_s = time.monotonic()
         while True:
@@ -201,7 +202,8 @@ class Sampler:
             until_s = min(
                 (r.avoid_until_s for r in self._replicas.values()), default=now_s + POLL_S
             )
-            await asyncio.sleep(until_s - now_s)
+            with meter.during("no_replica"):
+                await asyncio.sleep(until_s - now_s)
 
     def distrust(self, node_id: str) -> None:
         """Ask other replicas than this one for a while."""
@@ -211,12 +213,19 @@ class Sampler:
     # ------------------------------------------------------------ one answer
 
     async def sample(
-        self, row: Row, sampling: SamplingConfig, *, seed: int | None = None, **more: Any
+        self,
+        row: Row,
+        sampling: SamplingConfig,
+        *,
+        seed: int | None = None,
+        meter: Meter | None = None,
+        **more: Any,
     ) -> Answer:
         """Return one answer to the row's `prompt` (text or token ids) or `messages`.
 
         Args:
             seed: of this request.
+            meter: counts the time that the request is with a replica, or waits for one.
             more: further fields of the request.
 
         Raises:
@@ -224,16 +233,18 @@ class Sampler:
             RequestRefused: vLLM refuses the request.
             ConfigError: the answer lacks what a batch needs.
         """
+        meter = meter or Meter()
         path, body = _request(row, sampling, seed, more)
         if self._replays:
-            path, body = GENERATE, await self._generate(body)
+            path, body = GENERATE, await self._generate(body, meter)
         body = {"model": self._name, **body}
         content = _content(body)
-        replica = await self._choose()
+        replica = await self._choose(meter)
         flight = asyncio.create_task(self._stream(replica, path, body, content))
         replica.flights.add(flight)
         try:
-            return await flight
+            with meter.during("sampling"):
+                return await flight
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if replica.is_gone and task is not None and not task.cancelling():
@@ -248,13 +259,16 @@ class Sampler:
         finally:
             replica.flights.discard(flight)
 
-    async def encode(self, row: Row, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, row: Row, *, add_special_tokens: bool = True, meter: Meter | None = None
+    ) -> list[int]:
         """The token ids of the row's `prompt` or `messages`, as a replica encodes them.
 
         Raises:
             RolloutLost: the replica failed.
             RequestRefused: vLLM refuses the text.
         """
+        meter = meter or Meter()
         content = _content(
             {
                 "model": self._name,
@@ -262,11 +276,13 @@ class Sampler:
                 **{name: row[name] for name in _ENCODED if name in row},
             }
         )
-        replica = await self._choose()
+        replica = await self._choose(meter)
+        url = f"{replica.url}/tokenize"
         try:
-            response = await self._http.post(
-                f"{replica.url}/tokenize", content=content, headers=JSON, timeout=ENCODE_TIMEOUT_S
-            )
+            with meter.during("sampling"):
+                response = await self._http.post(
+                    url, content=content, headers=JSON, timeout=ENCODE_TIMEOUT_S
+                )
         except httpx.TransportError as error:
             replica.failed()
             raise RolloutLost(f"{replica.node_id}: {error or type(error).__name__}") from error
@@ -275,7 +291,7 @@ class Sampler:
         tokens: list[int] = response.json()["tokens"]
         return tokens
 
-    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _generate(self, body: dict[str, Any], meter: Meter) -> dict[str, Any]:
         """The same request for vLLM's route of token ids, whose streams have routed experts.
 
         Raises:
@@ -287,7 +303,9 @@ class Sampler:
                 "sampling.extra and of sample(), or turn router_replay off"
             )
         prompt: Any = body.get("prompt", "")
-        token_ids = await self.encode(body) if isinstance(prompt, str) else prompt
+        token_ids = prompt
+        if isinstance(prompt, str):
+            token_ids = await self.encode(body, meter=meter)
         sampling = {n: v for n, v in body.items() if n not in _NOT_SAMPLING}
         return {
             "token_ids": token_ids,

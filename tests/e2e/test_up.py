@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 
 import httpx
@@ -12,7 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from orchestrator.errors import ConfigError, NodeLost
-from splice import SpliceClient, TrainMergedJob, batch_specs
+from orchestrator.processes.python import python_command
+from splice import SpliceClient, TrainMergedJob, batch_specs, up
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.commands import processes_of, splice
 from tests.e2e.conftest import INFERENCE_PYTHON
@@ -120,6 +124,54 @@ def test_every_role_comes_back_and_clients_find_the_run_again(models, tmp_path):
     finally:
         splice("stop", folder)
     assert processes_of(folder) == []
+
+
+def test_a_run_comes_back_after_power_loss_by_the_command_of_its_unit(models, tmp_path):
+    """Everything ends at once, with files half written, and the next boot has other processes."""
+    folder, run_dir = tmp_path / "mine", tmp_path / "mine" / "run"
+    options = ["--model", models["qwen3"], "--name", "tiny", "--gpus", ""]
+    splice("init", folder, *options, "--inference-python", INFERENCE_PYTHON)
+    argv = python_command(
+        sys.executable, "-m", "splice", "up", str(folder), "--resume", "--foreground"
+    )
+    with subprocess.Popen(argv) as unit:
+        _wait_up(run_dir, unit)
+        with SpliceClient.of_run(run_dir) as client:
+            specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
+            job = TrainMergedJob(tensors=specs)
+            client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
+        for process in processes_of(folder):
+            process.kill()
+        assert unit.wait(30) == -9
+    assert processes_of(folder) == []
+
+    state = json.loads((run_dir / "up.json").read_text())
+    dead_boot = "00000000-0000-0000-0000-000000000000 1"
+    lives = {"pid": os.getpid(), "identity": dead_boot}  # its pid is another process now
+    (run_dir / "up.json").write_text(json.dumps({**state, **lives}))
+    for name in ("token", "endpoint", "bound", "inference-0.json"):
+        (run_dir / name).write_text("")
+    for name in ("trainer.json", "run.json"):
+        os.truncate(run_dir / name, 10)
+    for name in ("up.part", "token.part", "endpoint.part"):
+        (run_dir / name).write_text('{"half')
+    (run_dir / "versions" / "2").mkdir()  # a save that had begun
+
+    with subprocess.Popen(argv) as unit:
+        _wait_up(run_dir, unit)
+        with SpliceClient.of_run(run_dir) as client:
+            assert _ready(client).version == 1
+            assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120)["alias"] == "tiny@2"
+        unit.terminate()  # as `systemctl stop` does
+        assert unit.wait(90) == 0
+    assert processes_of(folder) == []
+
+
+def _wait_up(run_dir, unit):
+    deadline_s = time.monotonic() + 300
+    while up.read_state(run_dir).get("phase") != "up" or not up.is_alive(up.read_state(run_dir)):
+        assert unit.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.2)
 
 
 def _kill(folder, text, *, until):

@@ -133,6 +133,7 @@ class Node:
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         module: str = "tests.inference_node.small_chunks",
+        max_restarts: int = 5,
     ) -> None:
         self.kind, self.folder, self.workers = kind, folder, tensor_parallel * data_parallel
         # Processes start one after the other, each with imports of a minute on a busy machine.
@@ -150,6 +151,7 @@ class Node:
             "max_num_seqs": 8,
             "startup_timeout_s": self.startup_s,
             "tensor_parallel": tensor_parallel,
+            "max_restarts": max_restarts,
             "extra_args": [
                 *TOKEN_ROUTES,
                 *([] if data_parallel == 1 else ["--data-parallel-size", str(data_parallel)]),

@@ -1,4 +1,4 @@
-"""Crashed processes are started again, so many times within an hour."""
+"""Crashed processes are started again, so many times within an hour and without progress."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from orchestrator.errors import LinkLost, NodeLost
 from orchestrator.liveness import LOST_AFTER_S
+from orchestrator.processes import launch
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.restarts import (
     EXIT_CONFIG,
@@ -24,10 +25,10 @@ from orchestrator.processes.restarts import (
     RestartBudget,
 )
 from orchestrator.protocol.config import TrainerConfig
-from orchestrator.protocol.messages import NodeEnded, Unready
+from orchestrator.protocol.messages import InitialSyncJob, NodeEnded, Unready
 from orchestrator.protocol.node_link import NodeLink
 from tests.orchestrator.fake_nodes import FakeLauncher, soon
-from tests.orchestrator.run import TOKEN, Run
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 from trainer_node.launcher import host as trainer_host
 from trainer_node.launcher.host import RanksProcess, TrainerHost, TrainerLaunch
 
@@ -53,6 +54,13 @@ def test_crashes_with_one_cause_count_once():
     assert not budget.take(4.0, "c") and not budget.take(4.0)
     assert budget.take(4.0, "b"), "one more of the same"
     assert budget.used(102.5) == 1 and budget.take(102.5, "c")
+
+
+def test_crashes_before_the_last_progress_do_not_count():
+    budget = RestartBudget(1, within_s=100.0)
+    assert budget.take(0.0, "a") and not budget.take(1.0)
+    budget.renew()
+    assert budget.used(1.0) == 0 and budget.take(2.0) and not budget.take(3.0)
 
 
 def test_pauses_after_lost_links_grow_and_shrink():
@@ -342,6 +350,81 @@ def test_the_launcher_gives_a_node_up_and_says_so(tmp_path):
         with pytest.raises(NodeLost, match="node ended with code 3"):
             check_until_lost(launcher)
     assert starts.read_text() == "xx"
+
+
+def ends(name: str, *, group: str, folder: Path, lives: int = 10**6) -> NodeProcess:
+    """A node that ends with code 3; after that many starts it stays."""
+    starts = folder / name
+    script = (
+        f"import time; from pathlib import Path; p = Path({str(starts)!r})\n"
+        "p.open('a').write('x')\n"
+        f"time.sleep(1000) if len(p.read_text()) > {lives} else exit(3)"
+    )
+    return NodeProcess(
+        name=name,
+        argv=(sys.executable, "-c", script),
+        env={},
+        log_file=folder / f"{name}.log",
+        is_supervisor=True,
+        group=group,
+    )
+
+
+def test_one_of_several_that_gives_up_is_not_missed_and_starts_again_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "RETRY_S", 2.0)
+    with Launcher() as launcher:
+        launcher.start(ends("one", group="inference", folder=tmp_path, lives=0))
+        spare = launcher.start(ends("two", group="inference", folder=tmp_path, lives=2))
+        assert soon(lambda: launcher.given_up() == {"two": "ended with code 3"})
+        launcher.check()
+        with pytest.raises(NodeLost, match="two ended with code 3"):
+            launcher.check(each=True)  # a start waits for all
+        assert soon(lambda: read(tmp_path / "two") == "xxx" and not launcher.given_up())
+        launcher.check(each=True)
+        os.kill(launcher.nodes["one"].pid, signal.SIGKILL)
+        assert soon(lambda: list(launcher.given_up()) == ["one"])
+        launcher.check()
+        os.kill(spare.pid, signal.SIGKILL)  # and none is left
+        with pytest.raises(NodeLost, match="one ended with code -9"):
+            check_until_lost(launcher)
+
+
+def test_who_has_a_work_of_its_own_is_missed(tmp_path):
+    with Launcher() as launcher:
+        launcher.start(ends("replica", group="inference", folder=tmp_path, lives=0))
+        launcher.start(ends("trainer", group="", folder=tmp_path))
+        launcher.start(ends("orchestrator", group="", folder=tmp_path, lives=0))
+        with pytest.raises(NodeLost, match="trainer ended with code 3"):
+            check_until_lost(launcher)
+        assert launcher.given_up() == {}
+
+
+def test_a_trainer_that_works_between_its_crashes_is_started_again_for_ever(tmp_path):
+    """Crashes in a row count: one that has trained begins a new row."""
+    lives, trainers = tmp_path / "lives", []
+    with Run(tmp_path / "run") as run:
+        served = host(run, tmp_path, ending(lives, "runs"), max_restarts=2)
+
+        def crash(number: int, *, works: bool) -> None:
+            assert soon(lambda: read(lives) == "t" * number and served._ranks.are_running)
+            trainers.append(run.trainer(start_id=served._ranks.start_id))
+            assert soon(lambda: run.states().get("trainer") == "ready")
+            if number == 1:
+                run.client.run(InitialSyncJob(), timeout_s=30)
+            if works:
+                run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+            trainers[-1].die()
+            served._ranks._say("end")
+
+        with serving(served) as codes:
+            assert soon(lambda: run.states().get("trainer-launcher-0") == "ready")
+            run.replica(lambda: trainers[-1])
+            for number in range(1, 6):
+                crash(number, works=True)
+            crash(6, works=False), crash(7, works=False)
+            assert soon(lambda: read(lives) == "t" * 8) and codes == []
+            crash(8, works=False)
+            assert soon(lambda: codes == [1])
 
 
 @pytest.mark.parametrize(("code", "count"), [(3, 1), (-9, 3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 import uuid
@@ -15,9 +16,9 @@ import pytest
 from orchestrator.errors import ConfigError, JobFailed
 from orchestrator.processes.identity import identity
 from orchestrator.protocol.messages import ErrorCode, InitialSyncJob
-from splice import cli, up
+from splice import cli, run_cli, up
 from splice.run_file import load
-from tests.orchestrator.run import BUFFERS, JOB, Run
+from tests.orchestrator.run import BUFFERS, JOB, TOKEN, Run
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -179,6 +180,25 @@ def test_up_says_that_the_last_attempt_left_nothing_served(run):
     assert "m@0 cannot be served again" in error and "told to" in error
 
 
+def test_a_new_version_is_progress_and_an_orchestrator_that_is_away_is_none(run, monkeypatch):
+    progress = up._Progress(run.client)
+    run.client.run(InitialSyncJob(), timeout_s=30)
+    assert not progress.look(0.0), "the first look"
+    run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
+    assert not progress.look(up.LOOK_S / 2) and progress.look(up.LOOK_S)
+    assert not progress.look(2 * up.LOOK_S)
+    monkeypatch.setattr(up, "STATUS_S", 0.0)
+    assert not progress.look(3 * up.LOOK_S)
+
+
+def test_status_names_a_replica_that_was_given_up(tmp_path, capsys):
+    up._State(tmp_path).write("up", "serving", given_up={"inference-1": "ended with code 3"})
+    found = up.status(tmp_path)
+    run_cli._print_status(found)
+    said = capsys.readouterr().out
+    assert "inference-1 ended with code 3" in said and "starts again every 10 minutes" in said
+
+
 # ---------------------------------------------------------------- one run in a folder
 
 
@@ -232,3 +252,26 @@ def test_two_starts_at_once_are_one(tmp_path):
             up._take_lock(tmp_path)
         background.kill()
     os.close(up._take_lock(tmp_path))
+
+
+def test_a_token_that_a_power_loss_emptied_is_in_the_journal(run):
+    (run.dir / "token").write_text("")
+    assert up.some_token(run.dir) == TOKEN
+    assert up.some_token(run.dir / "nowhere") != TOKEN
+
+
+@pytest.mark.parametrize(
+    ("phase", "more", "code"),
+    [
+        ("ended", {}, 0),
+        ("failed", {"is_config": False}, 1),
+        ("failed", {"is_config": True}, 2),
+        ("up", {}, 1),  # it was killed
+    ],
+)
+def test_a_start_in_the_foreground_ends_as_the_run_does(tmp_path, monkeypatch, phase, more, code):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with subprocess.Popen(["sleep", "0.2"]) as background:
+        state = {"pid": background.pid, "phase": phase, "text": "why", **more}
+        (tmp_path / up.STATE).write_text(json.dumps(state))
+        assert up.follow(tmp_path, background.pid) == code

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import NodeStatus, Status
+from orchestrator.protocol.messages import NodeStatus, Progress, Status
 
 NAME = "tiny"
 PROMPT_LENGTH = 3
@@ -49,6 +49,8 @@ class StandIn:
         """"before submit", "after submit" or "after outcome"."""
         self.fail_next: list[JobFailed] = []
         self.servers: list[Server] = []
+        self.away_s = 0.0
+        """How long the next job waits for nodes."""
 
     # ------------------------------------------------------------ SpliceClient
 
@@ -66,7 +68,8 @@ class StandIn:
             name=NAME, version=self.version, publication="committed", nodes=nodes, queued_jobs=0
         )
 
-    def submit(self, job: Any, *, job_id: str, buffers: Any) -> str:
+    def submit(self, job: Any, *, job_id: str, buffers: Any, on_progress: Any = None) -> str:
+        self.on_progress = on_progress or (lambda progress: None)
         if self.crash_at == "before submit":
             raise Crash
         if job_id not in self.outcomes:
@@ -77,6 +80,7 @@ class StandIn:
         return job_id
 
     def _train(self, job_id: str, batch: bytes) -> None:
+        self._be_away(job_id)
         time.sleep(self.draw.uniform(0, self.train_s))
         if self.fail_next:
             self.outcomes[job_id] = self.fail_next.pop()
@@ -85,6 +89,14 @@ class StandIn:
         self.version += 1
         self.trained.append(job_id)
         self.outcomes[job_id] = {"version": self.version, "seconds": {}, "metrics": {"loss": 0.0}}
+
+    def _be_away(self, job_id: str) -> None:
+        away_s, self.away_s = self.away_s, 0.0
+        for phase, seconds in (("waiting for nodes", away_s), ("training", 0.0)) if away_s else ():
+            self.on_progress(
+                Progress(request_id=job_id, sequence=0, phase=phase, detail={"text": "of x"})
+            )
+            time.sleep(seconds)
 
     def wait(self, job_id: str, *, timeout_s: float) -> dict[str, Any]:
         deadline_s = time.monotonic() + timeout_s

@@ -399,6 +399,29 @@ def test_the_advice(trainer, sampler, rewards, staleness, said):
     assert said in Balance.of(steps, max_staleness=staleness).text()
 
 
+def test_an_outage_counts_as_waiting(tmp_path):
+    """No replica is ready, and then a job waits for one."""
+    run, said = StandIn(train_s=0.01), []
+
+    async def on_step(step, replicas, loop) -> None:
+        said.append(json.loads((tmp_path / decisions.STATUS).read_text())["text"])
+        if step.number == 3:
+            run.away_s = 2.0
+        if step.number == 4:  # the sampler asks every second
+            replicas[0].state = "lost"
+            later = asyncio.get_running_loop().call_later
+            later(3.0, lambda: setattr(replicas[0], "state", "ready"))
+            await asyncio.sleep(1.2)
+
+    steps = asyncio.run(run_loop(run, tmp_path, steps=5, on_step=on_step, max_staleness=0))
+    job, sampling = steps[3].seconds, steps[4].seconds
+    assert job["outage"] > 1.9 and job["trainer_waits"] > 1.9, job
+    assert job["training"] < job["step"] - 1.9, job
+    assert sampling["outage"] > 1.0 and sampling["sampler_waits"] > 1.0, sampling
+    assert sampling["sampling"] < sampling["step"] - 1.0, "no request was with a replica"
+    assert "nodes were away" not in said[2] and "nodes were away" in said[3]
+
+
 def test_the_meter_tells_who_waited(tmp_path):
     """Training takes long, then sampling does."""
     slow_trainer, slow_sampler = StandIn(train_s=0.9), StandIn(token_s=0.3)
@@ -474,3 +497,29 @@ def test_a_loop_goes_on_after_its_log_began_anew(tmp_path, monkeypatch):
         found.steps,
         len(decisions.segments(tmp_path / decisions.LOG)),
     ) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b'{"event": "admit", "st', b"\0" * 200_000, b"\0" * 70_000 + b"\n" + b"\0" * 9 + b"}\n"],
+)
+def test_a_log_goes_on_after_what_a_power_loss_left_at_its_end(tmp_path, tail):
+    asyncio.run(run_loop(StandIn(), tmp_path, steps=2))
+    path = tmp_path / decisions.LOG
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    decisions.DecisionLog(path).close()
+    assert path.read_bytes() == whole
+    assert found_in(tmp_path).violations == []
+
+
+def test_a_line_longer_than_a_read_is_found_again(tmp_path):
+    path = tmp_path / decisions.LOG
+    whole = b'{"a": 1}\n' + b'{"b": "' + b"x" * 200_000 + b'"}\n'
+    for tail in (b"", b'{"c'):
+        path.write_bytes(whole + tail)
+        decisions.cut_torn_line(path)
+        assert path.read_bytes() == whole
+    path.write_bytes(b'{"c')
+    decisions.cut_torn_line(path)
+    assert path.read_bytes() == b""

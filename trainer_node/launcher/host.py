@@ -80,8 +80,8 @@ class TrainerLaunch:
         python: interpreter of the trainer environment, as the prefix's command sees it.
         prefix: comes before the command line; must pass on stdin and stdout.
         rendezvous: host:port of node rank 0, the same on every host; empty with one node.
-        max_restarts: restarts after crashes within an hour. Starts for the next job, or after a
-            lost link, do not count.
+        max_restarts: restarts after crashes within an hour, since the trainer last trained. Starts
+            for the next job, or after a lost link, do not count.
         template: whether ranks are forks of a process that has imported everything.
     """
 
@@ -378,7 +378,7 @@ class TrainerHost:
             if isinstance(message, StartTrainer | StopTrainer):
                 self._answer(message)
             elif isinstance(message, EndedDuring):
-                self._on_cause(message.cause)
+                self._on_cause(message.cause, has_trained=message.has_trained)
             code = self._watch()
             if (
                 code is None
@@ -489,9 +489,12 @@ class TrainerHost:
             self._crash = (code, now_s)
         return None
 
-    def _on_cause(self, cause: str) -> None:
-        """Hear in which request the ranks crashed: further crashes in it do not count."""
+    def _on_cause(self, cause: str, *, has_trained: bool) -> None:
+        """Hear in which request the ranks crashed: further crashes in it do not count. Nor do
+        crashes so far, if these ranks had trained."""
         now_s = time.monotonic()
+        if has_trained:
+            self._restarts.renew()
         if self._crash is not None:
             code, at_s = self._crash
             if self._restarts.take(now_s, cause):

@@ -121,6 +121,8 @@ class EndedDuring(Message):
     node_id: str
     cause: str = Field(default="", max_length=512)
     """The request, under one name however often it is sent; empty: none."""
+    has_trained: bool = False
+    """Whether the process had trained: crashes before it do not count."""
 
 
 class MemoryUse(Message):

@@ -9,6 +9,7 @@ from inference_node.aborts import ABORTS_KEPT, Aborts
 from inference_node.node import InferenceNode
 from inference_node.served import Served
 from inference_node.vllm_process import CallFailed
+from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol import messages as m
 
 SERVING = Served().planned(has_part=True).begun().arrived(4).committed(4)
@@ -29,6 +30,7 @@ class Played:
         self.node._vllm = self.node._link = self  # type: ignore[assignment]
         self.node._config = SimpleNamespace(name="m")  # type: ignore[assignment]
         self.node._served = served
+        self.node._newest, self.node._restarts = 4, RestartBudget(1)
         sender = SimpleNamespace(abort=lambda update_id, reason: self.aborted.append(update_id))
         self.node._aborts = Aborts(sender)  # type: ignore[arg-type]
 
@@ -90,6 +92,16 @@ def test_an_update_is_received_then_committed_once() -> None:
     assert phases == ["pausing", "paused", "applying", "completed"]
     assert played.ask(commit()) == played.ask(commit()) == "completed"
     assert played.calls == ["update", "commit"] and played.node._served.is_committed(5)
+
+
+def test_crashes_before_a_new_version_count_no_more() -> None:
+    played = Played()
+    budget = played.node._restarts
+    assert budget.take(0.0) and not budget.has_left(1.0)
+    played.ask(receive()), played.ask(commit())
+    assert budget.take(2.0)
+    played.ask(receive("again")), played.ask(commit())
+    assert not budget.has_left(3.0), "the same version again is no progress"
 
 
 def test_a_failure_poisons_only_if_something_was_written() -> None:

@@ -13,16 +13,12 @@ versions/N        the checkpoint of version N
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
-import time
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-
-LOCK_S = 0.5
-"""Time for another's look at the lock (`RunFolder.is_in_use`)."""
+from orchestrator.processes import locks
 
 
 class RunFolder:
@@ -54,11 +50,7 @@ class RunFolder:
             ) from error
         self.holds_run = self.journal.exists()
         """Whether an orchestrator has used the folder before."""
-        deadline_s = time.monotonic() + LOCK_S
-        while not _lock(self._lock):
-            if time.monotonic() < deadline_s:
-                time.sleep(0.02)
-                continue
+        if not locks.soon(lambda: locks.try_lock(self._lock)):
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise ConfigError(
@@ -95,7 +87,7 @@ class RunFolder:
         except OSError:
             return False
         try:
-            return not _lock(lock)
+            return not locks.try_lock(lock)
         finally:
             os.close(lock)
 
@@ -128,11 +120,3 @@ class RunFolder:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._lock)
-
-
-def _lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

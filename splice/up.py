@@ -9,7 +9,6 @@ ends, for whatever reason, the roles end too.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import json
 import logging
@@ -33,6 +32,7 @@ from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, Spl
 from orchestrator.journal import kept_token
 from orchestrator.processes.identity import identity
 from orchestrator.processes.launch import RETRY_S, Launcher, NodeProcess
+from orchestrator.processes.locks import try_lock
 from orchestrator.processes.logs import log_to_stderr
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import RestartBudget
@@ -161,14 +161,12 @@ def _refuse_living(run_dir: Path) -> None:
 def _take_lock(run_dir: Path) -> int:
     """Return the descriptor with the folder's lock, which lasts as long as a process has it."""
     lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(lock):
         os.close(lock)
         raise ConfigError(
             f"another `splice up` has started the run in {run_dir}; "
             f"`{stop_command(run_dir)}` ends it"
-        ) from None
+        )
     return lock
 
 

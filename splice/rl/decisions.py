@@ -41,6 +41,7 @@ from typing import IO, Any, Self
 import msgpack
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes import locks
 from orchestrator.protocol.messages import TensorSpec
 from splice.batches import Batch
 
@@ -54,8 +55,6 @@ LOOP_DIR = "loop"
 """Folder of a loop within its run's."""
 PASSING = ("node_lost", "work_lost", "stopped", "cancelled")
 """Codes of a job that failed through no fault of its batch, before its step."""
-LOCK_S = 0.5
-"""Time for another's look at the lock."""
 _STEPS = tuple(
     f'{{"event": "{e}"' for e in ("start", "train", "trained", "failed", "reopened", "segment")
 )
@@ -76,12 +75,9 @@ class _Locked:
 
     def __init__(self, path: Path, *, refusal: Callable[[], str]) -> None:
         self._file = path.open("a", encoding="utf-8")
-        deadline_s = time.monotonic() + LOCK_S  # `splice status` holds the lock for a moment
-        while not _lock(self._file, fcntl.LOCK_EX):
-            if time.monotonic() > deadline_s:
-                self._file.close()
-                raise ConfigError(refusal())
-            time.sleep(0.02)
+        if not locks.soon(lambda: _lock(self._file, fcntl.LOCK_EX)):
+            self._file.close()
+            raise ConfigError(refusal())
         _LOCKED.add(self)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from tinker import types
 
 from orchestrator.errors import ConfigError
+from orchestrator.processes.locks import try_lock
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from splice.client import SpliceClient
 from splice.tinker import adapters
@@ -258,12 +258,8 @@ def only_server(run_dir: Path) -> Iterator[None]:
         ConfigError: another `splice tinker` serves the run.
     """
     with (run_dir / FOLDER / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another `splice tinker` serves the run in {run_dir}; end it first"
-            ) from None
+        if not try_lock(file.fileno()):
+            raise ConfigError(f"another `splice tinker` serves the run in {run_dir}; end it first")
         yield
 
 

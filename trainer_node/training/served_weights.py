@@ -54,16 +54,14 @@ class Part:
     runs: Sequence[Run]
     offsets: Sequence[int]
     """First element of each run in the buffer."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all slots."""
-        return sum(slot.tensor.numel() for slot in self.slots)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the slots."""
-        return self.slots[0].tensor.dtype
+    turned: Sequence[tuple[Run, int]]
+    """Runs that HF has [in, out], with their offsets."""
+    numel: int
+    """Elements of all slots."""
+    is_whole: bool
+    """Whether every element is in a run."""
+    dtype: torch.dtype
+    """Of the slots."""
 
     @property
     def kind(self) -> _Kind:
@@ -168,16 +166,15 @@ class ServedWeights:
     def _merge(self, k: int, buffer_N: torch.Tensor) -> None:
         """Write part `k`. Elements without an adapter are the base's."""
         part = self._parts[k]
-        if sum(run.numel for run in part.runs) < part.numel:
+        if not part.is_whole:
             for view, slot in zip(part.views(buffer_N), part.slots, strict=True):
                 view.copy_(slot.tensor)
-        turned = [p for p in zip(part.runs, part.offsets, strict=True) if p[0].delta.transposed]
         whole_N = buffer_N[: part.numel]
-        into_N = whole_N.clone() if turned else whole_N
+        into_N = whole_N.clone() if part.turned else whole_N
         self._merger.fill(k, into_N.view(torch.uint8))
-        if turned:  # HF has them [in, out]
+        if part.turned:
             whole_N.copy_(into_N)
-        for run, at in turned:
+        for run, at in part.turned:
             there = slice(at, at + run.numel)
             whole_N[there].view(run.rows, -1).copy_(into_N[there].view(-1, run.rows).t())
 
@@ -239,8 +236,8 @@ def _parts(model: Model) -> Iterator[Part]:
         )
     }
     found: dict[nn.Module, tuple[list[Slot], list[Run], list[int]]] = {}
-    for adapter in adapters.by_module.values():
-        linear, weights = adapters.module_of(adapter), weights_of(adapters, adapter)
+    for linear, adapter in adapters.by_module.items():
+        weights = weights_of(adapters, adapter)
         reader, slot = stacks.get(linear, (linear, None))
         slots, runs, offsets = found.setdefault(reader, ([], [], []))
         begin = sum(own.tensor.numel() for own in slots)
@@ -251,4 +248,14 @@ def _parts(model: Model) -> Iterator[Part]:
         runs += own_runs
         offsets += [first[id(run.weight)] + run.first * run.columns for run in own_runs]
     for reader, (slots, runs, offsets) in found.items():
-        yield Part(module=reader, slots=slots, runs=runs, offsets=offsets)
+        numel = sum(slot.tensor.numel() for slot in slots)
+        yield Part(
+            module=reader,
+            slots=slots,
+            runs=runs,
+            offsets=offsets,
+            turned=[p for p in zip(runs, offsets, strict=True) if p[0].delta.transposed],
+            numel=numel,
+            is_whole=sum(run.numel for run in runs) == numel,
+            dtype=slots[0].tensor.dtype,
+        )

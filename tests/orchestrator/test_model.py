@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from orchestrator.publication import publication, publisher
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import State, after_restart
+from orchestrator.router import Router
 from tests.orchestrator.virtual import MemoryJournal, Replica, Trainer, VirtualLoop, World
 
 KINDS = {
@@ -308,3 +310,13 @@ def test_an_hour_takes_no_time():
     loop.run_until_complete(asyncio.sleep(3600))
     assert loop.now == 3600
     loop.close()
+
+
+def test_the_world_takes_every_argument_that_the_router_takes():
+    names = [name for name in vars(World) if not name.startswith("_") and hasattr(Router, name)]
+    assert {"request", "send", "wait_ready", "nodes"} <= set(names)
+    for name in names:
+        asked, given = getattr(Router, name), getattr(World, name)
+        if inspect.isfunction(asked):
+            there = inspect.signature(asked).parameters
+            assert there.keys() <= inspect.signature(given).parameters.keys(), name

@@ -392,7 +392,12 @@ class World:
         node.peer.state = "ready" if node.up else "lost"
 
     async def wait_ready(
-        self, peer_ids: Sequence[str], *, timeout_s: float, one_is_enough: bool = False
+        self,
+        peer_ids: Sequence[str],
+        *,
+        timeout_s: float,
+        one_is_enough: bool = False,
+        report: Any = None,
     ) -> None:
         until = self.loop.now + timeout_s
         while True:

@@ -20,7 +20,7 @@ from orchestrator.publication import publication, publisher
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.publisher import Publisher
 from orchestrator.publication.state import State, after_restart
-from orchestrator.router import Router
+from orchestrator.router import ControlRouter
 from tests.orchestrator.virtual import MemoryJournal, Replica, Trainer, VirtualLoop, World
 
 KINDS = {
@@ -313,10 +313,12 @@ def test_an_hour_takes_no_time():
 
 
 def test_the_world_takes_every_argument_that_the_router_takes():
-    names = [name for name in vars(World) if not name.startswith("_") and hasattr(Router, name)]
+    names = [
+        name for name in vars(World) if not name.startswith("_") and hasattr(ControlRouter, name)
+    ]
     assert {"request", "send", "wait_ready", "nodes"} <= set(names)
     for name in names:
-        asked, given = getattr(Router, name), getattr(World, name)
+        asked, given = getattr(ControlRouter, name), getattr(World, name)
         if inspect.isfunction(asked):
             there = inspect.signature(asked).parameters
             assert there.keys() <= inspect.signature(given).parameters.keys(), name

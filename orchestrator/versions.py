@@ -144,6 +144,7 @@ class Versions:
         waiting = self._router.waiting(job.report, timeout_s=timeout_s)
         while len(self._router.nodes("inference")) < wanted:
             missing = self._missing_replicas()
+            self._router.refuse_given_up(["trainer"])
             if time.monotonic() > deadline_s:
                 states = ", ".join(f"{node} ({state})" for node, state in missing.items())
                 raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")

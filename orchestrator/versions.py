@@ -137,8 +137,10 @@ class Versions:
             raise ConfigError("no version is served yet; submit InitialSync first")
 
     async def _replicas(self, job: Job) -> list[str]:
-        """Wait for replicas: all of them for @0, later at least one, so that a loss ends no run."""
-        wanted = self._config.replicas if self._journal.committed_version() is None else 1
+        """Wait for replicas: those that the job says for @0, later at least one, so that a loss
+        ends no run."""
+        is_first = isinstance(job.spec, InitialSyncJob)
+        wanted = (job.spec.replicas or self._config.replicas) if is_first else 1
         timeout_s = self._config.ready_timeout_s
         deadline_s = time.monotonic() + timeout_s
         waiting = self._router.waiting(job.report, timeout_s=timeout_s)

@@ -6,6 +6,7 @@ the ports.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from orchestrator.protocol.messages import Status, Transport
 from orchestrator.publication.config import PublicationConfig
 from splice.client import SpliceClient
 
+log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
 _ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -39,6 +41,8 @@ class ClusterConfig:
             after the run's last progress.
         node_restarts: likewise, of a killed trainer launcher or inference node.
         run_token: the run's secret; empty: a new one.
+        needs_all: whether a start waits for all replicas. Otherwise it goes on without those that
+            were given up, or are not ready in time, while another one is.
         run_file: the file that the orchestrator reads instead of options; see `splice.run_file`.
             The run's folder may then exist.
     """
@@ -62,6 +66,7 @@ class ClusterConfig:
     node_restarts: int = 2
     control_endpoint: str = "tcp://127.0.0.1:0"
     run_token: str = ""
+    needs_all: bool = True
     run_file: Path | None = None
 
 
@@ -70,7 +75,8 @@ STOP_S = 5.0
 
 
 class Cluster:
-    """A running cluster, as a context manager. Entering waits until every node is ready.
+    """A running cluster, as a context manager. Entering waits until every node is ready; see
+    `ClusterConfig.needs_all`.
 
     Raises (on enter):
         ConfigError: an interpreter is missing, or the run folder exists.
@@ -117,13 +123,18 @@ class Cluster:
 
     @property
     def base_urls(self) -> list[str]:
-        """The replicas' OpenAI URLs, without /v1, in the order of `ClusterConfig.inference`."""
+        """The OpenAI URLs of replicas that were ready, without /v1, in the order of
+        `ClusterConfig.inference`."""
         urls = {
             n.node_id: str(n.detail["base_url"])
             for n in self.client.status().nodes
-            if n.role == "inference"
+            if n.role == "inference" and "base_url" in n.detail
         }
-        return [urls[f"inference-{i}"] for i in range(len(self.config.inference))]
+        return [urls[name] for name in self._replicas if name in urls]
+
+    @property
+    def _replicas(self) -> list[str]:
+        return [f"inference-{i}" for i in range(len(self.config.inference))]
 
     # ------------------------------------------------------------ inside
 
@@ -235,12 +246,18 @@ class Cluster:
         return path.read_text().strip()
 
     def _wait_ready(self) -> None:
-        wanted = {"trainer", *(f"inference-{i}" for i in range(len(self.config.inference)))}
+        wanted, needs_all = {"trainer", *self._replicas}, self.config.needs_all
         deadline_s = time.monotonic() + self.config.ready_timeout_s
         while missing := wanted - _ready(self.client.status(timeout_s=30.0)):
-            self.launcher.check(each=True)
+            self.launcher.check(each=needs_all)
+            may_go_on = "trainer" not in missing and len(missing) < len(self._replicas)
+            is_late = time.monotonic() > deadline_s
+            are_given_up = missing <= self.launcher.given_up().keys()
+            if not needs_all and may_go_on and (is_late or are_given_up):
+                log.warning("the run starts without %s", ", ".join(sorted(missing)))
+                return
             self._on_wait(f"waiting for {', '.join(sorted(missing))}")
-            if time.monotonic() > deadline_s:
+            if is_late:
                 tails = "\n".join(
                     f"--- {n}:\n{self.launcher.nodes[n].log_tail(10)}" for n in sorted(missing)
                 )

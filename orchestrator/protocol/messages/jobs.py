@@ -66,6 +66,9 @@ class InitialSyncJob(Message):
     """Join the transfer group and publish the trainer's weights as `name@0`."""
 
     kind: Literal["InitialSyncJob"] = "InitialSyncJob"
+    replicas: int | None = Field(default=None, ge=1)
+    """Number of replicas to wait for. None: all of the run. Others receive it once they are ready.
+    """
 
 
 class TrainMergedJob(TrainStep):

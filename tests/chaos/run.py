@@ -256,7 +256,7 @@ class Run:
 
         def look() -> None:
             try:
-                code = twin.wait(60)  # a busy machine takes its time to import
+                code = twin.wait(180)  # a busy machine takes its time to import
             except subprocess.TimeoutExpired:
                 code = None
                 twin.kill()

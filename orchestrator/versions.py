@@ -139,8 +139,9 @@ class Versions:
     async def _replicas(self, job: Job) -> list[str]:
         """Wait for replicas: those that the job says for @0, later at least one, so that a loss
         ends no run."""
-        is_first = isinstance(job.spec, InitialSyncJob)
-        wanted = (job.spec.replicas or self._config.replicas) if is_first else 1
+        spec, wanted = job.spec, 1
+        if isinstance(spec, InitialSyncJob):
+            wanted = spec.replicas or self._config.replicas
         timeout_s = self._config.ready_timeout_s
         deadline_s = time.monotonic() + timeout_s
         waiting = self._router.waiting(job.report, timeout_s=timeout_s)

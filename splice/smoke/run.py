@@ -19,11 +19,14 @@ from rich.markup import escape
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.messages import (
     InitialSyncJob,
-    JobSpec,
+    JobOf,
+    JobResult,
     LossSpec,
     OptimParams,
+    PublishResult,
     TrainLoraJob,
     TrainMergedJob,
+    TrainMergedResult,
 )
 from splice.client import run_watched
 from splice.cluster import Cluster
@@ -34,11 +37,12 @@ from splice.smoke.display import Display
 from splice.smoke.report import SmokeReport, print_table
 
 T = TypeVar("T")
+Result = TypeVar("Result", bound=JobResult)
 HTTP_TIMEOUT_S = 120.0
-_REPORTED = (
+_REPORTED = {
     *("version", "alias", "metrics", "bytes_sent", "mode", "why_in_place", "canary", "sent"),
     *("num_tensors", "num_verified", "unverified", "states", "attempts"),
-)
+}
 """Fields of a publication's result that the report repeats."""
 _SETTINGS = (
     *("name", "steps", "finetuning_type", "lr", "num_prompts", "group_size", "max_tokens"),
@@ -129,7 +133,7 @@ class _Smoke:
         self._http(self._prepare_probes)
         self._after_version(result, reward=None, rollout_s=0.0)
 
-    def _job(self, job: JobSpec, label: str, buffers: Sequence[bytes] = ()) -> dict[str, Any]:
+    def _job(self, job: JobOf[Result], label: str, buffers: Sequence[bytes] = ()) -> Result:
         """Run a job, show its progress, and look at the roles meanwhile."""
         return run_watched(
             self._cluster.client,
@@ -159,8 +163,8 @@ class _Smoke:
         )
         label = f"{self._config.name}@{step}"
         result = self._job(job, label, batch.buffers)
-        self._check_metrics(step, result["metrics"])
-        for text in result["warnings"]:
+        self._check_metrics(step, result.metrics)
+        for text in result.warnings:
             self._display.done(escape(f"@{step}: {text}"))
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
@@ -189,10 +193,11 @@ class _Smoke:
         return rollouts.build_batch(groups), time.monotonic() - started_s
 
     def _after_version(
-        self, result: dict[str, Any], *, reward: float | None, rollout_s: float
+        self, result: PublishResult, *, reward: float | None, rollout_s: float
     ) -> None:
-        version: int = result["version"]
-        metrics, seconds = result["metrics"], {"rollout": rollout_s, **result["seconds"]}
+        version = result.version
+        metrics = result.metrics if isinstance(result, TrainMergedResult) else {}
+        seconds = {"rollout": rollout_s, **result.seconds}
         self._trained[str(version)] = self._what_was_trained(result)
         self._served[version] = self._http(
             lambda http: served.prompt_logprobs(
@@ -205,11 +210,9 @@ class _Smoke:
             )
         except served.ServedError as error:
             self._fail(f"@{version}: {error}")
-        if result["unverified"]:
-            self._display.done(
-                escape(f"@{version}: not verified by digest: {result['unverified']}")
-            )
-        row = {n: result[n] for n in _REPORTED} | {
+        if result.unverified:
+            self._display.done(escape(f"@{version}: not verified by digest: {result.unverified}"))
+        row = result.model_dump(mode="json", include=_REPORTED) | {
             "loss": metrics.get("loss"),
             "tokens": metrics.get("tokens"),
             "reward": reward,
@@ -219,8 +222,8 @@ class _Smoke:
         self._report.versions.append(row)
         loss = "" if row["loss"] is None else f", loss {row['loss']:.4f}, reward {reward:.3f}"
         self._display.done(
-            f"[bold]{escape(result['alias'])}[/bold] is served: {result['num_tensors']} tensors "
-            f"({result['sent']}), {result['bytes_sent'] / 1e6:.1f} MB, "
+            f"[bold]{escape(result.alias)}[/bold] is served: {result.num_tensors} tensors "
+            f"({result.sent}), {result.bytes_sent / 1e6:.1f} MB, "
             f"pause {seconds['pause'] * 1e3:.0f} ms{loss}"
         )
 
@@ -252,10 +255,10 @@ class _Smoke:
         if not {"adapter_config.json", "adapter_model.safetensors"} <= files:
             self._fail(f"TrainLora left {sorted(files)} in {output_dir}, not a PEFT adapter")
         self._trained["lora_job"] = output_dir
-        seconds = {"rollout": rollout_s, **result.get("seconds", {})}
+        seconds = {"rollout": rollout_s, **result.seconds}
         self._report.lora_job = {
             "output_dir": str(output_dir),
-            "metrics": result.get("metrics", {}),
+            "metrics": result.metrics,
             "seconds": seconds,
         }
         self._http(
@@ -321,11 +324,11 @@ class _Smoke:
 
     # ------------------------------------------------------------ helpers
 
-    def _what_was_trained(self, result: dict[str, Any]) -> Path:
+    def _what_was_trained(self, result: PublishResult) -> Path:
         """The reference's input: the version's adapter, or for full parameters its HF export."""
         if self._config.finetuning_type == "lora":
-            return Path(result["checkpoint_dir"]) / "adapter"
-        folder = self._config.run_dir.absolute() / "exported" / str(result["version"])
+            return Path(result.checkpoint_dir) / "adapter"
+        folder = self._config.run_dir.absolute() / "exported" / str(result.version)
         if self._config.proof:
             folder.parent.mkdir(exist_ok=True)
             self._cluster.client.export_hf(str(folder))

@@ -36,9 +36,9 @@ from orchestrator.protocol.messages import (
     OptimParams,
     TrainMergedJob,
     batch_specs,
+    new_id,
 )
 from orchestrator.publication.config import PublicationConfig
-from orchestrator.router import new_id
 from splice.cluster import Cluster, ClusterConfig
 from tests.chaos import history
 from tests.chaos.history import Event, History
@@ -226,7 +226,7 @@ def _job(cluster: Cluster, dice: random.Random) -> tuple[int | None, list[str]]:
     while time.monotonic() < until:
         try:
             return int(
-                cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S)["version"]
+                cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S).version
             ), []
         except JobFailed as error:
             print(f"  the job failed: {error.code}: {error.message[:200]}", flush=True)

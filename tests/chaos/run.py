@@ -41,8 +41,8 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
     forward_specs,
+    new_id,
 )
-from orchestrator.router import new_id
 from splice.client import SpliceClient
 from tests.chaos.history import History
 from tests.chaos.links import Links
@@ -364,7 +364,7 @@ class Run:
         if client is not None:
             client.__exit__()
 
-    def _told(self, job_id: str, wait: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def _told(self, job_id: str, wait: Callable[[], Any]) -> Any:
         try:
             result = wait()
         except JobFailed as error:
@@ -381,8 +381,8 @@ class Run:
             "outcome",
             job=job_id,
             outcome="completed",
-            version=result.get("version"),
-            attempts=result.get("attempts"),
+            version=getattr(result, "version", None),
+            attempts=getattr(result, "attempts", None),
         )
         return result
 
@@ -410,7 +410,7 @@ class Run:
         while time.monotonic() < until:
             done = self.do("last", "TrainMergedJob", dice)
             if done is not None:
-                want = done["version"]
+                want = done.version
                 break
         while time.monotonic() < until:
             if want is not None and all(

@@ -246,9 +246,8 @@ class Versions:
         memory = self._trainer.memory
         durable = [v for v in self._on_disk if self._dir(v) == memory.durable_dir]
         served = [self._publisher.version, self._journal.committed_version()]
-        return expired(
-            self._on_disk, new=new, keep=self._config.keep_versions, protected=[*served, *durable]
-        )
+        keep = self._config.keep_versions or None
+        return expired(self._on_disk, new=new, keep=keep, protected=[*served, *durable])
 
     def _made(self, job: Job, version: int, gone: Sequence[int], **result: object) -> None:
         """Note that `version` is durable and in the trainer, and the job's result so far."""

@@ -32,7 +32,7 @@ from splice.client import run_watched
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
 from splice.smoke import rollouts, served
-from splice.smoke.config import SmokeConfig, check, node_configs
+from splice.smoke.config import SmokeConfig, check
 from splice.smoke.display import Display
 from splice.smoke.report import SmokeReport, print_table
 
@@ -44,10 +44,7 @@ _REPORTED = {
     *("num_tensors", "num_verified", "unverified", "states", "attempts"),
 }
 """Fields of a publication's result that the report repeats."""
-_SETTINGS = (
-    *("name", "steps", "finetuning_type", "lr", "num_prompts", "group_size", "max_tokens"),
-    *("random_init", "proof", "enforce_eager"),
-)
+_SETTINGS = ("steps", "lr", "num_prompts", "group_size", "max_tokens", "proof")
 
 
 def run_smoke(
@@ -61,13 +58,18 @@ def run_smoke(
     Raises:
         ConfigError: bad input; no process was started.
     """
-    cluster_config, model_config = check(config)
-    report = SmokeReport(model=str(config.model), device=config.device, dtype=config.dtype)
+    model_config, run = check(config), config.run
+    report = SmokeReport(model=str(run.model), device=run.device, dtype=run.trainer.dtype)
     report.settings = _settings(config)
     started_s = time.monotonic()
     with Display(console) as display:
         try:
-            with Cluster(cluster_config, on_wait=display.phase, measures_memory=True) as cluster:
+            with Cluster(
+                run,
+                trainer_module=config.trainer_module,
+                on_wait=display.phase,
+                measures_memory=True,
+            ) as cluster:
                 report.seconds["start"] = time.monotonic() - started_s
                 vocab_size = int(model_config["vocab_size"])
                 _Smoke(
@@ -108,6 +110,7 @@ class _Smoke:
     ) -> None:
         self._check_interrupts = check_interrupts
         self._config, self._cluster, self._display, self._report = config, cluster, display, report
+        self._run = config.run
         self._vocab_size = vocab_size
         self._base_url = cluster.base_urls[0]
         self._served: dict[int, served.Logprobs] = {}
@@ -120,7 +123,7 @@ class _Smoke:
         self._publish_first()
         for step in range(1, self._config.steps + 1):
             self._train_and_publish(step)
-        if self._config.finetuning_type == "lora":
+        if self._run.trainer.finetuning_type == "lora":
             self._train_lora()
         if self._config.proof:
             self._prove()
@@ -128,7 +131,7 @@ class _Smoke:
     # ------------------------------------------------------------ steps
 
     def _publish_first(self) -> None:
-        name = self._config.name
+        name = self._run.name
         result = self._job(InitialSyncJob(), f"{name}@0")
         self._http(self._prepare_probes)
         self._after_version(result, reward=None, rollout_s=0.0)
@@ -144,12 +147,10 @@ class _Smoke:
         )
 
     async def _prepare_probes(self, http: httpx.AsyncClient) -> None:
-        self._rewards = await rollouts.answer_token_ids(http, model=self._config.name)
+        self._rewards = await rollouts.answer_token_ids(http, model=self._run.name)
         prompts = []
         for text in rollouts.PROMPTS[:4]:
-            response = await http.post(
-                "/tokenize", json={"model": self._config.name, "prompt": text}
-            )
+            response = await http.post("/tokenize", json={"model": self._run.name, "prompt": text})
             response.raise_for_status()
             prompts.append(response.json()["tokens"])
         self._sequences = served.probe_sequences(vocab_size=self._vocab_size, prompts=prompts)
@@ -161,7 +162,7 @@ class _Smoke:
             optim=OptimParams(lr=self._config.lr),
             tensors=batch.specs,
         )
-        label = f"{self._config.name}@{step}"
+        label = f"{self._run.name}@{step}"
         result = self._job(job, label, batch.buffers)
         self._check_metrics(step, result.metrics)
         for text in result.warnings:
@@ -169,15 +170,15 @@ class _Smoke:
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
     def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:
-        job = f"{self._config.name}@{step}" if step <= self._config.steps else "TrainLora"
-        self._display.phase(f"{job}: rollouts from {self._config.name}@{step - 1}")
+        job = f"{self._run.name}@{step}" if step <= self._config.steps else "TrainLora"
+        self._display.phase(f"{job}: rollouts from {self._run.name}@{step - 1}")
         started_s = time.monotonic()
         config = self._config
         prompts = rollouts.choose_prompts(count=config.num_prompts, seed=step)
         groups = self._http(
             lambda http: rollouts.sample(
                 http,
-                model=config.name,
+                model=self._run.name,
                 prompts=prompts,
                 rewards=self._rewards,
                 group_size=config.group_size,
@@ -201,13 +202,11 @@ class _Smoke:
         self._trained[str(version)] = self._what_was_trained(result)
         self._served[version] = self._http(
             lambda http: served.prompt_logprobs(
-                http, model=f"{self._config.name}@{version}", sequences=self._sequences
+                http, model=f"{self._run.name}@{version}", sequences=self._sequences
             )
         )
         try:
-            self._http(
-                lambda http: served.check_alias(http, name=self._config.name, version=version)
-            )
+            self._http(lambda http: served.check_alias(http, name=self._run.name, version=version))
         except served.ServedError as error:
             self._fail(f"@{version}: {error}")
         if result.unverified:
@@ -236,14 +235,14 @@ class _Smoke:
                     "answer had the same reward, take a smaller --lr"
                 )
         gap = metrics.get("logprob_gap_max")
-        if gap is None or (self._config.dtype == "float32" and not gap < self._config.tau):
+        if gap is None or (self._run.trainer.dtype == "float32" and not gap < self._config.tau):
             self._fail(
                 f"@{step}: trainer and sampler disagree on the sampled tokens' log-probs by {gap}"
             )
 
     def _train_lora(self) -> None:
         batch, rollout_s = self._rollouts(self._config.steps + 1)
-        output_dir = self._config.run_dir.absolute() / "lora_job"
+        output_dir = self._run.run_dir.absolute() / "lora_job"
         job = TrainLoraJob(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),
             optim=OptimParams(lr=self._config.lr),
@@ -262,27 +261,25 @@ class _Smoke:
             "seconds": seconds,
         }
         self._http(
-            lambda http: served.check_alias(
-                http, name=self._config.name, version=self._config.steps
-            )
+            lambda http: served.check_alias(http, name=self._run.name, version=self._config.steps)
         )
         self._display.done(
             "TrainLora wrote a PEFT adapter; "
-            f"{escape(self._config.name)}@{self._config.steps} is still served"
+            f"{escape(self._run.name)}@{self._config.steps} is still served"
         )
 
     def _prove(self) -> None:
         self._display.phase("proof: merging by PEFT and scoring by transformers")
         started_s = time.monotonic()
-        sharp = self._config.dtype == "float32"
-        trainer, _ = node_configs(self._config)
+        sharp = self._run.trainer.dtype == "float32"
+        trainer = self._run.trainer
         answer: dict[str, Any] = proving.run_reference(
-            python=self._config.trainer_python,
-            model=self._config.model,
-            dtype=self._config.dtype,
+            python=self._run.trainer.python,
+            model=self._run.trainer.model,
+            dtype=self._run.trainer.dtype,
             trained=self._trained,
             sequences=self._sequences,
-            work_dir=self._config.run_dir,
+            work_dir=self._run.run_dir,
             tau=self._config.tau if sharp else None,
             rounding_seed=trainer.seed if trainer.rounding == "stochastic" else None,
         )
@@ -326,9 +323,9 @@ class _Smoke:
 
     def _what_was_trained(self, result: PublishResult) -> Path:
         """The reference's input: the version's adapter, or for full parameters its HF export."""
-        if self._config.finetuning_type == "lora":
+        if self._run.trainer.finetuning_type == "lora":
             return Path(result.checkpoint_dir) / "adapter"
-        folder = self._config.run_dir.absolute() / "exported" / str(result.version)
+        folder = self._run.run_dir.absolute() / "exported" / str(result.version)
         if self._config.proof:
             folder.parent.mkdir(exist_ok=True)
             self._cluster.client.export_hf(str(folder))
@@ -359,8 +356,6 @@ class _Smoke:
 def _settings(config: SmokeConfig) -> dict[str, Any]:
     return {
         **{n: getattr(config, n) for n in _SETTINGS},
-        "lora": config.lora.model_dump(),
-        "trainer_parallel": config.trainer_parallel.model_dump(),
-        "inference_tensor_parallel": config.inference_tensor_parallel,
+        "run": config.run.model_dump(mode="json"),
         "tau": config.tau,
     }

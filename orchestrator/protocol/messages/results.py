@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, GetPydanticSchema
-from pydantic_core import core_schema
+from pydantic import BaseModel, ConfigDict, InstanceOf
 
 from orchestrator.protocol.messages.answers import Completed
 from orchestrator.protocol.messages.base import PublicationMode
 
 Metrics = dict[str, float]
-Floats = Annotated[
-    array.array[float],
-    GetPydanticSchema(lambda _, __: core_schema.is_instance_schema(array.array)),
-]
+if TYPE_CHECKING:
+    Floats = array.array[float]
+else:  # Python 3.11 has no array.array[float]
+    Floats = InstanceOf[array.array]
 """[T], float32: one value for each token, with the sequences end to end."""
 
 

@@ -15,7 +15,7 @@ from splice.rl.checker import check
 from tests.rl.conftest import tiny_cluster
 from tests.rl.strict_run import ROWS, even
 from tests.rl.weights import digest
-from trainer_node.state.generations import new_folder
+from trainer_node.files.generations import new_folder
 
 pytestmark = pytest.mark.timeout(900)
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=5e-3)

@@ -26,7 +26,9 @@ import transformers
 import vllm
 from safetensors.torch import load_file, save_file
 
-from inference_node import direct, engine, placement, verify
+from inference_node.server import all_workers
+from inference_node.shared.reports import Findings, PartDigest, WorkerDigests
+from inference_node.worker import direct, engine
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
@@ -160,7 +162,7 @@ class Engine:
             enable_prefix_caching=False,
             kv_cache_memory_bytes=2**26,
             weight_transfer_config={"backend": "splice"},
-            worker_extension_cls="inference_node.worker_extension.SpliceWorkerExtension",
+            worker_extension_cls="inference_node.worker.extension.SpliceWorkerExtension",
             **(more | options),
         )
         self.manifest = tiny.manifest_of(tensors)
@@ -179,13 +181,15 @@ class Engine:
     def plan(self) -> dict[str, str]:
         """Check and lay out the manifest; returns why tensors are reloaded."""
         found = self.call("splice_plan_check", self.manifest.model_dump_json())
-        self._findings = placement.Findings(**found["findings"])
-        placement.judge(self.manifest, [self._findings])
+        self._findings = Findings(**found["findings"])
+        all_workers.judge(self.manifest, [self._findings])
         stuck = sorted({i for indices in found["obstacles"].values() for i in indices})
         self.reloaded = self.call("splice_whole_layers", stuck)["indices"]
         self.lay_out(self.reloaded)
         everything = range(len(self.manifest.tensors))
-        return direct.explain(self.manifest, found["obstacles"], self.reloaded, within=everything)
+        return all_workers.explain(
+            self.manifest, found["obstacles"], self.reloaded, within=everything
+        )
 
     def lay_out(self, reload: Sequence[int], *, is_own: bool = True) -> None:
         self.chunks = self.call("splice_lay_out", list(reload), None, is_own)["chunks"]
@@ -226,13 +230,13 @@ class Engine:
         arrived = answer["arrived"]
         if arrived is not None:
             arrived = array.array("q", base64.b64decode(arrived))
-        digests, unverified = verify.combine(
+        digests, unverified = all_workers.combine(
             self.manifest,
             [
-                verify.WorkerDigests(
+                WorkerDigests(
                     parts={
                         name: [
-                            verify.PartDigest(
+                            PartDigest(
                                 key=(first, tuple(size), tuple(strides)), numel=numel, digest=digest
                             )
                             for first, size, strides, numel, digest in parts
@@ -243,7 +247,7 @@ class Engine:
                     arrived=arrived,
                 )
             ],
-            verify.Arrivals(self.manifest, arriving, [self._findings.loaded]),
+            all_workers.Arrivals(self.manifest, arriving, [self._findings.loaded]),
         )
         wrong = [
             s.name

@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from inference_node import actions
-from inference_node.middleware import SpliceMiddleware
+from inference_node.server import actions
+from inference_node.server.middleware import SpliceMiddleware
 
 SECRET = "s3cret"
 

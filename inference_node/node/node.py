@@ -8,7 +8,7 @@
 
 In shadow mode nothing pauses or changes before the swap:
 
-    PrepareShadow      -> room beside the live tensors, or why there is none
+    PrepareShadow      -> room for a second copy of the weights, or why there is none
     ReceiveWeights     -> receive while generation continues, digests of what arrived
     SwapWeights        -> pause, swap, digests of the live tensors; commits at once with `commit_if`
     CommitUpdate       -> as above
@@ -29,7 +29,6 @@ Requests run one at a time on the main thread; `AbortUpdate` runs on the link's 
 from __future__ import annotations
 
 import array
-import base64
 import contextlib
 import importlib.metadata
 import logging
@@ -41,11 +40,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference_node.node import vllm_process
 from inference_node.node.aborts import Aborts
 from inference_node.node.served import Served
 from inference_node.node.vllm_process import CallFailed, VllmProcess, bind
 from inference_node.shared import vllm_version
+from inference_node.shared.reports import unpacked
 from inference_node.shared.watchdog import AbortSender
 from orchestrator.errors import REMEDIES, ConfigError, NodeLost, TransferAborted
 from orchestrator.processes.restarts import RestartBudget
@@ -114,13 +113,13 @@ class _UpdateRun:
 
     def complete(self, answer: dict[str, Any], **more: bool) -> None:
         """Answer with the digests that vLLM returned."""
-        digests = base64.b64decode(answer["digests"])
+        digests = unpacked(answer["digests"])
         unverified = answer.get("unverified", {})
         self.link.complete(
             self.message.request_id,
             result={"seconds": self.seconds, "unverified": unverified, **more},
-            tensors=[TensorSpec(name="digests", dtype="int64", shape=(len(digests) // 8,))],
-            buffers=[digests],
+            tensors=[TensorSpec(name="digests", dtype="int64", shape=(len(digests),))],
+            buffers=[digests.tobytes()],
         )
 
 
@@ -155,7 +154,7 @@ class InferenceNode:
             self._link = NodeLink(
                 endpoint=endpoint,
                 hello=_hello(config, node_id=node_id, run_token=run_token),
-                urgent={"AbortUpdate": self._on_abort, "Hello": self._on_forgotten},
+                urgent={"AbortUpdate": self._abort_update, "Hello": self._on_forgotten},
                 lost_after_s=SILENT_S,
                 meter=meter,
             )
@@ -200,29 +199,13 @@ class InferenceNode:
         self._vllm.wait_healthy(
             deadline_s=self._config.startup_timeout_s, on_tick=self._refuse_requests
         )
-        workers = self._vllm.call("info", timeout_s=vllm_process.QUICK_S)["workers"]
-        self._refuse_unverified(workers)
+        workers = self._vllm.call("info")["workers"]
+        refuse_unverified(workers, is_allowed=self._config.allow_unverified)
         detail = _ready_detail(self._config, self._vllm.base_url, workers)
         if restarted:
             self._times_restarted += 1
             detail["restarted"] = self._times_restarted
         self._link.send(Ready(node_id=self._node_id, detail=detail))
-
-    def _refuse_unverified(self, workers: Sequence[dict[str, Any]]) -> None:
-        """End before the first job if vLLM holds what cannot be verified.
-
-        Raises:
-            ConfigError: names the quantisation and its layers.
-        """
-        refused = list(dict.fromkeys(text for w in workers for text in w["refusals"]))
-        if not refused:
-            return
-        text = f"vLLM holds what splice cannot verify: {'; '.join(refused)}"
-        if any(w["holds_static_fp8"] for w in workers):
-            raise ConfigError(f"{text}. An FP8 checkpoint cannot go without; serve the bf16 model")
-        if not self._config.allow_unverified:
-            raise ConfigError(f"{text}. Set allow_unverified to publish without this proof")
-        log.warning("%s; published all the same, because allow_unverified is set", text)
 
     def _refuse_requests(self) -> None:
         with contextlib.suppress(NodeLost):
@@ -280,14 +263,14 @@ class InferenceNode:
         if isinstance(message, Shutdown):
             raise _Ended
         handlers: dict[type, tuple[str, Callable[[Any], None]]] = {
-            JoinTransferGroup: ("joining", self._join),
-            LeaveTransferGroup: ("leaving", self._leave),
-            PrepareUpdate: ("planning", self._prepare),
+            JoinTransferGroup: ("joining", self._pass_on),
+            LeaveTransferGroup: ("leaving", self._pass_on),
+            PrepareUpdate: ("planning", self._prepare_update),
             PrepareShadow: ("making room", self._prepare_shadow),
-            ReceiveWeights: ("receiving", self._receive),
-            SwapWeights: ("swapping", self._swap),
-            CheckCanary: ("checking the canary", self._canary),
-            CommitUpdate: ("committing", self._commit),
+            ReceiveWeights: ("receiving", self._receive_weights),
+            SwapWeights: ("swapping", self._swap_weights),
+            CheckCanary: ("checking the canary", self._check_canary),
+            CommitUpdate: ("committing", self._commit_update),
             LeaveAlias: ("leaving the alias", self._leave_alias),
         }
         known = handlers.get(type(message))
@@ -312,26 +295,22 @@ class InferenceNode:
         if request_id is not None:
             self._link.fail(request_id, code=code, phase=phase, message=text, remedy=remedy)
 
-    def _join(self, message: JoinTransferGroup) -> None:
-        self._vllm.call("join", message)
+    def _pass_on(self, message: JoinTransferGroup | LeaveTransferGroup) -> None:
+        self._vllm.request(message)
         self._link.complete(message.request_id)
 
-    def _leave(self, message: LeaveTransferGroup) -> None:
-        self._vllm.call("leave", message)
-        self._link.complete(message.request_id)
-
-    def _prepare(self, message: PrepareUpdate) -> None:
-        answer = self._vllm.call("plan", message)
+    def _prepare_update(self, message: PrepareUpdate) -> None:
+        answer = self._vllm.request(message)
         self._served = self._served.planned(has_part=answer["changed"] is not None)
         result = {key: answer[key] for key in ("layout", "changed", "fp8")}
         seconds = {"seconds": {"check": answer["seconds"]}}
         self._link.complete(message.request_id, result=seconds | result)
 
-    def _commit(self, message: CommitUpdate) -> None:
+    def _commit_update(self, message: CommitUpdate) -> None:
         version = message.version
         if self._served.received == version:
             try:
-                self._vllm.call("commit", message)
+                self._vllm.request(message)
             except CallFailed as error:
                 self._poison(f"whether version {version} was committed is not known: {error}")
                 raise
@@ -352,7 +331,7 @@ class InferenceNode:
         remedy = "Receive and verify the version first."
         self._fail(message, ErrorCode.NOT_READY, phase, text, remedy)
 
-    def _canary(self, message: CheckCanary) -> None:
+    def _check_canary(self, message: CheckCanary) -> None:
         if self._served.received != message.version:
             self._fail_not_received(message, message.version, "checking the canary")
             return
@@ -360,7 +339,7 @@ class InferenceNode:
             why = f"{self._config.name}@{self._served.version} was being served"
             self._link.complete(message.request_id, result={"skipped": why})
             return
-        logprobs = array.array("f", self._vllm.call("canary", message)["logprobs"])
+        logprobs = array.array("f", self._vllm.request(message)["logprobs"])
         spec = TensorSpec(name="logprobs", dtype="float32", shape=(len(logprobs),))
         self._link.complete(message.request_id, tensors=[spec], buffers=[logprobs.tobytes()])
 
@@ -373,7 +352,7 @@ class InferenceNode:
 
     # ------------------------------------------------------------ the update
 
-    def _receive(self, message: ReceiveWeights) -> None:
+    def _receive_weights(self, message: ReceiveWeights) -> None:
         if not self._served.is_planned:
             text, remedy = "no manifest was planned here", "Send PrepareUpdate first."
             self._fail(message, ErrorCode.NOT_READY, "receiving", text, remedy)
@@ -386,7 +365,7 @@ class InferenceNode:
         is_shadow = message.mode == "shadow"
         run = self._begin(message)
         try:
-            answer = self._receive_beside(run) if is_shadow else self._pause_and("update", run)
+            answer = self._receive_into_shadow(run) if is_shadow else self._pause_and_update(run)
         except (CallFailed, TransferAborted) as error:
             (self._after_shadow_failure if is_shadow else self._after_failure)(run, error)
             return
@@ -401,8 +380,8 @@ class InferenceNode:
         self._aborts.begin(message.request_id)
         return _UpdateRun(message=message, link=self._link)
 
-    def _pause_and(self, action: str, run: _UpdateRun) -> dict[str, Any]:
-        """Pause and act on the live tensors, in one call of vLLM; returns its answer."""
+    def _pause_and_update(self, run: _UpdateRun) -> dict[str, Any]:
+        """Pause and change the live tensors, in one call of vLLM; returns its answer."""
         self._aborts.raise_if_any()
         run.phase, began = "pause", time.monotonic()
         self._link.progress(run.message.request_id, "pausing")
@@ -414,9 +393,7 @@ class InferenceNode:
                 run.announce()
 
         try:
-            done = self._vllm.call(
-                action, run.message, on_progress=on_progress, on_poll=self._listen
-            )
+            done = self._vllm.request(run.message, on_progress=on_progress, on_poll=self._listen)
         except CallFailed as error:
             run.phase = str(error.answer.get("phase", run.phase))
             raise
@@ -471,13 +448,13 @@ class InferenceNode:
         if not self._served.is_serving:
             why = "this replica serves nothing that generation could continue with"
         if why is None:
-            why = self._vllm.call("shadow_open", message)["why_not"]
+            why = self._vllm.request(message)["why_not"]
         self._link.complete(message.request_id, result={"why_not": why})
 
-    def _receive_beside(self, run: _UpdateRun) -> dict[str, Any]:
+    def _receive_into_shadow(self, run: _UpdateRun) -> dict[str, Any]:
         self._aborts.raise_if_any()
         run.phase, began = "shadow", time.monotonic()
-        received = self._vllm.call("shadow_receive", run.message)
+        received = self._vllm.request(run.message)
         run.seconds |= {k: float(v) for k, v in received["phases"].items()}
         run.seconds["shadow"] = time.monotonic() - began
         return received
@@ -494,9 +471,9 @@ class InferenceNode:
         self._served = self._served.dropped()
         self._aborts.settle()
         with contextlib.suppress(CallFailed):
-            self._vllm.call("shadow_drop", timeout_s=vllm_process.QUICK_S)
+            self._vllm.call("drop_shadow")
 
-    def _swap(self, message: SwapWeights) -> None:
+    def _swap_weights(self, message: SwapWeights) -> None:
         if self._served.beside != message.version:
             text = (
                 f"version {message.version} is not beside the live tensors "
@@ -507,7 +484,7 @@ class InferenceNode:
             return
         run = self._begin(message)
         try:
-            swapped = self._pause_and("shadow_swap", run)
+            swapped = self._pause_and_update(run)
         except (CallFailed, TransferAborted) as error:
             self._drop_shadow()
             self._after_failure(run, error)
@@ -521,7 +498,7 @@ class InferenceNode:
 
     # ------------------------------------------------------------ aborts
 
-    def _on_abort(self, message: AnyMessage) -> None:
+    def _abort_update(self, message: AnyMessage) -> None:
         """On the link's thread: end the transfer now."""
         assert isinstance(message, AbortUpdate)
         self._aborts.take_message(message)
@@ -565,6 +542,23 @@ def _hello(config: InferenceConfig, *, node_id: str, run_token: str) -> Hello:
         pid=os.getpid(),
         serves=config.name,
     )
+
+
+def refuse_unverified(workers: Sequence[dict[str, Any]], *, is_allowed: bool) -> None:
+    """End before the first job if vLLM holds what cannot be verified.
+
+    Raises:
+        ConfigError: names the quantisation and its layers.
+    """
+    refused = list(dict.fromkeys(text for w in workers for text in w["refusals"]))
+    if not refused:
+        return
+    text = f"vLLM holds what splice cannot verify: {'; '.join(refused)}"
+    if any(w["holds_static_fp8"] for w in workers):
+        raise ConfigError(f"{text}. An FP8 checkpoint cannot go without; serve the bf16 model")
+    if not is_allowed:
+        raise ConfigError(f"{text}. Set allow_unverified to publish without this proof")
+    log.warning("%s; published all the same, because allow_unverified is set", text)
 
 
 def _ready_detail(

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -24,6 +24,7 @@ from orchestrator.processes.interfaces import gloo_variables, reachable_host
 from orchestrator.processes.python import python_command
 from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import ErrorCode
+from orchestrator.protocol.messages.base import Request
 
 LOG_LINES = 2000
 """In which vLLM's first error is looked for."""
@@ -35,17 +36,6 @@ QUICK_S = 60.0
 CALL_GRACE_S = 10.0
 """Added to a request's deadline, so that the worker's watchdog speaks before the call times out."""
 LOOPBACK = "127.0.0.1"
-
-
-class Request(Protocol):
-    """A request of the orchestrator."""
-
-    @property
-    def deadline_s(self) -> float:
-        """Seconds within which it must end."""
-
-    def model_dump_json(self) -> str:
-        """The message as JSON."""
 
 
 class CallFailed(SpliceError):
@@ -252,34 +242,54 @@ class VllmProcess:
 
     # ------------------------------------------------------------ calls
 
-    def call(
+    def request(
         self,
-        action: str,
-        message: Request | None = None,
+        message: Request,
         *,
-        timeout_s: float | None = None,
         on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
         on_poll: Callable[[], None] = lambda: None,
-        **arguments: Any,
     ) -> dict[str, Any]:
-        """Run an action inside the server.
+        """Have a request of the orchestrator done inside the server.
 
         Args:
-            message: the request that the action takes. Actions without one take `arguments`.
-            timeout_s: None: the message's deadline and `CALL_GRACE_S`.
-            on_progress: called on another thread with each object that the action sends before its
-                answer.
+            on_progress: called on another thread with each object that comes before the answer.
             on_poll: called on this thread every `DEATH_POLL_S` during the wait.
 
         Raises:
             CallFailed: the action answered with an error.
             NodeLost: no answer. The server has ended (noticed at once) or is stuck.
         """
-        if timeout_s is None:
-            assert message is not None
-            timeout_s = message.deadline_s + CALL_GRACE_S
+        timeout_s = message.deadline_s + CALL_GRACE_S
+        body = message.model_dump_json()
+        return self._post(
+            type(message).__name__, body, timeout_s, on_progress=on_progress, on_poll=on_poll
+        )
+
+    def call(self, action: str, **arguments: Any) -> dict[str, Any]:
+        """Run an action of the node's own inside the server; raises as `request`."""
+        return self._post(action, json.dumps(arguments), QUICK_S)
+
+    def insist(self, action: str, **arguments: Any) -> None:
+        """Make a call without which nobody knows what vLLM serves.
+
+        Raises:
+            NodeLost: the call failed, so vLLM must be ended.
+        """
+        try:
+            self.call(action, **arguments)
+        except CallFailed as error:
+            raise NodeLost(f"vLLM failed a call that must succeed: {error}") from error
+
+    def _post(
+        self,
+        action: str,
+        body: str,
+        timeout_s: float,
+        *,
+        on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
+        on_poll: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=5.0)
-        body = json.dumps(arguments) if message is None else message.model_dump_json()
         url = f"{names.CONTROL_PREFIX}{action}"
 
         def post() -> tuple[int, dict[str, Any]]:
@@ -293,10 +303,19 @@ class VllmProcess:
                         return response.status_code, line
             raise ValueError("it ended without an answer")
 
+        until_s = time.monotonic() + timeout_s + 1.0
+
+        def check() -> None:
+            # A dead server's connections do not always break: those that it had not accepted wait
+            # in our listener's queue.
+            if not self.is_running:
+                raise NodeLost(f"vLLM has ended ({action})")
+            if time.monotonic() > until_s:  # the client's timeout restarts with each line
+                raise NodeLost(f"vLLM runs but did not answer ({action})")
+            on_poll()
+
         try:
-            status, answer = self._while_running(
-                post, action, on_poll, until_s=time.monotonic() + timeout_s + 1.0
-            )
+            status, answer = call_aside(post, check=check, poll_s=DEATH_POLL_S, name="splice-call")
         except (httpx.HTTPError, ValueError) as error:
             state = "runs but did not answer" if self.is_running else "has ended"
             raise NodeLost(f"vLLM {state} ({action}: {type(error).__name__}: {error})") from error
@@ -311,40 +330,6 @@ class VllmProcess:
                 answer=answer,
             )
         return answer
-
-    def insist(self, action: str, **arguments: Any) -> None:
-        """Make a call without which nobody knows what vLLM serves.
-
-        Raises:
-            NodeLost: the call failed, so vLLM must be ended.
-        """
-        try:
-            self.call(action, timeout_s=QUICK_S, **arguments)
-        except CallFailed as error:
-            raise NodeLost(f"vLLM failed a call that must succeed: {error}") from error
-
-    def _while_running(
-        self,
-        post: Callable[[], tuple[int, dict[str, Any]]],
-        action: str,
-        on_poll: Callable[[], None],
-        *,
-        until_s: float,
-    ) -> tuple[int, dict[str, Any]]:
-        """Wait for the answer while the server runs.
-
-        A dead server's connections do not always break: unaccepted ones wait in our listener's
-        queue.
-        """
-
-        def check() -> None:
-            if not self.is_running:
-                raise NodeLost(f"vLLM has ended ({action})")
-            if time.monotonic() > until_s:  # the client's timeout restarts with each line
-                raise NodeLost(f"vLLM runs but did not answer ({action})")
-            on_poll()
-
-        return call_aside(post, check=check, poll_s=DEATH_POLL_S, name="splice-call")
 
 
 def first_error(log: str) -> str | None:

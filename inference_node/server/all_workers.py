@@ -17,6 +17,7 @@ from inference_node.shared.reports import (
     PartDigest,
     PartKey,
     WorkerDigests,
+    hashable,
     some,
 )
 from orchestrator.errors import ManifestError, VerificationError
@@ -48,8 +49,8 @@ def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
     if unknown and len(refused) < MAX_REFUSALS:
         problems.append(f"the model has no place for {some(unknown)}")
     for spec in manifest.tensors:
-        taken = {part for w in workers for part in map(_hashable, w.loaded.get(spec.name, ()))}
-        count = sum(_count(size) for _, size, _ in taken)
+        taken = {part for w in workers for part in map(hashable, w.loaded.get(spec.name, ()))}
+        count = sum(math.prod(size) for _, size, _ in taken)
         if taken and count < spec.numel:
             problems.append(
                 f"only {count} of {spec.numel} elements of {spec.name} are taken; "
@@ -63,18 +64,6 @@ def judge(manifest: Manifest, workers: Sequence[Findings]) -> None:
         problems.append(f"no data for {some([f'{n} ({why})' for n, why in uncovered.items()])}")
     if problems:
         raise ManifestError("; ".join(problems[:NAMES_SHOWN]))
-
-
-def _hashable(part: Sequence[Any]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    first, size, strides = part
-    return int(first), tuple(size), tuple(strides)
-
-
-def _count(size: Sequence[int]) -> int:
-    count = 1
-    for extent in size:
-        count *= extent
-    return count
 
 
 def merged_groups(per_worker: list[list[Fp8Group]]) -> Fp8Weights | None:
@@ -160,8 +149,8 @@ class Arrivals:
 
     def _parts(self, loaded: Mapping[str, Sequence[Any]]) -> Iterator[tuple[int, PartKey]]:
         for index in self._direct:
-            for first, size, strides in loaded.get(self._manifest.tensors[index].name, ()):
-                yield index, (first, tuple(size), tuple(strides))
+            for part in loaded.get(self._manifest.tensors[index].name, ()):
+                yield index, hashable(part)
 
     def add_up(self, arrived: Sequence[Sequence[int]]) -> tuple[Int64, set[int]]:
         """Digests [N] of what arrived; and the indices whose copies differ between workers.

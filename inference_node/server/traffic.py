@@ -24,7 +24,7 @@ from inference_node.server.entrance import Entrance
 from inference_node.server.flights import Flight
 from inference_node.server.output_gate import OutputGate
 from orchestrator.errors import SpliceError
-from orchestrator.protocol.messages import ErrorCode
+from orchestrator.protocol.messages import ErrorCode, ReceiveWeights, SwapWeights
 
 ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
     "keep": ("keep", True),
@@ -34,10 +34,12 @@ ENGINE_PAUSE: dict[str, tuple[str, bool]] = {
 }
 """Our pause mode -> vLLM's mode, and whether vLLM drops its KV and prefix caches."""
 BEHIND = 8
-"""Outputs that wait at a commit before the log says so; the engine makes one in each step."""
+"""Number of outputs waiting at a commit from which on the log says so; the engine makes one in each
+step.
+"""
 log = logging.getLogger("vllm.splice")
 LATE_S = 5.0
-"""How much longer requests that were ended may take to finish."""
+"""Seconds that requests which were ended may take to finish, in addition to the drain."""
 
 
 class ActionFailed(SpliceError):
@@ -53,21 +55,25 @@ class Traffic:
 
     def __init__(self, alias: Alias, flights: set[Flight]) -> None:
         self.alias, self._flights = alias, flights
+        self._app: Any
+        self.engine: Any
+        """vLLM's engine client."""
         self._entrance: Entrance
         self._gate: OutputGate | None = None
         """None: this engine's outputs cannot be held back."""
         self.is_paused = False
         """The engine is paused for an update."""
-        self._keeps_kv = False
+        self.keeps_kv = False
         """The engine keeps its KV cache over the update."""
 
-    def put_up_gates(self, engine: Any) -> None:
-        """With the first action, before anything is served."""
+    def put_up_gates(self, app: Any) -> None:
+        """Take hold of vLLM's server. The first action does so, before anything is served."""
+        self._app, self.engine = app, app.state.engine_client
         if not hasattr(self, "_entrance"):
-            self._entrance = Entrance(engine, self.alias)
+            self._entrance = Entrance(self.engine, self.alias)
         if self._gate is None:
             with contextlib.suppress(AttributeError):
-                self._gate = OutputGate(engine.engine_core)
+                self._gate = OutputGate(self.engine.engine_core)
 
     @property
     def gate(self) -> OutputGate | None:
@@ -79,37 +85,25 @@ class Traffic:
         if self._gate is not None:
             self._gate.open()
 
-    def status(self) -> dict[str, Any]:
-        """What is served and what is in flight."""
-        return {
-            "name": self.alias.name,
-            "version": self.alias.version,
-            "poisoned": self.alias.poisoned,
-            "moving_to": self.alias.moving_to,
-            "in_flight": len(self._flights),
-            "paused": self.is_paused,
-        }
-
     # ------------------------------------------------------------ pause
 
-    async def pause(
-        self, engine: Any, *, mode: str, version: int, drain_s: float, deadline_s: float
-    ) -> None:
+    async def pause(self, message: ReceiveWeights | SwapWeights) -> None:
         """Finish or end pinned requests, then stop the engine.
 
         Raises:
             ActionFailed: the engine did not stop in time; it continues with the old version.
         """
-        engine_mode, clear_cache = ENGINE_PAUSE[mode]
+        engine_mode, clear_cache = ENGINE_PAUSE[message.pause_mode]
         try:
-            await self.make_way(version, drain_s, clear_cache=clear_cache)
-            pausing = dialect.pause(engine, mode=engine_mode, clear_cache=clear_cache)
-            await asyncio.wait_for(pausing, deadline_s)
+            await self.make_way(message)
+            pausing = dialect.pause(self.engine, mode=engine_mode, clear_cache=clear_cache)
+            await asyncio.wait_for(pausing, message.deadline_s)
         except TimeoutError as error:
-            await self.resume(engine)
+            await self.resume()
             raise ActionFailed(
                 ErrorCode.TRANSFER_TIMEOUT,
-                f"vLLM was not paused within {deadline_s:.0f} s (mode {mode})",
+                f"vLLM was not paused within {message.deadline_s:.0f} s "
+                f"(mode {message.pause_mode})",
             ) from error
         self.note_pause()
 
@@ -117,18 +111,18 @@ class Traffic:
         """The engine is paused from now on."""
         self.is_paused = True
 
-    async def make_way(self, version: int, drain_s: float, *, clear_cache: bool) -> None:
+    async def make_way(self, message: ReceiveWeights | SwapWeights) -> None:
         """Refuse new requests for `name@N`, wait for those that run, and let nothing new start.
 
         Requests that arrive later enter the engine under the next version.
         """
-        self.alias.moving_to = version
-        await self._drain_pinned(drain_s)
+        self.alias.moving_to = message.version
+        await self._drain_pinned(message.drain_s)
         if any(f.pinned and f.ended_with is None for f in self._flights):
             raise ActionFailed(
                 ErrorCode.INTERNAL, "a pinned request is still in flight after the drain"
             )
-        self._keeps_kv = not clear_cache
+        self.keeps_kv = not ENGINE_PAUSE[message.pause_mode][1]
         self._entrance.shut()
 
     async def _drain_pinned(self, drain_s: float) -> None:
@@ -147,7 +141,7 @@ class Traffic:
 
     # ------------------------------------------------------------ resume
 
-    async def commit(self, engine: Any, app: Any, version: int) -> None:
+    async def commit_update(self, version: int) -> None:
         """Move alias and weight version to `version`, and resume.
 
         No answer under the new name comes from old weights, and none under the old name from new
@@ -159,15 +153,15 @@ class Traffic:
         if not self.is_paused:
             raise ActionFailed(ErrorCode.NOT_READY, "nothing was received that could be committed")
         if self.gate is None:
-            await dialect.settle(engine)
-            self._move(app, version)
-            await dialect.resume_as(engine, version)
+            await dialect.settle(self.engine)
+            self._move(version)
+            await dialect.resume_as(self.engine, version)
         else:
-            await self._commit_behind(self.gate, engine, app, version)
+            await self._resume_then_move(self.gate, version)
         self.is_paused = False
         self._entrance.open_as(version)
 
-    async def _commit_behind(self, gate: OutputGate, engine: Any, app: Any, version: int) -> None:
+    async def _resume_then_move(self, gate: OutputGate, version: int) -> None:
         """Resume first, and hold the new tokens back until the old ones have left."""
         made = gate.waiting  # by the old weights
         if made >= BEHIND:
@@ -180,48 +174,47 @@ class Traffic:
             )
         gate.hold()
         try:
-            resuming = dialect.resume_as(engine, version)
+            resuming = dialect.resume_as(self.engine, version)
             # Let the request leave before the old tokens take this process's time.
             await asyncio.sleep(0)
             gate.pass_on(made)
-            await dialect.settle(engine, gate=gate)
+            await dialect.settle(self.engine, gate=gate)
             await resuming
-            self._move(app, version)
+            self._move(version)
         except BaseException as error:
             # The engine may run; none of its tokens may leave under the old name.
-            self.poison(app, f"version {version} could not be committed: {error}")
+            self.poison(f"version {version} could not be committed: {error}")
             raise
         finally:
             gate.open()
 
-    def _move(self, app: Any, version: int) -> None:
+    def _move(self, version: int) -> None:
         """From here on tokens leave under the new name."""
         self.alias.commit(version)
         for flight in self._flights:
-            self._entrance.moved(flight, version, keeps_kv=self._keeps_kv)
-        _rename(app, self.alias.current, self.alias.name)
+            self._entrance.moved(flight, version, keeps_kv=self.keeps_kv)
+        self._rename(self.alias.current, self.alias.name)
 
-    async def resume(self, engine: Any) -> None:
+    async def resume(self) -> None:
         """Continue with the old version."""
         self.open_gate()
         self.alias.moving_to = None
-        await engine.resume_generation()
+        await self.engine.resume_generation()
         self.is_paused = False
         self._entrance.open()
 
-    def poison(self, app: Any, reason: str) -> int:
+    def poison(self, reason: str) -> int:
         """End all requests with 503, and admit none until a commit; returns how many ended."""
         self.open_gate()
         self.alias.poison(reason)
-        _rename(app, self.alias.name)
+        self._rename(self.alias.name)
         ended = list(self._flights)
         for flight in ended:
             flight.end(self.alias.not_served())
         return len(ended)
 
-
-def _rename(app: Any, *names: str) -> None:
-    """Change the names that vLLM lists and answers under; the first is its answers' `model`."""
-    paths = dialect.base_model_paths(app)
-    root = paths[0].model_path
-    paths[:] = [dialect.base_model_path(model_name=n, model_path=root) for n in names]
+    def _rename(self, *names: str) -> None:
+        """Change the names that vLLM lists and answers under; answers have the first as `model`."""
+        paths = dialect.base_model_paths(self._app)
+        root = paths[0].model_path
+        paths[:] = [dialect.base_model_path(model_name=n, model_path=root) for n in names]

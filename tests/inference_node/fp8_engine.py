@@ -6,8 +6,6 @@ reference in its place; everything else is the real vLLM.
 
 from __future__ import annotations
 
-import array
-import base64
 import json
 import sys
 import tempfile
@@ -21,7 +19,7 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from inference_node.server import all_workers
-from inference_node.shared.reports import Findings, PartDigest, WorkerDigests
+from inference_node.shared.reports import Findings, WorkerDigests
 from inference_node.worker import direct, placement, verify
 from inference_node.worker import fp8 as held
 from orchestrator.protocol import messages as m
@@ -135,7 +133,7 @@ class Fp8Engine(Engine):
     def plan_fp8(self, changed: tuple[int, ...] | None = None) -> m.Fp8Weights:
         """Plan what is sent; returns what travels as FP8."""
         self.base = m.Manifest(tensors=self.manifest.tensors, changed=changed)
-        found = self.call("splice_plan_check", self.base.model_dump_json())
+        found = self.call("splice_prepare_update", self.base.model_dump_json())
         all_workers.judge(self.base, [Findings(**found["findings"])])
         weights = all_workers.merged_groups([[m.Fp8Group.model_validate(g) for g in found["fp8"]]])
         assert weights is not None
@@ -202,7 +200,7 @@ class Fp8Engine(Engine):
         thread.start()
         base = None if self.part is None else version - 1
         request = new(m.ReceiveWeights, version=version, base_version=base)
-        answer = self.call("splice_update", request.model_dump_json())
+        answer = self.call("splice_receive_weights", request.model_dump_json())
         thread.join(30.0)
         sender.release()
         digests, unverified = self._combined(sent, answer)
@@ -215,19 +213,10 @@ class Fp8Engine(Engine):
 
     def _combined(self, sent: m.Manifest, answer: Any) -> tuple[list[int], dict[str, str]]:
         arriving = [i for kind, indices in self.chunks if kind != "reload" for i in indices]
-        arrived = answer["arrived"]
-        if arrived is not None:
-            arrived = array.array("q", base64.b64decode(arrived))
-        parts = {
-            name: [
-                PartDigest(key=(first, tuple(size), tuple(strides)), numel=numel, digest=digest)
-                for first, size, strides, numel, digest in rows
-            ]
-            for name, rows in answer["parts"]
-        }
-        worker = WorkerDigests(parts=parts, unverified=answer["unverified"], arrived=arrived)
         return all_workers.combine(
-            sent, [worker], all_workers.Arrivals(sent, arriving, [self.findings.loaded])
+            sent,
+            [WorkerDigests.of(answer)],
+            all_workers.Arrivals(sent, arriving, [self.findings.loaded]),
         )
 
     def live_bytes(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

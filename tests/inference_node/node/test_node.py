@@ -34,7 +34,10 @@ class Played:
         sender = SimpleNamespace(abort=lambda update_id, reason: self.aborted.append(update_id))
         self.node._aborts = Aborts(sender)  # type: ignore[arg-type]
 
-    def call(self, action: str, *_: Any, on_progress: Any = None, **__: Any) -> dict[str, Any]:
+    def request(self, message: Any, *, on_progress: Any = None, **_: Any) -> dict[str, Any]:
+        return self.call(type(message).__name__, on_progress=on_progress)
+
+    def call(self, action: str, *, on_progress: Any = None, **_: Any) -> dict[str, Any]:
         self.calls.append(action)
         if on_progress is not None:
             on_progress({"progress": "paused", "seconds": 0.5})
@@ -63,7 +66,7 @@ class Played:
         return self.sent[-1][1]
 
     def abort(self, request_id: str | None) -> None:
-        self.node._on_abort(m.AbortUpdate(reason="the test says so", request_id=request_id))
+        self.node._abort_update(m.AbortUpdate(reason="the test says so", request_id=request_id))
 
 
 def receive(request_id: str = "r", **fields: Any) -> m.ReceiveWeights:
@@ -80,7 +83,7 @@ def swap() -> m.SwapWeights:
 
 def broken(tensors: int) -> CallFailed:
     return CallFailed(
-        action="update", code="apply_failed", message="x", answer={"tensors": tensors}
+        action="ReceiveWeights", code="apply_failed", message="x", answer={"tensors": tensors}
     )
 
 
@@ -91,7 +94,8 @@ def test_an_update_is_received_then_committed_once() -> None:
     phases = [phase for request, phase in played.sent if request == "r"]
     assert phases == ["pausing", "paused", "applying", "completed"]
     assert played.ask(commit()) == played.ask(commit()) == "completed"
-    assert played.calls == ["update", "commit"] and played.node._served.is_committed(5)
+    assert played.calls == ["ReceiveWeights", "CommitUpdate"]
+    assert played.node._served.is_committed(5)
 
 
 def test_crashes_before_a_new_version_count_no_more() -> None:
@@ -105,21 +109,26 @@ def test_crashes_before_a_new_version_count_no_more() -> None:
 
 
 def test_a_failure_poisons_only_if_something_was_written() -> None:
-    for tensors, calls in ((0, ["update", "reset", "resume"]), (3, ["update", "reset", "poison"])):
+    for tensors, last in ((0, "resume"), (3, "poison")):
         played = Played()
-        played.answers["update"] = broken(tensors)
-        assert played.ask(receive()) == "failed" and played.calls == calls
+        played.answers["ReceiveWeights"] = broken(tensors)
+        assert played.ask(receive()) == "failed"
+        assert played.calls == ["ReceiveWeights", "reset", last]
         assert played.node._served.is_serving is (tensors == 0)
 
 
 def test_an_abort_ends_the_update_that_it_names() -> None:
     played = Played()
-    played.answers["update"] = lambda: (played.abort("other"), played.abort("r"), broken(0))[-1]
+    played.answers["ReceiveWeights"] = lambda: (
+        played.abort("other"),
+        played.abort("r"),
+        broken(0),
+    )[-1]
     assert played.ask(receive()) == "failed" and played.aborted == ["r"]
     played.node._take_idle_aborts()
     assert played.ask(receive("other")) == "failed" and played.calls[-2:] == ["reset", "resume"]
     assert "the test says so" in played.failed[-1][1]
-    del played.answers["update"]
+    del played.answers["ReceiveWeights"]
     assert played.ask(receive("other")) == "completed"  # it ends one update, once
 
 
@@ -152,7 +161,7 @@ def test_a_swap_that_commits_is_given_up_until_it_is_confirmed() -> None:
         assert played.node._served.is_committed(4)
         assert played.ask(swap()) == "completed" and played.node._served.is_committed(5)
         if is_confirmed:
-            assert played.ask(commit()) == "completed" and "commit" not in played.calls
+            assert played.ask(commit()) == "completed" and "CommitUpdate" not in played.calls
         played.node._on_forgotten(m.Hello.model_construct())
         played.node._take_idle_aborts()
         assert played.node._served.is_serving is is_confirmed

@@ -21,11 +21,6 @@ def asked(server: Server, body: Any, path: str = PATH, **more: Any) -> asyncio.T
     return asyncio.ensure_future(server.ask(path, {"model": "tiny", **body}, **more))
 
 
-async def pause(server: Server, mode: str = "keep") -> None:
-    answer = await server.control("pause", mode=mode, version=1, drain_s=0.0, deadline_s=5.0)
-    assert answer.status == 200, answer.json
-
-
 def salts(server: Server) -> list[str]:
     return [request.cache_salt for request in server.engine.entered]
 
@@ -61,7 +56,7 @@ def test_an_update_that_is_given_up_leaves_the_cache_useful() -> None:
     async def test() -> None:
         server = Server()
         await asked(server, {})
-        await pause(server, "keep_kv")
+        await server.pause(mode="keep_kv")
         waiting = asked(server, {})
         await soon(lambda: len(server.backend.asked) == 2)
         assert len(server.engine.entered) == 1
@@ -78,11 +73,11 @@ def test_what_comes_while_the_engine_stands_still_enters_under_the_next_version(
 ) -> None:
     async def test() -> None:
         server = Server()
-        await pause(server)
+        await server.pause()
         waiting = asked(server, {"stream": stream})
         await soon(lambda: bool(server.backend.asked))
         assert server.engine.entered == []
-        await server.control("commit", version=1)
+        await server.control("CommitUpdate", version=1)
         answer = await waiting
         assert (
             answer.headers["x-splice-version"] == "1" and "x-splice-versions" not in answer.headers
@@ -107,13 +102,13 @@ def test_what_comes_between_the_pause_and_its_answer_enters_under_the_next_versi
             await answers.wait()
 
         monkeypatch.setattr(server.engine, "pause_scheduler_async", slow)
-        pausing = asyncio.ensure_future(pause(server))
+        pausing = asyncio.ensure_future(server.pause())
         await asyncio.sleep(0.05)
         waiting = asked(server, {})
         await soon(lambda: bool(server.backend.asked))
         answers.set()
         await pausing
-        await server.control("commit", version=1)
+        await server.control("CommitUpdate", version=1)
         answer = await waiting
         assert (
             json.loads(answer.raw) == {"model": "tiny@1", "choices": []}
@@ -202,13 +197,13 @@ def test_the_interval_of_a_body(body: bytes, interval: int) -> None:
 def test_a_client_that_leaves_while_its_request_waits_leaves_nothing_behind() -> None:
     async def test() -> None:
         server, leaves = Server(), asyncio.Event()
-        await pause(server)
+        await server.pause()
         waiting = asked(server, {}, leaves=leaves)
         await soon(lambda: bool(server.engine.output_processor.request_states))
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert server.engine.output_processor.request_states == {} and not server.middleware.flights
-        await server.control("commit", version=1)
+        await server.control("CommitUpdate", version=1)
         assert server.engine.entered == []
 
     run(test)
@@ -219,10 +214,10 @@ def test_every_event_of_a_response_says_its_versions_and_none_comes_before_the_f
 ):
     async def test() -> None:
         server = Server()
-        await pause(server)
+        await server.pause()
         waiting = asked(server, {"prelude": True}, "/v1/responses")
         await soon(lambda: bool(server.backend.asked))
-        await server.control("commit", version=1)
+        await server.control("CommitUpdate", version=1)
         answer = await waiting
         assert answer.headers["x-splice-version"] == "1" and answer.raw.startswith(
             b"event: response.created\n"

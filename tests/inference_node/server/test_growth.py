@@ -27,9 +27,9 @@ async def publish(server: Server, version: int) -> None:
     leaves.set()
     await left
     server.backend.disconnected = False  # it is for one request
-    await server.control("pause", mode="keep", version=version, drain_s=0.0, deadline_s=5.0)
+    await server.pause(version)
     waiting = asyncio.ensure_future(server.ask("/v1/completions", {"model": "tiny"}))
-    await server.control("commit", version=version)
+    await server.control("CommitUpdate", version=version)
     server.backend.release.set()
     await asyncio.gather(*held, waiting)
     old = await server.ask("/v1/completions", {"model": f"tiny@{version - 1}"})

@@ -80,14 +80,14 @@ def test_control_routes_want_secret_and_loopback() -> None:
             ({"x-splice-secret": SECRET}, "10.0.0.7"),
         ]:
             assert (
-                await server.ask("/splice/v1/status", {}, headers=headers, client=client)
+                await server.ask("/splice/v1/reset", {}, headers=headers, client=client)
             ).status == 403
-        assert (await server.control("status")).json["version"] == 0
+        assert (await server.control("reset")).json["layers"] == 1
         assert (await server.control("_workers")).status == 404
         no_secret = SpliceMiddleware(server.backend, name="tiny", secret="")
         server.middleware = no_secret
         assert (
-            await server.ask("/splice/v1/status", {}, headers={"x-splice-secret": ""})
+            await server.ask("/splice/v1/reset", {}, headers={"x-splice-secret": ""})
         ).status == 403
 
     run(test)
@@ -153,14 +153,14 @@ def test_an_unpinned_answer_that_spans_a_swap_says_so() -> None:
 def test_a_request_admitted_while_paused_runs_on_the_next_version_only() -> None:
     async def test() -> None:
         server = Server()
-        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        await server.pause()
         waiting = asyncio.ensure_future(
             server.ask("/v1/completions", {"model": "tiny", "hold": True})
         )
         await soon(lambda: bool(server.backend.asked))
         refused = await server.ask("/v1/completions", {"model": "tiny@0"})
         assert refused.status == 409 and "retry-after" in refused.headers
-        await server.control("commit", version=1)
+        await server.control("CommitUpdate", version=1)
         server.backend.release.set()
         assert json.loads((await waiting).raw) == {"model": "tiny@1", "choices": []}
 
@@ -213,7 +213,7 @@ def test_poison_ends_what_is_in_flight_and_commit_heals() -> None:
             server.ask("/v1/completions", {"model": "tiny", "hold": True})
         )
         await soon(lambda: bool(server.backend.asked))
-        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        await server.pause()
         await server.control("poison", reason="the trainer died half way")
         assert (await flying).status == 503
         refused = await server.ask("/v1/completions", {"model": "tiny"})
@@ -287,12 +287,12 @@ def test_the_engine_goes_on_while_the_last_tokens_leave_and_none_goes_under_the_
         await server.control("reset")  # the first word: the gate is put up
         engine.outputs_queue.put_nowait("older")
         await soon(lambda: bool(engine.handed_out))
-        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        await server.pause()
         for _ in range(3):
             engine.outputs_queue.put_nowait("old")
         if breaks:
             engine.broken["update_weight_version"] = RuntimeError("no")
-        status = (await server.control("commit", version=1)).status
+        status = (await server.control("CommitUpdate", version=1)).status
         await soon(lambda: len(engine.handed_out) == 5)
         olds = [("older", 0)] + 3 * [("old", 0)]
         assert engine.handed_out[:4] == olds
@@ -333,10 +333,10 @@ def test_the_log_says_if_the_api_process_is_behind(
         await server.control("reset")  # the first word: the gate is put up
         task = asyncio.ensure_future(engine.hand_out())
         engine.outputs_queue.put_nowait("first")
-        await server.control("pause", mode="keep", version=1, drain_s=0.0, deadline_s=5.0)
+        await server.pause()
         for _ in range(waiting):
             engine.outputs_queue.put_nowait("old")
-        assert (await server.control("commit", version=1)).status == 200
+        assert (await server.control("CommitUpdate", version=1)).status == 200
         task.cancel()
 
     with caplog.at_level("WARNING", "vllm.splice"):
@@ -348,8 +348,8 @@ def test_the_log_says_if_the_api_process_is_behind(
 def test_commit_without_an_update_is_refused() -> None:
     async def test() -> None:
         server = Server()
-        assert (await server.control("commit", version=1)).status == 409
-        assert (await server.control("status")).json["version"] == 0
+        assert (await server.control("CommitUpdate", version=1)).status == 409
+        assert server.middleware.alias.version == 0
 
     run(test)
 
@@ -374,12 +374,12 @@ def test_an_update_that_fails_says_whether_anything_may_have_been_written(
             manifest=manifest, layout=layout, arrivals=all_workers.Arrivals(manifest, (), [{}])
         )
         server.middleware.actions._whole = update
-        server.engine.broken["splice_update"] = RuntimeError("the executor lost an answer")
+        server.engine.broken["splice_receive_weights"] = RuntimeError("the executor lost an answer")
         if pause_breaks:
             monkeypatch.setattr(server.engine, "pause_scheduler_async", broken_pause)
         arguments = {"request_id": "u", "deadline_s": 5.0, "version": 1}
         answer = await server.ask(
-            "/splice/v1/update", arguments, headers={"x-splice-secret": SECRET}
+            "/splice/v1/ReceiveWeights", arguments, headers={"x-splice-secret": SECRET}
         )
         lines = [json.loads(line) for line in answer.raw.splitlines()]
         if pause_breaks:

@@ -34,8 +34,8 @@ CLOSED = [
     "/abort_requests",
     "/invocations",
     "/scale_elastic_ep",
-    "/splice/v1/status",
-    "/splice/v1/commit",
+    "/splice/v1/info",
+    "/splice/v1/CommitUpdate",
     "/splice/v1/poison",
 ]
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from inference_node.node.node import InferenceNode
+from inference_node.node.node import refuse_unverified
 from inference_node.server import all_workers
 from inference_node.worker import fp8 as held
 from inference_node.worker import placement
-from inference_node.worker.engine import SpliceEngine
+from inference_node.worker.plan import WorkerPlan
 from orchestrator.errors import ConfigError, ManifestError
-from orchestrator.protocol.config import InferenceConfig
 from orchestrator.protocol.messages import Fp8Group, fp8_manifest
 from tests.inference_node import fp8_engine, tiny, vllm_models
 from tests.inference_node.conftest import ENGINE_S, Run
@@ -341,19 +340,15 @@ def test_a_padded_weight_is_refused(
 
 
 def test_the_node_ends_before_the_first_job(caplog: pytest.LogCaptureFixture) -> None:
-    node = InferenceNode.__new__(InferenceNode)
-    config = InferenceConfig(model=Path("model"), name="tiny")
     fine = {"refusals": [], "holds_static_fp8": False}
     workers = [fine, fine | {"refusals": ["AWQLinearMethod is no ... (layers.0.mlp)"]}]
-    node._config = config
-    node._refuse_unverified([fine])
+    refuse_unverified([fine], is_allowed=False)
     with pytest.raises(ConfigError, match=r"AWQLinearMethod.*layers\.0\.mlp.*allow_unverified"):
-        node._refuse_unverified(workers)
-    node._config = config.model_copy(update={"allow_unverified": True})
-    node._refuse_unverified(workers)
+        refuse_unverified(workers, is_allowed=False)
+    refuse_unverified(workers, is_allowed=True)
     assert "because allow_unverified is set" in caplog.text
     with pytest.raises(ConfigError, match="An FP8 checkpoint cannot go without; serve the bf16"):
-        node._refuse_unverified([fine, workers[1] | {"holds_static_fp8": True}])
+        refuse_unverified([fine, workers[1] | {"holds_static_fp8": True}], is_allowed=True)
 
 
 def test_workers_that_group_otherwise_are_refused() -> None:
@@ -422,14 +417,13 @@ def test_a_refused_fp8_checkpoint_is_not_loaded_from_bf16(
 ) -> None:
     """allow_unverified lets vLLM quantise bf16 itself, which such a server cannot."""
     manifest = tiny.manifest_of(fp8_engine.weights_of("qwen3", tmp_path / "model"))
-    worker = SpliceEngine.__new__(SpliceEngine)
-    worker.model, worker.vllm_config = blocks
-    worker._recorded, worker._checked = None, None
-    worker.plan_check(manifest)
+    model, config = blocks
+    worker = WorkerPlan(model=model, vllm_config=config, device=torch.device("cpu"))
+    worker.prepare_update(manifest)
     assert worker.fp8_groups(may_be_unverified=True)
-    layer = blocks[0].get_submodule("model.layers.0.mlp.down_proj")
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
     monkeypatch.setattr(layer.quant_method, "weight_block_size", None)
-    worker._recorded, worker._checked = None, None
-    assert any("weight_scale_inv" in name for name in worker.plan_check(manifest).uncovered)
+    worker = WorkerPlan(model=model, vllm_config=config, device=torch.device("cpu"))
+    assert any("weight_scale_inv" in name for name in worker.prepare_update(manifest).uncovered)
     with pytest.raises(ManifestError, match="other scales"):
         worker.fp8_groups(may_be_unverified=True)

@@ -42,7 +42,7 @@ from weight_transfer.copies import PreparedCopy, elements_of
 from weight_transfer.cuda_events import QUEUED_CHUNKS
 from weight_transfer.digest import PreparedDigest, region_digest, row_major_strides
 from weight_transfer.groups import TransferGroup
-from weight_transfer.layout import chunk_offsets, in_vectors, view_of
+from weight_transfer.layout import chunk_offsets, in_vectors, views_of
 from weight_transfer.strides import Part
 
 MAX_CHUNK_BYTES = 192 * 2**20
@@ -597,10 +597,7 @@ class DirectReceiver:
         self, chunk: _LocalChunk, buffer_B: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
         specs = [self._manifest.tensors[i] for i in chunk.tensors]
-        return [
-            (s.name, view_of(buffer_B, s, at))
-            for s, at in zip(specs, chunk_offsets(specs), strict=True)
-        ]
+        return list(zip((s.name for s in specs), views_of(buffer_B, specs), strict=True))
 
     def digests(self) -> array.array[int] | None:
         """Digests (int64) taken on arrival in the last receive, in the order of `Arrivals`.

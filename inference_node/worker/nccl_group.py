@@ -22,14 +22,12 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from orchestrator.errors import (
     ConfigError,
-    TransferAborted,
     TransferError,
     TransferTimeout,
     without_frames,
 )
 from orchestrator.protocol.messages import Rendezvous
-from weight_transfer.cuda_events import WIRE_PRIORITY, wait_for_event
-from weight_transfer.nccl_group import version_text
+from weight_transfer.nccl_group import NcclGroup, version_text
 
 UNIQUE_ID_BYTES = 128
 ABORT_WAIT_S = 2.0
@@ -49,25 +47,13 @@ class _SharedId(StatelessProcessGroup):
         return shared
 
 
-class NcclWorkerGroup:
+class NcclWorkerGroup(NcclGroup):
     """A `weight_transfer.groups.TransferGroup` of an inference worker."""
 
     def __init__(self, *, communicator: PyNcclCommunicator, device: torch.device) -> None:
         """Takes ownership of the communicator."""
-        self._communicator, self._device = communicator, device
-        self._stream = torch.cuda.Stream(device, priority=WIRE_PRIORITY)
-        self._reason: str | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def rank(self) -> int:
-        """1 .. world_size - 1."""
-        return int(self._communicator.rank)
-
-    @property
-    def world_size(self) -> int:
-        """1 + workers."""
-        return int(self._communicator.world_size)
+        super().__init__(device=device, other_end="the trainer")
+        self._communicator = communicator
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
         """Queue the receipt of a buffer; see `TransferGroup.broadcast`."""
@@ -85,19 +71,9 @@ class NcclWorkerGroup:
             buffer_B.record_stream(self._stream)
             return self._recorded()
 
-    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Wait for `event` (None: for all queued work), watching `abort` and the deadline."""
-        wait_for_event(
-            event if event is not None else self._recorded(),
-            deadline_s=deadline_s,
-            check=self._raise_if_aborted,
-            late=f"NCCL was not done after {deadline_s:.1f} s; the trainer is stuck or gone",
-        )
-        self._raise_if_aborted()
-
     def abort(self, reason: str) -> None:
         """End the communicator and its kernels, from any thread; the first reason counts."""
-        with self._lock:
+        with self._abort_lock:
             first, self._reason = self._reason is None, self._reason or reason
         if first:
             _abort(self._communicator, self._device)
@@ -105,15 +81,6 @@ class NcclWorkerGroup:
     def close(self) -> None:
         """Abort the communicator: ncclCommDestroy waits for peers. Safe to call twice."""
         self.abort("the transfer group is closed")
-
-    def _recorded(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def _raise_if_aborted(self) -> None:
-        if self._reason is not None:
-            raise TransferAborted(f"transfer aborted: {self._reason}")
 
 
 def _abort(communicator: PyNcclCommunicator, device: torch.device) -> None:

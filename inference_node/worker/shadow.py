@@ -31,7 +31,7 @@ from orchestrator.protocol.messages import Manifest, WireChunk
 from weight_transfer.cuda_events import wait_for_event
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.groups import TransferGroup
-from weight_transfer.layout import chunk_offsets, view_of
+from weight_transfer.layout import views_of
 
 RESERVE_BYTES = 512 * 2**20
 """Bytes that stay free beside the shadow, for generation."""
@@ -186,8 +186,7 @@ class Shadow:
 
     def _tensors(self, chunk: WireChunk, buffer_B: torch.Tensor) -> list[torch.Tensor]:
         """The HF tensors of a chunk: views of its buffer, or copies to align them."""
-        specs = [self._manifest.tensors[i] for i in chunk.tensors]
-        return [view_of(buffer_B, s, at) for s, at in zip(specs, chunk_offsets(specs), strict=True)]
+        return views_of(buffer_B, [self._manifest.tensors[i] for i in chunk.tensors])
 
     def _receive(
         self, group: TransferGroup, buffers: Sequence[torch.Tensor], deadline: float

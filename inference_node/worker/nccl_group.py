@@ -20,12 +20,7 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary, ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
-from orchestrator.errors import (
-    ConfigError,
-    TransferError,
-    TransferTimeout,
-    without_frames,
-)
+from orchestrator.errors import ConfigError, TransferError, TransferTimeout, without_frames
 from orchestrator.protocol.messages import Rendezvous
 from weight_transfer.nccl_group import NcclGroup, version_text
 

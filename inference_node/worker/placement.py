@@ -36,11 +36,7 @@ LOADER_ERRORS = (
 )
 """Exceptions by which a loader refuses a tensor; NotImplementedError is a RuntimeError."""
 _FILLS = frozenset(
-    {
-        torch.ops.aten.fill_.Scalar,
-        torch.ops.aten.fill_.Tensor,
-        torch.ops.aten.zero_.default,
-    }
+    {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 )
 _DENSE_COPIES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.clone.default})
 _CONSTANTS = frozenset(

@@ -240,10 +240,7 @@ class Node:
         self, version: int, manifest: m.Manifest | None = None, *, order: m.LayoutOrder = "own"
     ) -> Any:
         request = new(
-            m.PrepareUpdate,
-            version=version,
-            manifest=manifest or self.manifest,
-            order=order,
+            m.PrepareUpdate, version=version, manifest=manifest or self.manifest, order=order
         )
         answer = self.router.request(request).message
         if answer.kind == "Completed":

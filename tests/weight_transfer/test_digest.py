@@ -293,9 +293,7 @@ def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) 
     from triton.compiler import ASTSource
 
     source = ASTSource(
-        fn=kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
+        fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 

@@ -38,12 +38,7 @@ AS_CONFIG = ("--additional-config", '{"gdn_prefill_backend": "cutedsl"}')
 
 @pytest.mark.parametrize(
     ("installed", "given", "read"),
-    [
-        (False, (), "triton"),
-        (True, (), None),
-        (False, OTHER, "cutedsl"),
-        (False, AS_CONFIG, None),
-    ],
+    [(False, (), "triton"), (True, (), None), (False, OTHER, "cutedsl"), (False, AS_CONFIG, None)],
 )
 def test_gated_delta_nets_need_no_flashinfer(installed, given, read, monkeypatch):
     found = importlib.util.find_spec

@@ -395,9 +395,7 @@ def test_blocks_that_a_kernel_rounds_again_are_refused(
     blocks: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DeepGEMM does, whose scales are powers of two."""
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-        requant_weight_ue8m0_inplace,
-    )
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
     from vllm.utils import deep_gemm
 
     layer = blocks[0].get_submodule("model.layers.1.self_attn.o_proj")

@@ -471,10 +471,7 @@ def test_the_layout_keeps_families_together_aligned_and_within_the_limit(
     layer = "model.layers.{}.mlp.experts.{}.{}.weight"
     names = [
         layer.format(n, e, part) for n in (0, 1) for e in (0, 1) for part in ("gate", "down")
-    ] + [
-        "model.layers.0.norm.weight",
-        "w",
-    ]
+    ] + ["model.layers.0.norm.weight", "w"]
     specs = [
         TensorSpec(
             name=n, dtype="bfloat16" if n == "w" else "float32", shape=(5,) if n == "w" else (8,)

@@ -91,4 +91,4 @@ def router_of(folder: Path) -> dict[str, Any]:
 
 def the_vllm_of(run_dir: Path, node: str) -> psutil.Process:
     (one,) = [p for p in processes_of(run_dir) if node in p.cmdline()]
-    return next(p for p in one.children(recursive=True) if "inference_node.serve" in p.cmdline())
+    return next(p for p in one.children(recursive=True) if "inference_node.server" in p.cmdline())

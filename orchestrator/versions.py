@@ -138,13 +138,17 @@ class Versions:
             raise ConfigError("no version is served yet; submit InitialSync first")
 
     async def _replicas(self, job: Job) -> list[str]:
-        """Wait for replicas: all of them for @0, later at least one, so that a loss ends no run."""
-        wanted = self._config.replicas if self._journal.committed_version() is None else 1
+        """Wait for replicas: those that the job says for @0, later at least one, so that a loss
+        ends no run."""
+        spec, wanted = job.spec, 1
+        if isinstance(spec, InitialSyncJob):
+            wanted = spec.replicas or self._config.replicas
         timeout_s = self._config.ready_timeout_s
         deadline_s = time.monotonic() + timeout_s
         waiting = self._router.waiting(job.report, timeout_s=timeout_s)
         while len(self._router.nodes("inference")) < wanted:
             missing = self._missing_replicas()
+            self._router.refuse_given_up(["trainer"])
             if time.monotonic() > deadline_s:
                 states = ", ".join(f"{node} ({state})" for node, state in missing.items())
                 raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")

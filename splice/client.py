@@ -374,9 +374,11 @@ class SpliceClient:
 
     # ------------------------------------------------------------ jobs
 
-    def initial_sync(self, **options: Unpack[RunOptions]) -> PublishResult:
-        """Publish the trainer's weights as `name@0`."""
-        return self.run(InitialSyncJob(), **options)
+    def initial_sync(
+        self, *, replicas: int | None = None, **options: Unpack[RunOptions]
+    ) -> PublishResult:
+        """Publish the trainer's weights as `name@0`, once `replicas` (None: all) are ready."""
+        return self.run(InitialSyncJob(replicas=replicas), **options)
 
     def resync(self, **options: Unpack[RunOptions]) -> PublishResult:
         """Send the whole served version to every replica again, and verify it."""

@@ -5,6 +5,7 @@ The environment carries the run's token, files in its folder the configuration.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from orchestrator.protocol.messages import Status
 from splice.client import SpliceClient
 from splice.run_file import RUN_JSON, TOKEN, RunFile
 
+log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
 _ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -30,7 +32,8 @@ STOP_S = 5.0
 
 
 class Cluster:
-    """A running cluster, as a context manager. Entering waits until every node is ready.
+    """A running cluster, as a context manager. Entering waits until every node is ready; see
+    `needs_all`.
 
     Args:
         run: what to run; `RunFile(...)`, or `splice.run_file.load`.
@@ -41,6 +44,8 @@ class Cluster:
             one.
         orchestrator_restarts, node_restarts: restarts after crashes within an hour that came after
             the run's last progress; `node_restarts` of a killed trainer launcher or inference node.
+        needs_all: whether a start waits for all replicas. Otherwise it continues without those that
+            were given up, or are not ready in time, while another one is.
         measures_memory: `launcher.peak_bytes` has the most memory that all processes used.
 
     Raises (on enter):
@@ -59,6 +64,7 @@ class Cluster:
         inference_env: Mapping[str, str] | None = None,
         orchestrator_restarts: int = 2,
         node_restarts: int = 2,
+        needs_all: bool = True,
         on_wait: OnWait | None = None,
         measures_memory: bool = False,
     ) -> None:
@@ -71,6 +77,7 @@ class Cluster:
         self._trainer_module = trainer_module
         self._env = {"trainer": dict(trainer_env or {}), "inference": dict(inference_env or {})}
         self._orchestrator_restarts, self._node_restarts = orchestrator_restarts, node_restarts
+        self._needs_all = needs_all
         self._on_wait = on_wait or (lambda _: None)
 
     def __enter__(self) -> Cluster:
@@ -101,13 +108,13 @@ class Cluster:
 
     @property
     def base_urls(self) -> list[str]:
-        """The replicas' OpenAI URLs, without /v1, in order."""
+        """The OpenAI URLs of the replicas that were ready, without /v1, in order."""
         urls = {
             n.node_id: str(n.detail["base_url"])
             for n in self.client.status().nodes
-            if n.role == "inference"
+            if n.role == "inference" and "base_url" in n.detail
         }
-        return [urls[node_id] for node_id in self._inference_ids]
+        return [urls[name] for name in self._inference_ids if name in urls]
 
     @property
     def _inference_ids(self) -> list[str]:
@@ -209,11 +216,17 @@ class Cluster:
 
     def _wait_ready(self) -> None:
         wanted, timeout_s = {"trainer", *self._inference_ids}, self.run.orchestrator.ready_timeout_s
-        deadline_s = time.monotonic() + timeout_s
+        needs_all, deadline_s = self._needs_all, time.monotonic() + timeout_s
         while missing := wanted - _ready(self.client.status(timeout_s=30.0)):
-            self.launcher.check(each=True)
+            self.launcher.check(each=needs_all)
+            may_go_on = "trainer" not in missing and len(missing) < self.run.inference.replicas
+            is_late = time.monotonic() > deadline_s
+            are_given_up = missing <= self.launcher.given_up().keys()
+            if not needs_all and may_go_on and (is_late or are_given_up):
+                log.warning("the run starts without %s", ", ".join(sorted(missing)))
+                return
             self._on_wait(f"waiting for {', '.join(sorted(missing))}")
-            if time.monotonic() > deadline_s:
+            if is_late:
                 tails = "\n".join(
                     f"--- {n}:\n{self.launcher.nodes[n].log_tail(10)}" for n in sorted(missing)
                 )

@@ -401,6 +401,7 @@ def supervise(config: Path, *, publish: bool) -> int:
                 run,
                 file=config,
                 run_token=token,
+                needs_all=False,
                 on_wait=lambda text: _wait(state, text, told_to_end),
             ) as cluster,
             Launcher() as launcher,
@@ -417,11 +418,11 @@ def supervise(config: Path, *, publish: bool) -> int:
             if run.has_router:
                 urls = [_start_router(run, launcher, config=config, token=token, wait=wait)]
             text = f"serving on {', '.join(urls)}"
+            given_up = cluster.launcher.given_up()
             up = partial(state.write, "up", text, base_urls=urls, replica_urls=replicas)
-            up()
+            up(given_up=given_up)
             log.info("up: %s", ", ".join(urls))
             forecast, progress = DiskForecast(run.run_dir), _Progress(cluster.client)
-            given_up: dict[str, str] = {}
 
             def look() -> None:
                 nonlocal given_up
@@ -445,7 +446,8 @@ def supervise(config: Path, *, publish: bool) -> int:
 
 
 def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
-    """Publish @0 of a new run, or again what was served before a publication that failed."""
+    """Publish @0 of a new run to the replicas that are ready, or again what was served before a
+    publication that failed."""
     status = client.status(timeout_s=30.0)
     if status.version is not None:
         return
@@ -457,7 +459,9 @@ def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
             if error.code is not ErrorCode.BAD_INPUT:
                 raise
             log.info("%s", error)  # nothing was ever served
-    run_watched(client, InitialSyncJob(), look=lambda: wait(f"publishing {status.name}@0"))
+    ready = sum(node.role == "inference" and node.state == "ready" for node in status.nodes)
+    first = InitialSyncJob(replicas=ready or None)
+    run_watched(client, first, look=lambda: wait(f"publishing {status.name}@0"))
 
 
 def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], None]) -> None:

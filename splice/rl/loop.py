@@ -87,6 +87,8 @@ Published = TypeVar("Published", bound=PublishResult)
 WAIT_TURN_S = 1.0
 """A wait for a job on a thread ends this soon after the loop is cancelled."""
 STATUS_TIMEOUT_S = 30.0
+BATCH_IS_WHY = (ErrorCode.TRAINER_KILLED, ErrorCode.TOO_LONG)
+"""Codes of jobs that fail again with the same batch, but not with the next one."""
 BALANCE_STEPS = 20
 """Steps whose times `splice status` sees together."""
 
@@ -229,6 +231,8 @@ class Loop:
         self._announced: dict[int, Batch] = {}
         """Step -> its batch, which the trainer knows before the job."""
         self._recent: list[dict[str, float]] = []
+        self._asides = 0
+        """Batches set aside since the last step."""
         self._last_drop: dict[int, str] = {}
         """Step -> why its newest dropped sample was."""
         self._has_said_no_signal = self._has_said_others = False
@@ -519,8 +523,8 @@ class Loop:
                         result = await self._job(job, job_id, batch.buffers)
                 break
             except JobFailed as error:
-                kills = error.code == ErrorCode.TRAINER_KILLED
-                is_aside = kills and self.config.on_trainer_killed == "set_aside"
+                stops = self.config.on_trainer_killed == "stop"
+                is_aside = error.code in BATCH_IS_WHY and not stops
                 self._log.write(
                     "failed",
                     durable=True,
@@ -533,6 +537,8 @@ class Loop:
                 )
                 if is_aside:
                     self._set_aside(line, error)
+                    if self._asides >= self.config.most_aside:
+                        raise
                     return None
                 is_lost = error.code == ErrorCode.NODE_LOST and not error.steps_taken
                 if not is_lost or attempt >= last:
@@ -549,6 +555,7 @@ class Loop:
         """Continue without a batch; its step makes no version."""
         number = line["step"]
         self._past.done, self._past.open, self._past.attempt = number, None, 0
+        self._asides += 1
         log.error(
             "step %d makes no version: its batch was set aside (%s), with the prompts %s. %s",
             *(number, decisions.set_aside(self.folder, number), self._prompts_of(line), error),
@@ -562,6 +569,7 @@ class Loop:
     ) -> Step:
         number, version = line["step"], result.version
         self._past.done, self._past.open, self._past.attempt = number, None, 0
+        self._asides = 0
         newest = self._past.made.newest
         if version > newest + 1 and not self._has_said_others:
             self._has_said_others = True

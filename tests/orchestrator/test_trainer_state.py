@@ -419,6 +419,7 @@ def test_a_job_that_ends_the_trainer_twice_fails_for_good(run):
     assert "Leave this batch out" in error.remedy
     assert soon(lambda: len(launched.launcher.causes) == 2)
     assert len(set(launched.launcher.causes)) == 1 and launched.launcher.causes[0]
+    assert launched.launcher.counted == [True, True]
     assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60).version == 1
     second = killed_twice(run, launched)
     assert second.code == ErrorCode.TRAINER_KILLED, "each job has its own count"

@@ -90,6 +90,9 @@ class InitialSyncJob(Message):
 
     kind: Literal["InitialSyncJob"] = "InitialSyncJob"
     result_type: ClassVar[type[PublishResult]] = PublishResult
+    replicas: int | None = Field(default=None, ge=1)
+    """Number of replicas to wait for. None: all of the run. Others receive it once they are ready.
+    """
 
 
 class TrainMergedJob(TrainStep):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import dataclasses
 import threading
 import time
 
@@ -294,7 +293,7 @@ def test_a_loss_is_still_to_be_said_where_it_could_not_be_put_back(run, tmp_path
 
 def test_a_request_that_is_never_answered_is_given_up(run, monkeypatch):
     monkeypatch.setattr(open_requests, "STALL_AFTER_S", 0.2)
-    run.orchestrator._operations._config = dataclasses.replace(run.config, train_timeout_s=0.2)
+    run.orchestrator._operations._config = run.config.model_copy(update={"train_timeout_s": 0.2})
     trainer = run.trainer()
     trainer.script["OptimStep"] = lambda _: None
     with pytest.raises(JobFailed, match="no progress for") as stuck:

@@ -28,7 +28,7 @@ from orchestrator.server import Orchestrator
 from splice import up
 from splice.client import LOOK_S, SpliceClient
 from tests.orchestrator.run import TOKEN, Run
-from tests.orchestrator.serving import REPO, endpoint_in, start_serve
+from tests.orchestrator.serving import REPO, endpoint_in, run_file, start_serve
 
 OWN = "192.0.2.77"
 
@@ -231,12 +231,11 @@ def test_another_version_of_splice_is_refused_at_once(run):
 
 def start_trainer(config: dict[str, object], folder: Path) -> subprocess.CompletedProcess[str]:
     """`splice trainer` against an orchestrator that is not there."""
-    file = folder / "trainer.json"
-    file.write_text(json.dumps(config))
-    argv = [sys.executable, "-m", "splice", "trainer", "--endpoint", "tcp://127.0.0.1:9"]
-    environment = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
+    file = run_file(folder / "run", trainer=config)
+    address = {"SPLICE_ENDPOINT": "tcp://127.0.0.1:9", "SPLICE_RUN_TOKEN": TOKEN}
+    environment = {**os.environ, **address, "PYTHONPATH": str(REPO)}
     return subprocess.run(
-        [*argv, "--config", str(file)],
+        [sys.executable, "-m", "splice", "trainer", str(file)],
         env=environment,
         capture_output=True,
         text=True,
@@ -259,7 +258,7 @@ def test_a_missing_model_is_said_before_the_orchestrator_is_looked_for(tmp_path)
         ({"model": "m", "lora": {"rnk": 4}}, "lora.rnk: unknown key; did you mean 'rank'?"),
         ({"model": "m", "dtype": "bf16"}, "dtype: got 'bf16'; allowed: float32, bfloat16; did you"),
         ({}, "model: missing"),
-        ({"model": "m", "parallel": {"tensor": 2}}, "parallel: world_size 1 is not a multiple"),
+        ({"model": "m", "parallel": {"tensor": 2, "world_size": 1}}, "parallel: world_size 1 is"),
         ({"model": "m", "micro_batch_tokens": "max"}, "micro_batch_tokens: "),
     ],
 )
@@ -274,7 +273,7 @@ def test_a_mistake_in_a_file_names_file_key_and_remedy(config, said, tmp_path):
 
 
 def test_a_mistake_in_an_option_is_one_sentence():
-    argv = [sys.executable, "-m", "splice", "smoke", "--model", "/nowhere"]
+    argv = [sys.executable, "-m", "splice", "smoke", "--set", "model=m"]
     argv += ["--set", "trainer.parallel.tensor=2", "--set", "trainer.parallel.world_size=3"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "world_size 3 is not a multiple of tensor 2" in done.stdout

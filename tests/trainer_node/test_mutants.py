@@ -25,76 +25,78 @@ import pytest
 from tests.trainer_node import mutantserver
 from tests.trainer_node.conftest import REPO, cpu_env
 
-LOSSES, PURE = "tests/trainer_node/test_losses.py", "tests/trainer_node/test_pure.py"
-PACKING = "tests/trainer_node/test_packing.py"
+LOSSES = "tests/trainer_node/training/test_losses.py"
+PACKING = "tests/trainer_node/training/test_packing.py"
 GENERATIONS, OPERATIONS = (
-    "tests/trainer_node/test_generations.py",
-    "tests/trainer_node/test_operations.py",
+    "tests/trainer_node/files/test_generations.py",
+    "tests/trainer_node/training/test_operations.py",
 )
-DROPOUT = "tests/trainer_node/test_dropout.py"
-GATHER = "tests/trainer_node/test_gather.py"
-ROUNDING = "tests/trainer_node/test_rounding.py"
-SERVED = "tests/trainer_node/test_served_weights.py::test_the_trainer_computes_with_what_is_served"
-PEFT = "tests/trainer_node/test_peft_io.py"
+DROPOUT = "tests/trainer_node/adapters/test_dropout.py"
+GATHER = "tests/trainer_node/export/test_gather.py"
+ROUNDING = "tests/trainer_node/adapters/test_rounding.py"
+SERVED = "tests/trainer_node/training/test_served_weights.py::test_the_trainer_computes_with_what_is_served"
+PEFT = "tests/trainer_node/adapters/test_peft_io.py"
 EXTRAS = "tests/trainer_node/test_extras.py::test_extras"
-FUSED = "tests/trainer_node/test_fp8_export.py::test_the_fused_kernels_interpreted"
-BLOCKS = "tests/trainer_node/test_fp8_blocks.py"
-READAPTED = "tests/trainer_node/test_readapted.py::test_a_new_adapter_is_one_from_the_start"
-PROBE = "tests/trainer_node/test_probe.py"
-KERNELS = "tests/trainer_node/test_kernels.py::test_attention_kernels_are_checked[gemma3]"
-BEGUN = "tests/trainer_node/test_begun.py::test_one_rank[dense_tied]"
+FUSED = "tests/trainer_node/export/test_fp8_export.py::test_the_fused_kernels_interpreted"
+BLOCKS = "tests/trainer_node/hf/test_fp8_blocks.py"
+READAPTED = "tests/trainer_node/state/test_readapted.py::test_a_new_adapter_is_one_from_the_start"
+PROBE = "tests/trainer_node/layout/test_probe.py"
+KERNELS = "tests/trainer_node/model/test_kernels.py::test_attention_kernels_are_checked[gemma3]"
+BEGUN = "tests/trainer_node/training/test_begun.py::test_one_rank[dense_tied]"
 ONE_RANK = f"{OPERATIONS}::test_one_rank_equals_transformers_and_peft[dense_untied]"
-FULL_ONE_RANK = "tests/trainer_node/test_full.py::test_two_steps_equal_transformers[moe]"
+FULL_ONE_RANK = "tests/trainer_node/training/test_full.py::test_two_steps_equal_transformers[moe]"
 UNMUTATED = "the repository as it is"
 RUN_TIMEOUT_S = 200.0
 
 
 def reference(cell: str) -> str:
     """A cell of the parity matrix on one rank, against transformers, PEFT and torch.optim."""
-    return f"tests/trainer_node/test_parity.py::test_one_rank_equals_the_reference[{cell}]"
+    return f"tests/trainer_node/training/test_parity.py::test_one_rank_equals_the_reference[{cell}]"
 
 
 def family(name: str) -> str:
     """A family on one rank, against transformers."""
-    return f"tests/trainer_node/test_families.py::test_a_family_is_what_transformers_has[{name}]"
+    return (
+        f"tests/trainer_node/model/test_families.py::test_a_family_is_what_transformers_has[{name}]"
+    )
 
 
 def without_sequence(name: str) -> str:
     """A family over tensor ranks without sequence parallelism, against transformers."""
     test = "test_a_family_over_tensor_ranks_that_share_no_sequence"
-    return f"tests/trainer_node/test_families.py::{test}[{name}]"
+    return f"tests/trainer_node/model/test_families.py::{test}[{name}]"
 
 
 def over_ranks(cell: str) -> str:
     """A family over tensor ranks, against transformers."""
-    return f"tests/trainer_node/test_families.py::test_a_family_over_several_ranks[{cell}]"
+    return f"tests/trainer_node/model/test_families.py::test_a_family_over_several_ranks[{cell}]"
 
 
 def adapters(name: str) -> str:
     """A family's adapters on one rank, against PEFT."""
     test = "test_adapters_are_pefts"
-    return f"tests/trainer_node/test_adapters_families.py::{test}[{name}-all-linear]"
+    return f"tests/trainer_node/adapters/test_adapters_families.py::{test}[{name}-all-linear]"
 
 
 def over_adapters(cell: str) -> str:
     """A family's adapters over several ranks, against PEFT."""
     test = "test_adapters_over_several_ranks"
-    return f"tests/trainer_node/test_adapters_families.py::{test}[{cell}]"
+    return f"tests/trainer_node/adapters/test_adapters_families.py::{test}[{cell}]"
 
 
 def admitted(name: str) -> str:
     """`splice check` on a family, by the trainer's own passes."""
-    return f"tests/trainer_node/test_check_model.py::test_every_family_is_admitted[{name}]"
+    return f"tests/trainer_node/tools/test_check_model.py::test_every_family_is_admitted[{name}]"
 
 
 def behind(what: str) -> str:
     """Checks of the moments that are written behind."""
-    return f"tests/trainer_node/test_behind.py::test_one_rank[{what}]"
+    return f"tests/trainer_node/state/test_behind.py::test_one_rank[{what}]"
 
 
 def parity(cell: str) -> str:
     """A cell of the parity matrix, against one rank."""
-    return f"tests/trainer_node/test_parity.py::test_topology_changes_nothing[{cell}]"
+    return f"tests/trainer_node/training/test_parity.py::test_topology_changes_nothing[{cell}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,21 +234,21 @@ MUTANTS = [
         file="trainer_node/adapters/products.py",
         old="into.copy_(sum_of(one, other))",
         new="torch.add(one, other, out=into)",
-        killer="tests/trainer_node/test_small_update.py::test_what_is_added_to_rounded_numbers_is_added_in_the_mean",
+        killer="tests/trainer_node/adapters/test_small_update.py::test_what_is_added_to_rounded_numbers_is_added_in_the_mean",
     ),
     Mutant(
         name="the experts' products are rounded away",
         file="trainer_node/model/experts.py",
         old="keeps_all=True",
         new="keeps_all=False",
-        killer="tests/trainer_node/test_small_update.py::test_a_small_update_is_in_the_forward_pass[moe]",
+        killer="tests/trainer_node/adapters/test_small_update.py::test_a_small_update_is_in_the_forward_pass[moe]",
     ),
     Mutant(
         name="a loaded version is merged as the config says",
         file="trainer_node/state/checkpoint.py",
         old="    model.adapters.rounding = _rounding(trainer, meta)\n",
         new="",
-        killer="tests/trainer_node/test_small_update.py::test_a_small_update_is_in_the_forward_pass[moe]",
+        killer="tests/trainer_node/adapters/test_small_update.py::test_a_small_update_is_in_the_forward_pass[moe]",
     ),
     Mutant(
         name="pieces of other ranks have thresholds of their own",
@@ -260,7 +262,7 @@ MUTANTS = [
         file="trainer_node/adapters/rounding_kernels.py",
         old="(first_i + (word >> 32))",
         new="(word >> 32)",
-        killer="tests/trainer_node/test_wire_export.py::test_the_kernel_interpreted",
+        killer="tests/trainer_node/export/test_wire_export.py::test_the_kernel_interpreted",
     ),
     Mutant(
         name="magnitudes of an earlier fill stay",
@@ -317,14 +319,14 @@ MUTANTS = [
         file="trainer_node/training/sums.py",
         old="num_tokens=self.num_tokens + other.num_tokens",
         new="num_tokens=max(self.num_tokens, other.num_tokens)",
-        killer=f"{PURE}::TestSums::test_batches_add_up_and_are_divided_once",
+        killer="tests/trainer_node/training/test_sums.py::TestSums::test_batches_add_up_and_are_divided_once",
     ),
     Mutant(
         name="sequences without loss counted",
         file="trainer_node/training/batch.py",
         old="reduceat(self.loss_mask_T.numpy() != 0, starts)",
         new="reduceat(self.loss_mask_T.numpy() >= 0, starts)",
-        killer=f"{PURE}::TestSums::test_sequences_without_loss_do_not_count",
+        killer="tests/trainer_node/training/test_sums.py::TestSums::test_sequences_without_loss_do_not_count",
     ),
     Mutant(
         name="tokens that are only scored carry loss",
@@ -394,14 +396,14 @@ MUTANTS = [
         file="trainer_node/training/batch.py",
         old="if wanted < 1 or wanted % dp_size:",
         new="if wanted < 1:",
-        killer=f"{PURE}::TestAccumulation::test_a_number_that_does_not_divide",
+        killer="tests/trainer_node/training/test_batch.py::TestAccumulation::test_a_number_that_does_not_divide",
     ),
     Mutant(
         name="infinite log-probs let through",
         file="trainer_node/training/batch.py",
         old="~np.isfinite(arrays[name])",
         new="np.isnan(arrays[name])",
-        killer=f"{PURE}::TestBatch::test_refusals",
+        killer="tests/trainer_node/training/test_batch.py::TestBatch::test_refusals",
     ),
     Mutant(
         name="dual clip for positive advantages too",
@@ -478,7 +480,7 @@ MUTANTS = [
         file="trainer_node/training/batch.py",
         old='temperatures_T=torch.from_numpy(arrays["temperatures"]) if optional else None,',
         new="temperatures_T=None,",
-        killer=f"{PURE}::TestForward::test_temperatures",
+        killer="tests/trainer_node/training/test_batch.py::TestForward::test_temperatures",
     ),
     Mutant(
         name="each context rank has the first tokens' temperatures",
@@ -492,7 +494,7 @@ MUTANTS = [
         file="trainer_node/training/batch.py",
         old="np.repeat(given, lengths)",
         new="np.resize(given, lengths.sum())",
-        killer=f"{PURE}::TestBatch::test_one_temperature_for_each_sequence_is_one_for_each_of_its_tokens",
+        killer="tests/trainer_node/training/test_batch.py::TestBatch::test_one_temperature_for_each_sequence_is_one_for_each_of_its_tokens",
     ),
     Mutant(
         name="a job's bound on the log-prob gap is not held",
@@ -513,7 +515,7 @@ MUTANTS = [
         file="trainer_node/training/sums.py",
         old="self.logprob_gap / self.gap_tokens if",
         new="self.logprob_gap / self.num_tokens if",
-        killer=f"{PURE}::TestGap::test_only_losses_that_take_the_samplers_log_probs_count",
+        killer="tests/trainer_node/training/test_sums.py::TestGap::test_only_losses_that_take_the_samplers_log_probs_count",
     ),
     Mutant(
         name="a kernel whose gradient is NaN passes",
@@ -534,7 +536,7 @@ MUTANTS = [
         file="trainer_node/backends/cudnn.py",
         old="front.parent.glob",
         new="front.parent.parent.rglob",
-        killer="tests/trainer_node/test_cudnn.py::test_the_users_cudnn_is_loaded_whole[CUDNN_HOME]",
+        killer="tests/trainer_node/backends/test_cudnn.py::test_the_users_cudnn_is_loaded_whole[CUDNN_HOME]",
     ),
     Mutant(
         name="a whole generation that was not yet in its place is forgotten",
@@ -619,7 +621,7 @@ MUTANTS = [
         file="trainer_node/training/served_weights.py",
         old="return type(self.module), self.dtype",
         new="return nn.Module, self.dtype",
-        killer="tests/trainer_node/test_adapters_families.py::test_adapters_are_pefts"
+        killer="tests/trainer_node/adapters/test_adapters_families.py::test_adapters_are_pefts"
         "[qwen3_5_moe-all-linear]",
     ),
     Mutant(
@@ -746,7 +748,7 @@ MUTANTS = [
         file="trainer_node/adapters/lora.py",
         old='return weight_VH if self._head is None or self.mode == "base" else self._head.sum()',
         new="return weight_VH",
-        killer="tests/trainer_node/test_topologies.py"
+        killer="tests/trainer_node/training/test_topologies.py"
         "::test_two_steps_equal_transformers_and_peft[dense_untied_head]",
     ),
     Mutant(
@@ -754,7 +756,7 @@ MUTANTS = [
         file="trainer_node/adapters/dense_lora.py",
         old='self.has_partial_a = linear.place.split == "rows"',
         new="self.has_partial_a = False",
-        killer="tests/trainer_node/test_adapters_families.py"
+        killer="tests/trainer_node/adapters/test_adapters_families.py"
         "::test_adapters_over_several_ranks[llama-lm_head-tp2-no-sequence]",
     ),
     Mutant(
@@ -1042,35 +1044,35 @@ MUTANTS = [
         file="trainer_node/hf/language_part.py",
         old="return own + name.removeprefix(theirs)",
         new="return name",
-        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[gemma3-1]",
+        killer="tests/trainer_node/hf/test_language_part.py::test_a_model_that_sees[gemma3-1]",
     ),
     Mutant(
         name="a tower stays at home",
         file="trainer_node/hf/language_part.py",
         old="            for name in kept:\n",
         new="            for name in ():\n",
-        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[gemma3-1]",
+        killer="tests/trainer_node/hf/test_language_part.py::test_a_model_that_sees[gemma3-1]",
     ),
     Mutant(
         name="heads of further tokens pass for a tower",
         file="trainer_node/hf/language_part.py",
         old="        and not _FURTHER.match(name)\n",
         new="",
-        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[qwen3_5_moe-2]",
+        killer="tests/trainer_node/hf/test_language_part.py::test_a_model_that_sees[qwen3_5_moe-2]",
     ),
     Mutant(
         name="an image's token is a word",
         file="trainer_node/training/batch.py",
         old="    if tower_tokens and len(places):\n",
         new="    if False:\n",
-        killer="tests/trainer_node/test_language_part.py::test_a_model_that_sees[gemma3-1]",
+        killer="tests/trainer_node/hf/test_language_part.py::test_a_model_that_sees[gemma3-1]",
     ),
     Mutant(
         name="stacked experts merged as if HF stored them like linears",
         file="trainer_node/adapters/linears.py",
         old="transposed=True)",
         new="transposed=False)",
-        killer="tests/trainer_node/test_adapters_families.py::test_adapters_are_pefts"
+        killer="tests/trainer_node/adapters/test_adapters_families.py::test_adapters_are_pefts"
         "[gpt_oss-experts.down_proj]",
     ),
     Mutant(
@@ -1078,7 +1080,7 @@ MUTANTS = [
         file="trainer_node/tools/check_model.py",
         old='Row("log-probs", apart <= bound,',
         new='Row("log-probs", True,',
-        killer="tests/trainer_node/test_check_model.py::test_a_window_that_is_off_by_one_is_found",
+        killer="tests/trainer_node/tools/test_check_model.py::test_a_window_that_is_off_by_one_is_found",
     ),
 ]
 

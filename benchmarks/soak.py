@@ -219,7 +219,7 @@ def _is_rank(process: psutil.Process) -> bool:
 
 def _is_server(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return "inference_node.serve" in process.cmdline()
+        return "inference_node.server" in process.cmdline()
     return False
 
 

@@ -142,7 +142,7 @@ TASKS = (
     _test(
         "tests-gpu1-inference",
         1,
-        "tests/inference_node/test_direct.py tests/inference_node/test_parts.py",
+        "tests/inference_node/worker/test_direct.py tests/inference_node/worker/test_parts.py",
         260,
         python="{inference_python}",
     ),

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inference_node.names import RUN_TOKEN
+from inference_node.shared.names import RUN_TOKEN
 from orchestrator.errors import ConfigError, LinkLost, SpliceError
 from orchestrator.processes.interfaces import reachable_host
 from orchestrator.processes.logs import log_to_stderr
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _run(endpoint: str, node_id: str, config_file: Path) -> None:
-    from inference_node.node import InferenceNode
+    from inference_node.node.node import InferenceNode
 
     token = os.environ.get(RUN_TOKEN)
     if not token:

@@ -12,7 +12,7 @@ import os
 import signal
 from typing import Any
 
-from inference_node.names import ENGINE_NAME, SUPERVISED
+from inference_node.shared.names import ENGINE_NAME, SUPERVISED
 from orchestrator.processes.parent import die_with_parent
 
 
@@ -24,7 +24,7 @@ def register() -> None:
 
     if ENGINE_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            ENGINE_NAME, "inference_node.engine", "SpliceEngine"
+            ENGINE_NAME, "inference_node.worker.engine", "SpliceEngine"
         )
     mend_rotary_on_cpu()
 

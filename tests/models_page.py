@@ -67,7 +67,7 @@ trainer's log.
 Every row is a tiny checkpoint of transformers' own class. `tests/trainer_node/model/test_families.py`
 compares names, bytes, log-probs and gradients with transformers, in full-parameter training.
 `tests/trainer_node/adapters/test_adapters_families.py` compares adapters with PEFT.
-`tests/inference_node/test_families.py` publishes three versions to a real vLLM. Every live tensor
+`tests/inference_node/worker/test_families.py` publishes three versions to a real vLLM. Every live tensor
 is verified there, and in fp32 served log-probs are transformers'. `tests/e2e/test_families.py` joins both
 sides, apart from Qwen3.5. `make test` runs a few of the rows, `make test-all` every one. Training speed is
 that of LoRA on one H200, with [its commands](performance.md#training-one-h200).
@@ -95,7 +95,7 @@ proof says so. The 0.5B learned in [loops](convergence.md) on GPUs.
 
 Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
 and are published with it. A token of an image is refused (`tests/trainer_node/hf/sees.py`). A tiny Gemma 3 with
-its tower goes to a real vLLM (`tests/inference_node/test_families.py`). Qwen3.5 went there as its text class
+its tower goes to a real vLLM (`tests/inference_node/worker/test_families.py`). Qwen3.5 went there as its text class
 alone, on GPUs too: vLLM's class with its tower wants torchvision.
 
 ## Fused and other paths

@@ -68,6 +68,7 @@ _PACKAGES = (
 )  # fmt: skip # a short list
 _REFUSALS = {
     ErrorCode.BAD_INPUT,
+    ErrorCode.TOO_LONG,
     ErrorCode.NOT_READY,
     ErrorCode.PLAN_REFUSED,
     ErrorCode.LOGPROB_GAP,

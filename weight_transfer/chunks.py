@@ -28,7 +28,7 @@ from orchestrator.protocol.messages import DTYPE_BYTES, Manifest
 from weight_transfer.cuda_events import QUEUED_CHUNKS, wait_for_event
 from weight_transfer.digest import PreparedDigest
 from weight_transfer.groups import TransferGroup
-from weight_transfer.layout import view_of
+from weight_transfer.layout import chunk_offsets, views_of
 
 RING_BYTES = 2 * 2**30
 RING_CHUNKS = 3
@@ -162,17 +162,14 @@ class ChunkSender:
 
     def _views(self, k: int) -> list[torch.Tensor]:
         """Views of chunk k's tensors."""
-        buffer_B, offset, views = self._buffer(k), 0, []
-        for index in self._chunks[k]:
-            spec = self._manifest.tensors[index]
+        specs = [self._manifest.tensors[i] for i in self._chunks[k]]
+        for spec, offset in zip(specs, chunk_offsets(specs), strict=True):
             if offset % DTYPE_BYTES[spec.dtype]:
                 raise ManifestError(
                     f"{spec.name} ({spec.dtype}) would begin at byte {offset} of a chunk, "
                     "which is no multiple of its element size"
                 )
-            views.append(view_of(buffer_B, spec, offset))
-            offset += spec.nbytes
-        return views
+        return views_of(self._buffer(k), specs)
 
     def _prepare(self, k: int) -> PreparedDigest:
         return PreparedDigest(self._views(k), rows=self._chunks[k])

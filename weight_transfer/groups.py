@@ -28,14 +28,6 @@ from orchestrator.protocol.messages import Rendezvous, Transport
 class TransferGroup(Protocol):
     """A transport, as the sender and the receiver see it."""
 
-    @property
-    def rank(self) -> int:
-        """0 is the sender."""
-
-    @property
-    def world_size(self) -> int:
-        """1 + receivers."""
-
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """Copy rank 0's contiguous uint8 buffer into the others' buffers of the same size.
 
@@ -48,8 +40,8 @@ class TransferGroup(Protocol):
             TransferError: the peer is gone.
         """
 
-    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Wait for the broadcast of `event`, or for all of them (None). Raises as `broadcast`."""
+    def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
+        """Wait for the broadcast that returned the event. Raises as `broadcast`."""
 
     def abort(self, reason: str) -> None:
         """End the group at once, from any thread. The first reason counts."""

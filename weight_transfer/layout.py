@@ -49,6 +49,11 @@ def chunk_offsets(specs: Iterable[TensorSpec]) -> list[int]:
     return offsets
 
 
+def views_of(buffer_B: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """The tensors of a chunk, each as `view_of` returns it."""
+    return [view_of(buffer_B, s, at) for s, at in zip(specs, chunk_offsets(specs), strict=True)]
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes in row-major order, as flat uint8; a view if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

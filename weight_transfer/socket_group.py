@@ -41,10 +41,8 @@ class SocketGroup:
         connections: by rank of the other end. A worker has one, to rank 0. The group closes them.
     """
 
-    def __init__(
-        self, *, rank: int, world_size: int, connections: Mapping[int, socket.socket]
-    ) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, *, rank: int, connections: Mapping[int, socket.socket]) -> None:
+        self._rank = rank
         self._connections = dict(connections)
         self._reason: str | None = None
         self._host_B: torch.Tensor | None = None
@@ -55,16 +53,6 @@ class SocketGroup:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-
-    @property
-    def rank(self) -> int:
-        """0 is the sender."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """1 + receivers."""
-        return self._world_size
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """See `TransferGroup.broadcast`. Returns when this end is done; a CUDA buffer's event has
@@ -109,10 +97,9 @@ class SocketGroup:
                     with self._translated(left.rank):
                         self._move(waiting, left, ready)
 
-    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
+    def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
         """Check for an abort; broadcasts block, so nothing is pending."""
-        if event is not None:
-            event.synchronize()
+        event.synchronize()
         self._raise_if_aborted()
 
     def abort(self, reason: str) -> None:
@@ -245,7 +232,7 @@ class SocketListener:
             raise TransferAborted("this listener is closed or has joined already; open a new one")
         with listening, Reception(listening, self._rendezvous) as reception:
             workers = reception.wait(deadline, self._closed)
-        return SocketGroup(rank=0, world_size=self._rendezvous.world_size, connections=workers)
+        return SocketGroup(rank=0, connections=workers)
 
     def close(self) -> None:
         """See `GroupListener.close`."""
@@ -269,9 +256,7 @@ def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup
         while True:
             try:
                 connection = _connect(rendezvous, rank=rank, deadline=deadline)
-                return SocketGroup(
-                    rank=rank, world_size=rendezvous.world_size, connections={0: connection}
-                )
+                return SocketGroup(rank=rank, connections={0: connection})
             except (Dropped, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() + RETRY_S > deadline:
                     raise TransferTimeout(

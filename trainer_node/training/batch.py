@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ErrorCode
 from orchestrator.protocol.messages import (
     BATCH_TENSORS,
     FORWARD_TENSORS,
@@ -41,6 +41,12 @@ _FLOATS = ("loss_mask", "advantages", "sampler_logprobs")
 
 class BatchError(ConfigError):
     """A batch that cannot be trained on; names the sequence and the field."""
+
+
+class TooLong(BatchError):
+    """A sequence that does not fit into the trainer's memory."""
+
+    code = ErrorCode.TOO_LONG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,14 +263,13 @@ def check_fits(batch: Batch, longest: int | None) -> None:
         longest: tokens of the longest sequence that fits. None: nobody knows.
 
     Raises:
-        BatchError: names the sequence, its tokens and the number that fits.
+        TooLong: names the sequence, its tokens and the number that fits.
     """
     for number, length in enumerate(batch.lengths):
         if longest is not None and length > longest:
-            raise BatchError(
+            raise TooLong(
                 f"sequence_lengths: sequence {number} has {length} tokens, and the GPU's memory "
-                f"suffices for {longest}; leave it out or cut it, or start the trainer with "
-                "recompute = 'full' or more parallel.context, tensor or pipeline"
+                f"suffices for {longest}"
             )
 
 

@@ -288,9 +288,13 @@ class Trainer:
 
         Args:
             mode: how the model runs; None: as it learns, without dropout.
+
+        Raises:
+            TooLong: a sequence does not fit into memory. Nothing has run.
         """
         if mode == "base":
             self.model.need_adapters("a forward pass of the base model")
+        check_fits(batch, self.longest_sequence)
         packs = self._cut(batch)
         of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
         with self._scoring(mode):

@@ -123,7 +123,10 @@ TASKS = (
     ),
     *(
         _test(
-            f"tests-gpu2-parity-{cell}", 2, f"tests/trainer_node/test_parity_bf16.py -k {cell}", 260
+            f"tests-gpu2-parity-{cell}",
+            2,
+            f"tests/trainer_node/training/test_parity_bf16.py -k {cell}",
+            260,
         )
         for cell in (
             "dense_tied-tp2",
@@ -133,7 +136,7 @@ TASKS = (
             "moe-tp2-etp2",
         )
     ),
-    _test("tests-gpu2-gather", 2, "tests/trainer_node/test_gather.py", 260),
+    _test("tests-gpu2-gather", 2, "tests/trainer_node/export/test_gather.py", 260),
     _test("tests-gpu2-transfer", 2, "tests/weight_transfer/test_gpu.py", 260),
     _test("tests-gpu1-trainer", 1, "tests/trainer_node tests/weight_transfer", 260),
     _test(
@@ -143,7 +146,7 @@ TASKS = (
         260,
         python="{inference_python}",
     ),
-    _test("tests-gpu4", 4, "tests/trainer_node/test_parity_bf16.py", 400),
+    _test("tests-gpu4", 4, "tests/trainer_node/training/test_parity_bf16.py", 400),
     Task(name="smoke-tiny-moe", gpus=2, limit_s=400, command=SMOKE, by_number=True),
     Task(
         name="smoke-30b-a3b",

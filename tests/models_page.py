@@ -64,9 +64,9 @@ trainer's log.
 
 ## Families under test
 
-Every row is a tiny checkpoint of transformers' own class. `tests/trainer_node/test_families.py`
+Every row is a tiny checkpoint of transformers' own class. `tests/trainer_node/model/test_families.py`
 compares names, bytes, log-probs and gradients with transformers, in full-parameter training.
-`tests/trainer_node/test_adapters_families.py` compares adapters with PEFT.
+`tests/trainer_node/adapters/test_adapters_families.py` compares adapters with PEFT.
 `tests/inference_node/worker/test_families.py` publishes three versions to a real vLLM. Every live tensor
 is verified there, and in fp32 served log-probs are transformers'. `tests/e2e/test_families.py` joins both
 sides, apart from Qwen3.5. `make test` runs a few of the rows, `make test-all` every one. Training speed is
@@ -94,7 +94,7 @@ did so in bf16 on two H200s (112 and 151 s, `smoke-smollm2-135m-2xh200.json` and
 proof says so. The 0.5B learned in [loops](convergence.md) on GPUs.
 
 Models that see (Gemma 3, Qwen3.5) train their language part on text. The towers stay as they are
-and are published with it. A token of an image is refused (`tests/trainer_node/sees.py`). A tiny Gemma 3 with
+and are published with it. A token of an image is refused (`tests/trainer_node/hf/sees.py`). A tiny Gemma 3 with
 its tower goes to a real vLLM (`tests/inference_node/worker/test_families.py`). Qwen3.5 went there as its text class
 alone, on GPUs too: vLLM's class with its tower wants torchvision.
 

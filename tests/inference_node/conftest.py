@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.inference_node.harness import Node
 
@@ -49,6 +50,8 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_DEEP_GEMM_E8M0": "0",  # else FP8 blocks get other scales: docs/fp8.md
     }
+    if not torch.cuda.is_available():
+        settings["TORCH_COMPILE_DISABLE"] = "1"  # as in the harness; GPUs compile their kernels
     with pytest.MonkeyPatch.context() as patch:
         for key, value in settings.items():
             patch.setenv(key, value)

@@ -88,8 +88,8 @@ def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wr
     """Each token's log-prob tells which weights made it; stale keys and values of the old ones stay
     (`keep_kv`), so only those before the swap are known.
     """
-    spanned, scored = 0, {"temperature": 0.0, "logprobs": 0}
-    for attempt in range(4):
+    spanned, scored = False, {"temperature": 0.0, "logprobs": 0}
+    for attempt in range(6):  # a fast machine may end the stream before the swap
         version, tensors, _ = served(dense)
         part = plan(dense, version + 1, is_attention)
         update = with_part(
@@ -127,10 +127,11 @@ def test_the_swap_waits_behind_the_step_under_way_and_no_token_goes_under_the_wr
             if e["model"] == f"tiny@{version + 1}" and e["choices"]
         ]
         if after:
-            spanned += 1
+            spanned = True
             made = torch.tensor([x for row in after for x in row["token_logprobs"]])
             rest = torch.tensor(wanted["token_logprobs"][len(values) :])
             assert len(made) == len(rest) and (made - rest).abs()[0] > 1e-3
+            break
     dense.join()  # the sender is the part's
     assert spanned
 

@@ -124,7 +124,7 @@ class _UpdateRun:
 
 
 class InferenceNode:
-    """See the module. `run` until `Shutdown`; everything started is ended on every path.
+    """Supervises one vLLM server; see the module. `run` ends everything started, on every path.
 
     Raises from `run`:
         ConfigError, NodeLost: the node could not start, or lost its orchestrator for good.
@@ -315,7 +315,7 @@ class InferenceNode:
                 self._poison(f"whether version {version} was committed is not known: {error}")
                 raise
             self._served = self._served.committed(version)
-            if version > self._newest:  # the run goes on
+            if version > self._newest:  # the run makes progress
                 self._newest = version
                 self._restarts.renew()
         elif not self._served.is_committed(version):
@@ -371,7 +371,7 @@ class InferenceNode:
             return
         finally:
             self._aborts.running = None
-        arrived = self._served.arrived_beside if is_shadow else self._served.arrived
+        arrived = self._served.arrived_in_shadow if is_shadow else self._served.arrived
         self._served = arrived(message.version)
         run.complete(answer)
 
@@ -464,7 +464,7 @@ class InferenceNode:
         self._drop_shadow()
         serving = f"{self._config.name}@{self._served.version}"
         remedy = f"Nothing was changed, and {serving} is still served. Publish the version again."
-        phase = "receiving beside the live tensors"
+        phase = "receiving into shadow memory"
         self._fail(run.message, _code(error), phase, str(error), remedy)
 
     def _drop_shadow(self) -> None:
@@ -474,10 +474,10 @@ class InferenceNode:
             self._vllm.call("drop_shadow")
 
     def _swap_weights(self, message: SwapWeights) -> None:
-        if self._served.beside != message.version:
+        if self._served.in_shadow != message.version:
             text = (
-                f"version {message.version} is not beside the live tensors "
-                f"(beside them: {self._served.beside})"
+                f"version {message.version} is not in shadow memory "
+                f"(there: {self._served.in_shadow})"
             )
             remedy = "Send PrepareShadow and ReceiveWeights first."
             self._fail(message, ErrorCode.NOT_READY, "swapping", text, remedy)
@@ -514,9 +514,9 @@ class InferenceNode:
         if reason is None or not self._vllm.is_running:
             return
         try:
-            if self._served.beside is not None:
-                beside = self._served.beside
-                log.warning("version %d beside the live tensors is dropped: %s", beside, reason)
+            if self._served.in_shadow is not None:
+                version = self._served.in_shadow
+                log.warning("version %d in shadow memory is dropped: %s", version, reason)
                 self._drop_shadow()
             given_up = self._served.why_given_up(reason)
             if given_up is not None:
@@ -558,7 +558,7 @@ def refuse_unverified(workers: Sequence[dict[str, Any]], *, is_allowed: bool) ->
         raise ConfigError(f"{text}. An FP8 checkpoint cannot go without; serve the bf16 model")
     if not is_allowed:
         raise ConfigError(f"{text}. Set allow_unverified to publish without this proof")
-    log.warning("%s; published all the same, because allow_unverified is set", text)
+    log.warning("%s; splice publishes anyway, because allow_unverified is set", text)
 
 
 def _ready_detail(

@@ -1,7 +1,7 @@
 """Request bodies: read whole, within limits of size, time and memory; and what they say of model
 and stream.
 
-max_bytes     of one body; a larger one is 413, at once if the client declares its length
+max_bytes     of one body; a larger one is 413, before it is read if the client declares its length
 total_bytes   of all bodies being read; more is 503
 READ_S        for one body; slower is 408
 """

@@ -4,8 +4,8 @@ In this order:
 
 1. `/splice/v1/*` is for the inference node: loopback and the secret in `x-splice-secret`, or 403
    (`actions`).
-2. Everything that is not on the list of public routes is 403, whatever vLLM has registered:
-   development routes, run-time LoRA, the rest.
+2. Everything that is not on the list of public routes is 403, even if vLLM has registered
+   it: development routes, run-time LoRA and others.
 3. The alias judges requests that name a model (`alias`). They are then watched until their last
    byte (`flights`), because a swap may happen under them.
 
@@ -83,7 +83,7 @@ HEALTH_ROUTES = frozenset({"/health", "/ping"})
 
 
 class SpliceMiddleware:
-    """See the module. One instance per API process; there is one API process per server."""
+    """The middleware of one server; see the module. A server has one API process."""
 
     def __init__(self, app: App, *, name: str | None = None, secret: str | None = None) -> None:
         self._app = app
@@ -187,7 +187,9 @@ class SpliceMiddleware:
         if not is_streaming:
             await send_json(send, status, answer, version=self.alias.version)
             return
-        last = json.dumps({"status": status, "answer": answer}).encode()  # the status line is gone
+        last = json.dumps(
+            {"status": status, "answer": answer}
+        ).encode()  # the status line has been sent
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _is_node(self, scope: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""Which vLLM is installed, read from its metadata. Nothing else in the package tests a version."""
+"""The installed vLLM's version, from its metadata. Nothing else in the package tests a version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each element of each HF tensor lands in the model's parameters.
+"""The place of each element of each HF tensor in the model's parameters.
 
 The plan comes from one run of the model's own `load_weights`. Sources are meta tensors with the
 manifest's shapes; destinations are the model's parameters in checkpoint format, also on meta. Every

@@ -47,14 +47,14 @@ class WorkerUpdate:
 
 
 class WorkerPlan:
-    """See the module. One for the life of a worker."""
+    """Plans of one worker, for its whole life; see the module."""
 
     def __init__(self, *, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self._model, self._vllm_config, self._device = model, vllm_config, device
         self._recorded: tuple[Manifest, placement.PlacementPlan] | None = None
         """The trainer's manifest and its plan."""
         self._checked: tuple[Manifest, placement.PlacementPlan] | None = None
-        """What is sent, and its plan. They are the trainer's unless weights travel as FP8."""
+        """The manifest that is sent, and its plan: the trainer's unless weights travel as FP8."""
         self._together: list[tuple[int, ...]] = []
         """Indices of what is sent that must share a chunk: FP8 weights with their scales."""
         self._live: direct.Live = {}
@@ -155,7 +155,7 @@ class WorkerPlan:
         Args:
             reload_indices: tensors of the whole manifest that some worker reloads, as whole layers.
             part: ascending indices of the tensors that the updates bring. None: all.
-            is_own: receive in place what this replica can, whatever others can.
+            is_own: receive in place what this replica can, even if others cannot.
 
         Raises:
             ManifestError: a layer is incomplete, or an unplaceable tensor is not reloaded.

@@ -295,9 +295,9 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
             elif how == "dead trainer":
                 dense.leave()
             failed = dense.router.outcome(receive.request_id, 20.0).message
-            assert (
-                failed.kind == "Failed" and failed.phase == "receiving beside the live tensors"
-            ), failed
+            assert failed.kind == "Failed" and failed.phase == "receiving into shadow memory", (
+                failed
+            )
             wanted = {"abort": "transfer_aborted", "dead trainer": "transfer_failed"}.get(how)
             assert failed.code == wanted or (
                 wanted is None and failed.code in ("transfer_timeout", "transfer_aborted")
@@ -329,7 +329,7 @@ def test_whatever_fails_before_the_swap_leaves_the_version_served(dense: Node) -
     assert (
         refused.kind == "Failed"
         and refused.code == "not_ready"
-        and "is not beside the live tensors" in refused.message
+        and "is not in shadow memory" in refused.message
     )
 
     dense.leave()

@@ -187,7 +187,7 @@ def test_a_convolution_is_read_back_from_each_of_its_copies(models: dict[str, Lo
     name = "model.layers.0.linear_attn.conv1d.weight"
     layer = dict(m.model.named_modules())[name.removesuffix(".weight")]
     assert m.wrong(m.tensors) == []
-    beside = packing.tensors_beside(layer)
+    beside = packing.extra_tensors(layer)
     for live in (layer.weight.data, *beside.values()):
         flat = live.view(-1)
         before = flat[9].clone()

@@ -163,7 +163,7 @@ def merged_run(model: Path, *, seed: int, jobs: int, work: Path) -> Curve:
                 )
             batch = rollouts.build_batch(groups)
             spec = TrainMergedJob(loss=_loss(task), optim=_optim(task), tensors=batch.specs)
-            metrics = cluster.client.run(spec, buffers=batch.buffers)["metrics"]
+            metrics = cluster.client.run(spec, buffers=batch.buffers).metrics
             curve["reward"].append(batch.reward_mean)
             curve["kl"].append(metrics["kl_mean"])
             curve["logprob_gap"].append(metrics["logprob_gap_max"])

@@ -292,7 +292,7 @@ def _ours(
             results: list[dict[str, Any]] = []
 
             def publish(results: list[dict[str, Any]] = results) -> float:
-                results.append(cluster.client.run(job))
+                results.append(cluster.client.run(job).model_dump())
                 return float(results[-1]["seconds"]["pause"])
 
             found[way] = _measure(cluster.base_urls[0], clusters.NAME, model, load, publish)

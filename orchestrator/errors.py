@@ -34,6 +34,7 @@ class ErrorCode(StrEnum):
     """Why a job or request failed. `Failed.remedy` tells the reader what to do."""
 
     BAD_INPUT = "bad_input"
+    TOO_LONG = "too_long"
     NOT_READY = "not_ready"
     PLAN_REFUSED = "plan_refused"
     TRAINING_FAILED = "training_failed"
@@ -60,6 +61,8 @@ _PUBLISH_AGAIN = "Read the node's log, then submit the job under a new id to rol
 _JOIN_AGAIN = "Open a new transfer group and publish the version again."
 REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.BAD_INPUT: "Correct the request, then submit it again.",
+    ErrorCode.TOO_LONG: "Leave the sequence out or cut it, or start the trainer with recompute = "
+    "'full' or more parallel.context, tensor or pipeline.",
     ErrorCode.NOT_READY: "Send the request named above first.",
     ErrorCode.PLAN_REFUSED: "Trainer and served model differ; start both from the same checkpoint "
     "and dtype, then plan the publication again.",
@@ -85,6 +88,8 @@ REMEDIES: dict[ErrorCode, str] = {
     ErrorCode.INTERNAL: "This is a defect of splice: see the node's log, and report it.",
 }
 """What to do about each code, where nobody knows better."""
+REFUSED = frozenset({ErrorCode.BAD_INPUT, ErrorCode.TOO_LONG, ErrorCode.NOT_READY})
+"""Codes of requests that the trainer refused: they have changed nothing."""
 
 
 class SpliceError(Exception):

@@ -95,15 +95,15 @@ class OpenRequests:
         """Return the peer's requests that wait for an answer."""
         return [e for e in self._open.values() if e.peer_id == peer_id and not e.done.done()]
 
-    def cause_at(self, peer_id: str, *, incarnation: str) -> str:
+    def cause_at(self, peer_id: str, *, incarnation: str) -> tuple[str, str]:
         """Return the request that a process works on, under the same name for each process that it
-        is sent to; empty: it works on none."""
-        open_ids = [
-            str(e.message.request_id)  # type: ignore[union-attr]
-            for e in self.of_peer(peer_id)
-            if e.incarnation == incarnation
-        ]
-        return open_ids[0].removesuffix(f"-{incarnation[:12]}") if open_ids else ""
+        is sent to, and its kind if it has begun. Empty: it works on none, or has not begun."""
+        for entry in self.of_peer(peer_id):
+            if entry.incarnation == incarnation:
+                request_id = str(entry.message.request_id)  # type: ignore[union-attr]
+                kind = entry.message.kind if entry.next_sequence else ""
+                return request_id.removesuffix(f"-{incarnation[:12]}"), kind
+        return "", ""
 
     def on_progress(self, peer_id: str, message: Progress) -> None:
         """Give a `Progress` to whoever made the request."""

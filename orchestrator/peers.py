@@ -17,6 +17,8 @@ from orchestrator.waiting import ABSENT
 log = logging.getLogger("splice.orchestrator")
 LOG_EVERY_S = 10.0
 """Seconds between two log lines about one peer's dropped messages."""
+LAUNCHER = "-launcher-"
+"""Comes between a node's id and its host's rank, in the id of its launcher."""
 SAY_TURN_S = 1.0
 """Longest silence within a wait, in seconds."""
 STRANGERS = "strangers"
@@ -60,6 +62,8 @@ class Peers:
         self._ids: dict[bytes, str] = {}
         self._changed = asyncio.Condition()
         self._next_log_s: dict[str, float] = {}
+        self._given_up: dict[str, str] = {}
+        """Node -> why its launcher has given it up."""
 
     def id_at(self, address: bytes) -> str | None:
         """Return the peer that speaks over a connection, or None for a stranger's."""
@@ -69,6 +73,11 @@ class Peers:
         """Add a peer, or replace the earlier process under its id."""
         self.bind(peer_id, peer.address)
         self.by_id[peer_id] = peer
+        self._given_up.pop(peer_id.partition(LAUNCHER)[0], None)
+
+    def give_up(self, node_id: str, why: str) -> None:
+        """Have nobody wait for a node, until it or a launcher of it joins."""
+        self._given_up[node_id] = why
 
     def bind(self, peer_id: str, address: bytes) -> None:
         """Have the peer speak over this connection only."""
@@ -114,6 +123,15 @@ class Peers:
         states = {p: self.by_id[p].state if p in self.by_id else ABSENT for p in peer_ids}
         return {p: state for p, state in states.items() if state != "ready"}
 
+    def refuse_given_up(self, peer_ids: Sequence[str]) -> None:
+        """Raise if one of these nodes is missing, and its launcher does not start it again.
+
+        Raises:
+            NodeLost: names it and says why.
+        """
+        for node in self._given_up.keys() & self.missing(peer_ids):
+            raise NodeLost(f"{node} does not come back: {self._given_up[node]}")
+
     async def wait_ready(
         self,
         peer_ids: Sequence[str],
@@ -128,7 +146,8 @@ class Peers:
             say: called with the missing nodes at once and every `SAY_TURN_S`.
 
         Raises:
-            NodeLost: the timeout passed; names the missing nodes.
+            NodeLost: the timeout passed, or the launcher has given up a node that is needed; names
+                the missing nodes.
         """
 
         def is_enough() -> bool:
@@ -141,6 +160,8 @@ class Peers:
             if left_s <= 0:
                 states = ", ".join(f"{p} ({s})" for p, s in self.missing(peer_ids).items())
                 raise NodeLost(f"not ready within {timeout_s:.0f} s: {states}; read their logs")
+            if not one_is_enough:
+                self.refuse_given_up(peer_ids)
             say(self.missing(peer_ids))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, SAY_TURN_S)), self._changed:

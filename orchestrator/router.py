@@ -27,7 +27,7 @@ from orchestrator.control_socket import Arrival, ControlSocket
 from orchestrator.errors import JournalError, NodeLost, ProcessEnded, ProtocolError
 from orchestrator.liveness import HEARTBEAT_S, LOST_AFTER_S, lost_peers
 from orchestrator.open_requests import Answer, OnProgress, OpenRequests
-from orchestrator.peers import Peer, Peers
+from orchestrator.peers import LAUNCHER, Peer, Peers
 from orchestrator.processes.interfaces import reachable_url
 from orchestrator.processes.restarts import EXIT_AFRESH, EXIT_LINK_LOST
 from orchestrator.protocol.frames import (
@@ -68,6 +68,8 @@ WHO_ARE_YOU = Hello(role="client", node_id="orchestrator", incarnation="", run_t
 """Asks a connection for its Hello."""
 _TRAINS = frozenset({"TrainMerged", "TrainLora", "ForwardBackward", "OptimStep"})
 """Requests whose end is progress of the run."""
+_COUNTED = _TRAINS | {"Forward"}
+"""Requests with a batch, which may be why the process ends. `TrainerRequests` counts that."""
 _FIRST = frozenset({"Hello"})
 _ANY_PEER = _FIRST | {"Heartbeat"}
 _NODE = _ANY_PEER | {"Ready", "Unready", "Progress", "Completed", "Failed"}
@@ -207,6 +209,10 @@ class ControlRouter:
         await self._table.wait_ready(
             peer_ids, timeout_s=timeout_s, one_is_enough=one_is_enough, say=say
         )
+
+    def refuse_given_up(self, peer_ids: Sequence[str]) -> None:
+        """As `Peers.refuse_given_up`."""
+        self._table.refuse_given_up(peer_ids)
 
     def missing(self, peer_ids: Sequence[str]) -> dict[str, str]:
         """As `Peers.missing`."""
@@ -445,24 +451,31 @@ class ControlRouter:
         await self._table.set_state(peer_id, "ready", message.detail)
 
     async def _on_node_ended(self, launcher_id: str, message: NodeEnded) -> None:
-        if not launcher_id.startswith(f"{message.node_id}-launcher-"):
+        prefix = f"{message.node_id}{LAUNCHER}"
+        if not launcher_id.startswith(prefix):
             raise ProtocolError(f"it is not the launcher of {message.node_id}")
-        peer, cause, has_trained = self.peers.get(message.node_id), "", False
+        if message.given_up:
+            log.error("%s has given %s up: %s", launcher_id, message.node_id, message.given_up)
+            self._table.give_up(message.node_id, message.given_up)
+            return
+        peer, cause, kind, has_trained = self.peers.get(message.node_id), "", "", False
         if peer is not None and peer.state != "lost" and peer.hello.start_id == message.start_id:
             has_trained = peer.has_trained
-            cause = self._open.cause_at(message.node_id, incarnation=peer.hello.incarnation)
+            cause, kind = self._open.cause_at(message.node_id, incarnation=peer.hello.incarnation)
             is_crash = message.code not in (0, EXIT_LINK_LOST, EXIT_AFRESH)
             error = ProcessEnded if is_crash else NodeLost
             await self._lose(
                 message.node_id, f"its process ended with code {message.code}", error=error
             )
-        prefix = f"{message.node_id}-launcher-"
+        answer = EndedDuring(
+            node_id=message.node_id,
+            cause=cause,
+            is_counted=kind in _COUNTED,
+            has_trained=has_trained,
+        )
         for one in {launcher_id, *self.nodes("launcher")}:
             if one.startswith(prefix):
-                await self.send(
-                    one,
-                    EndedDuring(node_id=message.node_id, cause=cause, has_trained=has_trained),
-                )
+                await self.send(one, answer)
 
     async def _watch(self) -> None:
         while True:
@@ -485,8 +498,3 @@ class ControlRouter:
         log.warning("%s is lost: %s", peer_id, why)
         await self._table.set_state(peer_id, "lost")
         self._open.lose(peer_id, why, incarnation=incarnation, error=error)
-
-
-def new_id(prefix: str) -> str:
-    """A request or job id."""
-    return f"{prefix}-{uuid.uuid4().hex[:12]}"

@@ -17,7 +17,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import JobFailed, NodeLost, ProcessEnded, TrainerKilled, WorkLost
+from orchestrator.errors import (
+    REFUSED,
+    JobFailed,
+    NodeLost,
+    ProcessEnded,
+    TrainerKilled,
+    WorkLost,
+)
 from orchestrator.protocol.config import MemoryMode
 from orchestrator.protocol.messages import (
     AnyMessage,
@@ -25,8 +32,9 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     LoadCheckpoint,
     Progress,
+    new_id,
 )
-from orchestrator.router import ControlRouter, new_id
+from orchestrator.router import ControlRouter
 from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
@@ -146,7 +154,7 @@ class TrainerMemory:
             self.stepped(steps_taken)
         elif code == ErrorCode.CHECKPOINT_FAILED:
             return
-        elif code not in (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY):
+        elif code not in REFUSED:
             self.pending = 0
 
     def was_killed(self, request_id: str) -> int:

@@ -9,10 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from orchestrator.protocol.messages import WAITING
+
 log = logging.getLogger("splice.orchestrator")
 SAY_EVERY_S = 30.0
-WAITING = "waiting for nodes"
-"""Phase of the `Progress` that every client of the job gets, also one that asked for none."""
 ABSENT = "not connected"
 Report = Callable[[str, dict[str, object]], None]
 _STATES = {

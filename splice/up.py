@@ -41,7 +41,7 @@ from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
 from splice import disk
 from splice.client import SpliceClient, run_watched
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
 from splice.disk import DiskForecast
 from splice.doctor import list_gpus
 from splice.preflight import (
@@ -54,10 +54,10 @@ from splice.preflight import (
     read_model_config,
 )
 from splice.rl import decisions
-from splice.run_file import TOKEN, RunFile, load, stop_command
+from splice.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
 
 log = logging.getLogger("splice.up")
-STATE, CONFIG, LOCK = "up.json", "run.json", "up.lock"
+STATE, LOCK = "up.json", "up.lock"
 PUBLISH = "--publish"
 ROUTER, ROUTER_STATE = "router", "/splice/router"
 """The file with the router's URL, and its own route."""
@@ -174,7 +174,7 @@ def _start(run: RunFile, lock: int, *, publish: bool) -> int:
     # `bound` is for an orchestrator whose nodes live on; these nodes begin anew.
     for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
-    config = run.run_dir / CONFIG
+    config = run.run_dir / RUN_JSON
     config.write_text(run.model_dump_json(indent=1))
     logs = run.run_dir / "logs"
     logs.mkdir(exist_ok=True)
@@ -386,23 +386,6 @@ class _State:
         part.replace(self._path)
 
 
-def cluster_config(run: RunFile, *, config: Path, token: str) -> ClusterConfig:
-    """Return the run as one host's cluster."""
-    return ClusterConfig(
-        run_dir=run.run_dir,
-        name=run.name,
-        trainer_python=run.trainer.python,
-        inference_python=run.inference.python,
-        trainer=run.trainer_config(),
-        inference=tuple(run.inference_config(i) for i in range(run.inference.replicas)),
-        trainer_gpus=run.trainer.gpus,
-        trainer_restarts=run.trainer.max_restarts,
-        ready_timeout_s=run.orchestrator.ready_timeout_s,
-        run_token=token,
-        run_file=config,
-    )
-
-
 def supervise(config: Path, *, publish: bool) -> int:
     """Run all roles until a client or a signal ends the run. Returns the exit code."""
     run = load(config)
@@ -415,7 +398,10 @@ def supervise(config: Path, *, publish: bool) -> int:
     try:
         with (
             Cluster(
-                cluster_config(run, config=config, token=token),
+                run,
+                file=config,
+                run_token=token,
+                needs_all=False,
                 on_wait=lambda text: _wait(state, text, told_to_end),
             ) as cluster,
             Launcher() as launcher,
@@ -432,11 +418,11 @@ def supervise(config: Path, *, publish: bool) -> int:
             if run.has_router:
                 urls = [_start_router(run, launcher, config=config, token=token, wait=wait)]
             text = f"serving on {', '.join(urls)}"
+            given_up = cluster.launcher.given_up()
             up = partial(state.write, "up", text, base_urls=urls, replica_urls=replicas)
-            up()
+            up(given_up=given_up)
             log.info("up: %s", ", ".join(urls))
             forecast, progress = DiskForecast(run.run_dir), _Progress(cluster.client)
-            given_up: dict[str, str] = {}
 
             def look() -> None:
                 nonlocal given_up
@@ -460,7 +446,8 @@ def supervise(config: Path, *, publish: bool) -> int:
 
 
 def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
-    """Publish @0 of a new run, or again what was served before a publication that failed."""
+    """Publish @0 of a new run to the replicas that are ready, or again what was served before a
+    publication that failed."""
     status = client.status(timeout_s=30.0)
     if status.version is not None:
         return
@@ -472,7 +459,9 @@ def _publish(client: SpliceClient, wait: Callable[[str], None]) -> None:
             if error.code is not ErrorCode.BAD_INPUT:
                 raise
             log.info("%s", error)  # nothing was ever served
-    run_watched(client, InitialSyncJob(), look=lambda: wait(f"publishing {status.name}@0"))
+    ready = sum(node.role == "inference" and node.state == "ready" for node in status.nodes)
+    first = InitialSyncJob(replicas=ready or None)
+    run_watched(client, first, look=lambda: wait(f"publishing {status.name}@0"))
 
 
 def _wait_served(client: SpliceClient, urls: list[str], wait: Callable[[str], None]) -> None:

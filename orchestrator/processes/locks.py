@@ -10,10 +10,10 @@ LOCK_S, LOCK_POLL_S = 0.5, 0.02
 """Longest wait for another's look at a lock, and between two attempts, in seconds."""
 
 
-def try_lock(descriptor: int) -> bool:
-    """Take the exclusive lock; returns whether nobody else has it."""
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Take the lock; returns whether nobody else has it, or with `shared` nobody for itself."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

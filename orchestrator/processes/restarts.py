@@ -9,8 +9,8 @@
 | anything else | it crashed | starts it again, at most `RestartBudget.most` times within an hour |
 
 Crashes days apart must not end a run of weeks. A process that cannot start must not restart for
-ever. Crashes in one request, which is sent again, are one crash. Crashes before the run's last
-progress do not count.
+ever. Crashes in one request, which is sent again, are one crash. Crashes in a job that fails by
+itself (`trainer_killed`) are none. Crashes before the run's last progress do not count.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ EXIT_AFRESH = 76
 wrong from then on. No crash: each start follows a request that was answered."""
 START_ID = "SPLICE_START_ID"
 """Environment variable of a rank: the launcher's id of its start."""
+JOB_FAILS = "a job that fails by itself"
+"""Cause of crashes that the orchestrator counts: their job is not sent again for ever."""
 RESTART_WINDOW_S = 3600.0
 LONGEST_PAUSE_S = 30.0
 
@@ -35,7 +37,8 @@ class RestartBudget:
     """Counts starts after crashes; times on one monotonic clock.
 
     Args:
-        most: starts allowed within any `within_s` seconds. Those with one cause count once.
+        most: starts allowed within any `within_s` seconds. Those with one cause count once, and
+            those with the cause `JOB_FAILS` not at all.
     """
 
     def __init__(self, most: int, *, within_s: float = RESTART_WINDOW_S) -> None:
@@ -49,11 +52,11 @@ class RestartBudget:
         while self._taken and now_s - self._taken[0][0] > self._within_s:
             self._taken.popleft()
         causes = [cause for _, cause in self._taken]
-        return causes.count("") + len({*causes} - {""})
+        return causes.count("") + len({*causes} - {"", JOB_FAILS})
 
     def has_left(self, now_s: float, cause: str = "") -> bool:
         """Whether one more start is allowed, after a crash with this cause."""
-        is_free = self.used(now_s) < self.most
+        is_free = self.used(now_s) < self.most or cause == JOB_FAILS
         return is_free or any(cause == known for _, known in self._taken if known)
 
     def take(self, now_s: float, cause: str = "") -> bool:

@@ -123,9 +123,13 @@ class LoopConfig(_Settings):
     train_attempts: int = Field(default=3, ge=1)
     """Attempts at a step whose trainer was lost before it took the step."""
     on_trainer_killed: Literal["set_aside", "stop"] = "set_aside"
-    """What happens to a batch in which the trainer's process has ended twice. set_aside: its step
-    makes no version, its file goes to `aside/`, and the log names its prompts. stop: the loop
-    raises `JobFailed`, and samples the same prompts again at its next start."""
+    """What happens to a batch in which the trainer's process has ended twice, or with a sequence
+    that does not fit into its memory. set_aside: its step makes no version, its file goes to
+    `aside/`, and the log names its prompts. stop: the loop raises `JobFailed`, and samples the same
+    prompts again at its next start."""
+    most_aside: int = Field(default=8, ge=1)
+    """Batches set aside in a row after which the loop ends, with the last one's error. Its next
+    start continues with the next prompts."""
     sinks: tuple[SinkName, ...] = ("tensorboard",)
     """Where each step's numbers go; docs/loop.md says what each needs. (): nowhere."""
     keep_samples: int | None = Field(default=200, ge=0)

@@ -24,7 +24,6 @@ Whatever was admitted and not trained is lost at the next `start`. `at` is secon
 from __future__ import annotations
 
 import bisect
-import fcntl
 import gzip
 import json
 import os
@@ -75,7 +74,7 @@ class _Locked:
 
     def __init__(self, path: Path, *, refusal: Callable[[], str]) -> None:
         self._file = path.open("a", encoding="utf-8")
-        if not locks.soon(lambda: _lock(self._file, fcntl.LOCK_EX)):
+        if not locks.soon(lambda: locks.try_lock(self._file.fileno())):
             self._file.close()
             raise ConfigError(refusal())
         _LOCKED.add(self)
@@ -187,19 +186,11 @@ def _open(path: Path) -> IO[str]:
     )
 
 
-def _lock(file: IO[Any], kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def is_running(path: Path) -> bool:
     """Whether a loop has this log open."""
     try:
         with path.open("rb") as file:
-            return not _lock(file, fcntl.LOCK_SH)
+            return not locks.try_lock(file.fileno(), shared=True)
     except OSError:
         return False
 

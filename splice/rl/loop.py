@@ -31,21 +31,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError, SpliceError
 from orchestrator.protocol.config_errors import check_loss_name
 from orchestrator.protocol.frames import encode
 from orchestrator.protocol.messages import (
+    WAITING,
+    JobOf,
     LossSpec,
     OptimParams,
     Progress,
     PublishJob,
+    PublishResult,
     Status,
     SubmitJob,
     TrainMergedJob,
+    TrainMergedResult,
 )
-from orchestrator.waiting import WAITING
 from splice.batches import Batch, Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
@@ -80,9 +83,12 @@ Answered = Completion | Sequence[Completion]
 MakeBatch = Callable[[Sequence[Sequence[tuple[Any, float]]]], Batch]
 """From groups of (`Answered`, reward)."""
 T = TypeVar("T")
+Published = TypeVar("Published", bound=PublishResult)
 WAIT_TURN_S = 1.0
 """A wait for a job on a thread ends this soon after the loop is cancelled."""
 STATUS_TIMEOUT_S = 30.0
+BATCH_IS_WHY = (ErrorCode.TRAINER_KILLED, ErrorCode.TOO_LONG)
+"""Codes of jobs that fail again with the same batch, but not with the next one."""
 BALANCE_STEPS = 20
 """Steps whose times `splice status` sees together."""
 
@@ -148,7 +154,7 @@ class Step:
             over tokens).
         seconds: see `splice.rl.balance`; and the job's own phases as job.*.
         groups: the rollouts. Empty if an earlier start of the loop sampled them.
-        result: what the trainer and the publication said.
+        result: the training job's.
     """
 
     number: int
@@ -156,7 +162,7 @@ class Step:
     metrics: dict[str, float]
     seconds: dict[str, float]
     groups: tuple[tuple[Rollout, ...], ...]
-    result: dict[str, Any]
+    result: TrainMergedResult
 
 
 class Loop:
@@ -225,6 +231,8 @@ class Loop:
         self._announced: dict[int, Batch] = {}
         """Step -> its batch, which the trainer knows before the job."""
         self._recent: list[dict[str, float]] = []
+        self._asides = 0
+        """Batches set aside since the last step."""
         self._last_drop: dict[int, str] = {}
         """Step -> why its newest dropped sample was."""
         self._has_said_no_signal = self._has_said_others = False
@@ -515,8 +523,8 @@ class Loop:
                         result = await self._job(job, job_id, batch.buffers)
                 break
             except JobFailed as error:
-                kills = error.code == ErrorCode.TRAINER_KILLED
-                is_aside = kills and self.config.on_trainer_killed == "set_aside"
+                stops = self.config.on_trainer_killed == "stop"
+                is_aside = error.code in BATCH_IS_WHY and not stops
                 self._log.write(
                     "failed",
                     durable=True,
@@ -529,6 +537,8 @@ class Loop:
                 )
                 if is_aside:
                     self._set_aside(line, error)
+                    if self._asides >= self.config.most_aside:
+                        raise
                     return None
                 is_lost = error.code == ErrorCode.NODE_LOST and not error.steps_taken
                 if not is_lost or attempt >= last:
@@ -545,6 +555,7 @@ class Loop:
         """Continue without a batch; its step makes no version."""
         number = line["step"]
         self._past.done, self._past.open, self._past.attempt = number, None, 0
+        self._asides += 1
         log.error(
             "step %d makes no version: its batch was set aside (%s), with the prompts %s. %s",
             *(number, decisions.set_aside(self.folder, number), self._prompts_of(line), error),
@@ -554,10 +565,11 @@ class Loop:
         self,
         line: dict[str, Any],
         groups: tuple[tuple[Rollout, ...], ...],
-        result: dict[str, Any],
+        result: TrainMergedResult,
     ) -> Step:
-        number, version = line["step"], int(result["version"])
+        number, version = line["step"], result.version
         self._past.done, self._past.open, self._past.attempt = number, None, 0
+        self._asides = 0
         newest = self._past.made.newest
         if version > newest + 1 and not self._has_said_others:
             self._has_said_others = True
@@ -569,15 +581,15 @@ class Loop:
             )
         self._past.made.add(version)
         seconds = self._meter.take()
-        seconds |= {f"job.{name}": float(value) for name, value in result["seconds"].items()}
-        train, rollout = result.get("metrics", {}), line["metrics"]
+        seconds |= {f"job.{name}": value for name, value in result.seconds.items()}
+        train, rollout = result.metrics, line["metrics"]
         metrics = {**train, **rollout}
         made: dict[str, Any] = {"version": version, "seconds": seconds}
         self._log.write("trained", durable=True, step=number, **made, metrics=metrics)
         self._log.rotate()
         self._record.step(number, **made, train=train, rollout=rollout)
         self._say(number, version, seconds, rollout)
-        for text in result.get("warnings", ()):
+        for text in result.warnings:
             log.warning("step %d: %s", number, text)
         has_none = rollout.get("groups_without_signal") == 1.0
         has_none &= not self._loss.entropy_bonus and self._loss.kl is None
@@ -628,15 +640,13 @@ class Loop:
             self._log.write("reopened", durable=True, step=self._past.done, why=why)
             self._past.reopen()
             return
-        self._past.made.add(int(result["version"]))
+        self._past.made.add(result.version)
         self._past.published = True
         self._log.write(
-            "trained", durable=True, step=self._past.done, version=result["version"], seconds={}
+            "trained", durable=True, step=self._past.done, version=result.version, seconds={}
         )
 
-    async def _job(
-        self, job: TrainMergedJob | PublishJob, job_id: str, buffers: Sequence[bytes]
-    ) -> dict[str, Any]:
+    async def _job(self, job: JobOf[Published], job_id: str, buffers: Sequence[bytes]) -> Published:
         """Run a job; a cancelled loop leaves it to the orchestrator."""
         deadline_s = time.monotonic() + self.config.train_timeout_s
         running = asyncio.get_running_loop()
@@ -650,7 +660,8 @@ class Loop:
             await self._call(self.client.submit, job, **given)
             while True:
                 try:
-                    return await self._call(self.client.wait, job_id, timeout_s=WAIT_TURN_S)
+                    result = await self._call(self.client.wait, job_id, timeout_s=WAIT_TURN_S)
+                    return cast(Published, result)
                 except TimeoutError:
                     if time.monotonic() > deadline_s:
                         raise TimeoutError(

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 from tinker import types
 
-from orchestrator.errors import ErrorCode, JobFailed
+from orchestrator.errors import REFUSED, ErrorCode, JobFailed
 from orchestrator.protocol.config import LM_HEAD, LoraConfig
 from orchestrator.protocol.messages import OptimParams
 from splice.client import SpliceClient
@@ -36,8 +36,6 @@ ASIDE = f"{FOLDER}/aside"
 WHOLE = f"{FOLDER}/whole"
 """The trainer's state without the gradients of a part of a batch."""
 LONGEST_TTL_S = 100 * 365 * 86400
-CHANGED_NOTHING = (ErrorCode.BAD_INPUT, ErrorCode.NOT_READY)
-"""Codes of jobs that the trainer refused. After another failure it has no gradients."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -147,7 +145,7 @@ class Training:
             try:
                 found, result = self._jobs.backward(request.request_id, plan)
             except JobFailed as error:
-                self._books.set_fact("pending", pending and error.code in CHANGED_NOTHING)
+                self._books.set_fact("pending", pending and error.code in REFUSED)
                 raise
             logprobs = plan.by_datum(found)
             metrics = losses.metrics_of(result, is_linear=plan.is_linear)

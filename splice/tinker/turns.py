@@ -24,7 +24,14 @@ log = logging.getLogger("splice.tinker")
 AGAIN_S, SAID_S = 1.0, 60.0
 """Pauses before a job is asked for again that an absent orchestrator did not answer, and before
 the log says so again."""
-_USERS = frozenset({ErrorCode.BAD_INPUT, ErrorCode.NON_FINITE_GRADIENT, ErrorCode.LOGPROB_GAP})
+_USERS = frozenset(
+    {
+        ErrorCode.BAD_INPUT,
+        ErrorCode.TOO_LONG,
+        ErrorCode.NON_FINITE_GRADIENT,
+        ErrorCode.LOGPROB_GAP,
+    }
+)
 """Codes of failures that the client's request causes."""
 
 

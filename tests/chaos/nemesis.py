@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.chaos.nodes import BASE, MODEL
 from tests.chaos.run import Run
 
 STATES = (
@@ -53,10 +54,13 @@ REPLICA_KINDS = (
 FAULTS = (
     *6 * ("kill",),
     *4 * ("stop", "reset", "data cut", "server restart"),
-    *2 * ("black hole", "one way", "slow", "cut", "data hole", "clock", "rot"),
+    *3 * ("clock", "starve"),
+    *2 * ("black hole", "one way", "slow", "cut", "data hole", "rot"),
     "gone",
     "full disk",
     "twins",
+    "moved",
+    "other base",
 )
 
 
@@ -132,7 +136,11 @@ class Nemesis:
         getattr(self, "_" + kind.replace(" ", "_"))(target, lasts_s)
 
     def _target(self, kind: str, replicas: list[str]) -> str:
-        if kind in ("kill", "stop"):
+        if kind == "starve":
+            return self.dice.choice(["trainer", *replicas])
+        if kind == "other base":
+            return "trainer"
+        if kind in ("kill", "stop", "clock"):
             return self.dice.choice(["orchestrator", "trainer", *replicas])
         if kind in ("gone", "server restart"):
             return self.dice.choice(replicas)
@@ -190,6 +198,24 @@ class Nemesis:
         """
         wall_s, monotonic_s = self.dice.uniform(-1e6, 1e6), self.dice.choice((0.0, 0.0, 3.0, 30.0))
         self.run.processes[target].tell(f"clock {wall_s} {monotonic_s}")
+
+    def _starve(self, target: str, _: float) -> None:
+        """One of the next allocations finds no memory."""
+        self.run.processes[target].tell(f"starve {self.dice.randrange(12)}")
+
+    def _moved(self, target: str, _: float) -> None:
+        self.run.move()
+
+    def _other_base(self, target: str, lasts_s: float) -> None:
+        """Somebody puts other base weights into the model's folder, and then the right ones."""
+        model, trainer = self.run.folder / MODEL, self.run.processes[target]
+
+        def swap(content: str) -> None:
+            model.write_text(content)
+            trainer.kill()
+
+        swap("f" * len(BASE))
+        self._later(lasts_s, lambda: swap(BASE))
 
     def _full_disk(self, target: str, lasts_s: float) -> None:
         if not self.run.is_mounted:

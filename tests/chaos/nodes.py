@@ -18,6 +18,7 @@ import queue
 import random
 import re
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -29,10 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import NodeLost
+from orchestrator.processes.restarts import EXIT_AFRESH
 from orchestrator.protocol import node_link
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import ErrorCode, Hello, Manifest, Ready, Rendezvous, TensorSpec
 from orchestrator.protocol.node_link import NodeLink
+from tests.chaos.clocks import stepped_clocks
 from tests.chaos.history import History
 from tests.chaos.traps import Traps
 from tests.orchestrator.fake_nodes import whole_layout
@@ -42,6 +45,10 @@ CHANGED = (0, 2, 4)
 PAD_BYTES = 16 * 1024
 """Between two numbers on the wire, so that there is a middle to be cut in."""
 BASE = "0" * 16
+MODEL = "model"
+"""The base weights, a file in the run's folder, whose content is the first state."""
+POISON, LONG = 1, 2
+"""Second token of a batch that ends the trainer, and of one that does not fit into its memory."""
 JOB_IN_ID = re.compile(r"job-[0-9a-f]{12}")
 
 
@@ -76,6 +83,10 @@ class Refused(Exception):
     def __init__(self, code: ErrorCode, why: str, *, steps_taken: int = 0) -> None:
         super().__init__(why)
         self.code, self.steps_taken = code, steps_taken
+
+
+class OutOfMemory(Exception):
+    """An allocation failed."""
 
 
 class NoisyLink(NodeLink):
@@ -127,8 +138,15 @@ class Node:
         self.dice = random.Random(f"{given.seed} {self.id} {given.life}")
         self.aborted_ids: set[str] = set()
         """Of requests that were aborted, perhaps before they were begun here."""
-        self.more_traps: dict[str, Callable[[list[str]], None]] = {}
+        self.more_traps: dict[str, Callable[[list[str]], None]] = {
+            "clock": stepped_clocks(),
+            "starve": self.starve,
+        }
         self.traps = Traps(self.more_traps)
+        self.memory_for: int | None = None
+        """Allocations that succeed before one fails; None: all do."""
+        self.is_spoilt = False
+        """Nobody knows what it holds: it ends after its answer."""
         hello = Hello(
             role=self.role,
             node_id=self.id,
@@ -152,7 +170,8 @@ class Node:
         )
 
     def run(self) -> int:
-        """Until Shutdown (0), or until the orchestrator has been silent for too long (3)."""
+        """Until Shutdown (0), until the orchestrator has been silent for too long (3), or until a
+        failure has spoilt it."""
         try:
             self.link.start(timeout_s=60)
             self.link.send(Ready(node_id=self.id, detail=self.detail))
@@ -163,6 +182,8 @@ class Node:
                     return 0
                 if envelope is not None:
                     self.answer(envelope)
+                if self.is_spoilt:
+                    return EXIT_AFRESH
         except NodeLost as error:
             print(f"{self.id}: {error}", file=sys.stderr)
             return 3
@@ -184,10 +205,35 @@ class Node:
                 remedy="nothing",
                 steps_taken=why.steps_taken,
             )
+        except OutOfMemory:
+            self.link.fail(
+                message.request_id,
+                code=self.after_starving(message),
+                phase="chaos",
+                message="CUDA out of memory",
+                remedy="nothing",
+            )
         self.traps.reach(f"{message.kind} after")
 
     def done(self, message: Any, _buffers: Any = ()) -> None:
         self.link.complete(message.request_id)
+
+    def starve(self, words: list[str]) -> None:
+        """Have one of the next allocations fail."""
+        self.memory_for = int(words[0])
+
+    def allocate(self) -> None:
+        """Where a real node takes memory on the GPU."""
+        if self.memory_for is None:
+            return
+        left, self.memory_for = self.memory_for, self.memory_for - 1
+        if left <= 0:
+            self.memory_for = None
+            raise OutOfMemory
+
+    def after_starving(self, message: Any) -> ErrorCode:
+        """Clean up after a request that had no memory. Returns the code of its failure."""
+        raise NotImplementedError
 
     def idle(self) -> None:
         """Between two requests."""
@@ -212,7 +258,8 @@ class Trainer(Node):
     detail = {"memory": "resident"}  # noqa: RUF012
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.state, self.pending = BASE, list[str]()
+        self.model = (given.folder / MODEL).read_text()
+        self.state, self.pending = self.model, list[str]()
         self.changed = CHANGED if given.changed_only else None
         self.part: tuple[int, ...] = ()
         self.groups: dict[str, socket.socket] = {}
@@ -249,13 +296,34 @@ class Trainer(Node):
             after=[self.state, *self.pending],
         )
 
-    @staticmethod
-    def batch(buffers: Any) -> str:
-        """Its number, which the client put into the tokens."""
-        return f"b{struct.unpack_from('<i', buffers[0])[0]}"
+    def batch(self, message: Any, buffers: Any) -> str:
+        """Its number, which the client put into the tokens, if it may be trained on."""
+        number, kind = struct.unpack_from("<ii", buffers[0])
+        if kind == LONG:
+            raise Refused(ErrorCode.TOO_LONG, "a sequence does not fit")
+        self.link.progress(message.request_id, "training")
+        if kind == POISON:
+            time.sleep(0.2)  # until the progress has left
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.allocate()
+        return f"b{number}"
 
     def step(self, more: list[str]) -> None:
-        self.state, self.pending = state_after(self.state, self.pending + more), []
+        self.allocate()
+        after = state_after(self.state, self.pending + more)
+        self.is_spoilt = True  # between the first weight and the last
+        self.allocate()
+        self.is_spoilt = False
+        self.state, self.pending = after, []
+
+    def after_starving(self, message: Any) -> ErrorCode:
+        if message.kind == "SendWeights":
+            self.leave()
+            return ErrorCode.TRANSFER_FAILED
+        if message.kind in ("Forward", "PlanPublication"):
+            return ErrorCode.INTERNAL
+        self.pending = []
+        return ErrorCode.TRAINING_FAILED
 
     def save(self, message: Any, *, steps_taken: int = 0) -> None:
         """Durable in its folder: the file, then the rename."""
@@ -263,6 +331,7 @@ class Trainer(Node):
         try:
             part.mkdir(parents=True, exist_ok=True)
             (part / "state").write_text(self.state)
+            (part / MODEL).write_text(self.model)
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
         except OSError as error:
@@ -284,21 +353,18 @@ class Trainer(Node):
         self.done(message)
 
     def on_TrainMerged(self, message: Any, buffers: Any) -> None:
-        self.link.progress(message.request_id, "training")
-        self.step([self.batch(buffers)])
+        self.step([self.batch(message, buffers)])
         self.save(message, steps_taken=1)
         self.link.complete(
             message.request_id, result={"metrics": {"loss": 1.0}, "seconds": {"train": 0.1}}
         )
 
     def on_TrainLora(self, message: Any, buffers: Any) -> None:
-        self.link.progress(message.request_id, "training")
-        self.step([self.batch(buffers)])
+        self.step([self.batch(message, buffers)])
         self.link.complete(message.request_id, result={"metrics": {"loss": 1.0}})
 
     def on_ForwardBackward(self, message: Any, buffers: Any) -> None:
-        self.link.progress(message.request_id, "forward and backward")
-        self.pending.append(self.batch(buffers))
+        self.pending.append(self.batch(message, buffers))
         self.link.complete(
             message.request_id, result={"metrics": {}, "pending_batches": len(self.pending)}
         )
@@ -309,7 +375,8 @@ class Trainer(Node):
         self.step([])
         self.link.complete(message.request_id, result={"metrics": {}})
 
-    def on_Forward(self, message: Any, _: Any) -> None:
+    def on_Forward(self, message: Any, buffers: Any) -> None:
+        self.batch(message, buffers)
         count = message.tensors[0].numel
         specs = tuple(
             TensorSpec(name=n, dtype="float32", shape=(count,)) for n in ("logprobs", "entropy")
@@ -324,6 +391,8 @@ class Trainer(Node):
     def on_LoadCheckpoint(self, message: Any, _: Any) -> None:
         try:
             state = (Path(message.checkpoint_dir) / "state").read_text()
+            if (Path(message.checkpoint_dir) / MODEL).read_text() != self.model:
+                raise Refused(ErrorCode.CHECKPOINT_FAILED, "made on other base weights")
         except (OSError, ValueError) as error:
             raise Refused(ErrorCode.BAD_INPUT, f"{message.checkpoint_dir}: {error}") from error
         dropped, self.pending, self.state = len(self.pending), [], state
@@ -335,6 +404,7 @@ class Trainer(Node):
     # -------------------------------------------------------- publication
 
     def on_PlanPublication(self, message: Any, _: Any) -> None:
+        self.allocate()
         tensors = tuple(
             TensorSpec(name=f"w{i}", dtype="float32", shape=(4, 2)) for i in range(TENSORS)
         )
@@ -399,6 +469,7 @@ class Trainer(Node):
             for connection in self.groups.values():
                 connection.settimeout(message.deadline_s)
                 for value in values:
+                    self.allocate()
                     connection.sendall(struct.pack("<q", value) + bytes(PAD_BYTES))
             if not self.groups:
                 raise OSError("no group is open")
@@ -509,6 +580,12 @@ class Replica(Node):
             with contextlib.suppress(OSError):
                 self.group.shutdown(socket.SHUT_RDWR)
 
+    def after_starving(self, message: Any) -> ErrorCode:
+        """What may be half written serves nothing."""
+        if message.kind in ("ReceiveWeights", "SwapWeights"):
+            self.after_failure(is_written=self.is_standing)
+        return ErrorCode.APPLY_FAILED
+
     # -------------------------------------------------------- requests
 
     def on_JoinTransferGroup(self, message: Any, _: Any) -> None:
@@ -535,6 +612,7 @@ class Replica(Node):
         self.done(message)
 
     def on_PrepareUpdate(self, message: Any, _: Any) -> None:
+        self.allocate()
         self.part = message.manifest.changed or ()
         changed = (
             {"tensors": self.part, "layout": whole_layout(len(self.part))} if self.part else None
@@ -605,6 +683,7 @@ class Replica(Node):
                 raise OSError("in no group")
             self.group.settimeout(message.deadline_s)
             for number in range(count):
+                self.allocate()
                 data = self.group.recv(8 + PAD_BYTES, socket.MSG_WAITALL)
                 if len(data) != 8 + PAD_BYTES:
                     raise OSError("the connection ended in the middle")
@@ -642,6 +721,7 @@ class Replica(Node):
         self.begin(message)
         self.stand_still(message)
         for index, value in came.items():
+            self.allocate()
             self.live[index] = value
         self.under_way = ""
         live = [self.live[i] for i in came]
@@ -660,6 +740,7 @@ class Replica(Node):
     def on_CheckCanary(self, message: Any, _: Any) -> None:
         if self.received != message.version:
             raise Refused(ErrorCode.NOT_READY, "not received here")
+        self.allocate()
         if self.served is not None and not self.poisoned:
             self.link.complete(message.request_id, result={"skipped": "it was serving"})
             return

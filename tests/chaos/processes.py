@@ -29,10 +29,15 @@ class Process:
         self.popen: subprocess.Popen[bytes] | None = None
         self.is_down = True
         """Nobody is to start it."""
+        self._lock = threading.RLock()
         self.unasked: list[int] = []
         """Codes of its own ends."""
 
     def start(self) -> None:
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
         self.life += 1
         self.is_down = False
         argv = [sys.executable, *(word.replace("LIFE", str(self.life)) for word in self.argv)]
@@ -84,12 +89,13 @@ class Process:
 
     def hold_down(self) -> None:
         """End it, and leave it ended."""
-        self.is_down = True
-        self.signal(signal.SIGCONT)
-        self.signal(signal.SIGKILL)
-        if self.popen is not None:
-            self.popen.wait(10)
-            self.note_end()
+        with self._lock:
+            self.is_down = True
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGKILL)
+            if self.popen is not None:
+                self.popen.wait(10)
+                self.note_end()
 
     def note_end(self) -> None:
         if self.popen is not None and self.popen.returncode is not None:
@@ -103,6 +109,10 @@ class Process:
 
     def look_after(self) -> None:
         """Start it again if it has ended and its time has come."""
+        with self._lock:
+            self._look_after()
+
+    def _look_after(self) -> None:
         if self.popen is not None and self.popen.poll() is not None:
             if self.popen.returncode != -signal.SIGKILL:
                 self.unasked.append(self.popen.returncode)

@@ -36,9 +36,9 @@ from orchestrator.protocol.messages import (
     OptimParams,
     TrainMergedJob,
     batch_specs,
+    new_id,
 )
 from orchestrator.publication.config import PublicationConfig
-from orchestrator.router import new_id
 from splice.cluster import Cluster, ClusterConfig
 from tests.chaos import history
 from tests.chaos.history import Event, History
@@ -51,6 +51,13 @@ SAME_NATS = 1e-4
 rate.
 """
 JOB_S = 300.0
+LOSSES = {
+    "cross_entropy": 10,
+    "ends_the_process": 1,
+    "spoils_the_step": 1,
+    "finds_no_memory": 1,
+}
+"""Loss of a job -> how often, relatively; `tests/trainer_node/poison.py` has the harmful ones."""
 
 
 def batch(dice: random.Random) -> tuple[Any, list[bytes]]:
@@ -144,7 +151,11 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         name="tiny",
         trainer_python=Path(sys.executable),
         inference_python=python,
-        trainer=TrainerConfig(model=model, lora=LoraConfig(rank=8, alpha=16)),
+        trainer=TrainerConfig(
+            model=model,
+            lora=LoraConfig(rank=8, alpha=16),
+            loss_modules=("tests.trainer_node.poison",),
+        ),
         inference=(
             InferenceConfig(
                 model=model,
@@ -167,8 +178,10 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         asking.start()
         problems += _rage(cluster, dice, notes, until_s=time.monotonic() + 60 * minutes)
         began = time.monotonic()
-        last, problem = _job(cluster, dice)
+        last, problem = _job(cluster, dice, loss="cross_entropy")
         problems += problem
+        if last is None:
+            problems.append("an ordinary job failed after the last fault")
         print(
             f"  {asking.count} answers; @{last} {time.monotonic() - began:.1f} s after the last "
             "fault",
@@ -202,7 +215,8 @@ def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: flo
         timer = threading.Timer(after_s, _strike, (cluster, node, fault, victims, notes))
         timer.start()
         began = time.monotonic()
-        version, problem = _job(cluster, dice)
+        loss = dice.choices(list(LOSSES), weights=list(LOSSES.values()))[0]
+        version, problem = _job(cluster, dice, loss=loss)
         timer.join()
         problems += problem
         if version is not None and version <= before:
@@ -210,23 +224,21 @@ def _rage(cluster: Cluster, dice: random.Random, notes: History, *, until_s: flo
         before = before if version is None else version
         seconds = min(seconds, time.monotonic() - began) if version is not None else seconds
         print(
-            f"  {fault} {node} after {after_s:.2f} s: @{version} in {time.monotonic() - began:.1f} "
-            "s",
+            f"  {fault} {node} after {after_s:.2f} s, {loss}: @{version} in "
+            f"{time.monotonic() - began:.1f} s",
             flush=True,
         )
     return problems
 
 
-def _job(cluster: Cluster, dice: random.Random) -> tuple[int | None, list[str]]:
+def _job(cluster: Cluster, dice: random.Random, *, loss: str) -> tuple[int | None, list[str]]:
     specs, buffers = batch(dice)
-    job = TrainMergedJob(
-        loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=5e-3), tensors=specs
-    )
+    job = TrainMergedJob(loss=LossSpec(name=loss), optim=OptimParams(lr=5e-3), tensors=specs)
     job_id, until = new_id("job"), time.monotonic() + JOB_S
     while time.monotonic() < until:
         try:
             return int(
-                cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S)["version"]
+                cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S).version
             ), []
         except JobFailed as error:
             print(f"  the job failed: {error.code}: {error.message[:200]}", flush=True)

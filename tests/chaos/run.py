@@ -41,11 +41,12 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
     forward_specs,
+    new_id,
 )
-from orchestrator.router import new_id
 from splice.client import SpliceClient
 from tests.chaos.history import History
 from tests.chaos.links import Links
+from tests.chaos.nodes import BASE, LONG, MODEL, POISON
 from tests.chaos.processes import ROOT, Process
 
 BATCH = batch_specs(num_sequences=1, num_tokens=2)
@@ -108,6 +109,7 @@ class Run:
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings, self.folder, self.token = settings, folder, secrets.token_hex(16)
         folder.mkdir(parents=True)
+        (folder / MODEL).write_text(BASE)
         self.history = History(folder / "history", "harness")
         self.links, self.batches, self._lock = Links(), 0, threading.Lock()
         self.healed_s = 0.0
@@ -115,6 +117,7 @@ class Run:
         self.stopping = threading.Event()
         self.processes: dict[str, Process] = {}
         self._clients: dict[str, SpliceClient] = {}
+        self._twins: list[subprocess.Popen[bytes]] = []
         self._shm_before = set(os.listdir("/dev/shm"))
 
     # ------------------------------------------------------------ start and end
@@ -249,10 +252,11 @@ class Run:
             subprocess.Popen(argv, cwd=ROOT, env=env, stderr=subprocess.DEVNULL),
             self.processes["orchestrator"].popen,
         )
+        self._twins.append(twin)
 
         def look() -> None:
             try:
-                code = twin.wait(60)  # a busy machine takes its time to import
+                code = twin.wait(180)  # a busy machine takes its time to import
             except subprocess.TimeoutExpired:
                 code = None
                 twin.kill()
@@ -263,6 +267,22 @@ class Run:
                 self.history.note("twin", code=code)
 
         return look
+
+    def move(self) -> None:
+        """Everything ends, the run's folder gets another name, and everything starts again."""
+        if self.is_mounted:
+            return
+        for process in self.processes.values():
+            process.hold_down()
+        for twin in self._twins:  # one of them may have taken the orchestrator's place
+            twin.kill()
+            twin.wait()
+        before, after = self.run_dir, self.folder / f"run-{new_id('moved')}"
+        before.rename(after)
+        self.run_dir, orchestrator = after, self.processes["orchestrator"]
+        orchestrator.argv = [str(after) if w == str(before) else w for w in orchestrator.argv]
+        for process in self.processes.values():
+            process.start()
 
     def _probe(self) -> None:
         process = self.processes["orchestrator"]
@@ -310,7 +330,8 @@ class Run:
         with self._lock:
             self.batches += 1
             number = self.batches
-        buffers = [struct.pack("<ii", number, 0), *(bytes(s.nbytes) for s in BATCH[1:])]
+        harm = dice.choices((0, POISON, LONG), weights=(96, 2, 2))[0]
+        buffers = [struct.pack("<ii", number, harm), *(bytes(s.nbytes) for s in BATCH[1:])]
         folder = str(self.folder / "saved" / str(dice.randrange(4)))
         of_batch = {"TrainMergedJob": TrainMergedJob, "ForwardBackward": ForwardBackwardJob}
         if kind in of_batch:
@@ -364,7 +385,7 @@ class Run:
         if client is not None:
             client.__exit__()
 
-    def _told(self, job_id: str, wait: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def _told(self, job_id: str, wait: Callable[[], Any]) -> Any:
         try:
             result = wait()
         except JobFailed as error:
@@ -381,8 +402,8 @@ class Run:
             "outcome",
             job=job_id,
             outcome="completed",
-            version=result.get("version"),
-            attempts=result.get("attempts"),
+            version=getattr(result, "version", None),
+            attempts=getattr(result, "attempts", None),
         )
         return result
 
@@ -410,7 +431,7 @@ class Run:
         while time.monotonic() < until:
             done = self.do("last", "TrainMergedJob", dice)
             if done is not None:
-                want = done["version"]
+                want = done.version
                 break
         while time.monotonic() < until:
             if want is not None and all(

@@ -1,5 +1,5 @@
-"""`splice serve` with traps at every journal commit and every state of a publication, a wall clock
-and a monotonic clock that can be stepped, and waits that are shorter by SPLICE_CHAOS_PACE. Nothing
+"""`splice serve` with traps at every journal commit and every state of a publication, clocks that
+can be stepped, and waits that are shorter by SPLICE_CHAOS_PACE. Nothing
 else of it is changed.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import sqlite3
-import time
 from typing import Any
 
 import orchestrator.config
@@ -21,6 +20,7 @@ from orchestrator.journal import Journal
 from orchestrator.protocol import node_link
 from orchestrator.publication.config import PublicationConfig
 from splice import cli
+from tests.chaos.clocks import stepped_clocks
 from tests.chaos.traps import Traps
 
 WAITS_S = {
@@ -30,17 +30,6 @@ WAITS_S = {
     "commit_timeout_s": 30.0,
     "recovery_timeout_s": 90.0,
 }
-steps = {"wall": 0.0, "monotonic": 0.0}
-
-
-def step_clock(words: list[str]) -> None:
-    """`clock WALL MONOTONIC`: seconds to add. A monotonic clock only ever goes forward."""
-    steps["wall"] += float(words[0])
-    steps["monotonic"] += max(0.0, float(words[1]))
-
-
-def stepped(clock: Any, name: str) -> Any:
-    return lambda: clock() + steps[name]
 
 
 class Trapped(sqlite3.Connection):
@@ -85,8 +74,7 @@ def quicken(pace: float) -> None:
 
 
 if __name__ == "__main__":
-    traps = Traps({"clock": step_clock})
-    time.time, time.monotonic = stepped(time.time, "wall"), stepped(time.monotonic, "monotonic")
+    traps = Traps({"clock": stepped_clocks()})
     sqlite3.connect = functools.partial(sqlite3.connect, factory=Trapped)  # type: ignore[assignment]
     recorded, Journal.record_publication = Journal.record_publication, record_publication  # type: ignore[method-assign]
     quicken(float(os.environ.get("SPLICE_CHAOS_PACE", "1")))

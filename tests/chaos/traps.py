@@ -19,7 +19,8 @@ class Traps:
     """Listens on a thread; ends the process when its parent is gone."""
 
     def __init__(self, more: dict[str, Callable[[list[str]], None]] | None = None) -> None:
-        self._more, self._lock, self._go = more or {}, threading.Lock(), threading.Event()
+        self._lock, self._go = threading.Lock(), threading.Event()
+        self._more = {} if more is None else more  # filled later on, too
         self._point, self._left = "", 0
         threading.Thread(target=self._listen, daemon=True).start()
 

@@ -124,11 +124,11 @@ def follow(model: Path, folder: Path, *, mode: str, device: str, steps: int = 3)
                 tensors=batch, loss=LossSpec(name="cross_entropy"), optim=OptimParams(lr=2e-2)
             )
             result = cluster.client.run(job, buffers=as_batch(tokens))
-            assert (result["version"], result["mode"], result["unverified"]) == (
+            assert (result.version, result.mode, result.unverified) == (
                 version,
                 mode,
                 {},
-            ), result["why_in_place"]
+            ), result.why_in_place
             after = prefilled(url, tokens)
             moved = apart(after, before)
             assert moved > 4 * ROUNDING and statistics.median(after) > statistics.median(before), (

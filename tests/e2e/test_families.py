@@ -112,13 +112,13 @@ def test_two_publications(family: str, kind: FinetuningType, tmp_path: Path) -> 
                 if version
                 else cluster.client.run(InitialSyncJob())
             )
-            assert result["unverified"] == {}
-            assert result["num_verified"] == result["num_tensors"]
+            assert result.unverified == {}
+            assert result.num_verified == result.num_tensors
             export = tmp_path / f"export-{version}"
             cluster.client.export_hf(str(export))
             theirs = scored(reference(export), sequences)
             if kind == "lora" and dtype == "float32":
-                adapted = reference(model, Path(result["checkpoint_dir"]) / "adapter")
+                adapted = reference(model, Path(result.checkpoint_dir) / "adapter")
                 assert served.max_difference(theirs, scored(adapted, sequences)) < TAU
             if family in UNSERVED:
                 continue

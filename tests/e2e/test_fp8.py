@@ -76,8 +76,8 @@ def follow(cluster: Cluster, mode: str) -> list[dict[str, Any]]:
     before = scored(cluster.base_urls[0], "tiny")
     for version in (1, 2):
         result = train(cluster)
-        assert (result["version"], result["mode"], result["unverified"]) == (version, mode, {})
-        assert result["num_verified"] == result["num_tensors"]
+        assert (result.version, result.mode, result.unverified) == (version, mode, {})
+        assert result.num_verified == result.num_tensors
         after = scored(cluster.base_urls[0], f"tiny@{version}")
         assert statistics.median(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3
         before = after
@@ -90,9 +90,9 @@ def test_versions_reach_an_fp8_server(models: Any, tmp_path: Path, mode: str, wo
     plan = config(models["qwen3"], tmp_path, *FP8, mode=mode, workers=workers)
     with Cluster(plan) as cluster:
         first = cluster.client.run(InitialSyncJob())
-        assert first["unverified"] == {} and first["canary"] is not None
+        assert first.unverified == {} and first.canary is not None
         for result in follow(cluster, mode):
-            assert result["sent"] == "changed" and result["num_tensors"] < first["num_tensors"]
+            assert result.sent == "changed" and result.num_tensors < first.num_tensors
 
 
 def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
@@ -105,7 +105,7 @@ def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
         cluster.client.run(InitialSyncJob())
         first, second = follow(cluster, "in_place")
         assert marker.exists(), "the failure was not injected"
-        assert (first["attempts"], second["attempts"]) == (2, 1)
+        assert (first.attempts, second.attempts) == (2, 1)
     log = (tmp_path / "run/logs/orchestrator.log").read_text()
     assert "failed while applying, now poisoned" in log
 
@@ -117,5 +117,5 @@ def test_an_fp8_kv_cache_serves_every_version_anew(models: Any, tmp_path: Path) 
         cluster.client.run(InitialSyncJob())
         follow(cluster, "in_place")
         before = scored(cluster.base_urls[0], "tiny@2")
-        assert cluster.client.run(ResyncJob())["unverified"] == {}
+        assert cluster.client.run(ResyncJob()).unverified == {}
         assert scored(cluster.base_urls[0], "tiny@2") == before

@@ -76,12 +76,12 @@ def test_one_of_two_servers_is_killed(models, tmp_path):
         cluster.client.run(InitialSyncJob())
         first = train(cluster)
         one, other = cluster.base_urls
-        assert first["replicas"] == ["inference-0", "inference-1"] and first["left_out"] == {}
+        assert first.replicas == ["inference-0", "inference-1"] and first.left_out == {}
         assert scored(one, "tiny@1") == pytest.approx(scored(other, "tiny@1"), abs=1e-5)
         began_as = server_of(cluster, "inference-0").pid
         server_of(cluster, "inference-1").kill()
         second = train(cluster)
-        assert second["version"] == 2 and second["replicas"] == ["inference-0"]
+        assert second.version == 2 and second.replicas == ["inference-0"]
         with asked_all_the_time(one) as problems:
             until_s = time.monotonic() + 240
             while not is_serving(cluster, "inference-1", "tiny@2"):
@@ -90,7 +90,7 @@ def test_one_of_two_servers_is_killed(models, tmp_path):
         assert not problems, "the other one's return was noticed"
         one, other = cluster.base_urls
         assert scored(one, "tiny@2") == pytest.approx(scored(other, "tiny@2"), abs=1e-5)
-        assert train(cluster)["replicas"] == ["inference-0", "inference-1"]
+        assert train(cluster).replicas == ["inference-0", "inference-1"]
         assert server_of(cluster, "inference-0").pid == began_as
 
 

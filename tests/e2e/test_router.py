@@ -39,7 +39,7 @@ def test_a_pinned_version_is_found_and_a_lost_replica_gets_nothing(models, tmp_p
         with SpliceClient.of_run(run_dir) as client:
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
             result = client.run(TrainMergedJob(tensors=specs), buffers=as_batch([3, 4]))
-        assert result["alias"] == "tiny@1" and result["replicas"] == ["inference-0"]
+        assert result.alias == "tiny@1" and result.replicas == ["inference-0"]
         assert set(ask(url, "tiny@1", 8)) == {"inference-0"}
         assert streamed(url, "tiny@1") == "tiny@1"
         answer = complete(url, "tiny@0")

@@ -26,7 +26,7 @@ from orchestrator.protocol import messages as m
 from tests.inference_node.family_engine import CUDA, Engine, checkpoint, moved, write_like
 from tests.inference_node.harness import new
 from trainer_node.export import fp8_export
-from trainer_node.model import fp8_blocks
+from trainer_node.hf import fp8_blocks
 from trainer_node.tools.make_checkpoint import fp8_settings, is_projection
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest

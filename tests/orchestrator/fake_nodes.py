@@ -137,10 +137,12 @@ class FakeLauncher(FakeNode):
         super().__init__(**kwargs)
         self.make, self.trainer = make, None
         self.causes: list[str] = []
+        self.counted: list[bool] = []
         """What the trainer did when it ended, as the orchestrator says."""
 
     def on_EndedDuring(self, message) -> None:
         self.causes.append(message.cause)
+        self.counted.append(message.is_counted)
 
     def on_StartTrainer(self, message) -> None:
         self.trainer = self.trainer or self.make()

@@ -155,7 +155,7 @@ def test_a_wait_names_whom_it_is_for_and_how_to_start_them(run, caplog):
     assert f"--endpoint {run.endpoint}`" in said
     assert "python -P -m inference_node --node-id inference-0" in said
     run.replica(run.trainer())
-    assert run.client.wait(job_id, timeout_s=20)["alias"] == "m@0"
+    assert run.client.wait(job_id, timeout_s=20).alias == "m@0"
 
 
 def test_a_wait_speaks_at_once_and_every_30_s(monkeypatch):

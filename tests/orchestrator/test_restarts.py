@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.errors import LinkLost, NodeLost
+from orchestrator.errors import ErrorCode, JobFailed, LinkLost, NodeLost
 from orchestrator.liveness import LOST_AFTER_S
 from orchestrator.processes import launch
 from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.restarts import (
     EXIT_CONFIG,
     EXIT_LINK_LOST,
+    JOB_FAILS,
     LONGEST_PAUSE_S,
     BackOff,
     RestartBudget,
@@ -54,6 +55,16 @@ def test_crashes_with_one_cause_count_once():
     assert not budget.take(4.0, "c") and not budget.take(4.0)
     assert budget.take(4.0, "b"), "one more of the same"
     assert budget.used(102.5) == 1 and budget.take(102.5, "c")
+
+
+def test_crashes_in_a_job_that_fails_by_itself_do_not_count():
+    budget = RestartBudget(1, within_s=100.0)
+    for now_s in (0.0, 1.0, 2.0):
+        assert budget.take(now_s) and not budget.has_left(now_s)
+        assert budget.explain(JOB_FAILS, since_s=now_s) and budget.used(now_s) == 0
+    assert budget.take(3.0) and not budget.take(4.0, "a"), "others count as before"
+    assert budget.take(4.0, JOB_FAILS) and not budget.take(5.0)
+    assert RestartBudget(0).take(0.0, JOB_FAILS)
 
 
 def test_crashes_before_the_last_progress_do_not_count():
@@ -303,6 +314,20 @@ def test_a_trainer_that_has_ended_is_not_waited_for_until_its_silence_tells(tmp_
             )
         run.trainer()
         assert soon(lambda: run.states()["trainer"] == "ready")
+
+
+def test_a_job_does_not_wait_for_a_trainer_that_was_given_up(tmp_path):
+    with Run(tmp_path / "run") as run:
+        waiting = run.client.submit(InitialSyncJob())
+        assert host(run, tmp_path, ending(tmp_path / "lives", -9), max_restarts=0).serve() == 1
+        with pytest.raises(JobFailed, match="does not come back: it ended with code -9") as failed:
+            run.client.wait(waiting, timeout_s=30)
+        assert failed.value.code == ErrorCode.NODE_LOST
+        with pytest.raises(JobFailed, match="start it again with `splice trainer`"):
+            run.client.run(InitialSyncJob(), timeout_s=30)
+        trainer = run.trainer()
+        run.replica(lambda: trainer)
+        assert run.client.run(InitialSyncJob(), timeout_s=30)["version"] == 0
 
 
 def test_what_is_said_late_of_an_ended_process_is_not_said_of_the_next(tmp_path):

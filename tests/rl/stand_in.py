@@ -47,7 +47,8 @@ class StandIn:
         self.trained: list[str] = []
         self.crash_at = ""
         """"before submit", "after submit" or "after outcome"."""
-        self.fail_next: list[JobFailed] = []
+        self.fail_next: list[JobFailed | None] = []
+        """How the next jobs fail, the last one first; None: it does not."""
         self.servers: list[Server] = []
         self.away_s = 0.0
         """How long the next job waits for nodes."""
@@ -82,8 +83,8 @@ class StandIn:
     def _train(self, job_id: str, batch: bytes) -> None:
         self._be_away(job_id)
         time.sleep(self.draw.uniform(0, self.train_s))
-        if self.fail_next:
-            self.outcomes[job_id] = self.fail_next.pop()
+        if self.fail_next and (failure := self.fail_next.pop()) is not None:
+            self.outcomes[job_id] = failure
             return
         self.weights = hashlib.sha256(self.weights + batch).digest()
         self.version += 1

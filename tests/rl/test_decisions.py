@@ -130,15 +130,16 @@ def test_a_lost_trainer_gets_the_same_batch_again(tmp_path):
     assert found_in(tmp_path).violations == []
 
 
-def killed() -> JobFailed:
-    return JobFailed(
-        code=ErrorCode.TRAINER_KILLED, node="trainer", phase="training", message="no", remedy="x"
-    )
+def killed(code: ErrorCode = ErrorCode.TRAINER_KILLED) -> JobFailed:
+    return JobFailed(code=code, node="trainer", phase="training", message="no", remedy="x")
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("code", "staleness"),
+    [(ErrorCode.TRAINER_KILLED, 0), (ErrorCode.TRAINER_KILLED, 1), (ErrorCode.TOO_LONG, 1)],
+)
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_batch_that_ends_the_trainer_is_set_aside(tmp_path, caplog, staleness, is_kept):
+def test_a_batch_that_fails_every_time_is_set_aside(tmp_path, caplog, code, staleness, is_kept):
     """Sent in this start, or kept by an earlier one: the next prompts follow, by name of these."""
     run = StandIn()
     if is_kept:
@@ -146,7 +147,7 @@ def test_a_batch_that_ends_the_trainer_is_set_aside(tmp_path, caplog, staleness,
         with pytest.raises(Crash):
             asyncio.run(run_loop(run, tmp_path, steps=3, max_staleness=staleness))
         run.crash_at = ""
-    run.fail_next = [killed()]
+    run.fail_next = [killed(code)]
     steps = asyncio.run(run_loop(run, tmp_path, steps=3, max_staleness=staleness))
     assert [(step.number, step.version) for step in steps] == [(2, 1), (3, 2)]
     assert decisions.kept_batch(tmp_path / decisions.ASIDE / "step-1.msgpack").buffers
@@ -167,6 +168,17 @@ def test_a_loop_may_stop_at_a_batch_that_ends_the_trainer(tmp_path):
         asyncio.run(run_loop(run, tmp_path, steps=2, on_trainer_killed="stop"))
     steps = asyncio.run(run_loop(run, tmp_path, steps=2))
     assert [step.number for step in steps] == [1, 2] and found_in(tmp_path).violations == []
+
+
+def test_a_loop_ends_when_several_batches_in_a_row_were_set_aside(tmp_path):
+    """Those with a step between them are not in a row. The next start goes on behind them."""
+    run = StandIn()
+    run.fail_next = [killed(), killed(), None, killed()]
+    with pytest.raises(JobFailed, match="trainer_killed"):
+        asyncio.run(run_loop(run, tmp_path, steps=6, most_aside=2))
+    assert run.version == 1
+    steps = asyncio.run(run_loop(run, tmp_path, steps=6, most_aside=2))
+    assert [step.number for step in steps] == [5, 6] and found_in(tmp_path).violations == []
 
 
 def test_a_step_that_could_not_be_published_is_not_trained_again(tmp_path):

@@ -92,9 +92,11 @@ def grown(values: list[float]) -> float:
     return statistics.fmean(values[-2:]) - statistics.fmean(values[1:3])
 
 
-@contextlib.contextmanager
-def cluster(run_dir: Path) -> Iterator[Launcher]:
-    """An orchestrator and its nodes, which serve the first version."""
+@pytest.fixture
+def cluster(tmp_path, monkeypatch) -> Iterator[tuple[Launcher, Path]]:
+    """An orchestrator and its nodes, which serve the first version, and the run's folder."""
+    monkeypatch.setattr(child, "LOG_BYTES", 2**18)
+    run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o700)
     with Launcher() as launcher:
         launcher.start(node("orchestrator", run_dir))
@@ -102,7 +104,7 @@ def cluster(run_dir: Path) -> Iterator[Launcher]:
         launcher.start(node("nodes", run_dir))
         with SpliceClient.of_run(run_dir) as client:
             client.run(InitialSyncJob(), timeout_s=60)
-        yield launcher
+        yield launcher, run_dir
 
 
 def living(launcher: Launcher, *names: str) -> dict[str, psutil.Process]:
@@ -120,31 +122,29 @@ def judge(samples: list[dict[str, float]], *, kept_bytes: float = 0.0) -> None:
         assert grown(values) <= most, (name, values)
 
 
-def test_nothing_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr(child, "LOG_BYTES", 2**18)
-    run_dir = tmp_path / "run"
+def test_nothing_grows(cluster):
+    launcher, run_dir = cluster
     samples: list[dict[str, float]] = []
-    with cluster(run_dir) as launcher:
-        launcher.start(node("router", run_dir))
-        assert soon(lambda: (run_dir / "router").exists())
-        one, first, last = launcher.nodes["orchestrator"], STEPS // TENTHS, STEPS - 1
-        with loop(run_dir, until=first) as (_, said):
-            assert list(said)[-1] == {"step": first}
-        before_s = restarted_s(one, run_dir)
-        url = (run_dir / "router").read_text().strip()
-        with loop(run_dir, until=last) as (process, said), httpx.Client(trust_env=False) as http:
-            entered_s = [next(said)["entered_s"]]
-            for line in said:
-                if line["step"] % 10 == 0:
-                    ask(http, url)
-                if line["step"] % first == 0:
-                    others = living(launcher, "orchestrator", "router")
-                    samples.append(measured({"loop": process, **others}, run_dir))
-        assert line == {"step": last}
-        after_s = restarted_s(one, run_dir)
-        with loop(run_dir, until=STEPS) as (_, said):
-            entered_s.append(next(said)["entered_s"])
-            assert next(said) == {"step": STEPS}
+    launcher.start(node("router", run_dir))
+    assert soon(lambda: (run_dir / "router").exists())
+    one, first, last = launcher.nodes["orchestrator"], STEPS // TENTHS, STEPS - 1
+    with loop(run_dir, until=first) as (_, said):
+        assert list(said)[-1] == {"step": first}
+    before_s = restarted_s(one, run_dir)
+    url = (run_dir / "router").read_text().strip()
+    with loop(run_dir, until=last) as (process, said), httpx.Client(trust_env=False) as http:
+        entered_s = [next(said)["entered_s"]]
+        for line in said:
+            if line["step"] % 10 == 0:
+                ask(http, url)
+            if line["step"] % first == 0:
+                others = living(launcher, "orchestrator", "router")
+                samples.append(measured({"loop": process, **others}, run_dir))
+    assert line == {"step": last}
+    after_s = restarted_s(one, run_dir)
+    with loop(run_dir, until=STEPS) as (_, said):
+        entered_s.append(next(said)["entered_s"])
+        assert next(said) == {"step": STEPS}
     judge(samples)
     print(f"starts of the orchestrator {before_s:.1f} s, {after_s:.1f} s; of the loop {entered_s}")
     assert after_s < before_s + SLOWER_S and entered_s[1] < entered_s[0] + SLOWER_S
@@ -152,27 +152,25 @@ def test_nothing_grows(tmp_path, monkeypatch):
     assert (proof.violations, proof.steps) == ([], STEPS)
 
 
-def test_nothing_grows_behind_tinker(tmp_path, monkeypatch):
+def test_nothing_grows_behind_tinker(cluster):
     """Its books keep a row for each request, so that none runs twice."""
-    monkeypatch.setattr(child, "LOG_BYTES", 2**18)
-    run_dir = tmp_path / "run"
+    launcher, run_dir = cluster
     samples: list[dict[str, float]] = []
-    with cluster(run_dir) as launcher:
-        launcher.start(node("tinker", run_dir))
-        assert soon(lambda: (run_dir / FOLDER / URL_FILE).exists())
-        headers = {"x-api-key": (run_dir / FOLDER / KEY_FILE).read_text().strip()}
-        url = (run_dir / FOLDER / URL_FILE).read_text().strip()
-        with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as http:
-            session = post(http, "create_session", tags=[], user_metadata={}, sdk_version="0.38.0")
-            asked = {"session_id": session["session_id"], "base_model": NAME}
-            lora = {"rank": 4}
-            made = post(http, "create_model", **asked, model_seq_id=0, lora_config=lora)
-            model = made["model_id"]
-            result(http, made)
-            for step in range(1, TINKER_STEPS + 1):
-                train(http, model, step)
-                if step % (TINKER_STEPS // TENTHS) == 0:
-                    samples.append(measured(living(launcher, "orchestrator", "tinker"), run_dir))
+    launcher.start(node("tinker", run_dir))
+    assert soon(lambda: (run_dir / FOLDER / URL_FILE).exists())
+    headers = {"x-api-key": (run_dir / FOLDER / KEY_FILE).read_text().strip()}
+    url = (run_dir / FOLDER / URL_FILE).read_text().strip()
+    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as http:
+        session = post(http, "create_session", tags=[], user_metadata={}, sdk_version="0.38.0")
+        asked = {"session_id": session["session_id"], "base_model": NAME}
+        lora = {"rank": 4}
+        made = post(http, "create_model", **asked, model_seq_id=0, lora_config=lora)
+        model = made["model_id"]
+        result(http, made)
+        for step in range(1, TINKER_STEPS + 1):
+            train(http, model, step)
+            if step % (TINKER_STEPS // TENTHS) == 0:
+                samples.append(measured(living(launcher, "orchestrator", "tinker"), run_dir))
     judge(samples, kept_bytes=4 * 500.0)
 
 

@@ -32,12 +32,13 @@ from tests.trainer_node import family
 from trainer_node.adapters import peft_io
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports
-from trainer_node.model import topology
 from trainer_node.model.model import Model
-from trainer_node.model.parameters import finalize_gradients
+from trainer_node.model.whole_adapters import gather_stacks, read_on_all_ranks
+from trainer_node.ranks import topology
 from trainer_node.tools.reference import with_single_experts
 from trainer_node.training import served_weights
 from trainer_node.training.batch import MicroBatch
+from trainer_node.training.gradients import finalize_gradients
 from weight_transfer.layout import torch_dtype
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -75,7 +76,7 @@ def gradients(model: Model, log_probs_LV: torch.Tensor, micro: MicroBatch) -> di
     kept = [p.param.data for p in model.params]
     for p in model.params:
         p.param.data = p.grad
-    found = by_key(peft_io.gather_stacks(model, group=None))
+    found = by_key(gather_stacks(model, group=None))
     for p, data in zip(model.params, kept, strict=True):
         p.param.data = data
     return found
@@ -122,7 +123,7 @@ def theirs(
 
 def check_reload(model: Model, adapter: Path) -> None:
     """What we or PEFT wrote is read, bit by bit."""
-    whole = peft_io.read_on_all_ranks(model, adapter)
+    whole = read_on_all_ranks(model, adapter)
     for local in model.adapters.local_matrices():
         read = whole.pop((local.module, local.matrix))[local.place]
         assert torch.equal(local.tensor.cpu(), read)
@@ -232,7 +233,7 @@ def moe_layers(model: Model) -> list[Any]:
 def run(model: Model, folder: Path) -> dict[str, Any]:
     """Everything of a rank."""
     micro = family.pack(model.config)
-    stacks, lora = peft_io.gather_stacks(model, group=None), model.config.lora
+    stacks, lora = gather_stacks(model, group=None), model.config.lora
     written = tempfile.TemporaryDirectory()
     adapter = Path(written.name)
     if stacks:

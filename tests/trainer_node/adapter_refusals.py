@@ -15,7 +15,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from tests.trainer_node import family
 from tests.trainer_node.families import make
-from trainer_node.model import topology
+from trainer_node.ranks import topology
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"targets": ("q_pro",)}, r"'q_pro' matches nothing.*q_proj"),

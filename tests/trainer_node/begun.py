@@ -31,8 +31,8 @@ from orchestrator.protocol.messages import (
 from tests.trainer_node.behind import Bench, replaced, same
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.worker import make_trainer, random_adapters
+from trainer_node.files import bulk_files
 from trainer_node.request import Request
-from trainer_node.state import bulk_files
 from trainer_node.training import passes
 from trainer_node.training.trainer import NothingPending
 

@@ -34,13 +34,14 @@ from orchestrator.protocol.messages import (
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.export.merged import Exporter
+from trainer_node.files import behind, generations
+from trainer_node.files.behind import Behind
+from trainer_node.files.bulk_files import BulkWriter
+from trainer_node.files.generations import CheckpointError
 from trainer_node.jobs import Jobs
-from trainer_node.lockstep import Lockstep
+from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import Request
-from trainer_node.state import behind, checkpoint, generations, remake
-from trainer_node.state.behind import Behind
-from trainer_node.state.bulk_files import BulkWriter
-from trainer_node.state.generations import CheckpointError
+from trainer_node.state import checkpoint, remake
 from trainer_node.training import steps
 from trainer_node.training.trainer import Trainer
 

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from orchestrator.errors import ErrorCode
 from orchestrator.processes.restarts import EXIT_AFRESH
 from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
 from orchestrator.protocol.frames import Envelope
@@ -48,9 +49,10 @@ from orchestrator.protocol.messages import (
 )
 from tests.trainer_node.data import arrays, training
 from trainer_node import aftermath
-from trainer_node.lockstep import Failure
 from trainer_node.node import Node
+from trainer_node.ranks.lockstep import Failure
 from trainer_node.request import Outcome
+from trainer_node.training.batch import TooLong
 
 POINTS, STEP_POINTS = 4, 50
 """Operations of each handler, and of a first step, that fail one after the other."""
@@ -309,13 +311,14 @@ def check_too_long(bench: Bench) -> None:
     assert trainer.longest_sequence is None, "on a CPU nothing is measured"
     bench.ok(ForwardBackward, buffers, **batch)
     trainer.longest_sequence = 11
-    for kind, given in (
-        (ForwardBackward, batch),
-        (TrainMerged, {"version": 1, "checkpoint_dir": str(bench.out / "1"), **fields}),
+    for kind, given, carried in (
+        (Forward, {"tensors": fields["tensors"][:2]}, buffers[:2]),
+        (ForwardBackward, batch, buffers),
+        (TrainMerged, {"version": 1, "checkpoint_dir": str(bench.out / "1"), **fields}, buffers),
     ):
-        assert bench.ask(kind, buffers, **given) is None
+        assert bench.ask(kind, carried, **given) is None
         (failure,) = bench.failures
-        assert failure.kind == "BatchError"
+        assert failure.kind == "TooLong" and TooLong.code == ErrorCode.TOO_LONG
         assert "sequence 2 has 12 tokens, and the GPU's memory suffices for 11" in failure.text
         assert trainer.first_forward_s == 0 and trainer.pending.num_batches == 1
     trainer.longest_sequence = 12

@@ -35,12 +35,12 @@ from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.families import FAMILIES, LENGTHS, VOCAB
 from trainer_node.export.merged import Exporter
+from trainer_node.hf.checkpoint import read_config
 from trainer_node.model import build as product
-from trainer_node.model import topology
-from trainer_node.model.hf import read_config
 from trainer_node.model.model import Model
-from trainer_node.model.parameters import finalize_gradients
+from trainer_node.ranks import topology
 from trainer_node.training.batch import MicroBatch, micro_batches
+from trainer_node.training.gradients import finalize_gradients
 
 Tensors = dict[str, torch.Tensor]
 

@@ -34,8 +34,8 @@ from trainer_node.export.hf_export import export_hf
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport
 from trainer_node.jobs import Jobs
-from trainer_node.lockstep import Lockstep
 from trainer_node.node import Node
+from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import Request
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer

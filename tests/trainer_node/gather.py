@@ -26,7 +26,7 @@ from tests.trainer_node.worker import make_trainer, random_adapters
 from trainer_node.export import wire_export
 from trainer_node.export.merged import Exporter
 from trainer_node.export.wire_export import WireExport, supports
-from trainer_node.lockstep import Lockstep, OutOfStep, has_diverged
+from trainer_node.ranks.lockstep import Lockstep, OutOfStep, has_diverged
 from trainer_node.request import NotReady
 from trainer_node.training.trainer import Trainer
 

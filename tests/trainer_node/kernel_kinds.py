@@ -15,11 +15,11 @@ import torch
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from tests.trainer_node import families
-from trainer_node.model import kernel_check, topology
+from trainer_node.model import kernel_check, rng
 from trainer_node.model.kernel_check import BOUND, NAMES, differences_of, layers_of
 from trainer_node.model.model import Model
-from trainer_node.start import start
-from trainer_node.training import rng
+from trainer_node.ranks import topology
+from trainer_node.training.start import start
 
 
 def _heads(heads: int, groups: int, width: int) -> dict[str, int]:

@@ -17,7 +17,8 @@ import torch
 
 from orchestrator.errors import ConfigError
 from tests.trainer_node.worker import make_trainer
-from trainer_node.model import cudnn, kernel_check
+from trainer_node.backends import cudnn
+from trainer_node.model import kernel_check
 from trainer_node.model.kernel_check import Kind
 
 

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer_node.export import layouts
-from trainer_node.export.gather_plan import matrix
-from trainer_node.export.strides import Layout
+from trainer_node.backends import cpu_shims
 from trainer_node.export.wire_export import Source
-from trainer_node.model import cpu_shims
+from trainer_node.layout import layouts
+from trainer_node.layout.boxes import matrix
+from trainer_node.layout.strides import Layout
 
 cpu_shims.apply()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_node import objects
+from trainer_node.ranks import objects
 
 
 class Evil:

@@ -24,10 +24,10 @@ from orchestrator.protocol.messages import KlSpec, LossSpec, OptimParams, TrainL
 from tests.trainer_node import bounds, gradients
 from tests.trainer_node.data import arrays, make_batch, temperatures
 from tests.trainer_node.worker import make_trainer, random_adapters
-from trainer_node.adapters.identity_adapter import write_identity_adapter
 from trainer_node.adapters.peft_io import AdapterError
+from trainer_node.files.generations import CheckpointError
 from trainer_node.state import checkpoint
-from trainer_node.state.generations import CheckpointError
+from trainer_node.tools.identity_adapter import write_identity_adapter
 from trainer_node.training import passes, steps
 from trainer_node.training.batch import Batch, BatchError
 from trainer_node.training.gap import LogprobGapError

@@ -33,3 +33,14 @@ def spoils_the_step(log_probs_N: torch.Tensor) -> LossOutput:
 
     torch.optim.AdamW.step = fail  # type: ignore[method-assign,assignment]
     return _plain(log_probs_N)
+
+
+@register_loss("finds_no_memory")
+def finds_no_memory(log_probs_N: torch.Tensor) -> LossOutput:
+    """The backward pass fails, with all activations in use."""
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("a test said so")
+
+    log_probs_N.register_hook(fail)
+    return _plain(log_probs_N)

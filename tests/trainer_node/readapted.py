@@ -19,8 +19,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import LOSS, OPTIM, make_trainer
-from trainer_node import heap
 from trainer_node.export.merged import Exporter
+from trainer_node.ranks import heap
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer
 

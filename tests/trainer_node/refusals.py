@@ -18,7 +18,8 @@ from megatron.core.transformer.enums import AttnBackend
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import Device, ParallelConfig, TrainerConfig
 from tests.trainer_node.families import FAMILIES
-from trainer_node.model import cpu_te, providers
+from trainer_node.backends import cpu_te
+from trainer_node.model import providers
 
 
 def provider(

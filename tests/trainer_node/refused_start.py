@@ -13,7 +13,7 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ParallelConfig, TrainerConfig
-from trainer_node.start import start
+from trainer_node.training.start import start
 
 
 class _Texts(logging.Handler):

@@ -23,9 +23,9 @@ from tests.numerics import chain_error_bound
 from tests.trainer_node.families import VOCAB
 from tests.trainer_node.towers import FURTHER, IMAGE
 from trainer_node.export.merged import Exporter
-from trainer_node.start import start
 from trainer_node.tools.check_model import batch_of
 from trainer_node.training.batch import BatchError
+from trainer_node.training.start import start
 
 LENGTHS = (21, 34)
 ROUNDINGS = 20_000

@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainer_node import admission
 from trainer_node.node import main
+from trainer_node.tools import admission
 
 CHECK_S = 25.0
 

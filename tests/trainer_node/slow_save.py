@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainer_node.files import behind
 from trainer_node.node import main
-from trainer_node.state import behind
 
 FILE = "SLOW_SAVE"
 ORIGINAL = behind.Behind.start

@@ -33,8 +33,8 @@ from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.hf_export import MERGE, export_hf
 from trainer_node.export.merged import Exporter
+from trainer_node.files.generations import CheckpointError
 from trainer_node.state import checkpoint
-from trainer_node.state.generations import CheckpointError
 from trainer_node.training.trainer import Trainer
 
 TOKENS = 4096

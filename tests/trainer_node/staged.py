@@ -17,9 +17,9 @@ from orchestrator.protocol.config import ParallelConfig, TrainerConfig
 from orchestrator.protocol.messages import LossSpec
 from tests.trainer_node.family import saved
 from trainer_node.export.merged import Exporter
-from trainer_node.model.parameters import finalize_gradients, global_norm
-from trainer_node.start import start
 from trainer_node.tools.check_model import FLOOR, Reference, batch_of
+from trainer_node.training.gradients import finalize_gradients, global_norm
+from trainer_node.training.start import start
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ def joined() -> dict[str, object]:
     import torch.distributed as dist
 
     from orchestrator.protocol.config import ParallelConfig, TrainerConfig
-    from trainer_node.launcher import rendezvous
+    from trainer_node.ranks import rendezvous
 
     world = int(os.environ["WORLD_SIZE"])
     rendezvous.join(

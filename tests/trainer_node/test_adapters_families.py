@@ -15,8 +15,8 @@ from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import LENGTHS, make, pack_experts
 from tests.trainer_node.family_bounds import SMALL, roundings
 from tests.trainer_node.family_cases import ALL, ONE_RANK, PACKED, SEVERAL, SLOW_EXPERTS
-from trainer_node.adapters.identity_adapter import linear_shapes
-from trainer_node.model.hf import read_config
+from trainer_node.hf.checkpoint import read_config
+from trainer_node.tools.identity_adapter import linear_shapes
 
 Cell = Callable[..., dict[str, Any]]
 

@@ -16,11 +16,11 @@ from orchestrator.protocol.messages import LoadCheckpoint, SaveCheckpoint, Shutd
 from tests.trainer_node import slow_save
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.served_node import node, rank_process
+from trainer_node.files import generations
+from trainer_node.files.behind import Behind
+from trainer_node.files.bulk_files import Extent, bulk_writer
 from trainer_node.publication import Publication
 from trainer_node.request import Outcome
-from trainer_node.state import generations
-from trainer_node.state.behind import Behind
-from trainer_node.state.bulk_files import Extent, bulk_writer
 
 
 @pytest.mark.parametrize(

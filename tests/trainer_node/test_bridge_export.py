@@ -11,7 +11,7 @@ from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node.export import bridge_export
 from trainer_node.export.bridge_export import BridgeExport, is_manifest_order
-from trainer_node.lockstep import OutOfStep
+from trainer_node.ranks.lockstep import OutOfStep
 from weight_transfer.layout import as_bytes
 
 TENSORS = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import make
-from trainer_node.model.hf import fingerprint, tensor_files
+from trainer_node.hf.checkpoint import fingerprint, tensor_files
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 GATE = "model.layers.1.mlp.gate_proj.weight"

@@ -17,8 +17,9 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from trainer_node.adapters import peft_io
-from trainer_node.state import hashing, sharded_state
-from trainer_node.state.bulk_files import Extent, bulk_writer, spans
+from trainer_node.files import hashing
+from trainer_node.files.bulk_files import Extent, bulk_writer, spans
+from trainer_node.state import sharded_state
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,7 @@ from splice.cli import app
 from tests.trainer_node import towers
 from tests.trainer_node.conftest import Ranks
 from tests.trainer_node.families import FAMILIES, make
-from trainer_node import admission
-from trainer_node.tools import check_model
+from trainer_node.tools import admission, check_model
 
 Checked = Callable[..., dict[str, Any]]
 

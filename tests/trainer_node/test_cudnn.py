@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
-from trainer_node.model import cudnn
+from trainer_node.backends import cudnn
 
 
 def grouped(width: int) -> types.SimpleNamespace:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import ExportHf, Manifest, TensorSpec
 from tests.trainer_node.served_node import node
-from trainer_node.model import fp8_blocks
-from trainer_node.model.hf import HfCheckpoint, read_config, tensor_dtypes
+from trainer_node.hf import fp8_blocks
+from trainer_node.hf.checkpoint import HfCheckpoint, read_config, tensor_dtypes
 from trainer_node.tools.make_checkpoint import is_projection, main
 from weight_transfer import fp8
 

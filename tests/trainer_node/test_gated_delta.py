@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trainer_node.model import gated_delta
-from trainer_node.model.gated_delta import causal_conv1d, chunk_gated_delta_rule, l2norm
+from trainer_node.backends import gated_delta
+from trainer_node.backends.gated_delta import causal_conv1d, chunk_gated_delta_rule, l2norm
 
 LENGTHS = (130, 1, 64, 65, 200, 63, 7)
 HEADS, SIZE = 3, 8

@@ -9,7 +9,8 @@ import pytest
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import TensorSpec
 from tests.trainer_node.conftest import run_on_gpus
-from trainer_node.export.gather_plan import ALIGN, Box, Held, PartitionError, assign, lay_out
+from trainer_node.export.gather_plan import ALIGN, Held, PartitionError, assign, lay_out
+from trainer_node.layout.boxes import Box
 
 TOPOLOGIES = {
     "dp2": ("dense_tied", 2, (1, 1, 1)),

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from tests.trainer_node.harm import spoil
-from trainer_node.state import generations, hashing
-from trainer_node.state.bulk_files import Extent, bulk_writer
-from trainer_node.state.generations import (
+from trainer_node.files import generations, hashing
+from trainer_node.files.bulk_files import Extent, bulk_writer
+from trainer_node.files.generations import (
     MARKER,
     CheckpointError,
     Disk,

@@ -20,7 +20,7 @@ from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays
 from tests.trainer_node.launched import ranks, trainer
-from trainer_node.model.hub import is_hub_id
+from trainer_node.hf.hub import is_hub_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -43,7 +43,7 @@ def make_cache(model: Path, cache: Path, *, name: str = "dense") -> Path:
 FETCH = """
 import json, sys
 from pathlib import Path
-from trainer_node.model.hub import fetch
+from trainer_node.hf.hub import fetch
 for model in sys.argv[1:]:
     try:
         print(json.dumps(str(fetch(Path(model)))))

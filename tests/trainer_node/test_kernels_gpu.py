@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.trainer_node.conftest import run_on_gpus
-from trainer_node.model import gated_delta
+from trainer_node.backends import gated_delta
 from trainer_node.model.kernel_check import BOUND, Function, differences
 
 LENGTHS = (1111, 64, 333, 700)

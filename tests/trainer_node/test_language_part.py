@@ -10,8 +10,8 @@ import transformers
 from orchestrator.errors import ConfigError
 from tests.trainer_node import towers
 from tests.trainer_node.conftest import Ranks
-from trainer_node.model import language_part
-from trainer_node.model.hf import read_config
+from trainer_node.hf import language_part
+from trainer_node.hf.checkpoint import read_config
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("gemma3", 1), ("qwen3_5_moe", 2)])

@@ -8,7 +8,7 @@ import torch
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig
 from trainer_node.adapters.linears import Place, Targets, expert_name
-from trainer_node.export.strides import NotStridedError, derive
+from trainer_node.layout.strides import NotStridedError, derive
 
 NAMES = [
     "model.layers.0.self_attn.q_a_proj.weight",

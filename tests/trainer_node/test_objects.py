@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 
 from orchestrator.errors import ConfigError
 from tests.trainer_node.conftest import REPO
-from trainer_node.objects import Unpickler, enum_member
+from trainer_node.ranks.objects import Unpickler, enum_member
 
 PICKLING = {
     "all_gather_object",

@@ -20,7 +20,7 @@ from orchestrator.protocol.config import LoraConfig
 from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.tiny import hf_model, make_peft_adapter
-from trainer_node.adapters.identity_adapter import write_identity_adapter
+from trainer_node.tools.identity_adapter import write_identity_adapter
 
 TOPOLOGIES = {
     "tp2pp2": ("dense_untied", 4, (2, 2, 1)),
@@ -213,7 +213,7 @@ def test_an_identity_adapter_from_the_config_is_what_the_trainer_starts_from(
         command = [
             sys.executable,
             "-m",
-            "trainer_node.adapters.identity_adapter",
+            "trainer_node.tools.identity_adapter",
             "--model",
             str(tmp_path / "model"),
             "--out",

@@ -84,7 +84,7 @@ def test_the_chosen_pack_fits_on_a_gpu(models: dict[str, Path]) -> None:
     """The model's prediction for a pack of the chosen size is within a tenth of what that pack
     takes.
     """
-    from trainer_node.start import start
+    from trainer_node.training.start import start
 
     trainer = start(
         TrainerConfig(

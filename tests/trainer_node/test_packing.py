@@ -17,10 +17,10 @@ from orchestrator.protocol.config import ParallelConfig
 from orchestrator.protocol.messages import LossSpec, batch_specs
 from tests.trainer_node import bounds
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
+from trainer_node.layout.context import context_places
 from trainer_node.training.batch import (
     Batch,
     BatchError,
-    context_places,
     decode_batch,
     micro_batches,
     move_in_one_copy,

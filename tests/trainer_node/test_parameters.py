@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from trainer_node.export.strides import derive
-from trainer_node.model import parameters
-from trainer_node.model.parameters import Piece
+from trainer_node.layout.pieces import Piece
+from trainer_node.layout.strides import derive
+from trainer_node.training import gradients
 from trainer_node.training.optimizer import assign_owners
 
 
@@ -51,9 +51,9 @@ def test_pieces_of_a_fused_qkv_by_hand() -> None:
 
 def test_buckets(monkeypatch) -> None:
     """In order, none above the limit unless it is one tensor."""
-    monkeypatch.setattr(parameters, "BUCKET_ELEMENTS", 10)
+    monkeypatch.setattr(gradients, "BUCKET_ELEMENTS", 10)
     tensors = [torch.empty(n) for n in (4, 6, 1, 20, 3, 3)]
-    assert [[t.numel() for t in b] for b in parameters.buckets(tensors)] == [
+    assert [[t.numel() for t in b] for b in gradients.buckets(tensors)] == [
         [4, 6],
         [1],
         [20],

@@ -16,9 +16,9 @@ from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import KlSpec
 from tests.trainer_node.tiny import make_peft_adapter
 from trainer_node.adapters import peft_io
-from trainer_node.adapters.identity_adapter import linear_shapes
 from trainer_node.adapters.peft_io import AdapterError, read_adapter
-from trainer_node.model.hf import read_config
+from trainer_node.hf.checkpoint import read_config
+from trainer_node.tools.identity_adapter import linear_shapes
 
 LORA = LoraConfig(rank=4, alpha=8)
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.3.down_proj"

@@ -27,8 +27,8 @@ def run_job(run: Run, loss: str, seed: int = 1) -> dict[str, Any]:
 
 
 def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
-    """Each poison batch is one crash of the two that may be, and each spoilt step is none. The
-    weights are those of the ordinary jobs alone."""
+    """Neither poison batches nor spoilt steps count, however many there are in a row. The weights
+    are those of the ordinary jobs alone."""
     options = {"loss_modules": ("tests.trainer_node.poison",)}
     with (
         Run(tmp_path, transfer_timeout_s=60.0) as run,
@@ -40,7 +40,7 @@ def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
         run.nodes.append(replica)
         run.client.run(InitialSyncJob(), timeout_s=120)
         run_job(run, "cross_entropy")
-        for _ in range(2):
+        for _ in range(4):
             with pytest.raises(JobFailed, match="2 processes of the trainer") as failed:
                 run_job(run, "ends_the_process")
             assert failed.value.code == ErrorCode.TRAINER_KILLED
@@ -56,7 +56,7 @@ def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
         served = {name: tensor.clone() for name, tensor in replica.tensors.items()}
         replica.on_LeaveTransferGroup(None)
     log = (tmp_path / "trainer.log").read_text()
-    assert log.count("it is started again") >= 3 and "the launcher ends" not in log
+    assert log.count("it is started again") >= 3 and "given up" not in log
     plain = tmp_path / "plain"
     plain.mkdir()
     assert all(map(torch.equal, served.values(), ordinary(models["dense_tied"], plain)))

@@ -13,16 +13,10 @@ from orchestrator.errors import ConfigError, MergePlanError
 from orchestrator.protocol.messages import KlSpec, LossSpec, Manifest, TensorSpec, forward_specs
 from tests.numerics import sum_error_bound
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
-from trainer_node.adapters.merge import (
-    LoraDelta,
-    MergeOp,
-    decoder_name,
-    merge_tensor,
-    plan_merge,
-    strip_wrappers,
-)
+from trainer_node.adapters.merge import LoraDelta, MergeOp, merge_tensor, plan_merge
 from trainer_node.adapters.rounding import NEAREST
 from trainer_node.export.hf_export import plan_files
+from trainer_node.hf.names import decoder_name, strip_wrappers
 from trainer_node.training import gap
 from trainer_node.training.batch import (
     BatchError,

@@ -28,8 +28,9 @@ from tests.orchestrator.run import TOKEN, Run
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.launched import Replica, ranks, trainer
-from trainer_node import lockstep, node
+from trainer_node import node
 from trainer_node.launcher.ranks import check_can_fork
+from trainer_node.ranks import lockstep
 
 BACK_S = 5.0
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer_node.state import checkpoint, generations
-from trainer_node.state.generations import CheckpointError
+from trainer_node.files import generations
+from trainer_node.files.generations import CheckpointError
+from trainer_node.state import checkpoint
 from trainer_node.state.removal import Removal
 
 

@@ -19,13 +19,13 @@ from orchestrator.protocol.config import LoraConfig
 from tests.trainer_node import families
 from tests.trainer_node.conftest import run_on_gpus
 from tests.trainer_node.worker import make_trainer, random_adapters
-from trainer_node import objects
 from trainer_node.adapters.merge import LoraDelta
-from trainer_node.adapters.peft_io import gather_deltas
 from trainer_node.adapters.rounding import NEAREST, Corner, Rounding, delta_of, merge_matrix
 from trainer_node.export.merged import Exporter
 from trainer_node.export.runs import Run
 from trainer_node.export.wire_export import Delta
+from trainer_node.model.whole_adapters import gather_deltas
+from trainer_node.ranks import objects
 from trainer_node.training import served_share
 from trainer_node.training.served_share import Sums, metrics_of, sums_of
 from trainer_node.training.trainer import Trainer

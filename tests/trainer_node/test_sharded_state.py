@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer_node.state.generations import CheckpointError
+from trainer_node.files.generations import CheckpointError
 from trainer_node.state.sharded_state import INDEX, Shard, load, plan, save
 
 WHOLE_67 = torch.arange(42, dtype=torch.float32).view(6, 7)

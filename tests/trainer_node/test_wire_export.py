@@ -32,9 +32,9 @@ from tests.weight_transfer.rounding import round_to_nearest
 from trainer_node.adapters.merge import merge_kernels, merge_tensor
 from trainer_node.adapters.rounding import NEAREST, Corner, Rounding
 from trainer_node.export import wire_export
-from trainer_node.export.gather_plan import Box
 from trainer_node.export.probe import probe
 from trainer_node.export.wire_export import Delta, Member, Merger, Source, WireExport
+from trainer_node.layout.boxes import Box
 
 SCALE = 1.7  # no power of two: the multiplication rounds
 STOCHASTIC = Rounding(seed=7)
@@ -520,7 +520,7 @@ def test_the_kernel_compiles_for_an_h200(dtype: str, is_stochastic: bool) -> Non
     """
     from triton import language as tl
 
-    from trainer_node.export import merge_kernels
+    from trainer_node.adapters import merge_kernels
 
     tile = merge_kernels.MERGE_TILE
     numbers = (
@@ -567,7 +567,7 @@ def test_the_kernel_compiles_for_an_h200(dtype: str, is_stochastic: bool) -> Non
 def test_the_kernel_of_transposed_tensors_reads_and_writes_runs(fused: bool) -> None:
     from triton import language as tl
 
-    from trainer_node.export import merge_kernels
+    from trainer_node.adapters import merge_kernels
 
     tile = merge_kernels.TURN_TILE
     numbers = ("num_rows", "num_columns", "columns_per_group", "column_group_stride")

@@ -36,6 +36,7 @@ from orchestrator.processes.restarts import (
     EXIT_AFRESH,
     EXIT_CONFIG,
     EXIT_LINK_LOST,
+    JOB_FAILS,
     BackOff,
     RestartBudget,
 )
@@ -81,7 +82,8 @@ class TrainerLaunch:
         prefix: comes before the command line; must pass on stdin and stdout.
         rendezvous: host:port of node rank 0, the same on every host; empty with one node.
         max_restarts: restarts after crashes within an hour, since the trainer last trained. Starts
-            for the next job, or after a lost link, do not count.
+            for the next job, after a lost link, or after a crash in a job that fails by itself
+            (`trainer_killed`), do not count.
         template: whether ranks are forks of a process that has imported everything.
     """
 
@@ -378,21 +380,17 @@ class TrainerHost:
             if isinstance(message, StartTrainer | StopTrainer):
                 self._answer(message)
             elif isinstance(message, EndedDuring):
-                self._on_cause(message.cause, has_trained=message.has_trained)
-            code = self._watch()
-            if (
-                code is None
-                and self._lost_s is not None
-                and time.monotonic() - self._lost_s > ORPHAN_S
-            ):
+                cause = JOB_FAILS if message.is_counted else message.cause
+                self._on_cause(cause, has_trained=message.has_trained)
+            if (code := self._watch()) is not None:
+                return self._give_up(code)
+            if self._lost_s is not None and time.monotonic() - self._lost_s > ORPHAN_S:
                 log.error(
                     "no orchestrator at %s for %.0f s; the launcher ends",
                     self._launch.endpoint,
                     ORPHAN_S,
                 )
-                code = EXIT_LINK_LOST
-            if code is not None:
-                return code
+                return EXIT_LINK_LOST
         return 0
 
     def _is_stopped(self) -> bool:
@@ -448,7 +446,7 @@ class TrainerHost:
             self._starts_at_s = None
             self._ranks.start()
         if self._crash is not None and time.monotonic() - self._crash[1] > CAUSE_S:
-            return self._give_up(self._crash[0])
+            return self._crash[0]
         code = self._ranks.look()
         if code is None or not self._wanted:
             return None
@@ -476,10 +474,6 @@ class TrainerHost:
 
     def _after_crash(self, code: int, now_s: float) -> int | None:
         if code == EXIT_CONFIG:
-            log.error(
-                "the trainer's configuration is wrong, see above; a restart would change nothing, "
-                "so the launcher ends"
-            )
             return code
         cause, self._told = self._told, None
         is_recent = cause is not None and now_s - cause[1] <= CAUSE_S
@@ -490,8 +484,8 @@ class TrainerHost:
         return None
 
     def _on_cause(self, cause: str, *, has_trained: bool) -> None:
-        """Hear in which request the ranks crashed: further crashes in it do not count. Nor do
-        crashes so far, if these ranks had trained."""
+        """Hear in which request the ranks crashed: further crashes in it do not count, and in a
+        job that fails by itself none does. Nor do crashes so far, if these ranks had trained."""
         now_s = time.monotonic()
         if has_trained:
             self._restarts.renew()
@@ -507,8 +501,8 @@ class TrainerHost:
 
     def _start_again(self, code: int, now_s: float) -> None:
         log.warning(
-            "the trainer ended with code %d; start %d of at most %d within an hour (those in one "
-            "request count once)",
+            "the trainer ended with code %d; start %d of at most %d within an hour (those in a "
+            "training job do not count)",
             code,
             self._restarts.used(now_s),
             self._restarts.most,
@@ -516,11 +510,16 @@ class TrainerHost:
         self._ranks.start()
 
     def _give_up(self, code: int) -> int:
-        log.error(
-            "the trainer ended with code %d, %d starts after a crash; the launcher ends",
-            code,
-            self._restarts.used(time.monotonic()),
+        """Say why the launcher ends. Returns its exit code."""
+        why = (
+            "its configuration is wrong, which a restart would not change"
+            if code == EXIT_CONFIG
+            else f"it ended with code {code}, {self._restarts.used(time.monotonic())} starts after "
+            "a crash"
         )
+        log.error("the trainer is given up, and the launcher ends: %s", why)
+        told = f"{why}; read its log, then start it again with `splice trainer`"
+        self._link.send(NodeEnded(node_id=self._launch.node_id, code=code, given_up=told))
         return code if code > 0 else 1
 
 

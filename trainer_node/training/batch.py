@@ -18,13 +18,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ErrorCode
 from orchestrator.protocol.messages import (
     BATCH_TENSORS,
     FORWARD_TENSORS,
@@ -34,6 +33,7 @@ from orchestrator.protocol.messages import (
     LossSpec,
     TensorSpec,
 )
+from trainer_node.layout.context import context_places
 
 CPU = torch.device("cpu")
 _FLOATS = ("loss_mask", "advantages", "sampler_logprobs")
@@ -41,6 +41,12 @@ _FLOATS = ("loss_mask", "advantages", "sampler_logprobs")
 
 class BatchError(ConfigError):
     """A batch that cannot be trained on; names the sequence and the field."""
+
+
+class TooLong(BatchError):
+    """A sequence that does not fit into the trainer's memory."""
+
+    code = ErrorCode.TOO_LONG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,14 +263,13 @@ def check_fits(batch: Batch, longest: int | None) -> None:
         longest: tokens of the longest sequence that fits. None: nobody knows.
 
     Raises:
-        BatchError: names the sequence, its tokens and the number that fits.
+        TooLong: names the sequence, its tokens and the number that fits.
     """
     for number, length in enumerate(batch.lengths):
         if longest is not None and length > longest:
-            raise BatchError(
+            raise TooLong(
                 f"sequence_lengths: sequence {number} has {length} tokens, and the GPU's memory "
-                f"suffices for {longest}; leave it out or cut it, or start the trainer with "
-                "recompute = 'full' or more parallel.context, tensor or pipeline"
+                f"suffices for {longest}"
             )
 
 
@@ -651,24 +656,6 @@ def _routing(
     experts_L = torch.arange(top_k).repeat(length, layers, 1)
     experts_L[torch.from_numpy(places_R)] = routed_experts_T[torch.from_numpy(rows_R)].long()
     return experts_L
-
-
-def context_places(bounds: Sequence[int], *, rank: int, size: int) -> np.ndarray:
-    """Return the places of a context-parallel rank's tokens in a pack, in its order.
-
-    Each sequence gives chunk `rank`, then `2 * size - 1 - rank`.
-
-    Args:
-        bounds: where each sequence begins, and the pack's length; all differences are multiples of
-            2 * size.
-    """
-    places = []
-    for start, end in pairwise(bounds):
-        chunk = (end - start) // (2 * size)
-        places += [
-            start + first * chunk + np.arange(chunk) for first in (rank, 2 * size - 1 - rank)
-        ]
-    return np.concatenate(places)
 
 
 def _part(pack: MicroBatch, rank: int, size: int) -> MicroBatch:

@@ -25,11 +25,9 @@ from megatron.core import parallel_state
 from orchestrator.errors import ErrorCode, SpliceError
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node import heap
 from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.lora import Mode
-from trainer_node.adapters.peft_io import read_on_all_ranks
-from trainer_node.adapters.references import References
+from trainer_node.files.behind import Behind, OnDisk
 from trainer_node.model import trainable
 from trainer_node.model.model import Model
 from trainer_node.model.offload import (
@@ -39,8 +37,8 @@ from trainer_node.model.offload import (
     storage_bytes,
     tensors_in,
 )
-from trainer_node.model.parameters import finalize_gradients, global_norm
-from trainer_node.state.behind import Behind, OnDisk
+from trainer_node.model.whole_adapters import read_on_all_ranks
+from trainer_node.ranks import heap
 from trainer_node.training import gap, passes, served_weights
 from trainer_node.training.batch import (
     Batch,
@@ -51,8 +49,10 @@ from trainer_node.training.batch import (
     check_routing,
     check_text,
 )
+from trainer_node.training.gradients import finalize_gradients, global_norm
 from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
+from trainer_node.training.references import References
 from trainer_node.training.sums import Pending, StepSums
 
 DEFAULT_TOKENS = 4096
@@ -288,9 +288,13 @@ class Trainer:
 
         Args:
             mode: how the model runs; None: as it learns, without dropout.
+
+        Raises:
+            TooLong: a sequence does not fit into memory. Nothing has run.
         """
         if mode == "base":
             self.model.need_adapters("a forward pass of the base model")
+        check_fits(batch, self.longest_sequence)
         packs = self._cut(batch)
         of_pack = partial(passes.scores, self.model, self._allowed(allowed_token_ids))
         with self._scoring(mode):

@@ -112,6 +112,8 @@ class NodeEnded(Message):
     """The `Hello.start_id` of the ended process: a process that was started since still lives."""
     code: int
     """Exit code; negative: the signal."""
+    given_up: str = Field(default="", max_length=1000)
+    """Why the launcher ends too, and does not start the node again. Empty: it starts it."""
 
 
 class EndedDuring(Message):
@@ -121,6 +123,8 @@ class EndedDuring(Message):
     node_id: str
     cause: str = Field(default="", max_length=512)
     """The request, under one name however often it is sent; empty: none."""
+    is_counted: bool = False
+    """Whether the orchestrator counts the crashes in this request, and fails its job."""
     has_trained: bool = False
     """Whether the process had trained: crashes before it do not count."""
 

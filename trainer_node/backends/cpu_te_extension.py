@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 from torch.nn import functional
 
-from trainer_node.model.cpu_te.attention import attend
+from trainer_node.backends.cpu_attention import attend
 
 HAVE_TE = True
 

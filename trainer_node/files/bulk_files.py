@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from trainer_node.state import hashing
+from trainer_node.files import hashing
 
 NUM_THREADS = 6
 

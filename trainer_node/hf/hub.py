@@ -18,8 +18,7 @@ from pathlib import Path
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import HUB_ID, TrainerConfig
-from trainer_node import objects
-from trainer_node.launcher import rendezvous
+from trainer_node.ranks import objects, rendezvous
 
 log = logging.getLogger("splice.trainer")
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")

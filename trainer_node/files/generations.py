@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ErrorCode, SpliceError
-from trainer_node.state import hashing
+from trainer_node.files import hashing
 
 log = logging.getLogger("splice.trainer")
 MARKER, BEGUN = "COMPLETE", "BEGUN"

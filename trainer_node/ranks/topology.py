@@ -12,7 +12,7 @@ import torch.distributed as dist
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
 from orchestrator.protocol.topology import check_topology
-from trainer_node.launcher import rendezvous
+from trainer_node.ranks import rendezvous
 
 CONTROL_TIMEOUT_S = 3600.0
 """Deadline of the control group's collectives; rank 0 sends a keepalive much more often."""
@@ -55,6 +55,17 @@ def join(config: TrainerConfig) -> torch.device:
         tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
     torch.manual_seed(config.seed)
     return device
+
+
+def tensor_group(*, expert: bool) -> Any:
+    """The ranks that a linear is split over; experts have a group of their own."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_expert_tensor_parallel_group()
+        if expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
 
 
 def group_of_all(backend: str | None = None) -> Any:

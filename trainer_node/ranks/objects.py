@@ -72,8 +72,8 @@ def restrict_torch() -> None:
     """Limit torch's object collectives to the objects of `Unpickler`."""
     if not hasattr(distributed_c10d, "_unpickler"):
         raise RuntimeError(
-            f"torch {torch.__version__} unpickles what ranks send elsewhere; trainer_node.objects "
-            "has to follow"
+            f"torch {torch.__version__} unpickles what ranks send elsewhere; "
+            "trainer_node.ranks.objects has to follow"
         )
     distributed_c10d._unpickler = Unpickler  # type: ignore[attr-defined]
 

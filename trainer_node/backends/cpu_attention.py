@@ -19,7 +19,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch.nn import functional
 
-from trainer_node.training.batch import context_places
+from trainer_node.layout.context import context_places
 
 
 def attend(

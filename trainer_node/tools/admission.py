@@ -20,8 +20,7 @@ from pathlib import Path
 from orchestrator.errors import ConfigError
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node import objects
-from trainer_node.launcher import rendezvous
+from trainer_node.ranks import objects, rendezvous
 
 log = logging.getLogger("splice.trainer")
 SAYS = "splice check: "
@@ -108,7 +107,7 @@ def _kept(model: Path) -> Path:
     digest = hashlib.sha256((model / "config.json").read_bytes())
     for name in PACKAGES:
         digest.update(f"{name}=={importlib.metadata.version(name)}".encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    for source in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
     return cache() / f"{digest.hexdigest()[:32]}.json"
 

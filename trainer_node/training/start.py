@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.model import megatron_import, topology
-from trainer_node.model.hf import read_config
-from trainer_node.training import pack_size
+from trainer_node.backends import megatron_import
+from trainer_node.hf.checkpoint import read_config
+from trainer_node.ranks import topology
 from trainer_node.training.losses import import_losses
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def start(config: TrainerConfig) -> Trainer:
     import_losses(config.loss_modules)
     topology.check(config, hf_config)
     if config.device == "cpu":
-        from trainer_node.model import cpu_shims
+        from trainer_node.backends import cpu_shims
 
         cpu_shims.apply()
     else:
@@ -34,6 +34,7 @@ def start(config: TrainerConfig) -> Trainer:
     # Late, because on a CPU Megatron can be imported only after the shims.
     from trainer_node.model import kernel_check
     from trainer_node.model.build import build
+    from trainer_node.training import pack_size
     from trainer_node.training.trainer import Trainer
 
     trainer = Trainer(build(config, hf_config))

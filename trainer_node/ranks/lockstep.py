@@ -19,7 +19,7 @@ import torch.distributed as dist
 from orchestrator.errors import SpliceError, TransferError
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import AnyMessage
-from trainer_node import objects
+from trainer_node.ranks import objects
 
 _KEEPALIVE, _STOP = 0, -1
 """Sent in place of a request's size. `_STOP - code` means: stop with this exit code."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from trainer_node.adapters.peft_io import read_on_all_ranks
 from trainer_node.model.model import Model
+from trainer_node.model.whole_adapters import read_on_all_ranks
 
 MAX_REFERENCES = 4
 """Number of adapters to keep. The least recently used one goes first."""

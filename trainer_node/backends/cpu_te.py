@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from orchestrator.errors import ConfigError
+from trainer_node.backends import gated_delta
 
 EXTENSION = "megatron.core.extensions.transformer_engine"
 TE_VERSION = "2.12.0"
@@ -78,7 +79,7 @@ class _Finder:
         """`extension` for Megatron's module, shells for TransformerEngine's."""
         if name == EXTENSION:
             return importlib.util.spec_from_file_location(
-                name, Path(__file__).with_name("extension.py")
+                name, Path(__file__).with_name("cpu_te_extension.py")
             )
         if name in _SHELLS:
             return importlib.machinery.ModuleSpec(name, _Finder, is_package=True)  # type: ignore[arg-type]
@@ -110,8 +111,6 @@ def install() -> None:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
     _plain_functions()
-    from trainer_node.model import gated_delta
-
     gated_delta.install()
     _yarn_without_pinned_memory()
     _full_norms_without_cuda()

@@ -7,7 +7,7 @@
 Every rank's parameter has equally many elements, so `index // numel` is the rank. A piece has two
 strides for its rows and two for its columns: q's heads in a fused weight, a transposed expert.
 
-Axes: H = rows and W = columns of an HF tensor, seen as a matrix (`gather_plan.matrix`); N =
+Axes: H = rows and W = columns of an HF tensor, seen as a matrix (`boxes.matrix`); N =
 elements of a sequence.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer_node.export.gather_plan import Box, matrix
+from trainer_node.layout.boxes import Box, matrix
 
 MAX_PIECES = 4096
 """Pieces of one HF tensor. A tensor with more is as good as unordered."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import NodeLost
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.launcher.ranks import STORE_FD, listen
+from trainer_node.ranks.store import STORE_FD, listen
 
 
 def join(config: TrainerConfig) -> None:

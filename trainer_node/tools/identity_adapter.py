@@ -1,6 +1,6 @@
 """Writes a PEFT adapter that changes nothing (B is zero), from a model's config.json alone.
 
-    python -m trainer_node.adapters.identity_adapter --model FOLDER --out FOLDER [--rank 8 --alpha
+    python -m trainer_node.tools.identity_adapter --model FOLDER --out FOLDER [--rank 8 --alpha
     16 --targets q_proj,v_proj --seed 1234]
 
 A trainer with the same LoRA settings and seed starts from this adapter. vLLM and PEFT load it.
@@ -25,7 +25,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ALL_LINEAR, LORA_TARGETS, LoraConfig
 from trainer_node.adapters.linears import Targets, initial_lora_a
 from trainer_node.adapters.peft_io import Key, write
-from trainer_node.model.hf import read_config
+from trainer_node.hf.checkpoint import read_config
 from trainer_node.tools.reference import with_single_experts
 
 
@@ -92,7 +92,7 @@ def write_identity_adapter(model: Path, out: Path, *, lora: LoraConfig, seed: in
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer_node.adapters.identity_adapter",
+        prog="python -m trainer_node.tools.identity_adapter",
         description=__doc__.partition("\n")[0],
     )
     parser.add_argument(

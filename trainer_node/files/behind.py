@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from trainer_node.state.generations import CheckpointError
+from trainer_node.files.generations import CheckpointError
 
 log = logging.getLogger("splice.trainer")
 TIMEOUT_S = 3600.0

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from trainer_node.model import cudnn
+from trainer_node.backends import cudnn
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from trainer_node.model import cpu_te, megatron_import
+from trainer_node.backends import cpu_te, megatron_import
 
 _CPU = torch.device("cpu")
 _applied = False

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from orchestrator.errors import ConfigError
 from orchestrator.protocol import topology
 from orchestrator.protocol.config import without_weights
-from trainer_node.model import fp8_blocks, language_part
+from trainer_node.hf import fp8_blocks, language_part
 
 log = logging.getLogger("splice.trainer")
 ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from orchestrator.errors import ConfigError
-from trainer_node.model import fp8_blocks
+from trainer_node.hf import fp8_blocks
 
 NESTED = "language_model."
 """What transformers puts into the names of a nested language model's tensors."""

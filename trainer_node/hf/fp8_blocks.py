@@ -69,7 +69,7 @@ def scaled_weights(folder: Path, dtypes: Mapping[str, str]) -> frozenset[str]:
     """The weights of a checkpoint in block-scaled FP8.
 
     Args:
-        dtypes: `hf.tensor_dtypes` of the folder.
+        dtypes: `checkpoint.tensor_dtypes` of the folder.
 
     Raises:
         ConfigError: it is none, or an FP8 weight has no scales.

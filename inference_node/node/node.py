@@ -86,6 +86,14 @@ class _Ended(Exception):
     """The node received Shutdown."""
 
 
+class _Refused(Exception):
+    """A request does not fit the node's state; vLLM was not asked."""
+
+    def __init__(self, text: str, remedy: str, *, code: ErrorCode = ErrorCode.NOT_READY) -> None:
+        super().__init__(text)
+        self.code, self.remedy = code, remedy
+
+
 @dataclass(slots=True, kw_only=True)
 class _UpdateRun:
     """A `ReceiveWeights` or `SwapWeights` under way, and what the orchestrator heard of it."""
@@ -284,6 +292,8 @@ class InferenceNode:
         except CallFailed as error:
             remedy = REMEDIES.get(error.code, REMEDIES[ErrorCode.INTERNAL])
             self._fail(message, error.code, phase, str(error), remedy)
+        except _Refused as error:
+            self._fail(message, error.code, phase, str(error), error.remedy)
         except NodeLost as error:
             self._on_lost(message, phase, error)
 
@@ -319,22 +329,19 @@ class InferenceNode:
                 self._newest = version
                 self._restarts.renew()
         elif not self._served.is_committed(version):
-            self._fail_not_received(message, version, "committing")
-            return
+            raise self._not_received(version)
         self._served = self._served.confirmed()
         self._aborts.settle()
         model = f"{self._config.name}@{version}"
         self._link.complete(message.request_id, result={"model": model})
 
-    def _fail_not_received(self, message: AnyMessage, version: int, phase: str) -> None:
+    def _not_received(self, version: int) -> _Refused:
         text = f"version {version} was not received here (received: {self._served.received})"
-        remedy = "Receive and verify the version first."
-        self._fail(message, ErrorCode.NOT_READY, phase, text, remedy)
+        return _Refused(text, "Receive and verify the version first.")
 
     def _check_canary(self, message: CheckCanary) -> None:
         if self._served.received != message.version:
-            self._fail_not_received(message, message.version, "checking the canary")
-            return
+            raise self._not_received(message.version)
         if self._served.is_serving:
             why = f"{self._config.name}@{self._served.version} was being served"
             self._link.complete(message.request_id, result={"skipped": why})
@@ -354,14 +361,11 @@ class InferenceNode:
 
     def _receive_weights(self, message: ReceiveWeights) -> None:
         if not self._served.is_planned:
-            text, remedy = "no manifest was planned here", "Send PrepareUpdate first."
-            self._fail(message, ErrorCode.NOT_READY, "receiving", text, remedy)
-            return
+            raise _Refused("no manifest was planned here", "Send PrepareUpdate first.")
         missing = self._served.why_no_base(message.base_version)
         if missing is not None:
-            remedy = "Publish the version whole."
-            self._fail(message, ErrorCode.BASE_MISSING, "receiving", missing, remedy)
-            return
+            code = ErrorCode.BASE_MISSING
+            raise _Refused(missing, "Publish the version whole.", code=code)
         is_shadow = message.mode == "shadow"
         run = self._begin(message)
         try:
@@ -479,9 +483,7 @@ class InferenceNode:
                 f"version {message.version} is not in shadow memory "
                 f"(there: {self._served.in_shadow})"
             )
-            remedy = "Send PrepareShadow and ReceiveWeights first."
-            self._fail(message, ErrorCode.NOT_READY, "swapping", text, remedy)
-            return
+            raise _Refused(text, "Send PrepareShadow and ReceiveWeights first.")
         run = self._begin(message)
         try:
             swapped = self._pause_and_update(run)

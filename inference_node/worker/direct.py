@@ -40,7 +40,7 @@ from inference_node.worker.placement import PlacementPlan, Region, is_kept_whole
 from orchestrator.protocol.messages import DTYPE_BYTES, Manifest, WireChunk
 from weight_transfer.copies import PreparedCopy, elements_of
 from weight_transfer.cuda_events import QUEUED_CHUNKS
-from weight_transfer.digest import PreparedDigest, region_digest, row_major_strides
+from weight_transfer.digest import PreparedDigest, row_major_strides
 from weight_transfer.groups import TransferGroup
 from weight_transfer.layout import chunk_offsets, in_vectors, views_of
 from weight_transfer.strides import Part
@@ -112,8 +112,7 @@ def obstacles(plan: PlacementPlan, manifest: Manifest, live: Live) -> dict[int, 
 
 
 def _why_not(region: Region, plan: PlacementPlan, live: Live) -> str | None:
-    fmt = plan.formats[(region.module, region.param)]
-    tensor = live[fmt.alias_of or (region.module, region.param)]
+    fmt, tensor = plan.format_of(region), live[plan.owner_of(region)]
     if isinstance(tensor, str):
         return tensor
     if not is_kept_whole(plan.sent_dtypes[region.name], fmt.dtype):
@@ -136,19 +135,19 @@ def whole_runs(plan: PlacementPlan, manifest: Manifest, reload: Collection[int])
             continue
         region, dense = regions[0], row_major_strides(regions[0].size)
         is_whole = (
-            spec.dtype == plan.formats[(region.module, region.param)].dtype
+            spec.dtype == plan.format_of(region).dtype
             and region.numel == spec.numel
             and region.first_index == 0
             and _same(region.index_strides, dense, region.size)
         )
         if is_whole and _same(region.strides, dense, region.size):
-            key = plan.formats[(region.module, region.param)].alias_of or (
-                region.module,
-                region.param,
-            )
             runs.append(
                 Run(
-                    index=index, key=key, offset=region.offset, numel=spec.numel, nbytes=spec.nbytes
+                    index=index,
+                    key=plan.owner_of(region),
+                    offset=region.offset,
+                    numel=spec.numel,
+                    nbytes=spec.nbytes,
                 )
             )
     return runs
@@ -277,17 +276,13 @@ class _Widened:
     part: Part
     sent: torch.dtype
     row: int
-    first_index: int
+    region: Region
 
     def place(self, buffer_B: torch.Tensor) -> None:
         self.part.target.copy_(self.part.source_in(elements_of(buffer_B, self.sent)))
 
     def digest(self, digests_P: torch.Tensor) -> None:
-        digests_P[self.row] = region_digest(
-            self.part.target.to(self.sent),
-            first_index=self.first_index,
-            index_strides=self.part.strides,
-        )
+        digests_P[self.row] = self.region.digest(self.part.target.to(self.sent))
 
 
 @dataclass(slots=True)
@@ -394,9 +389,7 @@ class DirectReceiver:
                 )
                 sent = getattr(torch, spec.dtype)
                 if part.target.dtype.itemsize > sent.itemsize:
-                    made.widened.append(
-                        _Widened(part=part, sent=sent, row=row, first_index=region.first_index)
-                    )
+                    made.widened.append(_Widened(part=part, sent=sent, row=row, region=region))
                     continue
                 parts.append(part)
                 rows.append(row)
@@ -414,8 +407,7 @@ class DirectReceiver:
         return made
 
     def _view(self, region: Region) -> torch.Tensor:
-        key = (region.module, region.param)
-        live = self._live[self._plan.formats[key].alias_of or key]
+        live = self._live[self._plan.owner_of(region)]
         assert isinstance(live, torch.Tensor)
         return region.view_in(live)
 

@@ -257,7 +257,7 @@ def _quantised(
 ) -> dict[tuple[str, str], torch.nn.Module]:
     """The FP8 weights that the plan fills -> their layers."""
     layers = dict(model.named_modules())
-    keys = {(r.module, r.param) for r in plan.regions if r.param in WEIGHTS}
+    keys = {r.key for r in plan.regions if r.param in WEIGHTS}
     return {key: layers[key[0]] for key in sorted(keys) if kind_of(layers[key[0]]) is not None}
 
 
@@ -274,7 +274,7 @@ def groups(plan: PlacementPlan, manifest: Manifest, model: torch.nn.Module) -> l
     found: dict[tuple[str, str, int], set[int]] = {}
     place_of: dict[str, tuple[str, str, int]] = {}
     for region in plan.regions:
-        key = (region.module, region.param)
+        key = region.key
         if key not in quantised:
             continue
         spec, fmt = manifest.tensors[index_of[region.name]], plan.formats[key]
@@ -304,13 +304,13 @@ def placed(plan: PlacementPlan, sent: Manifest, model: torch.nn.Module) -> Place
     shapes = {spec.name: spec.shape for spec in sent.tensors}
     scales: dict[Region, None] = {}
     for part in plan.regions:
-        layer = quantised.get((part.module, part.param))
+        layer = quantised.get(part.key)
         if layer is not None:
             scale = _scale_region(part, plan, str(kind_of(layer)), _parameters(layer), shapes)
             scales[scale] = None
     cells: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for scale in scales:
-        cells.setdefault((scale.module, scale.param), set()).add((scale.offset, scale.numel))
+        cells.setdefault(scale.key, set()).add((scale.offset, scale.numel))
     for key, layer in quantised.items():
         if _loaded_shape(layer, key[1]) != formats[key].shape:
             raise ManifestError(
@@ -354,7 +354,7 @@ def _scale_region(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Region:
     """The scales of a part of an HF matrix."""
-    fmt, (height, width) = plan.formats[(part.module, part.param)], shapes[part.name]
+    fmt, (height, width) = plan.format_of(part), shapes[part.name]
     scale = fp8_scale(part.param, kind)
     made = Region(
         name=fp8_scale(part.name, kind),

@@ -82,7 +82,7 @@ class WorkerPlan:
             lossy = verify.loses_zero_sign(self._model, plan)
             self.corrected = {}
             for region in plan.regions:
-                if (region.module, region.param) in lossy:
+                if region.key in lossy:
                     self.corrected.setdefault(region.name, []).append(region)
             self._live = direct.live_parameters(self._model, plan)
             self.deriving = derived.deriving_layers(self._model)

@@ -30,7 +30,6 @@ from inference_node.shared.reports import PartDigest, WorkerDigests
 from inference_node.worker import dialect, packing
 from inference_node.worker.packing import Unreadable
 from inference_node.worker.placement import ParamFormat, PlacementPlan, Region, is_kept_whole
-from weight_transfer.digest import region_digest
 
 PROBE_COLUMNS = 512
 """Unit vectors per product when a packed linear layer is read back; bounds the scratch."""
@@ -106,9 +105,7 @@ def read_back(
         for live in copies:
             for region in regions:
                 view = _as_sent(live.tensor, plan, region)
-                total = region_digest(
-                    view, first_index=region.first_index, index_strides=region.index_strides
-                )
+                total = region.digest(view)
                 if live.loses_zero_sign:
                     total = total + corrections.get(region, 0)
                 parts.setdefault(region.name, []).append((region, total))
@@ -118,7 +115,7 @@ def read_back(
 def _by_param(plan: PlacementPlan) -> dict[tuple[str, str], list[Region]]:
     grouped: dict[tuple[str, str], list[Region]] = {}
     for region in plan.regions:
-        grouped.setdefault((region.module, region.param), []).append(region)
+        grouped.setdefault(region.key, []).append(region)
     return grouped
 
 
@@ -135,12 +132,7 @@ def _to_host(
     flat = [total for found in parts.values() for _, total in found]
     values = iter(torch.stack(flat).tolist() if flat else ())
     return {
-        name: [
-            PartDigest(
-                key=(r.first_index, r.size, r.index_strides), numel=r.numel, digest=next(values)
-            )
-            for r, _ in found
-        ]
+        name: [PartDigest(key=r.part, numel=r.numel, digest=next(values)) for r, _ in found]
         for name, found in parts.items()
     }
 
@@ -271,11 +263,7 @@ def zero_sign_correction(tensor: torch.Tensor, region: Region) -> int:
     )
     if not bool(((view == 0) & torch.signbit(view)).any()):
         return 0
-    signed, unsigned = (
-        region_digest(v, first_index=region.first_index, index_strides=region.index_strides)
-        for v in (view, view + 0.0)
-    )
-    return int(signed - unsigned)
+    return int(region.digest(view) - region.digest(view + 0.0))
 
 
 # ------------------------------------------ putting the workers' parts together

@@ -433,7 +433,7 @@ class DirectReceiver:
             on_written: called with the number of tensors that are about to change.
 
         Raises:
-            TransferError and its kin: live memory is a mixture of versions, unless `on_written` was
+            TransferError or a subclass: live memory is a mixture, unless `on_written` was
                 never called.
         """
         run = _Receive(

@@ -175,7 +175,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         A failure may leave a mixture of versions.
 
         Raises:
-            TransferError and its kin: no group, no plan, the wire, an abort, the deadline.
+            TransferError or a subclass: no group, no plan, the wire, an abort, the deadline.
         """
         began, request, update = time.monotonic(), update_info.request, self.plan.update
         if isinstance(request, SwapWeights):
@@ -328,7 +328,7 @@ class SpliceEngine(WeightTransferEngine[SpliceInitInfo, SpliceUpdateInfo]):
         """Digests of the bytes that the shadow has received; None while bytes arrive.
 
         Raises:
-            TransferError and its kin: the receive failed. The shadow is dropped and the group left;
+            TransferError or a subclass: the receive failed. The shadow is dropped, the group left;
                 the live tensors are unchanged.
         """
         if self._shadow is None:

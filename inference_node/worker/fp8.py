@@ -41,7 +41,7 @@ EXPERTS = {
     "Fp8PtpcOnlineMoEMethod": "per_channel",
     "Fp8PerBlockOnlineMoEMethod": "per_block",
 }
-STATIC = {"Fp8LinearMethod": LINEAR, "Fp8MoEMethod": EXPERTS}
+STATIC = frozenset({"Fp8LinearMethod", "Fp8MoEMethod"})
 """Methods of checkpoints that are FP8 already."""
 WEIGHTS = ("weight", "w13_weight", "w2_weight")
 _PROOF_EXPERTS = 2

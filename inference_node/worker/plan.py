@@ -36,12 +36,8 @@ class WorkerUpdate:
 
     manifest: Manifest
     plan: placement.PlacementPlan
-    part: tuple[int, ...] | None
-    """Indices of its tensors in the whole manifest. None: all."""
-    reload: frozenset[int]
-    """Indices, within the update, of the tensors that take the reload path."""
-    is_own: bool
-    """Whether it has `live` chunks where this replica can take them."""
+    asked: tuple[tuple[int, ...] | None, frozenset[int], bool]
+    """Arguments of the layout: the part, what is reloaded of it, and whether it is `is_own`."""
     chunks: tuple[WireChunk, ...]
     receiver: direct.DirectReceiver
 
@@ -172,13 +168,12 @@ class WorkerPlan:
         everything = range(len(manifest.tensors)) if part is None else part
         reload_within = frozenset(n for n, i in enumerate(everything) if i in reloaded)
         known = self._whole if part is None else self._part
-        wanted = (part, reload_within, is_own)
-        if known is None or (known.part, known.reload, known.is_own) != wanted:
+        if known is None or known.asked != (part, reload_within, is_own):
             known = self._lay_out(part, reload_within, is_own=is_own)
-            if part is None:
-                self._whole = known
-            else:
-                self._part = known
+        if part is None:
+            self._whole = known
+        else:
+            self._part = known
         return known.chunks
 
     def _lay_out(
@@ -201,9 +196,7 @@ class WorkerPlan:
         return WorkerUpdate(
             manifest=manifest,
             plan=plan,
-            part=part,
-            reload=reload_within,
-            is_own=is_own,
+            asked=(part, reload_within, is_own),
             chunks=chunks,
             receiver=receiver,
         )

@@ -132,7 +132,7 @@ class Shadow:
         """Digests of what has arrived; None while bytes arrive.
 
         Raises:
-            TransferError and its kin: the receive failed. Nothing was changed.
+            TransferError or a subclass: the receive failed. Nothing was changed.
         """
         if self._thread is None:
             raise TransferError("nothing is being received into shadow memory; start it first")

@@ -129,11 +129,11 @@ def test_the_stock_reload_would_be_caught(models: dict[str, Loaded]) -> None:
     mended = [
         layer.quant_method
         for layer in moe.model.modules()
-        if getattr(getattr(layer, "quant_method", None), reload._MENDED, False)
+        if getattr(getattr(layer, "quant_method", None), reload._REPAIRED, False)
     ]
     for method in mended:
         del method.process_weights_after_loading
-        delattr(method, reload._MENDED)
+        delattr(method, reload._REPAIRED)
     stock(moe, moe.tensors)
     assert moe.wrong(moe.tensors) and all(".mlp.experts." in n for n in moe.wrong(moe.tensors))
     stock(tied, moved(tied.tensors, 3))

@@ -74,7 +74,7 @@ smoke: envs
 	$(TRAINER)/bin/splice smoke --report $(REPORT) $(SMOKE_ARGS)
 
 smoke-cuda: envs-cuda
-	$(TRAINER)/bin/splice smoke --device cuda --report $(REPORT) $(SMOKE_ARGS)
+	$(TRAINER)/bin/splice smoke --set device=cuda --report $(REPORT) $(SMOKE_ARGS)
 
 # All three parts run even if one fails; the result is red if any is.
 # torch's TCPStore looks up its clients' names: where a name server loses packets, each such lookup would hold a join for 5 s or more.

@@ -112,7 +112,7 @@ def _cases(shape: str, found: dict[str, Any]) -> list[Case]:
 
 
 def _measure(model: Path, device: str, repeats: int) -> dict[str, Any]:
-    from trainer_node.start import start
+    from trainer_node.training.start import start
 
     torch.set_num_threads(1)
     config = TrainerConfig(

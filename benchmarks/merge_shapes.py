@@ -375,8 +375,8 @@ def _tiles(
     repeats: int,
 ) -> list[Case]:
     """The same merge with other tiles."""
-    from trainer_node.export import merge_kernels
-    from trainer_node.export.merge_kernels import Tile
+    from trainer_node.adapters import merge_kernels
+    from trainer_node.adapters.merge_kernels import Tile
 
     size = merger.chunk_nbytes(0)
     usual, found = merge_kernels.MERGE_TILE, []

@@ -173,7 +173,7 @@ class _Steps:
         from orchestrator.protocol.messages import LossSpec, OptimParams, batch_specs
         from trainer_node.export.merged import Exporter
         from trainer_node.jobs import Jobs
-        from trainer_node.lockstep import Lockstep
+        from trainer_node.ranks.lockstep import Lockstep
 
         self.num_tokens = int(
             os.environ.get("SPLICE_BENCH_TOKENS", "65536" if device == "cuda" else "512")
@@ -297,8 +297,8 @@ def _trainer(name: str, folder: Path, device: str) -> Any:
     from benchmarks.clusters import make_model
     from orchestrator.protocol.config import LoraConfig, TrainerConfig
     from orchestrator.protocol.messages import OptimParams
-    from trainer_node.start import start
     from trainer_node.tools import make_checkpoint
+    from trainer_node.training.start import start
 
     rank = SIZES[name].rank if name in SIZES else RANK
     if name in SIZES:

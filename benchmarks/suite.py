@@ -99,8 +99,8 @@ def _cluster(name: str, benchmark: str, limit_s: float, **env: str) -> Task:
 
 
 SMOKE = (
-    "{python} -m splice smoke --device cuda --trainer-gpus {trainer} --inference-gpus {inference} "
-    "--inference-python {inference_python} --report {out}"
+    "{python} -m splice smoke --set device=cuda --set trainer.gpus=[{trainer}] "
+    "--set inference.gpus=[{inference}] --set inference.python={inference_python} --report {out}"
 )
 LARGE = (
     "{python} -m trainer_node.tools.make_checkpoint "
@@ -123,7 +123,10 @@ TASKS = (
     ),
     *(
         _test(
-            f"tests-gpu2-parity-{cell}", 2, f"tests/trainer_node/test_parity_bf16.py -k {cell}", 260
+            f"tests-gpu2-parity-{cell}",
+            2,
+            f"tests/trainer_node/training/test_parity_bf16.py -k {cell}",
+            260,
         )
         for cell in (
             "dense_tied-tp2",
@@ -133,24 +136,25 @@ TASKS = (
             "moe-tp2-etp2",
         )
     ),
-    _test("tests-gpu2-gather", 2, "tests/trainer_node/test_gather.py", 260),
+    _test("tests-gpu2-gather", 2, "tests/trainer_node/export/test_gather.py", 260),
     _test("tests-gpu2-transfer", 2, "tests/weight_transfer/test_gpu.py", 260),
     _test("tests-gpu1-trainer", 1, "tests/trainer_node tests/weight_transfer", 260),
     _test(
         "tests-gpu1-inference",
         1,
-        "tests/inference_node/test_direct.py tests/inference_node/test_parts.py",
+        "tests/inference_node/worker/test_direct.py tests/inference_node/worker/test_parts.py",
         260,
         python="{inference_python}",
     ),
-    _test("tests-gpu4", 4, "tests/trainer_node/test_parity_bf16.py", 400),
+    _test("tests-gpu4", 4, "tests/trainer_node/training/test_parity_bf16.py", 400),
     Task(name="smoke-tiny-moe", gpus=2, limit_s=400, command=SMOKE, by_number=True),
     Task(
         name="smoke-30b-a3b",
         gpus=2,
         limit_s=400,
         by_number=True,
-        command=f"sh -c '{LARGE} && {SMOKE} --model {{out}}.model --random-init --no-proof'",
+        command=f"sh -c '{LARGE} && {SMOKE} --model {{out}}.model "
+        "--set trainer.init=random --no-proof'",
     ),
     _cluster("sync-30b-a3b", "sync", 600, SPLICE_BENCH_SYNC="30b-a3b/lora-all,30b-a3b/lora-attn"),
     _cluster("sync-8b", "sync", 300, SPLICE_BENCH_SYNC="8b/lora-all"),

@@ -237,7 +237,7 @@ def _ours(
             with turns.alone():
                 cluster.client.run(way.job)
                 with TokenStream(base_url=url, model=clusters.NAME, max_tokens=LONGEST) as stream:
-                    seen = _sampled(stream, samples, partial(cluster.client.run, way.job))
+                    seen = _sampled(stream, samples, partial(_publish, cluster, way.job))
             print(
                 f"{shape}/{lora}/1to1{way.end}: pause to resume "
                 f"{[round(gap, 4) for gap in seen.gaps]} s",
@@ -268,11 +268,11 @@ def _trained(cluster: Cluster, name: str) -> Case:
         result = cluster.client.train_merged(batch, LossSpec(name="cross_entropy"), optim)
         ended = time.monotonic()
     settings = {
-        "alias": result["alias"],
-        "bytes_sent": result["bytes_sent"],
-        "unverified": result["unverified"],
-        "metrics": result["metrics"],
-        "warnings": result["warnings"],
+        "alias": result.alias,
+        "bytes_sent": result.bytes_sent,
+        "unverified": result.unverified,
+        "metrics": result.metrics,
+        "warnings": result.warnings,
     }
     return Case(
         name=name, metric="first_step_s", unit="s", samples=(ended - began,), settings=settings
@@ -323,6 +323,10 @@ def _stock(
         finally:
             sender.close()
     return seen
+
+
+def _publish(cluster: Cluster, job: JobSpec) -> dict[str, Any]:
+    return cluster.client.run(job).model_dump()
 
 
 def _peer_publication(publish: Callable[[], dict[str, float]]) -> dict[str, Any]:

@@ -109,8 +109,8 @@ def splice(
     """Ours."""
     from orchestrator.protocol.config import LoraConfig, ParallelConfig, TrainerConfig
     from orchestrator.protocol.messages import LossSpec, OptimParams
-    from trainer_node.start import start
     from trainer_node.training.batch import Batch
+    from trainer_node.training.start import start
 
     dtype = "bfloat16" if device == "cuda" else "float32"
     config = TrainerConfig(
@@ -141,11 +141,11 @@ def bridge(
 ) -> Callable[[], object]:
     """A bare loop on Megatron-Bridge."""
     from orchestrator.protocol.config import TrainerConfig
-    from trainer_node.model import topology
-    from trainer_node.model.hf import read_config
+    from trainer_node.hf.checkpoint import read_config
+    from trainer_node.ranks import topology
 
     if device == "cpu":
-        from trainer_node.model import cpu_shims
+        from trainer_node.backends import cpu_shims
 
         cpu_shims.apply()
         import megatron.bridge.peft.utils as peft_utils

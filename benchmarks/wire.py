@@ -117,7 +117,7 @@ def _rank(
                 plan["samples"] + 1
             ):  # the first is not counted: connections, buffers, page faults
                 for rate, send in zip(rates, sends, strict=True):
-                    seconds = _timed(send, buffer_B, messages, group, barrier)
+                    seconds = _timed(send, buffer_B, messages, barrier)
                     if sample:
                         rate.setdefault(size, []).append(messages * size / seconds)
                     if rank and int(buffer_B.min()) != 7:
@@ -130,15 +130,12 @@ def _rank(
     return rates
 
 
-def _timed(
-    send: Send, buffer_B: torch.Tensor, messages: int, group: TransferGroup, barrier: Any
-) -> float:
+def _timed(send: Send, buffer_B: torch.Tensor, messages: int, barrier: Any) -> float:
     _wait(buffer_B.device)
     dist.barrier(barrier)
     began = time.perf_counter()
     for _ in range(messages):
         send(buffer_B)
-    group.synchronize(deadline_s=TIMEOUT_S)
     _wait(buffer_B.device)
     dist.barrier(barrier)
     return time.perf_counter() - began

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inference_node.names import RUN_TOKEN
+from inference_node.shared.names import RUN_TOKEN
 from orchestrator.errors import ConfigError, LinkLost, SpliceError
 from orchestrator.processes.interfaces import reachable_host
 from orchestrator.processes.logs import log_to_stderr
@@ -31,7 +31,7 @@ EXIT_FAILED = 3
 
 
 def main() -> int:
-    """Run the node until it is told to end; the exit code says why it ended."""
+    """Run the node until `Shutdown`; the exit code says why it ended."""
     parser = argparse.ArgumentParser(
         prog="inference_node", description="Supervise one vLLM server for a splice run"
     )
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _run(endpoint: str, node_id: str, config_file: Path) -> None:
-    from inference_node.node import InferenceNode
+    from inference_node.node.node import InferenceNode
 
     token = os.environ.get(RUN_TOKEN)
     if not token:
@@ -80,7 +80,7 @@ def _run(endpoint: str, node_id: str, config_file: Path) -> None:
 
 
 def _leave(number: int, _: object) -> None:
-    # Once: a second signal must not interrupt the clean-up, which has deadlines of its own.
+    # Once: a second signal must not interrupt the clean-up, which has its own deadlines.
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)

@@ -26,9 +26,10 @@ from orchestrator.protocol.messages import (
     Shutdown,
     StartTrainer,
     StopTrainer,
+    new_id,
 )
 from orchestrator.publication.publisher import Publisher
-from orchestrator.router import ControlRouter, new_id
+from orchestrator.router import ControlRouter
 from orchestrator.trainer_requests import TrainerRequests
 from orchestrator.waiting import Report
 

@@ -2,55 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import check_alias_name
+from pydantic import AfterValidator, Field, field_validator
+
+from orchestrator.protocol.config import Settings, check_alias_name
 from orchestrator.publication.config import PublicationConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrchestratorConfig:
-    """One run."""
+class OrchestratorSettings(Settings):
+    """The orchestrator, as a table of run.toml."""
+
+    endpoint: str = "tcp://127.0.0.1:0"
+    """Where it binds: tcp://HOST:PORT; with port 0 the kernel chooses. Beyond loopback it needs
+    `curve_dir`."""
+    curve_dir: Path | None = None
+    """Its folder from `splice keys`."""
+    keep_versions: int = Field(default=2, ge=0)
+    """Versions whose checkpoints stay on disk, at least 2. 0: all. That of the served version is
+    never deleted."""
+    ready_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait of a job for missing nodes, in seconds."""
+    train_timeout_s: float = Field(default=3600.0, gt=0)
+    """Longest training, forward, save or load request, in seconds."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the numbers for Prometheus. With 0 the kernel chooses; RUN_DIR/metrics has the URL.
+    Without a value they are not served."""
+    metrics_host: str = "127.0.0.1"
+    """Address on which they are served. 0.0.0.0: all of this host's addresses; nobody has to prove
+    anything there."""
+
+    @field_validator("keep_versions")
+    @classmethod
+    def _two_or_all(cls, keep_versions: int) -> int:
+        if keep_versions == 1:
+            raise ValueError(
+                "1 is too few; keep 2 (the served version and the next), more, or 0: all"
+            )
+        return keep_versions
+
+
+class OrchestratorConfig(OrchestratorSettings):
+    """One run's orchestrator."""
 
     run_dir: Path
     run_token: str
-    name: str
-    endpoint: str = "tcp://127.0.0.1:0"
+    name: Annotated[str, AfterValidator(check_alias_name)]
     publication: PublicationConfig
-    replicas: int = 1
-    ready_timeout_s: float = 600.0
-    train_timeout_s: float = 3600.0
-    curve_dir: Path | None = None
+    replicas: int = Field(default=1, ge=1)
     resume: bool = False
     """Continue the run in `run_dir`, if there is one, from its journal."""
-    keep_versions: int | None = None
-    """Number of version checkpoints to keep on disk, the newest included; at least 2. None: all.
-
-    The checkpoint of the served version is never deleted."""
-
     max_jobs: int = 1024
     """Most open jobs, the running one included."""
     max_job_bytes: int = 4 * 2**30
     """Most bytes of all open jobs' batches, which the orchestrator keeps in memory and on disk."""
-    metrics_port: int | None = None
-    """Port of the numbers for Prometheus; 0: the kernel chooses. None: they are not served."""
-    metrics_host: str = "127.0.0.1"
-    """Address on which they are served."""
     stop_on_term: bool = False
     """SIGTERM ends the run, like StopRun. False: it ends only the orchestrator; --resume continues.
     """
-
-    def __post_init__(self) -> None:
-        try:
-            check_alias_name(self.name)
-        except ValueError as error:
-            raise ConfigError(f"--name: {error}") from None
-        if self.replicas < 1:
-            raise ConfigError(f"replicas is {self.replicas}; it must be at least 1")
-        if self.keep_versions is not None and self.keep_versions < 2:
-            raise ConfigError(
-                f"keep_versions is {self.keep_versions}; it must be at least 2: "
-                "the served version and the next"
-            )

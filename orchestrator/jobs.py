@@ -17,6 +17,7 @@ from orchestrator.errors import ErrorCode, JobFailed, NodeLost, ProtocolError, c
 from orchestrator.facts import steps_taken
 from orchestrator.protocol.frames import Envelope, decode, encode
 from orchestrator.protocol.messages import (
+    WAITING,
     CancelJob,
     Cancelled,
     Failed,
@@ -27,7 +28,7 @@ from orchestrator.protocol.messages import (
     Terminal,
 )
 from orchestrator.run import Run
-from orchestrator.waiting import WAITING, Report
+from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")
 SENDING_S = 10.0

@@ -13,8 +13,11 @@ from collections.abc import AsyncIterator
 
 from orchestrator.between_jobs import BetweenJobs
 from orchestrator.errors import JournalError, SpliceError
-from orchestrator.protocol.messages import LoadCheckpoint, SaveCheckpoint
-from orchestrator.router import new_id
+from orchestrator.protocol.messages import (
+    LoadCheckpoint,
+    SaveCheckpoint,
+    new_id,
+)
 from orchestrator.run import Run
 from orchestrator.waiting import Report
 

@@ -498,8 +498,3 @@ class ControlRouter:
         log.warning("%s is lost: %s", peer_id, why)
         await self._table.set_state(peer_id, "lost")
         self._open.lose(peer_id, why, incarnation=incarnation, error=error)
-
-
-def new_id(prefix: str) -> str:
-    """A request or job id."""
-    return f"{prefix}-{uuid.uuid4().hex[:12]}"

@@ -5,8 +5,8 @@ The road of a job:
     SubmitJob -> jobs.py (journal, queue) -> here -> versions.py or operations.py
     -> trainer_requests.py (the trainer's steps)
     -> publication/publisher.py (attempts) -> publication/publication.py (one attempt)
-       -> inference_node/node.py -> inference_node/actions.py (in vLLM's process)
-       -> inference_node/traffic.py (pause, and the alias moves)
+       -> inference_node/node/node.py -> inference_node/server/actions.py (in vLLM's process)
+       -> inference_node/server/traffic.py (pause, and the alias moves)
     -> between_jobs.py (memory mode) -> jobs.py (journal, outcome)
 """
 

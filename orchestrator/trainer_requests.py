@@ -32,8 +32,9 @@ from orchestrator.protocol.messages import (
     ErrorCode,
     LoadCheckpoint,
     Progress,
+    new_id,
 )
-from orchestrator.router import ControlRouter, new_id
+from orchestrator.router import ControlRouter
 from orchestrator.waiting import Report
 
 log = logging.getLogger("splice.orchestrator")

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +250,8 @@ class Versions:
         memory = self._trainer.memory
         durable = [v for v in self._on_disk if self._dir(v) == memory.durable_dir]
         served = [self._publisher.version, self._journal.committed_version()]
-        return expired(
-            self._on_disk, new=new, keep=self._config.keep_versions, protected=[*served, *durable]
-        )
+        keep = self._config.keep_versions or None
+        return expired(self._on_disk, new=new, keep=keep, protected=[*served, *durable])
 
     def _made(self, job: Job, version: int, gone: Sequence[int], **result: object) -> None:
         """Note that `version` is durable and in the trainer, and the job's result so far."""
@@ -294,30 +294,16 @@ class Versions:
             self._config.name,
             version,
             done.mode,
-            done.nbytes,
+            done.bytes_sent,
             pause_s,
             done.num_verified,
             done.num_tensors,
             ", ".join(done.replicas),
         )
         return {
-            "version": version,
+            **made,
+            **asdict(done),
             "alias": f"{self._config.name}@{version}",
-            "metrics": made.get("metrics", {}),
-            "steps": list(made.get("steps", [])),
-            "warnings": list(made.get("warnings", [])),
             "seconds": {**made.get("seconds", {}), **done.seconds, "pause": pause_s},
-            "mode": done.mode,
-            "why_in_place": done.why_in_place,
-            "sent": done.sent,
-            "bytes_sent": done.nbytes,
-            "num_tensors": done.num_tensors,
-            "num_verified": done.num_verified,
-            "unverified": done.unverified,
-            "canary": done.canary,
-            "states": done.states,
-            "attempts": done.attempts,
-            "replicas": list(done.replicas),
-            "left_out": done.left_out,
             "checkpoint_dir": checkpoint_dir,
         }

@@ -17,8 +17,8 @@ with SpliceClient(endpoint="tcp://127.0.0.1:40001", run_token=token) as client:
 
 from __future__ import annotations
 
-import array
 import asyncio
+import functools
 import hashlib
 import logging
 import os
@@ -26,56 +26,109 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import (
+    Any,
+    Concatenate,
+    NotRequired,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+)
 
-from orchestrator.errors import ConfigError, ErrorCode, JobFailed, NodeLost, ProtocolError
+from pydantic import ValidationError
+
+from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError
 from orchestrator.protocol.curve import PeerKeys
-from orchestrator.protocol.frames import Envelope
+from orchestrator.protocol.frames import Envelope, briefly
 from orchestrator.protocol.messages import (
-    FORWARD_RESULTS,
     FORWARD_TENSORS,
     OPTIONAL_FORWARD_TENSORS,
-    AnyMessage,
+    WAITING,
+    AdapterResult,
     CancelJob,
+    Cancelled,
     Completed,
     ExportHfJob,
+    ExportHfResult,
     Failed,
     ForwardBackwardJob,
+    ForwardBackwardResult,
     ForwardJob,
+    ForwardResult,
     GetStatus,
     Hello,
+    InitialSyncJob,
+    JobOf,
+    JobResult,
     JobSpec,
     LoadAdapterJob,
     LoadCheckpointJob,
+    LoadCheckpointResult,
     LossSpec,
     NewAdapterJob,
     NextBatch,
     OptimParams,
     OptimStepJob,
+    OptimStepResult,
     Progress,
     PublishJob,
+    PublishResult,
+    ResyncJob,
     SaveCheckpointJob,
+    SaveCheckpointResult,
     Status,
     StopRun,
     SubmitJob,
     TensorSpec,
     TrainLoraJob,
+    TrainLoraResult,
     TrainMergedJob,
+    TrainMergedResult,
     TrainStep,
     check_node_id,
+    new_id,
 )
 from orchestrator.protocol.node_link import NodeLink
-from orchestrator.router import new_id
-from orchestrator.waiting import WAITING
 from splice.run_file import find_run
 
 log = logging.getLogger("splice.client")
 OnProgress = Callable[[Progress], None]
 READ_TURN_S = 0.5
 LOOK_S = 1.0
+Buffers = Sequence[bytes | memoryview]
+P = ParamSpec("P")
+R = TypeVar("R")
+Result = TypeVar("Result", bound=JobResult)
+
+
+class RunOptions(TypedDict, total=False):
+    """Keywords of `SpliceClient.run`, which every method that runs a job takes."""
+
+    job_id: str | None
+    timeout_s: float
+    on_progress: OnProgress | None
+
+
+class Naming(TypedDict, total=False):
+    """Keywords of `SpliceClient.of_run`."""
+
+    client_id: str | None
+    curve: PeerKeys | None
+
+
+class Connection(Naming):
+    """Keywords of `SpliceClient`."""
+
+    endpoint: str
+    run_token: str
+    endpoint_file: NotRequired[Path | None]
 
 
 class BatchBuffers(Protocol):
@@ -87,21 +140,9 @@ class BatchBuffers(Protocol):
         ...
 
     @property
-    def buffers(self) -> Sequence[bytes | memoryview]:
+    def buffers(self) -> Buffers:
         """Raw elements, little-endian and row-major."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardResult:
-    """Log-prob and entropy (nats) of every token, with the sequences end to end.
-
-    See `messages.FORWARD_RESULTS`.
-    """
-
-    logprobs: array.array[float]
-    entropy: array.array[float]
-    seconds: dict[str, float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +150,7 @@ class _Submitted:
     """A job whose outcome `wait` has not returned. `came`: progress for `on_progress`."""
 
     message: SubmitJob
-    buffers: Sequence[bytes | memoryview]
+    buffers: Buffers
     on_progress: OnProgress | None
     came: deque[Progress] = field(default_factory=deque)
     outcome: Envelope | None = None
@@ -162,7 +203,7 @@ class SpliceClient:
         self._is_reading = False
 
     @classmethod
-    def of_run(cls, run_dir: str | Path, **kwargs: Any) -> SpliceClient:
+    def of_run(cls, run_dir: str | Path, **naming: Unpack[Naming]) -> SpliceClient:
         """A client of the run in this folder. It reads endpoint and token there.
 
         After `splice stop` and `splice up --resume` it finds the run's new endpoint. A host that
@@ -171,7 +212,7 @@ class SpliceClient:
         Raises:
             ConfigError: no orchestrator has written them yet.
         """
-        return cls(**find_run(Path(run_dir)), **kwargs)
+        return cls(**find_run(Path(run_dir)), **naming)
 
     def __enter__(self) -> SpliceClient:
         self._link.start()
@@ -182,14 +223,14 @@ class SpliceClient:
 
     def run(
         self,
-        job: JobSpec,
+        job: JobOf[Result],
         *,
-        buffers: Sequence[bytes | memoryview] = (),
+        buffers: Buffers = (),
         job_id: str | None = None,
         timeout_s: float = 7200.0,
         on_progress: OnProgress | None = None,
-    ) -> dict[str, Any]:
-        """Submit a job and wait for it; returns `Completed.result`.
+    ) -> Result:
+        """Submit a job and wait for its result.
 
         A second submission of the same `job_id` returns the first outcome. No job runs twice.
 
@@ -199,16 +240,15 @@ class SpliceClient:
             TimeoutError: no outcome within `timeout_s`. The job continues; run it again with the
                 same id to wait for it.
         """
-        envelope = self._run(
-            job, buffers, job_id=job_id, timeout_s=timeout_s, on_progress=on_progress
-        )
-        return _outcome(envelope.message)
+        spec = cast(JobSpec, job)
+        job_id = self.submit(spec, buffers=buffers, job_id=job_id, on_progress=on_progress)
+        return _result(job, self._wait(job_id, timeout_s))
 
     def submit(
         self,
         job: JobSpec,
         *,
-        buffers: Sequence[bytes | memoryview] = (),
+        buffers: Buffers = (),
         job_id: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> str:
@@ -236,12 +276,12 @@ class SpliceClient:
             raise
         return job_id
 
-    def announce(self, job: TrainMergedJob, *, buffers: Sequence[bytes | memoryview]) -> None:
+    def announce(self, job: TrainMergedJob, *, buffers: Buffers) -> None:
         """Say what the next training job will bring, while another one runs.
 
         The trainer may begin with the batch while it saves. If the next job has the same batch and
-        loss, it goes on behind that, with the same result as without; `optim` may differ. Any other
-        job makes the trainer forget it. Call it once for a batch.
+        loss, the trainer continues from there, with the same result as without; `optim` may differ.
+        Any other job makes the trainer forget it. Call it once for a batch.
 
         Raises:
             ConfigError: the job is of another kind.
@@ -252,27 +292,16 @@ class SpliceClient:
         fields = {name: getattr(job, name) for name in TrainStep.model_fields}
         self._link.send(NextBatch(**fields), buffers)
 
-    def wait(self, job_id: str, *, timeout_s: float = 7200.0) -> dict[str, Any]:
-        """The result of a job that this client submitted. Raises as `run` does.
+    def wait(self, job_id: str, *, timeout_s: float = 7200.0) -> JobResult:
+        """Wait for the result of a job that this client submitted. Raises as `run` does.
+
+        Returns: what `run` returns for the job: its `result_type`.
 
         Raises:
             KeyError: this client did not submit the job, or `wait` already returned its result.
         """
-        return _outcome(self._wait(job_id, timeout_s).message)
-
-    def _run(
-        self,
-        job: JobSpec,
-        buffers: Sequence[bytes | memoryview],
-        *,
-        job_id: str | None = None,
-        timeout_s: float = 7200.0,
-        on_progress: OnProgress | None = None,
-    ) -> Envelope:
-        """Submit and wait for the terminal message."""
-        return self._wait(
-            self.submit(job, buffers=buffers, job_id=job_id, on_progress=on_progress), timeout_s
-        )
+        job = self._jobs[job_id].message.job
+        return _result(job, self._wait(job_id, timeout_s))
 
     def _wait(self, job_id: str, timeout_s: float) -> Envelope:
         """The job's terminal message. After a timeout or NodeLost the caller may wait again."""
@@ -345,7 +374,17 @@ class SpliceClient:
             elif message.phase == WAITING:
                 log.warning("job %s is %s: %s", message.request_id, WAITING, message.detail["text"])
 
-    # ------------------------------------------------------------ jobs; `**run`: keywords of `run`
+    # ------------------------------------------------------------ jobs
+
+    def initial_sync(
+        self, *, replicas: int | None = None, **options: Unpack[RunOptions]
+    ) -> PublishResult:
+        """Publish the trainer's weights as `name@0`, once `replicas` (None: all) are ready."""
+        return self.run(InitialSyncJob(replicas=replicas), **options)
+
+    def resync(self, **options: Unpack[RunOptions]) -> PublishResult:
+        """Send the whole served version to every replica again, and verify it."""
+        return self.run(ResyncJob(), **options)
 
     def forward(
         self,
@@ -353,9 +392,9 @@ class SpliceClient:
         *,
         adapters: bool = True,
         allowed_token_ids: Sequence[int] | None = None,
-        **run: Any,
+        **options: Unpack[RunOptions],
     ) -> ForwardResult:
-        """Log-probs and entropy of every token.
+        """Return log-probs and entropy of every token.
 
         Sends only the batch's tokens, lengths and temperatures.
 
@@ -365,15 +404,12 @@ class SpliceClient:
         """
         wanted = FORWARD_TENSORS | OPTIONAL_FORWARD_TENSORS
         kept = [(s, b) for s, b in zip(batch.specs, batch.buffers, strict=True) if s.name in wanted]
-        allowed = None if allowed_token_ids is None else tuple(allowed_token_ids)
         job = ForwardJob(
-            tensors=tuple(s for s, _ in kept), adapters=adapters, allowed_token_ids=allowed
+            tensors=tuple(s for s, _ in kept),
+            adapters=adapters,
+            allowed_token_ids=None if allowed_token_ids is None else tuple(allowed_token_ids),
         )
-        envelope = self._run(job, [b for _, b in kept], **run)
-        result = _outcome(envelope.message)
-        found = dict(zip((s.name for s in envelope.message.tensors), envelope.buffers, strict=True))  # type: ignore[union-attr]
-        values = {name: array.array("f", found[name]) for name in FORWARD_RESULTS}
-        return ForwardResult(**values, seconds=result["seconds"])
+        return self.run(job, buffers=[b for _, b in kept], **options)
 
     def train_merged(
         self,
@@ -384,12 +420,9 @@ class SpliceClient:
         mini_batch_sequences: int | None = None,
         epochs: int = 1,
         grad_accumulation_sequences: int | None = None,
-        **run: Any,
-    ) -> dict[str, Any]:
+        **options: Unpack[RunOptions],
+    ) -> TrainMergedResult:
         """Train on the batch, then publish the next version.
-
-        Returns a dict: "steps" has the metrics of each optimizer step, "metrics" those of the whole
-        job, "warnings" suspicious findings (see `LossSpec.max_logprob_gap`).
 
         Args:
             mini_batch_sequences: sequences per optimizer step, in order; None: all in one step.
@@ -403,7 +436,7 @@ class SpliceClient:
             epochs=epochs,
             grad_accumulation_sequences=grad_accumulation_sequences,
         )
-        return self.run(job, buffers=batch.buffers, **run)
+        return self.run(job, buffers=batch.buffers, **options)
 
     def train_lora(
         self,
@@ -415,8 +448,8 @@ class SpliceClient:
         mini_batch_sequences: int | None = None,
         epochs: int = 1,
         grad_accumulation_sequences: int | None = None,
-        **run: Any,
-    ) -> dict[str, Any]:
+        **options: Unpack[RunOptions],
+    ) -> TrainLoraResult:
         """Train as `train_merged` does, then write the adapter to a folder on the trainer's host.
 
         Nothing is published.
@@ -430,7 +463,7 @@ class SpliceClient:
             grad_accumulation_sequences=grad_accumulation_sequences,
             output_dir=output_dir,
         )
-        return self.run(job, buffers=batch.buffers, **run)
+        return self.run(job, buffers=batch.buffers, **options)
 
     def forward_backward(
         self,
@@ -440,12 +473,12 @@ class SpliceClient:
         loss_weight: float = 1.0,
         grad_accumulation_sequences: int | None = None,
         returns_logprobs: bool = False,
-        **run: Any,
-    ) -> dict[str, Any]:
-        """Add the batch's gradient to the pending gradients. "metrics": those of this batch.
+        **options: Unpack[RunOptions],
+    ) -> ForwardBackwardResult:
+        """Add the batch's gradient to the pending gradients.
 
         Args:
-            returns_logprobs: "logprobs" has every token's log-prob, as this pass computed it.
+            returns_logprobs: the result has every token's log-prob, as this pass computed it.
         """
         job = ForwardBackwardJob(
             loss=loss or LossSpec(),
@@ -454,44 +487,39 @@ class SpliceClient:
             grad_accumulation_sequences=grad_accumulation_sequences,
             returns_logprobs=returns_logprobs,
         )
-        envelope = self._run(job, batch.buffers, **run)
-        result = _outcome(envelope.message)
-        if not returns_logprobs:
-            return result
-        return result | {"logprobs": array.array("f", envelope.buffers[0])}
+        return self.run(job, buffers=batch.buffers, **options)
 
-    def optim_step(self, optim: OptimParams | None = None, **run: Any) -> dict[str, Any]:
-        """Take one optimizer step with the pending gradients. "metrics": over all their batches."""
-        return self.run(OptimStepJob(optim=optim or OptimParams()), **run)
+    def optim_step(
+        self, optim: OptimParams | None = None, **options: Unpack[RunOptions]
+    ) -> OptimStepResult:
+        """Take one optimizer step with the pending gradients."""
+        return self.run(OptimStepJob(optim=optim or OptimParams()), **options)
 
     def save_checkpoint(
-        self, checkpoint_dir: str, *, client_state: Mapping[str, Any] | None = None, **run: Any
-    ) -> dict[str, Any]:
+        self,
+        checkpoint_dir: str,
+        *,
+        client_state: Mapping[str, Any] | None = None,
+        **options: Unpack[RunOptions],
+    ) -> SaveCheckpointResult:
         """Write the trainer's state to a folder on its host.
 
-        A relative path is relative to the run's folder, here and in every other method. Returns a
-        dict: "checkpoint_dir" (absolute) and "host" say where the checkpoint is.
+        A relative path is relative to the run's folder, here and in every other method.
         """
         return self.run(
             SaveCheckpointJob(checkpoint_dir=checkpoint_dir, client_state=dict(client_state or {})),
-            **run,
+            **options,
         )
 
-    def load_checkpoint(self, checkpoint_dir: str, **run: Any) -> dict[str, Any]:
-        """Restore the trainer's state from a checkpoint.
+    def load_checkpoint(
+        self, checkpoint_dir: str, **options: Unpack[RunOptions]
+    ) -> LoadCheckpointResult:
+        """Restore the trainer's state from a checkpoint."""
+        return self.run(LoadCheckpointJob(checkpoint_dir=checkpoint_dir), **options)
 
-        Returns a dict: "client_state" as saved, "dropped_batches" (batches whose pending gradients
-        were dropped), "rng_restored" (True if the topology is the saved one, so that the random
-        number generators continue).
-        """
-        return self.run(LoadCheckpointJob(checkpoint_dir=checkpoint_dir), **run)
-
-    def load_adapter(self, adapter_dir: str, **run: Any) -> dict[str, Any]:
-        """Replace the trainer's adapter by a PEFT adapter, a folder on the trainer's hosts.
-
-        "dropped_batches" as in `load_checkpoint`.
-        """
-        return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **run)
+    def load_adapter(self, adapter_dir: str, **options: Unpack[RunOptions]) -> AdapterResult:
+        """Replace the trainer's adapter by a PEFT adapter, a folder on the trainer's hosts."""
+        return self.run(LoadAdapterJob(adapter_dir=adapter_dir), **options)
 
     def new_adapter(
         self,
@@ -500,32 +528,31 @@ class SpliceClient:
         alpha: float | None = None,
         targets: Sequence[str] | None = None,
         seed: int | None = None,
-        **run: Any,
-    ) -> dict[str, Any]:
-        """Replace the trainer's adapter by a fresh one. What is left out stays as it is.
-
-        "dropped_batches" as in `load_checkpoint`; "rank", "alpha" and "targets" of the adapter.
-        """
+        **options: Unpack[RunOptions],
+    ) -> AdapterResult:
+        """Replace the trainer's adapter by a fresh one. What is left out stays as it is."""
         wanted = None if targets is None else tuple(targets)
-        return self.run(NewAdapterJob(rank=rank, alpha=alpha, targets=wanted, seed=seed), **run)
+        return self.run(NewAdapterJob(rank=rank, alpha=alpha, targets=wanted, seed=seed), **options)
 
     def export_hf(
-        self, output_dir: str, *, fp8_like: str | None = None, **run: Any
-    ) -> dict[str, Any]:
+        self, output_dir: str, *, fp8_like: str | None = None, **options: Unpack[RunOptions]
+    ) -> ExportHfResult:
         """Write the merged model as an HF checkpoint into a new folder on the trainer's host.
 
         Args:
             fp8_like: a block-scaled FP8 checkpoint of this model there; the export is FP8 like it.
         """
-        return self.run(ExportHfJob(output_dir=output_dir, fp8_like=fp8_like), **run)
+        return self.run(ExportHfJob(output_dir=output_dir, fp8_like=fp8_like), **options)
 
-    def publish(self, *, refuses_pending: bool = False, **run: Any) -> dict[str, Any]:
+    def publish(
+        self, *, refuses_pending: bool = False, **options: Unpack[RunOptions]
+    ) -> PublishResult:
         """Publish the trainer's current state as the next version. Pending gradients stay.
 
         Args:
             refuses_pending: fail while gradients are pending, such as another client's.
         """
-        return self.run(PublishJob(refuses_pending=refuses_pending), **run)
+        return self.run(PublishJob(refuses_pending=refuses_pending), **options)
 
     def status(self, *, timeout_s: float = 10.0) -> Status:
         """The served version, the nodes and the queue."""
@@ -581,143 +608,99 @@ class SpliceClient:
 
 def run_watched(
     client: SpliceClient,
-    job: JobSpec,
+    job: JobOf[Result],
     *,
     look: Callable[[], None],
     timeout_s: float = 7200.0,
-    **options: Any,
-) -> dict[str, Any]:
+    buffers: Buffers = (),
+    job_id: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Result:
     """`SpliceClient.run`, for whoever started the roles and knows when one does not come back.
 
     Args:
         look: called every `LOOK_S`; what it raises ends the wait.
-        options: of `SpliceClient.submit`.
     """
-    job_id, deadline_s = client.submit(job, **options), time.monotonic() + timeout_s
+    spec, deadline_s = cast(JobSpec, job), time.monotonic() + timeout_s
+    job_id = client.submit(spec, buffers=buffers, job_id=job_id, on_progress=on_progress)
     while True:
         look()
         try:
-            return client.wait(job_id, timeout_s=LOOK_S)
+            return cast(Result, client.wait(job_id, timeout_s=LOOK_S))
         except TimeoutError:
             if time.monotonic() > deadline_s:
                 raise
 
 
+def _on_a_thread(
+    method: Callable[Concatenate[SpliceClient, P], R],
+) -> Callable[Concatenate[AsyncSpliceClient, P], Awaitable[R]]:
+    """The method for asyncio, with the same arguments and result."""
+
+    async def call(self: AsyncSpliceClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.to_thread(method, self.client, *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
+
+
 class AsyncSpliceClient:
     """`SpliceClient` for asyncio: each call runs on a worker thread, so awaits may overlap."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        self._client = SpliceClient(**kwargs)
+    def __init__(self, **connection: Unpack[Connection]) -> None:
+        self.client = SpliceClient(**connection)
 
     @classmethod
-    def of_run(cls, run_dir: str | Path, **kwargs: Any) -> AsyncSpliceClient:
+    def of_run(cls, run_dir: str | Path, **naming: Unpack[Naming]) -> Self:
         """See `SpliceClient.of_run`."""
-        return cls(**find_run(Path(run_dir)), **kwargs)
+        return cls(**find_run(Path(run_dir)), **naming)
 
-    async def __aenter__(self) -> AsyncSpliceClient:
-        await asyncio.to_thread(self._client.__enter__)
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self.client.__enter__)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._client.__exit__)
+        await asyncio.to_thread(self.client.__exit__)
 
-    async def run(self, job: JobSpec, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.run`."""
-        return await asyncio.to_thread(self._client.run, job, **kwargs)
-
-    async def submit(self, job: JobSpec, **kwargs: Any) -> str:
-        """See `SpliceClient.submit`."""
-        return await asyncio.to_thread(self._client.submit, job, **kwargs)
-
-    async def announce(self, job: TrainMergedJob, **kwargs: Any) -> None:
-        """See `SpliceClient.announce`."""
-        await asyncio.to_thread(self._client.announce, job, **kwargs)
-
-    async def wait(self, job_id: str, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.wait`."""
-        return await asyncio.to_thread(self._client.wait, job_id, **kwargs)
-
-    async def forward(self, batch: BatchBuffers, **kwargs: Any) -> ForwardResult:
-        """See `SpliceClient.forward`."""
-        return await asyncio.to_thread(self._client.forward, batch, **kwargs)
-
-    async def train_merged(
-        self,
-        batch: BatchBuffers,
-        loss: LossSpec | None = None,
-        optim: OptimParams | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """See `SpliceClient.train_merged`."""
-        return await asyncio.to_thread(self._client.train_merged, batch, loss, optim, **kwargs)
-
-    async def train_lora(
-        self,
-        batch: BatchBuffers,
-        output_dir: str,
-        loss: LossSpec | None = None,
-        optim: OptimParams | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """See `SpliceClient.train_lora`."""
-        return await asyncio.to_thread(
-            self._client.train_lora, batch, output_dir, loss, optim, **kwargs
-        )
-
-    async def forward_backward(
-        self, batch: BatchBuffers, loss: LossSpec | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """See `SpliceClient.forward_backward`."""
-        return await asyncio.to_thread(self._client.forward_backward, batch, loss, **kwargs)
-
-    async def optim_step(self, optim: OptimParams | None = None, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.optim_step`."""
-        return await asyncio.to_thread(self._client.optim_step, optim, **kwargs)
-
-    async def save_checkpoint(self, checkpoint_dir: str, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.save_checkpoint`."""
-        return await asyncio.to_thread(self._client.save_checkpoint, checkpoint_dir, **kwargs)
-
-    async def load_checkpoint(self, checkpoint_dir: str, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.load_checkpoint`."""
-        return await asyncio.to_thread(self._client.load_checkpoint, checkpoint_dir, **kwargs)
-
-    async def load_adapter(self, adapter_dir: str, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.load_adapter`."""
-        return await asyncio.to_thread(self._client.load_adapter, adapter_dir, **kwargs)
-
-    async def new_adapter(self, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.new_adapter`."""
-        return await asyncio.to_thread(self._client.new_adapter, **kwargs)
-
-    async def export_hf(self, output_dir: str, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.export_hf`."""
-        return await asyncio.to_thread(self._client.export_hf, output_dir, **kwargs)
-
-    async def publish(self, **kwargs: Any) -> dict[str, Any]:
-        """See `SpliceClient.publish`."""
-        return await asyncio.to_thread(self._client.publish, **kwargs)
-
-    async def status(self, **kwargs: Any) -> Status:
-        """See `SpliceClient.status`."""
-        return await asyncio.to_thread(self._client.status, **kwargs)
-
-    async def base_url(self) -> str:
-        """See `SpliceClient.base_url`."""
-        return await asyncio.to_thread(self._client.base_url)
-
-    async def cancel(self, job_id: str) -> None:
-        """See `SpliceClient.cancel`."""
-        self._client.cancel(job_id)
-
-    async def stop_run(self, **kwargs: Any) -> None:
-        """See `SpliceClient.stop_run`."""
-        await asyncio.to_thread(self._client.stop_run, **kwargs)
+    run = _on_a_thread(SpliceClient.run)
+    submit = _on_a_thread(SpliceClient.submit)
+    announce = _on_a_thread(SpliceClient.announce)
+    wait = _on_a_thread(SpliceClient.wait)
+    initial_sync = _on_a_thread(SpliceClient.initial_sync)
+    resync = _on_a_thread(SpliceClient.resync)
+    forward = _on_a_thread(SpliceClient.forward)
+    train_merged = _on_a_thread(SpliceClient.train_merged)
+    train_lora = _on_a_thread(SpliceClient.train_lora)
+    forward_backward = _on_a_thread(SpliceClient.forward_backward)
+    optim_step = _on_a_thread(SpliceClient.optim_step)
+    save_checkpoint = _on_a_thread(SpliceClient.save_checkpoint)
+    load_checkpoint = _on_a_thread(SpliceClient.load_checkpoint)
+    load_adapter = _on_a_thread(SpliceClient.load_adapter)
+    new_adapter = _on_a_thread(SpliceClient.new_adapter)
+    export_hf = _on_a_thread(SpliceClient.export_hf)
+    publish = _on_a_thread(SpliceClient.publish)
+    status = _on_a_thread(SpliceClient.status)
+    base_url = _on_a_thread(SpliceClient.base_url)
+    cancel = _on_a_thread(SpliceClient.cancel)
+    stop_run = _on_a_thread(SpliceClient.stop_run)
 
 
-def _outcome(message: AnyMessage | None) -> dict[str, Any]:
+def _result(job: JobOf[Result], outcome: Envelope) -> Result:
+    """Return what a job's terminal message says.
+
+    Raises:
+        JobFailed: the job failed or was cancelled.
+        ProtocolError: its result has other fields.
+    """
+    message = outcome.message
     if isinstance(message, Completed):
-        return message.result
+        try:
+            return job.result_type.of(message, outcome.buffers)
+        except ValidationError as error:
+            raise ProtocolError(
+                f"the result is not a {job.result_type.__name__}: {briefly(error)}; client and "
+                "orchestrator may be of different versions of splice"
+            ) from error
     if isinstance(message, Failed):
         raise JobFailed(
             code=message.code,
@@ -727,7 +710,7 @@ def _outcome(message: AnyMessage | None) -> dict[str, Any]:
             remedy=message.remedy,
             steps_taken=message.steps_taken,
         )
-    if message is not None and message.kind == "Cancelled":
+    if isinstance(message, Cancelled):
         raise JobFailed(
             code=ErrorCode.CANCELLED,
             node="orchestrator",
@@ -736,6 +719,3 @@ def _outcome(message: AnyMessage | None) -> dict[str, Any]:
             remedy="submit it again under a new id",
         )
     raise ProtocolError(f"{message!r} is not an outcome")
-
-
-__all__ = ["AsyncSpliceClient", "BatchBuffers", "ForwardResult", "NodeLost", "SpliceClient"]

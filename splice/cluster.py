@@ -1,7 +1,6 @@
-"""Runs all roles on one host: orchestrator, trainer node and inference nodes.
+"""Runs all roles of a run on one host: orchestrator, trainer node and inference nodes.
 
-The environment carries secrets, JSON files in the run folder the configuration. The kernel chooses
-the ports.
+The environment carries the run's token, files in its folder the configuration.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,55 +17,14 @@ from orchestrator.processes.launch import Launcher, NodeProcess
 from orchestrator.processes.python import python_command
 from orchestrator.processes.restarts import RestartBudget
 from orchestrator.protocol.config import InferenceConfig, TrainerConfig
-from orchestrator.protocol.messages import Status, Transport
-from orchestrator.publication.config import PublicationConfig
+from orchestrator.protocol.messages import Status
 from splice.client import SpliceClient
+from splice.run_file import RUN_JSON, TOKEN, RunFile
 
 log = logging.getLogger("splice.cluster")
 OnWait = Callable[[str], None]
 _ENV = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """The processes of a run and their interpreters.
-
-    Attributes:
-        trainer_module: module run under torchrun. Tests that inject failures pass another one.
-        publication: how versions are published. `trainer.transport` overrides its `transport`.
-        keep_versions: versions whose checkpoints stay on disk; None: all.
-        trainer_restarts, orchestrator_restarts: restarts after crashes within an hour that came
-            after the run's last progress.
-        node_restarts: likewise, of a killed trainer launcher or inference node.
-        run_token: the run's secret; empty: a new one.
-        needs_all: whether a start waits for all replicas. Otherwise it goes on without those that
-            were given up, or are not ready in time, while another one is.
-        run_file: the file that the orchestrator reads instead of options; see `splice.run_file`.
-            The run's folder may then exist.
-    """
-
-    run_dir: Path
-    name: str
-    trainer_python: Path
-    inference_python: Path
-    trainer: TrainerConfig
-    inference: tuple[InferenceConfig, ...]
-    trainer_gpus: tuple[int, ...] = ()
-    trainer_module: str = "trainer_node"
-    trainer_env: dict[str, str] = field(default_factory=dict)
-    inference_env: dict[str, str] = field(default_factory=dict)
-    publication: PublicationConfig = field(default_factory=PublicationConfig)
-    keep_versions: int | None = None
-    ready_timeout_s: float = 600.0
-    train_timeout_s: float = 3600.0
-    trainer_restarts: int = 2
-    orchestrator_restarts: int = 2
-    node_restarts: int = 2
-    control_endpoint: str = "tcp://127.0.0.1:0"
-    run_token: str = ""
-    needs_all: bool = True
-    run_file: Path | None = None
 
 
 STOP_S = 5.0
@@ -76,7 +33,20 @@ STOP_S = 5.0
 
 class Cluster:
     """A running cluster, as a context manager. Entering waits until every node is ready; see
-    `ClusterConfig.needs_all`.
+    `needs_all`.
+
+    Args:
+        run: what to run; `RunFile(...)`, or `splice.run_file.load`.
+        file: the file that has it, in the run's folder. None: the folder is a new one, and the
+            cluster writes the file.
+        run_token: the run's secret; empty: a new one.
+        trainer_module: module that the trainer's ranks run. Tests that inject failures pass another
+            one.
+        orchestrator_restarts, node_restarts: restarts after crashes within an hour that came after
+            the run's last progress; `node_restarts` of a killed trainer launcher or inference node.
+        needs_all: whether a start waits for all replicas. Otherwise it continues without those that
+            were given up, or are not ready in time, while another one is.
+        measures_memory: `launcher.peak_bytes` has the most memory that all processes used.
 
     Raises (on enter):
         ConfigError: an interpreter is missing, or the run folder exists.
@@ -85,21 +55,36 @@ class Cluster:
 
     def __init__(
         self,
-        config: ClusterConfig,
+        run: RunFile,
         *,
+        file: Path | None = None,
+        run_token: str = "",
+        trainer_module: str = "trainer_node",
+        trainer_env: Mapping[str, str] | None = None,
+        inference_env: Mapping[str, str] | None = None,
+        orchestrator_restarts: int = 2,
+        node_restarts: int = 2,
+        needs_all: bool = True,
         on_wait: OnWait | None = None,
         measures_memory: bool = False,
     ) -> None:
-        self.config = config
-        self.run_token = config.run_token or secrets.token_hex(16)
+        self.run = run
+        self.file = file or run.run_dir / RUN_JSON
+        self.run_token = run_token or secrets.token_hex(16)
         self.launcher = Launcher(measures_memory=measures_memory)
         self.client: SpliceClient
+        self._is_new = file is None
+        self._trainer_module = trainer_module
+        self._env = {"trainer": dict(trainer_env or {}), "inference": dict(inference_env or {})}
+        self._orchestrator_restarts, self._node_restarts = orchestrator_restarts, node_restarts
+        self._needs_all = needs_all
         self._on_wait = on_wait or (lambda _: None)
 
     def __enter__(self) -> Cluster:
         self._check()
-        is_prepared = self.config.run_file is not None
-        self.config.run_dir.mkdir(parents=True, mode=0o700, exist_ok=is_prepared)
+        self.run.run_dir.mkdir(parents=True, mode=0o700, exist_ok=not self._is_new)
+        if self._is_new:
+            self.file.write_text(self.run.model_dump_json(indent=1))
         self.launcher.__enter__()
         try:
             self._start()
@@ -123,57 +108,63 @@ class Cluster:
 
     @property
     def base_urls(self) -> list[str]:
-        """The OpenAI URLs of replicas that were ready, without /v1, in the order of
-        `ClusterConfig.inference`."""
+        """The OpenAI URLs of the replicas that were ready, without /v1, in order."""
         urls = {
             n.node_id: str(n.detail["base_url"])
             for n in self.client.status().nodes
             if n.role == "inference" and "base_url" in n.detail
         }
-        return [urls[name] for name in self._replicas if name in urls]
+        return [urls[name] for name in self._inference_ids if name in urls]
 
     @property
-    def _replicas(self) -> list[str]:
-        return [f"inference-{i}" for i in range(len(self.config.inference))]
+    def _inference_ids(self) -> list[str]:
+        return [f"inference-{i}" for i in range(self.run.inference.replicas)]
 
     # ------------------------------------------------------------ inside
 
     def _check(self) -> None:
-        pythons = {"trainer": self.config.trainer_python, "inference": self.config.inference_python}
-        for what, python in pythons.items():
+        for role, python in (
+            ("trainer", self.run.trainer.python),
+            ("inference", self.run.inference.python),
+        ):
             if not python.exists():
                 raise ConfigError(
-                    f"no {what} interpreter at {python}; run `make envs`, or pass --{what}-python"
+                    f"no {role} interpreter at {python}; run `make envs`, or set {role}.python"
                 )
-        if self.config.run_dir.exists() and self.config.run_file is None:
+        if self._is_new and self.run.run_dir.exists():
             raise ConfigError(
-                f"the run folder {self.config.run_dir} exists; choose a new one for each run"
+                f"the run folder {self.run.run_dir} exists; choose a new one for each run"
             )
 
     def _start(self) -> None:
-        config = self.config
+        run = self.run
         # Model folders need no hub. For a hub id the user's HF_HUB_OFFLINE decides.
-        folders = all(
-            model.is_dir() for model in (config.trainer.model, *(i.model for i in config.inference))
-        )
-        env = {**_ENV, **(_OFFLINE if folders else {}), "SPLICE_RUN_TOKEN": self.run_token}
-        logs = config.run_dir / "logs"
-        argv = python_command(config.trainer_python, "-m", "splice", "serve", "--resume")
-        argv += self._serve_arguments()
-        killed_one = _identity(config.run_dir / "endpoint")
-        self.launcher.start(
-            NodeProcess(
-                name="orchestrator",
-                argv=argv,
-                env=env,
-                log_file=logs / "orchestrator.log",
-                restarts=RestartBudget(config.orchestrator_restarts),
-            )
+        folders = run.trainer.model.is_dir() and run.inference.model.is_dir()
+        env = {**_ENV, **(_OFFLINE if folders else {}), TOKEN: self.run_token}
+        killed_one = _identity(run.run_dir / "endpoint")
+        self._launch(
+            "orchestrator",
+            [run.trainer.python, "-m", "splice", "serve", self.file, "--resume"],
+            env=env,
+            restarts=self._orchestrator_restarts,
         )
         endpoint = self._wait_endpoint(killed_one)
-        for index, inference in enumerate(config.inference):
-            self._start_inference(f"inference-{index}", inference, endpoint=endpoint, env=env)
-        self._start_trainer(endpoint, env)
+        for index, node_id in enumerate(self._inference_ids):
+            config = self._node_file(node_id, run.inference_config(index))
+            argv: list[str | Path] = [
+                run.inference.python,
+                "-m",
+                "inference_node",
+                "--endpoint",
+                endpoint,
+            ]
+            argv += ["--node-id", node_id, "--config", config]
+            own = self._env["inference"]
+            self._launch(node_id, argv, env={**env, **own}, is_supervisor=True, group="inference")
+        argv = [run.trainer.python, "-m", "splice", "trainer", self.file]
+        argv += ["--module", self._trainer_module]
+        own = trainer_variables(run.trainer, gpus=run.trainer.gpus) | self._env["trainer"]
+        self._launch("trainer", argv, env={**env, **own}, is_supervisor=True)
         self.client = SpliceClient(endpoint=endpoint, run_token=self.run_token).__enter__()
         try:
             self._wait_ready()
@@ -181,60 +172,38 @@ class Cluster:
             self.client.__exit__(None, None, None)
             raise
 
-    def _serve_arguments(self) -> list[str]:
-        config = self.config
-        if config.run_file is not None:
-            return [str(config.run_file)]
-        argv = ["--run-dir", str(config.run_dir), "--name", config.name]
-        argv += ["--endpoint", config.control_endpoint, "--replicas", str(len(config.inference))]
-        argv += ["--keep-versions", str(config.keep_versions or 0)]
-        argv += ["--ready-timeout-s", str(config.ready_timeout_s)]
-        argv += ["--train-timeout-s", str(config.train_timeout_s)]
-        return argv + _publication_options(config.publication, transport=config.trainer.transport)
-
-    def _start_inference(
-        self, node_id: str, inference: InferenceConfig, *, endpoint: str, env: dict[str, str]
+    def _launch(
+        self,
+        name: str,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str],
+        restarts: int | None = None,
+        is_supervisor: bool = False,
+        group: str = "",
     ) -> None:
-        logs = self.config.run_dir / "logs"
-        path = self.config.run_dir / f"{node_id}.json"
-        inference = inference.model_copy(update={"log_file": logs / f"{node_id}.vllm.log"})
-        path.write_text(inference.model_dump_json(indent=1))
-        argv = python_command(self.config.inference_python, "-m", "inference_node")
-        argv += _node_arguments(endpoint, node_id, path)
         self.launcher.start(
             NodeProcess(
-                name=node_id,
-                argv=argv,
-                env={**env, **self.config.inference_env},
-                log_file=logs / f"{node_id}.log",
-                restarts=RestartBudget(self.config.node_restarts),
-                is_supervisor=True,
-                group="inference",
+                name=name,
+                argv=python_command(*argv),
+                env=dict(env),
+                log_file=self.run.run_dir / "logs" / f"{name}.log",
+                restarts=RestartBudget(self._node_restarts if restarts is None else restarts),
+                is_supervisor=is_supervisor,
+                group=group,
             )
         )
 
-    def _start_trainer(self, endpoint: str, env: dict[str, str]) -> None:
-        config = self.config
-        path = config.run_dir / "trainer.json"
-        path.write_text(config.trainer.model_dump_json(indent=1))
-        argv = python_command(config.trainer_python, "-m", "splice", "trainer")
-        argv += _node_arguments(endpoint, "trainer", path)
-        argv += ["--module", config.trainer_module]
-        argv += ["--max-restarts", str(config.trainer_restarts)]
-        own = trainer_variables(config.trainer, gpus=config.trainer_gpus) | config.trainer_env
-        node = NodeProcess(
-            name="trainer",
-            argv=argv,
-            env={**env, **own},
-            log_file=config.run_dir / "logs" / "trainer.log",
-            restarts=RestartBudget(config.node_restarts),
-            is_supervisor=True,
-        )
-        self.launcher.start(node)
+    def _node_file(self, node_id: str, inference: InferenceConfig) -> Path:
+        path = self.run.run_dir / f"{node_id}.json"
+        log_file = self.run.run_dir / "logs" / f"{node_id}.vllm.log"
+        own = inference.model_copy(update={"log_file": log_file})
+        path.write_text(own.model_dump_json(indent=1))
+        return path
 
     def _wait_endpoint(self, killed_one: tuple[int, int] | None) -> str:
         """Return the new endpoint. A killed orchestrator left its own file behind."""
-        path, deadline_s = self.config.run_dir / "endpoint", time.monotonic() + 60
+        path, deadline_s = self.run.run_dir / "endpoint", time.monotonic() + 60
         while _identity(path) in (None, killed_one):
             self.launcher.check()
             if time.monotonic() > deadline_s:
@@ -246,11 +215,11 @@ class Cluster:
         return path.read_text().strip()
 
     def _wait_ready(self) -> None:
-        wanted, needs_all = {"trainer", *self._replicas}, self.config.needs_all
-        deadline_s = time.monotonic() + self.config.ready_timeout_s
+        wanted, timeout_s = {"trainer", *self._inference_ids}, self.run.orchestrator.ready_timeout_s
+        needs_all, deadline_s = self._needs_all, time.monotonic() + timeout_s
         while missing := wanted - _ready(self.client.status(timeout_s=30.0)):
             self.launcher.check(each=needs_all)
-            may_go_on = "trainer" not in missing and len(missing) < len(self._replicas)
+            may_go_on = "trainer" not in missing and len(missing) < self.run.inference.replicas
             is_late = time.monotonic() > deadline_s
             are_given_up = missing <= self.launcher.given_up().keys()
             if not needs_all and may_go_on and (is_late or are_given_up):
@@ -262,8 +231,7 @@ class Cluster:
                     f"--- {n}:\n{self.launcher.nodes[n].log_tail(10)}" for n in sorted(missing)
                 )
                 raise NodeLost(
-                    f"not ready within {self.config.ready_timeout_s:.0f} s: "
-                    f"{', '.join(sorted(missing))}\n{tails}"
+                    f"not ready within {timeout_s:.0f} s: {', '.join(sorted(missing))}\n{tails}"
                 )
             time.sleep(0.25)
 
@@ -303,38 +271,5 @@ def trainer_variables(trainer: TrainerConfig, *, gpus: Sequence[int]) -> dict[st
     return own
 
 
-def _node_arguments(endpoint: str, node_id: str, config: Path) -> Sequence[str]:
-    return ["--endpoint", endpoint, "--node-id", node_id, "--config", str(config)]
-
-
 def _ready(status: Status) -> set[str]:
     return {n.node_id for n in status.nodes if n.state == "ready"}
-
-
-_WITHOUT_OPTION = (
-    "join_timeout_s",
-    "plan_timeout_s",
-    "transfer_timeout_s",
-    "commit_timeout_s",
-    "recovery_timeout_s",
-    "attempts",
-)
-
-
-def _publication_options(publication: PublicationConfig, *, transport: Transport) -> list[str]:
-    """`publication` as options of `splice serve`.
-
-    Raises:
-        ConfigError: a setting that has no option differs from its default.
-    """
-    defaults = PublicationConfig()
-    for setting in _WITHOUT_OPTION:
-        if getattr(publication, setting) != getattr(defaults, setting):
-            raise ConfigError(f"a cluster cannot set the publication's {setting}; leave it out")
-    options = ["--transport", transport, "--pause-mode", publication.pause_mode]
-    options += ["--drain-s", str(publication.drain_s)]
-    options += ["--mode", publication.mode, "--shadow-bytes", str(publication.shadow_bytes)]
-    options += ["--canary" if publication.canary else "--no-canary"]
-    if publication.full_every is not None:
-        options += ["--full-every", str(publication.full_every)]
-    return options

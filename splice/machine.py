@@ -29,7 +29,7 @@ transport = "tcp"                # NCCL refuses two processes on one GPU
 gpu_memory_utilization = 0.4     # the trainer has the rest
 """
 _INFERENCE = Path(".venv-inference/bin/python")
-FETCH = "import sys; from pathlib import Path; from trainer_node.model.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
+FETCH = "import sys; from pathlib import Path; from trainer_node.hf.hub import fetch; print(fetch(Path(sys.argv[1])))"  # noqa: E501
 TEMPLATE = """\
 # A run of splice: `splice up`, `splice status`, `splice logs`, `splice stop` read this file.
 # `splice config schema` prints every key. Relative paths are relative to this file.

@@ -9,31 +9,18 @@ relative to the file. `splice config schema` prints every key.
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
-import itertools
 import json
 import os
 import shlex
 import sys
-import textwrap
 import tomllib
-import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidationError,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from orchestrator.config import OrchestratorConfig
+from orchestrator.config import OrchestratorConfig, OrchestratorSettings
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import (
     Device,
@@ -45,13 +32,11 @@ from orchestrator.protocol.config import (
 from orchestrator.protocol.config_errors import config_error
 from orchestrator.publication.config import PublicationConfig
 
-FILE_NAME = "run.toml"
+FILE_NAME, RUN_JSON = "run.toml", "run.json"
+"""What a user writes, and what `splice up` and `Cluster` write into the run's folder."""
 ENDPOINT_FILE = "endpoint"
 ENDPOINT, TOKEN = "SPLICE_ENDPOINT", "SPLICE_RUN_TOKEN"
 """Environment variables of nodes and clients that do not see the run's folder."""
-_DEFAULTS = OrchestratorConfig(
-    run_dir=Path(), run_token="", name="defaults", publication=PublicationConfig()
-)
 _SHARED = {
     "trainer": ("model", "device", "dtype"),
     "inference": ("model", "device", "dtype", "name"),
@@ -82,88 +67,6 @@ BY_DEVICE: dict[str, dict[str, dict[str, Any]]] = {
 _PATHS = (("model",), ("run_dir",), ("trainer", "model"), ("trainer", "adapter"),
           ("trainer", "python"), ("inference", "model"), ("inference", "python"),
           ("orchestrator", "curve_dir"))  # fmt: skip  # a list
-
-
-class OrchestratorSection(Settings):
-    """The orchestrator."""
-
-    endpoint: str = _DEFAULTS.endpoint
-    """Where it binds: tcp://HOST:PORT; with port 0 the kernel chooses. Beyond loopback it needs
-    `curve_dir`."""
-    curve_dir: Path | None = None
-    """Its folder from `splice keys`."""
-    keep_versions: int = Field(default=2, ge=0)
-    """Versions whose checkpoints stay on disk, at least 2. 0: all."""
-    ready_timeout_s: float = Field(default=_DEFAULTS.ready_timeout_s, gt=0)
-    """Longest wait of a job for missing nodes, in seconds."""
-    train_timeout_s: float = Field(default=_DEFAULTS.train_timeout_s, gt=0)
-    """Longest training, forward, save or load request, in seconds."""
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of the numbers for Prometheus. With 0 the kernel chooses; RUN_DIR/metrics has the URL.
-    Without a value they are not served."""
-    metrics_host: str = _DEFAULTS.metrics_host
-    """Address on which they are served. 0.0.0.0: all of this host's addresses; nobody has to prove
-    anything there."""
-
-    @field_validator("keep_versions")
-    @classmethod
-    def _two_or_all(cls, keep_versions: int) -> int:
-        if keep_versions == 1:
-            raise ValueError(
-                "1 is too few; keep 2 (the served version and the next), more, or 0: all"
-            )
-        return keep_versions
-
-
-class _CheckedPublication(Settings):
-    @model_validator(mode="after")
-    def _as_the_orchestrator_checks_it(self) -> Self:
-        PublicationConfig(**self.model_dump(exclude={"rounding"}))  # the trainer's
-        return self
-
-
-def _publication_section() -> type[Settings]:
-    hints = typing.get_type_hints(PublicationConfig)
-    meanings = _docstrings(PublicationConfig)
-    fields: dict[str, Any] = {
-        field.name: (
-            hints[field.name],
-            Field(default=field.default, description=meanings.get(field.name)),
-        )
-        for field in dataclasses.fields(PublicationConfig)
-        if field.name != "transport"  # the device decides it
-    }
-    rounding = TrainerConfig.model_fields["rounding"]
-    fields["rounding"] = (
-        rounding.annotation,
-        Field(default=rounding.default, description=rounding.description),
-    )
-    doc = PublicationConfig.__doc__
-    return create_model("PublicationSection", __base__=_CheckedPublication, __doc__=doc, **fields)
-
-
-def _docstrings(cls: type) -> dict[str, str]:
-    """Return the strings below a class's fields."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in itertools.pairwise(body.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
-
-
-if TYPE_CHECKING:
-
-    class PublicationSection(Settings):
-        """`PublicationConfig` as a table of the file."""
-
-else:
-    PublicationSection = _publication_section()
 
 
 class TrainerSection(TrainerConfig):
@@ -211,9 +114,9 @@ class RunFile(Settings):
     """Where trainer and vLLM run. Without this key: cuda if the file names `gpus`, else cpu."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
-    orchestrator: OrchestratorSection = OrchestratorSection()
+    orchestrator: OrchestratorSettings = OrchestratorSettings()
     """The orchestrator."""
-    publication: PublicationSection = PublicationSection()
+    publication: PublicationConfig = PublicationConfig()
     """How versions are published."""
     trainer: TrainerSection
     """The trainer, and how to start it."""
@@ -238,7 +141,7 @@ class RunFile(Settings):
             if isinstance(own, dict):
                 taken = {key: shared[key] for key in keys if key in shared}
                 shared[role] = {**defaults[role], **taken, **own}
-        return _share_rounding(shared)
+        return _share_publishing(shared)
 
     @model_validator(mode="after")
     def _devices(self) -> Self:
@@ -266,23 +169,13 @@ class RunFile(Settings):
 
     def orchestrator_config(self, *, run_token: str, resume: bool) -> OrchestratorConfig:
         """Return the orchestrator's settings."""
-        own = self.orchestrator
         return OrchestratorConfig(
+            **dict(self.orchestrator),
             run_dir=self.run_dir,
             run_token=run_token,
             name=self.name,
-            endpoint=own.endpoint,
-            publication=PublicationConfig(
-                transport=self.trainer.transport,
-                **self.publication.model_dump(exclude={"rounding"}),
-            ),
+            publication=self.publication,
             replicas=self.inference.replicas,
-            curve_dir=own.curve_dir,
-            keep_versions=own.keep_versions or None,
-            ready_timeout_s=own.ready_timeout_s,
-            train_timeout_s=own.train_timeout_s,
-            metrics_port=own.metrics_port,
-            metrics_host=own.metrics_host,
             resume=resume,
         )
 
@@ -321,8 +214,8 @@ class RunFile(Settings):
         return find_token(self.run_dir)
 
 
-def _share_rounding(values: dict[str, Any]) -> dict[str, Any]:
-    """The trainer rounds as `publication.rounding` says; the other way round if it stands alone.
+def _share_publishing(values: dict[str, Any]) -> dict[str, Any]:
+    """Give trainer and publications one `rounding` and one `transport`, whichever table has it.
 
     Raises:
         ValueError: the two differ.
@@ -330,16 +223,16 @@ def _share_rounding(values: dict[str, Any]) -> dict[str, Any]:
     publication, trainer = values.get("publication", {}), values.get("trainer")
     if not isinstance(publication, dict) or not isinstance(trainer, dict):
         return values
-    found = {t["rounding"] for t in (publication, trainer) if "rounding" in t}
-    if len(found) > 1:
-        raise ValueError(
-            f"publication.rounding is {publication['rounding']!r} and trainer.rounding is "
-            f"{trainer['rounding']!r}; give publication.rounding alone"
-        )
-    if not found:
-        return values
-    one = {"rounding": found.pop()}
-    return {**values, "publication": {**publication, **one}, "trainer": {**trainer, **one}}
+    for key, leader in (("rounding", "publication"), ("transport", "trainer")):
+        found = [t[key] for t in (publication, trainer) if key in t]
+        if found[1:] and found[0] != found[1]:
+            raise ValueError(
+                f"publication.{key} is {found[0]!r} and trainer.{key} is {found[1]!r}; "
+                f"give only {leader}.{key}"
+            )
+        if found:
+            publication, trainer = {**publication, key: found[0]}, {**trainer, key: found[0]}
+    return {**values, "publication": publication, "trainer": trainer}
 
 
 def find_endpoint(run_dir: Path) -> str:
@@ -407,6 +300,19 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
         ConfigError: names file, key, allowed values and the nearest right one.
     """
     path = path / FILE_NAME if path.is_dir() else path
+    values = read(path)
+    for override in overrides:
+        set_value(values, override)
+    return build(values, source=path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read the values of a run.toml, or of a JSON file with the same keys.
+
+    Raises:
+        ConfigError: there is none, or it is neither TOML nor JSON.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
     try:
         text = path.read_text()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -416,18 +322,32 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunFile:
         ) from error
     except ValueError as error:  # of either decoder, with line and column
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    for override in overrides:
-        _set(values, override)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return values
+
+
+def build(values: dict[str, Any], *, source: Path) -> RunFile:
+    """Return the run with these values. Relative paths are relative to the source's folder.
+
+    Raises:
+        ConfigError: names source, key, allowed values and the nearest right one.
+    """
     values.setdefault("run_dir", str(RunFile.model_fields["run_dir"].default))
     for keys in _PATHS:
-        _resolve(values, keys, path.absolute().parent)
+        _resolve(values, keys, source.absolute().parent)
     try:
         return RunFile.model_validate(values)
     except ValidationError as error:
-        raise config_error(error, model=RunFile, source=str(path)) from None
+        raise config_error(error, model=RunFile, source=str(source)) from None
 
 
-def _set(values: dict[str, Any], override: str) -> None:
+def set_value(values: dict[str, Any], override: str) -> None:
+    """Set one value, such as `trainer.seed=7`.
+
+    Raises:
+        ConfigError: the override is not written so, or names a table within a value.
+    """
     name, equals, text = override.partition("=")
     *tables, key = name.strip().split(".")
     if not equals or not key:

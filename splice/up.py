@@ -41,7 +41,7 @@ from orchestrator.protocol.messages import InitialSyncJob, ResyncJob
 from orchestrator.run_folder import RunFolder
 from splice import disk
 from splice.client import SpliceClient, run_watched
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
 from splice.disk import DiskForecast
 from splice.doctor import list_gpus
 from splice.preflight import (
@@ -54,10 +54,10 @@ from splice.preflight import (
     read_model_config,
 )
 from splice.rl import decisions
-from splice.run_file import TOKEN, RunFile, load, stop_command
+from splice.run_file import RUN_JSON, TOKEN, RunFile, load, stop_command
 
 log = logging.getLogger("splice.up")
-STATE, CONFIG, LOCK = "up.json", "run.json", "up.lock"
+STATE, LOCK = "up.json", "up.lock"
 PUBLISH = "--publish"
 ROUTER, ROUTER_STATE = "router", "/splice/router"
 """The file with the router's URL, and its own route."""
@@ -67,6 +67,8 @@ ROUTER_RESTARTS = 5
 LOOK_S, STATUS_S = 10.0, 2.0
 """Time between two looks at the served version, and for the orchestrator to answer one."""
 POLL_S = 0.2
+TOKEN_CHARS = 16
+"""Shortest run token that a user may choose."""
 END_S = 15.0
 """Time between a node's orderly end and the orchestrator's."""
 SERVED_S = 600.0
@@ -174,7 +176,7 @@ def _start(run: RunFile, lock: int, *, publish: bool) -> int:
     # `bound` is for an orchestrator whose nodes live on; these nodes begin anew.
     for name in (STATE, ROUTER, "bound"):
         (run.run_dir / name).unlink(missing_ok=True)
-    config = run.run_dir / CONFIG
+    config = run.run_dir / RUN_JSON
     config.write_text(run.model_dump_json(indent=1))
     logs = run.run_dir / "logs"
     logs.mkdir(exist_ok=True)
@@ -206,12 +208,19 @@ def refuse_used(run: RunFile, *, resume: bool) -> None:
 
 
 def some_token(run_dir: Path) -> str:
-    """Return the token of the run in this folder, or that of the environment, or a new one."""
+    """Return the token of the run in this folder, or that of the environment, or a new one.
+
+    Raises:
+        ConfigError: that of the environment is too short.
+    """
     path = run_dir / "token"
     kept = path.read_text().strip() if path.exists() else ""
     # A power loss may leave an empty file; the journal has it for sure.
     kept = kept or kept_token(run_dir / "journal.sqlite")
-    return kept or os.environ.get(TOKEN) or secrets.token_hex(16)
+    given = os.environ.get(TOKEN, "")
+    if not kept and given and len(given) < TOKEN_CHARS:
+        raise ConfigError(f"{TOKEN} has {len(given)} characters; at least {TOKEN_CHARS} are needed")
+    return kept or given or secrets.token_hex(16)
 
 
 def wait_until_up(
@@ -386,24 +395,6 @@ class _State:
         part.replace(self._path)
 
 
-def cluster_config(run: RunFile, *, config: Path, token: str) -> ClusterConfig:
-    """Return the run as one host's cluster."""
-    return ClusterConfig(
-        run_dir=run.run_dir,
-        name=run.name,
-        trainer_python=run.trainer.python,
-        inference_python=run.inference.python,
-        trainer=run.trainer_config(),
-        inference=tuple(run.inference_config(i) for i in range(run.inference.replicas)),
-        trainer_gpus=run.trainer.gpus,
-        trainer_restarts=run.trainer.max_restarts,
-        ready_timeout_s=run.orchestrator.ready_timeout_s,
-        run_token=token,
-        needs_all=False,
-        run_file=config,
-    )
-
-
 def supervise(config: Path, *, publish: bool) -> int:
     """Run all roles until a client or a signal ends the run. Returns the exit code."""
     run = load(config)
@@ -416,7 +407,10 @@ def supervise(config: Path, *, publish: bool) -> int:
     try:
         with (
             Cluster(
-                cluster_config(run, config=config, token=token),
+                run,
+                file=config,
+                run_token=token,
+                needs_all=False,
                 on_wait=lambda text: _wait(state, text, told_to_end),
             ) as cluster,
             Launcher() as launcher,

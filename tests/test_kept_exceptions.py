@@ -1,5 +1,5 @@
 """No exception is kept in one of its own frames: it would hold their tensors until a garbage
-collection, which may never come (`trainer_node/heap.py`).
+collection, which may never come (`trainer_node/ranks/heap.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchestrator.errors import without_frames
 REPO = Path(__file__).parent.parent
 PACKAGES = ("orchestrator", "splice", "trainer_node", "inference_node", "weight_transfer")
 RELEASED = {
-    "trainer_node/lockstep.py: own = caught": "released in `finally`",
+    "trainer_node/ranks/lockstep.py: own = caught": "released in `finally`",
     "splice/rl/reward_threads.py: error = caught": "released in `finally`",
     "splice/rl/verifiers.py: session.fault = error": "raised once, in a process that collects",
 }

@@ -32,10 +32,10 @@ from orchestrator.protocol.messages import (
 )
 from trainer_node.export.hf_export import export_hf
 from trainer_node.export.merged import Exporter
-from trainer_node.lockstep import Lockstep, packed
+from trainer_node.files.behind import OnDisk
+from trainer_node.ranks.lockstep import Lockstep, packed
 from trainer_node.request import Outcome, Request
 from trainer_node.state import checkpoint, remake
-from trainer_node.state.behind import OnDisk
 from trainer_node.state.removal import Removal
 from trainer_node.training import gap, gap_split, pack_size, served_share, steps
 from trainer_node.training.ahead import Ahead

@@ -46,11 +46,11 @@ from orchestrator.protocol.messages import (
     check_node_id,
 )
 from orchestrator.protocol.node_link import NodeLink
-from trainer_node import admission, heap
-from trainer_node.lockstep import Failure, Lockstep, has_diverged
+from trainer_node.ranks import heap
+from trainer_node.ranks.lockstep import Failure, Lockstep, has_diverged
 from trainer_node.request import Outcome, Request, classify
+from trainer_node.tools import admission
 from trainer_node.training.losses import loss_names
-from trainer_node.transfer import Transfer
 from weight_transfer.nccl_group import nccl_version
 
 log = logging.getLogger("splice.trainer")
@@ -83,7 +83,7 @@ class Node:
     """One rank of the trainer node. Rank 0 has the link to the orchestrator."""
 
     def __init__(self, config: TrainerConfig, link: NodeLink | None) -> None:
-        from trainer_node.start import start
+        from trainer_node.training.start import start
 
         self.link = link
         self.trainer = start(config)
@@ -92,6 +92,7 @@ class Node:
         from trainer_node.export.merged import Exporter
         from trainer_node.jobs import Jobs
         from trainer_node.publication import Publication
+        from trainer_node.transfer import Transfer
 
         model, exporter = self.trainer.model, Exporter(self.trainer.model)
         self.lockstep = Lockstep(model.control_group)
@@ -346,7 +347,7 @@ def run(*, endpoint: str, node_id: str, config: TrainerConfig, token: str) -> in
 
 
 def _serve(config: TrainerConfig, link: NodeLink | None, nodes: dict[str, Node]) -> int:
-    from trainer_node.model.hub import with_local_model
+    from trainer_node.hf.hub import with_local_model
 
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):

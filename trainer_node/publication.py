@@ -28,8 +28,8 @@ from trainer_node.export.fp8_export import Fp8Export
 from trainer_node.export.fp8_fused import FusedFp8
 from trainer_node.export.gather_plan import PartitionError
 from trainer_node.export.merged import Exporter
-from trainer_node.lockstep import Lockstep
-from trainer_node.model import fp8_blocks
+from trainer_node.hf import fp8_blocks
+from trainer_node.ranks.lockstep import Lockstep
 from trainer_node.request import NotReady, Outcome, Request
 from trainer_node.state import checkpoint
 from trainer_node.training.trainer import Trainer

@@ -8,21 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from orchestrator.protocol.messages import Manifest, OpenTransferGroup
+from trainer_node.export.bridge_export import BridgeExport
 from trainer_node.export.fp8_export import Fp8Export
+from trainer_node.export.wire_export import WireExport
 from weight_transfer.chunks import ChunkSender, SendReport
 from weight_transfer.groups import GroupListener, TransferGroup, open_listener
 
-if TYPE_CHECKING:
-    from trainer_node.export.bridge_export import BridgeExport
-    from trainer_node.export.wire_export import WireExport
-
 log = logging.getLogger("splice.trainer")
-Export: TypeAlias = "WireExport | BridgeExport | Fp8Export"
+Export: TypeAlias = WireExport | BridgeExport | Fp8Export
 """What fills the chunks of an update."""
 NO_GROUP = "no transfer group is open; send OpenTransferGroup first"
 

@@ -7,12 +7,11 @@ without Triton, `torch._foreach_copy_` does the same.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 
+from weight_transfer.launches import kernels
 from weight_transfer.strides import Part
 
 
@@ -35,8 +34,8 @@ class PreparedCopy:
                     "which is no multiple of its element size"
                 )
         self._parts = [p for p in parts if p.target.numel()]
-        kernels = _kernels() if self._parts and self._parts[0].target.is_cuda else None
-        self._launches = [] if kernels is None else kernels.prepare(self._parts)
+        made = kernels("copy_kernels") if self._parts and self._parts[0].target.is_cuda else None
+        self._launches = [] if made is None else made.prepare(self._parts)
 
     def launch(self, buffer_B: torch.Tensor) -> None:
         """Queue the copy of every part on the current stream.
@@ -59,15 +58,3 @@ class PreparedCopy:
 def elements_of(buffer_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A buffer's bytes as elements; a rest that is none is left out."""
     return buffer_B[: buffer_B.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    """The Triton kernels, or None where Triton is not installed."""
-    try:
-        import triton  # noqa: F401  - only to see whether it is there
-    except ImportError:
-        return None
-    from weight_transfer import copy_kernels
-
-    return copy_kernels

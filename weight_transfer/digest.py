@@ -28,10 +28,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 
+from weight_transfer.launches import kernels
 from weight_transfer.splitmix import GOLDEN, MUL_1, MUL_2, PLACES, SPREAD
 from weight_transfer.strides import boxes_2d
 
@@ -81,41 +81,16 @@ def region_digest(
     strides = tuple(int(s) for s in index_strides)
     if bits.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=region.device)
-    if bits.is_cuda and _kernels() is not None:
-        flat = _as_2d(bits, strides)
-        if flat is not None:
-            return _triton_digest(*flat, first_index=first_index)
+    made = kernels("digest_kernels") if bits.is_cuda else None
+    flat = None if made is None else _as_2d(bits, strides)
+    if made is not None and flat is not None:
+        out = torch.zeros(1, dtype=torch.int64, device=bits.device)
+        bits_RC, strides_2d = flat
+        made.launch_region(
+            bits_RC=bits_RC, first_index=first_index, index_strides=strides_2d, out=out
+        )
+        return out[0]
     return _sum_of_terms(bits, first_index, strides)
-
-
-def digest_many(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Digests of N whole tensors on one device, as int64 [N] on that device.
-
-    On CUDA each element size takes one kernel launch.
-    """
-    if not tensors:
-        return torch.zeros(0, dtype=torch.int64)
-    device = tensors[0].device
-    if any(t.device != device for t in tensors):
-        raise ValueError(
-            f"tensors of one device expected, got {sorted({str(t.device) for t in tensors})}"
-        )
-    kernels = _kernels() if device.type == "cuda" else None
-    if kernels is None:
-        return torch.stack([tensor_digest(t) for t in tensors])
-    # .contiguous() copies strided tensors. `whole` keeps the copies until the kernels are queued.
-    whole = [t.detach().contiguous() for t in tensors]
-    out_N = torch.zeros(len(whole), dtype=torch.int64, device=device)
-    by_size: dict[int, list[int]] = {}
-    for n, t in enumerate(whole):
-        if t.numel():
-            by_size.setdefault(t.element_size(), []).append(n)
-    for size, rows in by_size.items():
-        table_R3 = torch.tensor(
-            [[whole[n].data_ptr(), whole[n].numel(), n] for n in rows], dtype=torch.int64
-        )
-        kernels.launch_many(table_R3=table_R3, element_bytes=size, out_N=out_N)
-    return out_N
 
 
 class PreparedDigest:
@@ -144,9 +119,9 @@ class PreparedDigest:
         self._origins = (
             [(0, row_major_strides(t.shape)) for t in tensors] if origins is None else list(origins)
         )
-        kernels = _kernels() if tensors and tensors[0].is_cuda else None
+        made = kernels("digest_kernels") if tensors and tensors[0].is_cuda else None
         self._launches = (
-            [] if kernels is None else kernels.prepare(self._tensors, self._rows, self._origins)
+            [] if made is None else made.prepare(self._tensors, self._rows, self._origins)
         )
 
     def launch(self, out_N: torch.Tensor) -> None:
@@ -276,18 +251,6 @@ def _xor_shift(x: torch.Tensor, shift: int) -> None:
 # ------------------------------------------------------------ CUDA
 
 
-@functools.cache
-def _kernels() -> ModuleType | None:
-    """The Triton kernels, or None without Triton. The torch path returns the same numbers."""
-    try:
-        import triton  # noqa: F401  - only to see whether it is there
-    except ImportError:
-        return None
-    from weight_transfer import digest_kernels
-
-    return digest_kernels
-
-
 def _as_2d(
     bits: torch.Tensor, index_strides: tuple[int, ...]
 ) -> tuple[torch.Tensor, tuple[int, int]] | None:
@@ -297,15 +260,3 @@ def _as_2d(
         return None
     memory, index = zip(box.row, box.column, strict=True)
     return bits.as_strided((box.rows, box.columns), memory), (index[0], index[1])
-
-
-def _triton_digest(
-    bits_RC: torch.Tensor, index_strides: tuple[int, int], *, first_index: int
-) -> torch.Tensor:
-    kernels = _kernels()
-    assert kernels is not None
-    out = torch.zeros(1, dtype=torch.int64, device=bits_RC.device)
-    kernels.launch_region(
-        bits_RC=bits_RC, first_index=first_index, index_strides=index_strides, out=out
-    )
-    return out[0]

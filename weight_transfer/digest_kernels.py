@@ -44,7 +44,7 @@ def _finalised(x):
 
 @triton.jit
 def _terms(bits, index, BYTES: tl.constexpr):
-    """Of elements, from their bits (uint64) and their indices in the HF tensor (int64)."""
+    """The terms of elements, from bits (uint64) and indices in the HF tensor (int64)."""
     index = index.to(tl.uint64, bitcast=True)
     if BYTES > 2:
         return _finalised((bits * SPREAD) ^ ((index + 1) * GOLDEN)).to(tl.int64, bitcast=True)
@@ -109,23 +109,6 @@ def _region_kernel(
 
 
 @triton.jit
-def _many_kernel(table_ptr, block_table_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    program = tl.program_id(0).to(tl.int64)
-    row = tl.load(block_table_ptr + 2 * program)
-    block = tl.load(block_table_ptr + 2 * program + 1)
-    address = tl.load(table_ptr + 3 * row)
-    numel = tl.load(table_ptr + 3 * row + 1)
-    out = tl.load(table_ptr + 3 * row + 2)
-    i = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    inside = i < numel
-    bits = tl.load(address.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0).to(tl.uint64)
-    terms = _terms(bits, i, BYTES)
-    terms = tl.where(inside, terms, tl.zeros_like(terms))
-    tl.atomic_add(out_ptr + out, tl.sum(tl.sum(terms, axis=1), axis=0), sem="relaxed")
-
-
-@triton.jit
 def _prepared_kernel(
     table_ptr,
     block_table_ptr,
@@ -147,7 +130,7 @@ def _prepared_kernel(
     columns = tl.load(entry + 3)
     row_memory = tl.load(entry + 4)
     if ALIGN > 1:
-        # 16-byte loads: so many units are 16 bytes, and divide the columns and the row's stride.
+        # 16-byte loads: ALIGN units have 16 bytes; it divides the columns and the row's stride.
         pointer = tl.multiple_of(pointer, 16)
         columns = tl.multiple_of(columns, ALIGN)
         row_memory = tl.multiple_of(row_memory, ALIGN)
@@ -202,19 +185,19 @@ class _Kind:
 
     size: int
     unit: int
-    """Bytes that are read at once: a word's, or an element's."""
+    """Bytes of one read: a word's, or an element's."""
     is_dense: bool
     align: int
     tile: tuple[int, int]
 
     @property
     def elements(self) -> int:
-        """Of a unit."""
+        """Number of elements in a unit."""
         return self.unit // self.size
 
     @staticmethod
     def of(box: Box, address: int, at: int, size: int) -> _Kind:
-        """Of a box at an address, whose first element has index `at`."""
+        """The kind of a box at an address, whose first element has index `at`."""
         is_dense, per = box.column[0] == 1, 8 // size
         places = (box.columns, at, *box.row)
         is_whole = box.column == (1, 1) and not any(n % per for n in places)
@@ -274,32 +257,3 @@ def launch_region(
             BLOCK_R=block_r,
             BLOCK_C=block_c,
         )
-
-
-def launch_many(*, table_R3: torch.Tensor, element_bytes: int, out_N: torch.Tensor) -> None:
-    """Queue, on the current stream, adding the digest of each row's tensor to out_N.
-
-    table_R3 (CPU, int64): address, number of elements and position in out_N of R tensors of one
-    element size.
-    """
-    blocks_R = (table_R3[:, 1] + BLOCK - 1) // BLOCK
-    rows_B = torch.repeat_interleave(torch.arange(len(blocks_R)), blocks_R)
-    first_R = torch.cumsum(blocks_R, 0) - blocks_R
-    block_table_B2 = torch.stack([rows_B, torch.arange(len(rows_B)) - first_R[rows_B]], dim=1)
-    with torch.cuda.device_of(out_N):
-        _many_kernel[(len(rows_B),)](
-            _to_device(table_R3, out_N),
-            _to_device(block_table_B2, out_N),
-            out_N,
-            DTYPE=UNSIGNED[element_bytes],
-            BLOCK=BLOCK,
-        )
-
-
-def _to_device(table: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Copy from pinned memory, so that the host does not wait for the stream."""
-    return (
-        table.contiguous().pin_memory().to(like.device, non_blocking=True)
-        if like.is_cuda
-        else table.contiguous()
-    )

@@ -8,7 +8,7 @@ A scale is the largest magnitude divided by 448, the largest e4m3. vLLM multipli
 reciprocal, or divides by the scale for rows, clamps, and rounds to nearest even. So do these. No
 value exceeds 448 by more than rounding, so none needs the clamp. In a group of zeros, 0 / 0 would
 be NaN; these give 0. A server proves at its start that its own kernels give the same bytes
-(`inference_node.fp8`).
+(`inference_node.worker.fp8`).
 
 vLLM compiles its quantiser of blocks, so on CUDA a Triton kernel follows it
 (`weight_transfer.fp8_kernels`). Elsewhere on CUDA each pass reads the weights once: one for the
@@ -60,7 +60,7 @@ def per_block(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def per_block_by_torch(weights_TOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `per_block`, with torch's divisions: on CUDA the second one differs from vLLM's."""
+    """Quantise with torch's divisions: on CUDA the second one differs from vLLM's."""
     count, height, width = weights_TOI.shape
     rows, columns = -(-height // FP8_BLOCK), -(-width // FP8_BLOCK)
     padding = (0, columns * FP8_BLOCK - width, 0, rows * FP8_BLOCK - height)

@@ -28,18 +28,10 @@ from orchestrator.protocol.messages import Rendezvous, Transport
 class TransferGroup(Protocol):
     """A transport, as the sender and the receiver see it."""
 
-    @property
-    def rank(self) -> int:
-        """0 is the sender."""
-
-    @property
-    def world_size(self) -> int:
-        """1 + receivers."""
-
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """Copy rank 0's contiguous uint8 buffer into the others' buffers of the same size.
 
-        On CUDA the call may only queue the transfer behind the work of the current stream. It then
+        On CUDA the call may only queue the transfer after the work of the current stream. It then
         returns an event, and the buffer must live until that event. None: the transfer is done.
 
         Raises:
@@ -48,8 +40,8 @@ class TransferGroup(Protocol):
             TransferError: the peer is gone.
         """
 
-    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Wait for the broadcast of `event`, or for all of them (None). Raises as `broadcast`."""
+    def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
+        """Wait for the broadcast that returned the event. Raises as `broadcast`."""
 
     def abort(self, reason: str) -> None:
         """End the group at once, from any thread. The first reason counts."""
@@ -63,7 +55,7 @@ class GroupListener(Protocol):
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What the workers need to join."""
+        """Address and secret with which the workers join."""
 
     def join(self, deadline_s: float) -> TransferGroup:
         """Wait for all workers. A listener joins once; on failure it is closed.
@@ -87,7 +79,7 @@ def open_listener(
     """Open the trainer's end of a group.
 
     Args:
-        host: address of this process for the workers. tcp listens on it alone, on a port that the
+        host: address of this process for the workers. tcp listens on no other, on a port that the
             kernel chooses.
         world_size: 1 + workers.
         device: device of the buffers. nccl needs CUDA; tcp carries CUDA buffers through the host.

@@ -7,13 +7,25 @@ launch of a kind therefore keeps the compiled kernel, and later ones call it dir
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Hashable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
 ALIGNED_BYTES = 16
 """Triton compiles pointers that are multiples of this apart from others."""
+
+
+@functools.cache
+def kernels(name: str) -> ModuleType | None:
+    """The module with these Triton kernels, or None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(f"weight_transfer.{name}")
 
 
 class Launches:

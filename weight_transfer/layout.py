@@ -12,7 +12,7 @@ import torch
 from orchestrator.protocol.messages import DTYPE_BYTES, Dtype, Manifest, TensorSpec
 
 VECTOR_BYTES = 16
-"""What kernels read and write at once, where addresses allow it."""
+"""Bytes of one read or write of a kernel, where addresses allow it."""
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 
@@ -47,6 +47,11 @@ def chunk_offsets(specs: Iterable[TensorSpec]) -> list[int]:
         offsets.append(at)
         at += spec.nbytes
     return offsets
+
+
+def views_of(buffer_B: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """The tensors of a chunk, each as `view_of` returns it."""
+    return [view_of(buffer_B, s, at) for s, at in zip(specs, chunk_offsets(specs), strict=True)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

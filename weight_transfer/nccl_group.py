@@ -46,7 +46,7 @@ def _cupy_nccl() -> Any:
         ) from error
     if not nccl.available:
         raise ConfigError(
-            "cupy is installed but found no NCCL library; install nvidia-nccl-cu13 beside it"
+            "cupy is installed but found no NCCL library; install nvidia-nccl-cu13 next to it"
         )
     return nccl
 
@@ -64,27 +64,49 @@ def version_text(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-class NcclSenderGroup:
-    """A `TransferGroup` over NCCL, rank 0. Made by `NcclListener.join`."""
+class NcclGroup:
+    """Base of both ends of a group over NCCL: a stream, and the reason for the end.
 
-    def __init__(self, *, communicator: Any, world_size: int, device: torch.device) -> None:
-        """Take ownership of the communicator."""
-        self._nccl, self._communicator = _cupy_nccl(), communicator
-        self._world_size, self._device = world_size, device
+    Args:
+        other_end: whom the text of a missed deadline names.
+    """
+
+    def __init__(self, *, device: torch.device, other_end: str) -> None:
+        self._device, self._other_end = device, other_end
         self._stream = torch.cuda.Stream(device, priority=WIRE_PRIORITY)
         self._reason: str | None = None
-        self._lock = threading.Lock()
         self._abort_lock = threading.Lock()
 
-    @property
-    def rank(self) -> int:
-        """0: the sender."""
-        return 0
+    def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
+        """Wait for the event of a broadcast.
 
-    @property
-    def world_size(self) -> int:
-        """1 + receivers."""
-        return self._world_size
+        The wait ends on NCCL's asynchronous errors, on `abort` and at the deadline.
+        """
+        late = f"NCCL was not done after {deadline_s:.1f} s; {self._other_end} is stuck or gone"
+        wait_for_event(event, deadline_s=deadline_s, check=self._check, late=late)
+        self._raise_if_aborted()
+
+    def _check(self) -> None:
+        self._raise_if_aborted()
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _raise_if_aborted(self) -> None:
+        if self._reason is not None:
+            raise TransferAborted(f"transfer aborted: {self._reason}")
+
+
+class NcclSenderGroup(NcclGroup):
+    """A `TransferGroup` over NCCL, rank 0. Made by `NcclListener.join`."""
+
+    def __init__(self, *, communicator: Any, device: torch.device) -> None:
+        """Take ownership of the communicator."""
+        super().__init__(device=device, other_end="a worker")
+        self._nccl, self._communicator = _cupy_nccl(), communicator
+        self._lock = threading.Lock()
 
     def warm_up(self, *, deadline_s: float) -> None:
         """Issue the one-element float32 all-reduce that every vLLM worker issues after joining."""
@@ -102,7 +124,7 @@ class NcclSenderGroup:
             self.synchronize(self._recorded(), deadline_s=deadline_s)
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event:
-        """Queue the buffer on the group's stream, behind the current stream's work.
+        """Queue the buffer on the group's stream, after the current stream's work.
 
         See `TransferGroup.broadcast`.
         """
@@ -127,18 +149,8 @@ class NcclSenderGroup:
             )
             return self._recorded()
 
-    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
-        """Wait for `event`, or for all queued work (None).
-
-        The wait ends on NCCL's asynchronous errors, on `abort` and at the deadline.
-        """
-        wait_for_event(
-            event if event is not None else self._recorded(),
-            deadline_s=deadline_s,
-            check=lambda: self._call("check_async_error"),
-            late=f"NCCL was not done after {deadline_s:.1f} s; a worker is stuck or gone",
-        )
-        self._raise_if_aborted()
+    def _check(self) -> None:
+        self._call("check_async_error")
 
     def abort(self, reason: str) -> None:
         """See `TransferGroup.abort`. Running kernels end."""
@@ -163,11 +175,6 @@ class NcclSenderGroup:
         """Abort the idle communicator: ncclCommDestroy would wait for peers that may be gone."""
         self.abort("the transfer group is closed")
 
-    def _recorded(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
     def _call(self, method: str, *args: Any) -> None:
         """Call the communicator under the lock that `abort` takes."""
         with self._lock:
@@ -183,10 +190,6 @@ class NcclSenderGroup:
                 raise TransferError(
                     f"NCCL {method}: {error}; a worker is gone or its GPU failed"
                 ) from error
-
-    def _raise_if_aborted(self) -> None:
-        if self._reason is not None:
-            raise TransferAborted(f"transfer aborted: {self._reason}")
 
 
 class NcclListener:
@@ -213,7 +216,7 @@ class NcclListener:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What the workers need to join."""
+        """Address and unique id with which the workers join."""
         return self._rendezvous
 
     def join(self, deadline_s: float) -> NcclSenderGroup:
@@ -226,9 +229,7 @@ class NcclListener:
         communicator = _Init(unique_id=unique_id, world_size=world_size, device=self._device).wait(
             deadline, self._closed
         )
-        group = NcclSenderGroup(
-            communicator=communicator, world_size=world_size, device=self._device
-        )
+        group = NcclSenderGroup(communicator=communicator, device=self._device)
         try:
             group.warm_up(deadline_s=max(0.1, deadline - time.monotonic()))
         except BaseException:

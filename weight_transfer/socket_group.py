@@ -41,30 +41,18 @@ class SocketGroup:
         connections: by rank of the other end. A worker has one, to rank 0. The group closes them.
     """
 
-    def __init__(
-        self, *, rank: int, world_size: int, connections: Mapping[int, socket.socket]
-    ) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, *, rank: int, connections: Mapping[int, socket.socket]) -> None:
+        self._rank = rank
         self._connections = dict(connections)
         self._reason: str | None = None
         self._host_B: torch.Tensor | None = None
-        """What CUDA buffers pass through; grows to the largest of them."""
+        """Host memory that CUDA buffers pass through; grows to the largest of them."""
         self._abort_lock, self._in_use = threading.Lock(), threading.Lock()
         for connection in self._connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-
-    @property
-    def rank(self) -> int:
-        """0 is the sender."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """1 + receivers."""
-        return self._world_size
 
     def broadcast(self, buffer_B: torch.Tensor, *, deadline_s: float) -> torch.cuda.Event | None:
         """See `TransferGroup.broadcast`. Returns when this end is done; a CUDA buffer's event has
@@ -109,10 +97,9 @@ class SocketGroup:
                     with self._translated(left.rank):
                         self._move(waiting, left, ready)
 
-    def synchronize(self, event: torch.cuda.Event | None = None, *, deadline_s: float) -> None:
+    def synchronize(self, event: torch.cuda.Event, *, deadline_s: float) -> None:
         """Check for an abort; broadcasts block, so nothing is pending."""
-        if event is not None:
-            event.synchronize()
+        event.synchronize()
         self._raise_if_aborted()
 
     def abort(self, reason: str) -> None:
@@ -202,7 +189,7 @@ class _Left:
 
 
 class SocketListener:
-    """The trainer's listening socket, on `host` alone and on a port that the kernel chooses."""
+    """The trainer's listening socket, only on `host` and on a port that the kernel chooses."""
 
     def __init__(self, *, host: str, world_size: int) -> None:
         """Bind and listen.
@@ -234,7 +221,7 @@ class SocketListener:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """What the workers need to join."""
+        """Address and secret with which the workers join."""
         return self._rendezvous
 
     def join(self, deadline_s: float) -> SocketGroup:
@@ -245,7 +232,7 @@ class SocketListener:
             raise TransferAborted("this listener is closed or has joined already; open a new one")
         with listening, Reception(listening, self._rendezvous) as reception:
             workers = reception.wait(deadline, self._closed)
-        return SocketGroup(rank=0, world_size=self._rendezvous.world_size, connections=workers)
+        return SocketGroup(rank=0, connections=workers)
 
     def close(self) -> None:
         """See `GroupListener.close`."""
@@ -269,9 +256,7 @@ def join(rendezvous: Rendezvous, *, rank: int, deadline_s: float) -> SocketGroup
         while True:
             try:
                 connection = _connect(rendezvous, rank=rank, deadline=deadline)
-                return SocketGroup(
-                    rank=rank, world_size=rendezvous.world_size, connections={0: connection}
-                )
+                return SocketGroup(rank=rank, connections={0: connection})
             except (Dropped, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() + RETRY_S > deadline:
                     raise TransferTimeout(
@@ -293,7 +278,7 @@ def _connect(rendezvous: Rendezvous, *, rank: int, deadline: float) -> socket.so
 
 @contextlib.contextmanager
 def _translated(doing: str) -> Iterator[None]:
-    """Raise the operating system's errors as ours; `doing` says what failed."""
+    """Turn the operating system's errors into transfer errors; `doing` says what failed."""
     try:
         yield
     except TransferError as error:

@@ -5,9 +5,10 @@ It is plain data, so bad input is refused before any heavy import.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -144,7 +145,10 @@ class LoraConfig(Settings):
 
 
 class ParallelConfig(Settings):
-    """Megatron's parallel sizes. world_size must be a multiple of tensor * pipeline * context."""
+    """Megatron's parallel sizes. world_size must be a multiple of tensor * pipeline * context.
+
+    Without world_size there are as many ranks as the sizes need.
+    """
 
     tensor: int = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
@@ -168,6 +172,19 @@ class ParallelConfig(Settings):
     def splits_the_model(self) -> bool:
         """Whether no rank holds the whole model."""
         return self.tensor * self.pipeline * self.expert * self.expert_tensor > 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_as_needed(cls, values: Any) -> Any:
+        sizes = ("tensor", "context", "expert", "expert_tensor", "pipeline")
+        if not isinstance(values, dict) or values.get("world_size") is not None:
+            return values
+        found = [values.get(size, 1) for size in sizes]
+        if not all(isinstance(size, int) and size > 0 for size in found):
+            return values
+        tensor, context, expert, expert_tensor, pipeline = found
+        ranks = pipeline * math.lcm(tensor * context, expert * expert_tensor)
+        return {**values, "world_size": ranks}
 
     @model_validator(mode="after")
     def _divides(self) -> ParallelConfig:

@@ -22,11 +22,12 @@ from orchestrator.protocol.messages import (
     Rendezvous,
     SendWeights,
     SwapWeights,
+    new_id,
 )
 from orchestrator.publication.answers import Answer, all_or_first_error, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.report import Report
-from orchestrator.router import ControlRouter, new_id
+from orchestrator.router import ControlRouter
 
 log = logging.getLogger("splice.publisher")
 LEAVE_S = 30.0

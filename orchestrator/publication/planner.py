@@ -18,11 +18,11 @@ from orchestrator.protocol.messages import (
     UseLayout,
     WireLayout,
     fp8_manifest,
+    new_id,
 )
 from orchestrator.publication.answers import PrepareAnswer, valid
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.members import Members
-from orchestrator.router import new_id
 
 log = logging.getLogger("splice.publisher")
 

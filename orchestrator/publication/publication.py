@@ -31,6 +31,7 @@ from orchestrator.protocol.messages import (
     SendWeights,
     SwapWeights,
     forward_specs,
+    new_id,
 )
 from orchestrator.publication.answers import Answer, all_or_first_error, digests_of, seconds_of
 from orchestrator.publication.config import PublicationConfig
@@ -45,7 +46,6 @@ from orchestrator.publication.verification import (
     canary_prompt,
     compare,
 )
-from orchestrator.router import new_id
 
 log = logging.getLogger("splice.publisher")
 
@@ -143,7 +143,7 @@ class Publication:
         self.result = PublicationReport(
             version=self.version,
             sent="full" if self.wire.base is None else "changed",
-            nbytes=self.wire.manifest.nbytes,
+            bytes_sent=self.wire.manifest.nbytes,
             num_tensors=len(self.wire.manifest.tensors),
             replicas=self.replicas,
             left_out=dict(self.left_out),

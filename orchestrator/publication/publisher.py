@@ -23,7 +23,10 @@ from orchestrator.errors import (
     SpliceError,
 )
 from orchestrator.journal import Journal
-from orchestrator.protocol.messages import LoadCheckpoint
+from orchestrator.protocol.messages import (
+    LoadCheckpoint,
+    new_id,
+)
 from orchestrator.publication.config import PublicationConfig
 from orchestrator.publication.ledger import Ledger
 from orchestrator.publication.members import Members
@@ -31,7 +34,7 @@ from orchestrator.publication.planner import Planner
 from orchestrator.publication.publication import Publication
 from orchestrator.publication.report import PublicationReport, Report
 from orchestrator.publication.state import State, after_failure
-from orchestrator.router import ControlRouter, new_id
+from orchestrator.router import ControlRouter
 
 log = logging.getLogger("splice.publisher")
 
@@ -166,7 +169,7 @@ class Publisher:
                 blamed.update([failure.node] if isinstance(failure, JobFailed) else [])
             else:
                 result.attempts = attempt
-                self._on_phase("served", {"version": version, "bytes_sent": result.nbytes})
+                self._on_phase("served", {"version": version, "bytes_sent": result.bytes_sent})
                 return result
         raise AssertionError("unreachable")
 

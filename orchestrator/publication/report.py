@@ -19,13 +19,13 @@ class PublicationReport:
     version: int
     sent: Literal["full", "changed"]
     """full: all tensors. changed: those that training changes, with all of their layers."""
-    nbytes: int
+    bytes_sent: int
     num_tensors: int
     """Number of tensors sent."""
     num_verified: int = 0
     """Number of tensors sent whose digests were compared."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock. `shadow`: receiving and verifying beside generation, before the pause."""
+    """Wall-clock. `shadow`: receiving and verifying during generation, before the pause."""
     unverified: dict[str, str] = field(default_factory=dict)
     """Tensor that could not be read back -> the reason."""
     states: list[str] = field(default_factory=list)

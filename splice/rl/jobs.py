@@ -10,19 +10,22 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from orchestrator.errors import ConfigError, ErrorCode, JobFailed, ProtocolError
 from orchestrator.protocol.frames import encode
 from orchestrator.protocol.messages import (
+    WAITING,
+    JobOf,
     LossSpec,
     OptimParams,
     Progress,
     PublishJob,
+    PublishResult,
     SubmitJob,
     TrainMergedJob,
+    TrainMergedResult,
 )
-from orchestrator.waiting import WAITING
 from splice.batches import Batch, Completion
 from splice.client import SpliceClient
 from splice.rl import decisions
@@ -38,6 +41,7 @@ MakeBatch = Callable[[Sequence[Sequence[tuple[Any, float]]]], Batch]
 Call = Callable[..., Awaitable[Any]]
 """Calls the client, which blocks, on a thread."""
 Line = dict[str, Any]
+Published = TypeVar("Published", bound=PublishResult)
 WAIT_TURN_S = 1.0
 """A wait for a job on a thread ends this soon after the loop is cancelled."""
 BATCH_IS_WHY = (ErrorCode.TRAINER_KILLED, ErrorCode.TOO_LONG)
@@ -135,7 +139,7 @@ class StepJobs:
 
     # ------------------------------------------------------------ its job
 
-    async def train(self, line: Line, batch: Batch, *, attempt: int) -> dict[str, Any] | None:
+    async def train(self, line: Line, batch: Batch, *, attempt: int) -> TrainMergedResult | None:
         """Train and publish. A trainer that was lost before the step gets the same batch again.
 
         Returns: the job's result. None: the batch fails every time, and was set aside.
@@ -217,15 +221,13 @@ class StepJobs:
             self._log.write("reopened", durable=True, step=self._past.done, why=why)
             self._past.reopen()
             return
-        self._past.made.add(int(result["version"]))
+        self._past.made.add(result.version)
         self._past.published = True
         self._log.write(
-            "trained", durable=True, step=self._past.done, version=result["version"], seconds={}
+            "trained", durable=True, step=self._past.done, version=result.version, seconds={}
         )
 
-    async def _run(
-        self, job: TrainMergedJob | PublishJob, job_id: str, buffers: Sequence[bytes]
-    ) -> dict[str, Any]:
+    async def _run(self, job: JobOf[Published], job_id: str, buffers: Sequence[bytes]) -> Published:
         """Run a job; a cancelled loop leaves it to the orchestrator."""
         deadline_s = time.monotonic() + self._config.train_timeout_s
         running = asyncio.get_running_loop()
@@ -239,10 +241,8 @@ class StepJobs:
             await self._call(self._client.submit, job, **given)
             while True:
                 try:
-                    result: dict[str, Any] = await self._call(
-                        self._client.wait, job_id, timeout_s=WAIT_TURN_S
-                    )
-                    return result
+                    result = await self._call(self._client.wait, job_id, timeout_s=WAIT_TURN_S)
+                    return cast(Published, result)
                 except TimeoutError:
                     if time.monotonic() > deadline_s:
                         raise TimeoutError(

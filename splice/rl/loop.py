@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config_errors import check_loss_name
-from orchestrator.protocol.messages import LossSpec, OptimParams, Status
+from orchestrator.protocol.messages import LossSpec, OptimParams, Status, TrainMergedResult
 from splice.batches import Completion, grpo_batch
 from splice.client import SpliceClient
 from splice.rl import decisions
@@ -293,14 +293,14 @@ class Loop:
         )
 
     def _trained(
-        self, line: dict[str, Any], groups: tuple[Group, ...], result: dict[str, Any]
+        self, line: dict[str, Any], groups: tuple[Group, ...], result: TrainMergedResult
     ) -> Step:
-        number, version, newest = line["step"], int(result["version"]), self._past.made.newest
+        number, version, newest = line["step"], result.version, self._past.made.newest
         self._past.ended(number)
         self._past.made.add(version)
         seconds = self._meter.take()
-        seconds |= {f"job.{name}": float(value) for name, value in result["seconds"].items()}
-        train, rollout = result.get("metrics", {}), line["metrics"]
+        seconds |= {f"job.{name}": value for name, value in result.seconds.items()}
+        train, rollout = result.metrics, line["metrics"]
         step = Step(
             number=number,
             version=version,

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from orchestrator.protocol.messages import LossSpec
+from orchestrator.protocol.messages import LossSpec, TrainMergedResult
 from splice.rl import decisions
 from splice.rl.balance import SIDES, Balance
 from splice.rl.config import INEXACT, LoopConfig
@@ -35,7 +35,7 @@ class Step:
             over tokens).
         seconds: see `splice.rl.balance`; and the job's own phases as job.*.
         groups: the rollouts. Empty if an earlier start of the loop sampled them.
-        result: what the trainer and the publication said.
+        result: the training job's.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Step:
     metrics: dict[str, float]
     seconds: dict[str, float]
     groups: tuple[Group, ...]
-    result: dict[str, Any]
+    result: TrainMergedResult
 
 
 class Said:
@@ -95,7 +95,7 @@ class Said:
                 "same weights",
                 *(step.number, step.version, newest),
             )
-        for text in step.result.get("warnings", ()):
+        for text in step.result.warnings:
             log.warning("step %d: %s", step.number, text)
         has_none = step.metrics.get("groups_without_signal") == 1.0
         learns = self._loss is None or self._loss.entropy_bonus or self._loss.kl is not None

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from dataclasses import dataclass, field
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.protocol.config import (
-    Device,
-    FinetuningType,
-    InferenceConfig,
-    LoraConfig,
-    ParallelConfig,
-    TrainerConfig,
-)
-from orchestrator.publication.config import PublicationConfig
-from splice.cluster import ClusterConfig
-from splice.preflight import (
-    check_cpu_attention,
-    check_gpus,
-    check_model,
-    check_parallel,
-    check_port_free,
-    check_quantization,
-    share_a_gpu,
-)
+from orchestrator.protocol.config import ParallelConfig
+from splice.machine import inference_python
+from splice.preflight import check_model, share_a_gpu
+from splice.run_file import RunFile, build, read, set_value
+from splice.up import check as check_run
 
+RUNS = Path("runs/smoke")
+"""Each run gets a new folder in it."""
+SMALL = {"max_model_len": 512, "max_num_seqs": 64, "enforce_eager": True, "load_format": "dummy"}
+"""For vLLM, unless the user says otherwise. @0 brings every weight, so it reads no checkpoint."""
 TAU = 1e-4
 """Largest allowed difference, in nats, between a log-prob served in fp32 and the reference's.
 
@@ -42,33 +34,14 @@ and judged in bf16.
 class SmokeConfig:
     """One smoke run."""
 
-    run_dir: Path
-    model: Path
-    trainer_python: Path
-    inference_python: Path
-    report: Path | None = None
-    name: str = "tiny"
-    device: Device = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    run: RunFile
     steps: int = 2
-    random_init: bool = False
-    proof: bool = True
-    finetuning_type: FinetuningType = "lora"
-    lora: LoraConfig = field(default_factory=LoraConfig)
     lr: float = 5e-3
+    report: Path | None = None
+    proof: bool = True
     num_prompts: int = 8
     group_size: int = 8
     max_tokens: int = 3
-    trainer_parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    inference_tensor_parallel: int = 1
-    trainer_gpus: tuple[int, ...] = ()
-    inference_gpus: tuple[int, ...] = ()
-    port: int = 0
-    publication: PublicationConfig = field(default_factory=PublicationConfig)
-    """`device` decides its `transport`."""
-    gpu_memory_utilization: float = 0.85
-    enforce_eager: bool = True
-    inference_env: dict[str, str] = field(default_factory=dict)
     trainer_module: str = "trainer_node"
 
     @property
@@ -77,105 +50,74 @@ class SmokeConfig:
         return TAU
 
 
-def check(config: SmokeConfig) -> tuple[ClusterConfig, dict[str, Any]]:
-    """Check the input; returns the cluster to start and the model's config. Starts nothing.
+def smoke_run(
+    file: Path | None,
+    overrides: Sequence[str],
+    *,
+    model: Path | None = None,
+    tiny: Callable[[], Path],
+    proof: bool = True,
+) -> RunFile:
+    """Return what to run: the file's settings or the smallest ones, in a new folder.
+
+    Args:
+        model: instead of the file's.
+        tiny: makes a model where none is named.
+
+    Raises:
+        ConfigError: as `splice.run_file.load`.
+    """
+    values: dict[str, Any] = {"name": "tiny"} if file is None else read(file)
+    values.pop("run_dir", None)
+    if model is not None:
+        values["model"] = str(model)
+    for override in overrides:
+        set_value(values, override)
+    values.setdefault("run_dir", str(RUNS / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")))
+    trainer, inference = values.setdefault("trainer", {}), values.setdefault("inference", {})
+    if "model" not in values:
+        values["model"] = str(tiny())
+    if isinstance(trainer, dict) and isinstance(inference, dict):
+        trainer.setdefault("python", sys.executable)
+        inference.setdefault("python", str(inference_python()))
+        trainer.setdefault("admission", "skip" if proof else "check")  # the proof compares more
+        for key, value in SMALL.items():
+            inference.setdefault(key, value)
+        if values.get("device") == "cuda":
+            _choose_gpus(trainer, inference)
+    return build(values, source=file or Path("smoke"))
+
+
+def _choose_gpus(trainer: dict[str, Any], inference: dict[str, Any]) -> None:
+    """Fill `gpus`: the first ones for the trainer, the next ones for vLLM. Both may share one."""
+    ranks = ParallelConfig.model_validate(trainer.get("parallel", {})).world_size
+    trainer.setdefault("gpus", list(range(ranks)))
+    first = len(trainer["gpus"])
+    inference.setdefault("gpus", [first + i for i in range(inference.get("tensor_parallel", 1))])
+    if share_a_gpu(trainer["gpus"], [inference["gpus"]]):
+        trainer["transport"] = inference["transport"] = "tcp"
+        inference.setdefault("gpu_memory_utilization", 0.4)
+
+
+def check(config: SmokeConfig) -> dict[str, Any]:
+    """Check the input; returns the model's config. Starts nothing.
 
     Raises:
         ConfigError: names the mistake and its remedy.
     """
-    if config.steps < 1:
-        raise ConfigError(f"--steps must be at least 1, got {config.steps}")
-    if config.group_size < 2:
+    run = config.run
+    if config.proof and run.trainer.init == "random":
         raise ConfigError(
-            "--group-size must be at least 2 (advantages are relative to the group), "
-            f"got {config.group_size}"
+            'the reference needs a checkpoint\'s weights; with trainer.init = "random" pass '
+            "--no-proof"
         )
-    if config.proof and config.random_init:
+    check_run(run)
+    if run.device == "cpu" and run.trainer.dtype != "float32":
         raise ConfigError(
-            "the reference needs a checkpoint's weights; with --random-init pass --no-proof"
+            'on a CPU smoke compares float32 with float32: set dtype = "float32". `splice up` '
+            "takes bfloat16 there"
         )
-    model_config = check_model(config.model, needs_weights=not config.random_init)
-    trainer, inference = node_configs(config)
-    check_parallel(model_config, trainer=trainer, inference=[inference])
-    check_quantization(inference)
-    if config.device == "cpu" and config.dtype != "float32":
-        raise ConfigError(
-            "on a CPU smoke compares float32 with float32: use --dtype float32. `splice up` takes "
-            "bfloat16 there"
-        )
-    if config.device == "cpu":
-        check_cpu_attention(model_config)
-    if config.device == "cuda":
-        check_gpus(
-            trainer_gpus=config.trainer_gpus,
-            inference_gpus=[config.inference_gpus],
-            available=_count_gpus(),
-            transport=trainer.transport,
-        )
-        if len(config.trainer_gpus) != config.trainer_parallel.world_size:
-            raise ConfigError(
-                f"{config.trainer_parallel.world_size} trainer ranks need as many GPUs, "
-                f"got {config.trainer_gpus}"
-            )
-        if len(config.inference_gpus) != config.inference_tensor_parallel:
-            raise ConfigError(
-                f"inference tensor parallel size {config.inference_tensor_parallel} "
-                f"needs as many GPUs, got {config.inference_gpus}"
-            )
-    check_port_free("127.0.0.1", config.port)
-    cluster = ClusterConfig(
-        run_dir=config.run_dir,
-        name=config.name,
-        trainer_python=config.trainer_python,
-        inference_python=config.inference_python,
-        trainer=trainer,
-        inference=(inference,),
-        trainer_gpus=config.trainer_gpus,
-        trainer_module=config.trainer_module,
-        inference_env=config.inference_env,
-        publication=config.publication,
-    )
-    return cluster, model_config
-
-
-def node_configs(config: SmokeConfig) -> tuple[TrainerConfig, InferenceConfig]:
-    """Configurations of the trainer and the inference node."""
-    shared = share_a_gpu(config.trainer_gpus, [config.inference_gpus])
-    transport: Literal["tcp", "nccl"] = "nccl" if config.device == "cuda" and not shared else "tcp"
-    trainer = TrainerConfig(
-        model=config.model.absolute(),
-        init="random" if config.random_init else "hf",
-        admission="skip" if config.proof else "check",  # the proof compares more
-        device=config.device,
-        dtype=config.dtype,
-        finetuning_type=config.finetuning_type,
-        lora=config.lora,
-        parallel=config.trainer_parallel,
-        transport=transport,
-    )
-    inference = InferenceConfig(
-        model=config.model.absolute(),
-        name=config.name,
-        device=config.device,
-        dtype=config.dtype,
-        # The trainer sends every weight with @0, so vLLM need not read the checkpoint.
-        load_format="dummy",
-        tensor_parallel=config.inference_tensor_parallel,
-        gpus=config.inference_gpus,
-        transport=transport,
-        port=config.port,
-        gpu_memory_utilization=config.gpu_memory_utilization * (0.5 if shared else 1.0),
-        enforce_eager=config.enforce_eager,
-    )
-    return trainer, inference
-
-
-def _count_gpus() -> int | None:
-    if shutil.which("nvidia-smi") is None:
-        raise ConfigError(
-            "--device cuda, but there is no nvidia-smi on this host; use --device cpu"
-        )
-    listed = subprocess.run(
-        ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
-    )
-    return listed.stdout.count("GPU ") if listed.returncode == 0 else None
+    gpus, ranks = run.trainer.gpus, run.trainer.parallel.world_size
+    if run.device == "cuda" and len(gpus) != ranks:
+        raise ConfigError(f"{ranks} trainer ranks need as many GPUs, got trainer.gpus = {gpus}")
+    return check_model(run.trainer.model, needs_weights=run.trainer.init == "hf")

@@ -19,31 +19,32 @@ from rich.markup import escape
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.messages import (
     InitialSyncJob,
-    JobSpec,
+    JobOf,
+    JobResult,
     LossSpec,
     OptimParams,
+    PublishResult,
     TrainLoraJob,
     TrainMergedJob,
+    TrainMergedResult,
 )
 from splice.client import run_watched
 from splice.cluster import Cluster
 from splice.smoke import proof as proving
 from splice.smoke import rollouts, served
-from splice.smoke.config import SmokeConfig, check, node_configs
+from splice.smoke.config import SmokeConfig, check
 from splice.smoke.display import Display
 from splice.smoke.report import SmokeReport, print_table
 
 T = TypeVar("T")
+Result = TypeVar("Result", bound=JobResult)
 HTTP_TIMEOUT_S = 120.0
-_REPORTED = (
+_REPORTED = {
     *("version", "alias", "metrics", "bytes_sent", "mode", "why_in_place", "canary", "sent"),
     *("num_tensors", "num_verified", "unverified", "states", "attempts"),
-)
+}
 """Fields of a publication's result that the report repeats."""
-_SETTINGS = (
-    *("name", "steps", "finetuning_type", "lr", "num_prompts", "group_size", "max_tokens"),
-    *("random_init", "proof", "enforce_eager"),
-)
+_SETTINGS = ("steps", "lr", "num_prompts", "group_size", "max_tokens", "proof")
 
 
 def run_smoke(
@@ -57,13 +58,18 @@ def run_smoke(
     Raises:
         ConfigError: bad input; no process was started.
     """
-    cluster_config, model_config = check(config)
-    report = SmokeReport(model=str(config.model), device=config.device, dtype=config.dtype)
+    model_config, run = check(config), config.run
+    report = SmokeReport(model=str(run.model), device=run.device, dtype=run.trainer.dtype)
     report.settings = _settings(config)
     started_s = time.monotonic()
     with Display(console) as display:
         try:
-            with Cluster(cluster_config, on_wait=display.phase, measures_memory=True) as cluster:
+            with Cluster(
+                run,
+                trainer_module=config.trainer_module,
+                on_wait=display.phase,
+                measures_memory=True,
+            ) as cluster:
                 report.seconds["start"] = time.monotonic() - started_s
                 vocab_size = int(model_config["vocab_size"])
                 _Smoke(
@@ -104,6 +110,7 @@ class _Smoke:
     ) -> None:
         self._check_interrupts = check_interrupts
         self._config, self._cluster, self._display, self._report = config, cluster, display, report
+        self._run = config.run
         self._vocab_size = vocab_size
         self._base_url = cluster.base_urls[0]
         self._served: dict[int, served.Logprobs] = {}
@@ -116,7 +123,7 @@ class _Smoke:
         self._publish_first()
         for step in range(1, self._config.steps + 1):
             self._train_and_publish(step)
-        if self._config.finetuning_type == "lora":
+        if self._run.trainer.finetuning_type == "lora":
             self._train_lora()
         if self._config.proof:
             self._prove()
@@ -124,12 +131,12 @@ class _Smoke:
     # ------------------------------------------------------------ steps
 
     def _publish_first(self) -> None:
-        name = self._config.name
+        name = self._run.name
         result = self._job(InitialSyncJob(), f"{name}@0")
         self._http(self._prepare_probes)
         self._after_version(result, reward=None, rollout_s=0.0)
 
-    def _job(self, job: JobSpec, label: str, buffers: Sequence[bytes] = ()) -> dict[str, Any]:
+    def _job(self, job: JobOf[Result], label: str, buffers: Sequence[bytes] = ()) -> Result:
         """Run a job, show its progress, and look at the roles meanwhile."""
         return run_watched(
             self._cluster.client,
@@ -140,12 +147,10 @@ class _Smoke:
         )
 
     async def _prepare_probes(self, http: httpx.AsyncClient) -> None:
-        self._rewards = await rollouts.answer_token_ids(http, model=self._config.name)
+        self._rewards = await rollouts.answer_token_ids(http, model=self._run.name)
         prompts = []
         for text in rollouts.PROMPTS[:4]:
-            response = await http.post(
-                "/tokenize", json={"model": self._config.name, "prompt": text}
-            )
+            response = await http.post("/tokenize", json={"model": self._run.name, "prompt": text})
             response.raise_for_status()
             prompts.append(response.json()["tokens"])
         self._sequences = served.probe_sequences(vocab_size=self._vocab_size, prompts=prompts)
@@ -157,23 +162,23 @@ class _Smoke:
             optim=OptimParams(lr=self._config.lr),
             tensors=batch.specs,
         )
-        label = f"{self._config.name}@{step}"
+        label = f"{self._run.name}@{step}"
         result = self._job(job, label, batch.buffers)
-        self._check_metrics(step, result["metrics"])
-        for text in result["warnings"]:
+        self._check_metrics(step, result.metrics)
+        for text in result.warnings:
             self._display.done(escape(f"@{step}: {text}"))
         self._after_version(result, reward=batch.reward_mean, rollout_s=rollout_s)
 
     def _rollouts(self, step: int) -> tuple[rollouts.Batch, float]:
-        job = f"{self._config.name}@{step}" if step <= self._config.steps else "TrainLora"
-        self._display.phase(f"{job}: rollouts from {self._config.name}@{step - 1}")
+        job = f"{self._run.name}@{step}" if step <= self._config.steps else "TrainLora"
+        self._display.phase(f"{job}: rollouts from {self._run.name}@{step - 1}")
         started_s = time.monotonic()
         config = self._config
         prompts = rollouts.choose_prompts(count=config.num_prompts, seed=step)
         groups = self._http(
             lambda http: rollouts.sample(
                 http,
-                model=config.name,
+                model=self._run.name,
                 prompts=prompts,
                 rewards=self._rewards,
                 group_size=config.group_size,
@@ -189,27 +194,24 @@ class _Smoke:
         return rollouts.build_batch(groups), time.monotonic() - started_s
 
     def _after_version(
-        self, result: dict[str, Any], *, reward: float | None, rollout_s: float
+        self, result: PublishResult, *, reward: float | None, rollout_s: float
     ) -> None:
-        version: int = result["version"]
-        metrics, seconds = result["metrics"], {"rollout": rollout_s, **result["seconds"]}
+        version = result.version
+        metrics = result.metrics if isinstance(result, TrainMergedResult) else {}
+        seconds = {"rollout": rollout_s, **result.seconds}
         self._trained[str(version)] = self._what_was_trained(result)
         self._served[version] = self._http(
             lambda http: served.prompt_logprobs(
-                http, model=f"{self._config.name}@{version}", sequences=self._sequences
+                http, model=f"{self._run.name}@{version}", sequences=self._sequences
             )
         )
         try:
-            self._http(
-                lambda http: served.check_alias(http, name=self._config.name, version=version)
-            )
+            self._http(lambda http: served.check_alias(http, name=self._run.name, version=version))
         except served.ServedError as error:
             self._fail(f"@{version}: {error}")
-        if result["unverified"]:
-            self._display.done(
-                escape(f"@{version}: not verified by digest: {result['unverified']}")
-            )
-        row = {n: result[n] for n in _REPORTED} | {
+        if result.unverified:
+            self._display.done(escape(f"@{version}: not verified by digest: {result.unverified}"))
+        row = result.model_dump(mode="json", include=_REPORTED) | {
             "loss": metrics.get("loss"),
             "tokens": metrics.get("tokens"),
             "reward": reward,
@@ -219,8 +221,8 @@ class _Smoke:
         self._report.versions.append(row)
         loss = "" if row["loss"] is None else f", loss {row['loss']:.4f}, reward {reward:.3f}"
         self._display.done(
-            f"[bold]{escape(result['alias'])}[/bold] is served: {result['num_tensors']} tensors "
-            f"({result['sent']}), {result['bytes_sent'] / 1e6:.1f} MB, "
+            f"[bold]{escape(result.alias)}[/bold] is served: {result.num_tensors} tensors "
+            f"({result.sent}), {result.bytes_sent / 1e6:.1f} MB, "
             f"pause {seconds['pause'] * 1e3:.0f} ms{loss}"
         )
 
@@ -233,14 +235,14 @@ class _Smoke:
                     "answer had the same reward, take a smaller --lr"
                 )
         gap = metrics.get("logprob_gap_max")
-        if gap is None or (self._config.dtype == "float32" and not gap < self._config.tau):
+        if gap is None or (self._run.trainer.dtype == "float32" and not gap < self._config.tau):
             self._fail(
                 f"@{step}: trainer and sampler disagree on the sampled tokens' log-probs by {gap}"
             )
 
     def _train_lora(self) -> None:
         batch, rollout_s = self._rollouts(self._config.steps + 1)
-        output_dir = self._config.run_dir.absolute() / "lora_job"
+        output_dir = self._run.run_dir.absolute() / "lora_job"
         job = TrainLoraJob(
             loss=LossSpec(name="grpo", allowed_token_ids=tuple(sorted(self._rewards))),
             optim=OptimParams(lr=self._config.lr),
@@ -252,34 +254,32 @@ class _Smoke:
         if not {"adapter_config.json", "adapter_model.safetensors"} <= files:
             self._fail(f"TrainLora left {sorted(files)} in {output_dir}, not a PEFT adapter")
         self._trained["lora_job"] = output_dir
-        seconds = {"rollout": rollout_s, **result.get("seconds", {})}
+        seconds = {"rollout": rollout_s, **result.seconds}
         self._report.lora_job = {
             "output_dir": str(output_dir),
-            "metrics": result.get("metrics", {}),
+            "metrics": result.metrics,
             "seconds": seconds,
         }
         self._http(
-            lambda http: served.check_alias(
-                http, name=self._config.name, version=self._config.steps
-            )
+            lambda http: served.check_alias(http, name=self._run.name, version=self._config.steps)
         )
         self._display.done(
             "TrainLora wrote a PEFT adapter; "
-            f"{escape(self._config.name)}@{self._config.steps} is still served"
+            f"{escape(self._run.name)}@{self._config.steps} is still served"
         )
 
     def _prove(self) -> None:
         self._display.phase("proof: merging by PEFT and scoring by transformers")
         started_s = time.monotonic()
-        sharp = self._config.dtype == "float32"
-        trainer, _ = node_configs(self._config)
+        sharp = self._run.trainer.dtype == "float32"
+        trainer = self._run.trainer
         answer: dict[str, Any] = proving.run_reference(
-            python=self._config.trainer_python,
-            model=self._config.model,
-            dtype=self._config.dtype,
+            python=self._run.trainer.python,
+            model=self._run.trainer.model,
+            dtype=self._run.trainer.dtype,
             trained=self._trained,
             sequences=self._sequences,
-            work_dir=self._config.run_dir,
+            work_dir=self._run.run_dir,
             tau=self._config.tau if sharp else None,
             rounding_seed=trainer.seed if trainer.rounding == "stochastic" else None,
         )
@@ -321,11 +321,11 @@ class _Smoke:
 
     # ------------------------------------------------------------ helpers
 
-    def _what_was_trained(self, result: dict[str, Any]) -> Path:
+    def _what_was_trained(self, result: PublishResult) -> Path:
         """The reference's input: the version's adapter, or for full parameters its HF export."""
-        if self._config.finetuning_type == "lora":
-            return Path(result["checkpoint_dir"]) / "adapter"
-        folder = self._config.run_dir.absolute() / "exported" / str(result["version"])
+        if self._run.trainer.finetuning_type == "lora":
+            return Path(result.checkpoint_dir) / "adapter"
+        folder = self._run.run_dir.absolute() / "exported" / str(result.version)
         if self._config.proof:
             folder.parent.mkdir(exist_ok=True)
             self._cluster.client.export_hf(str(folder))
@@ -356,8 +356,6 @@ class _Smoke:
 def _settings(config: SmokeConfig) -> dict[str, Any]:
     return {
         **{n: getattr(config, n) for n in _SETTINGS},
-        "lora": config.lora.model_dump(),
-        "trainer_parallel": config.trainer_parallel.model_dump(),
-        "inference_tensor_parallel": config.inference_tensor_parallel,
+        "run": config.run.model_dump(mode="json"),
         "tau": config.tau,
     }

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.errors import ErrorCode, JobFailed
 from orchestrator.protocol.config import LoraConfig
-from orchestrator.protocol.messages import InitialSyncJob, OptimParams
+from orchestrator.protocol.messages import OptimParams
 from splice.client import SpliceClient
 from splice.tinker import losses, wire
 from splice.tinker.refused import unsupported
@@ -31,8 +31,7 @@ class Jobs:
         """Publish the trainer's state, whether or not the run serves anything yet."""
         if self.served_version() is not None:
             return self.publish(job_id)
-        result = self._client.run(InitialSyncJob(), job_id=job_id, timeout_s=self._timeout_s)
-        return int(result["version"])
+        return self._client.initial_sync(job_id=job_id, timeout_s=self._timeout_s).version
 
     def is_untrained(self) -> bool:
         """Whether the model with its adapters is the base model, by the log-probs of a prompt."""
@@ -45,7 +44,7 @@ class Jobs:
 
     def publish(self, job_id: str) -> int:
         """Publish the trainer's state as the next version."""
-        return int(self._client.publish(job_id=job_id, timeout_s=self._timeout_s)["version"])
+        return self._client.publish(job_id=job_id, timeout_s=self._timeout_s).version
 
     def logprobs(self, job_id: str, plan: losses.Pass) -> wire.Array:
         """Return the trainer's log-prob of every token, [T]."""
@@ -62,14 +61,13 @@ class Jobs:
             job_id=job_id,
             timeout_s=self._timeout_s,
         )
-        for text in result.get("warnings", ()):
+        for text in result.warnings:
             log.warning("%s: %s", job_id, text)
-        return np.asarray(result["logprobs"], "f4"), dict(result["metrics"])
+        return np.asarray(result.logprobs, "f4"), result.metrics
 
     def step(self, job_id: str, optim: OptimParams) -> dict[str, float]:
         """Take an optimizer step; returns its metrics."""
-        result = self._client.optim_step(optim, job_id=job_id, timeout_s=self._timeout_s)
-        return {name: float(value) for name, value in result["metrics"].items()}
+        return self._client.optim_step(optim, job_id=job_id, timeout_s=self._timeout_s).metrics
 
     def save(self, job_id: str, folder: str) -> None:
         """Write the trainer's state into a folder of the run."""

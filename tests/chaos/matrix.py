@@ -117,15 +117,15 @@ class Matrix:
         took = "never healthy" if healthy_s is None else f"{healthy_s:.1f} s"
         if result is None:
             return f"failed, {took}"
-        return took if result["attempts"] == 1 else f"{took} ({result['attempts']})"
+        return took if result.attempts == 1 else f"{took} ({result.attempts})"
 
     def _healthy(self, began: float, result: Any) -> float | None:
-        want, until = None if result is None else result["version"], time.monotonic() + 60
+        want, until = None if result is None else result.version, time.monotonic() + 60
         while time.monotonic() < until:
             self.nemesis.heal_due()
             if want is None:  # a job that failed: the next one shows that the run goes on
                 done = self.run.do("matrix", "TrainMergedJob", self.dice)
-                want = None if done is None else done["version"]
+                want = None if done is None else done.version
             elif all(version == want for version in self.run.served().values()):
                 return time.monotonic() - began
             time.sleep(0.02)

@@ -2,8 +2,8 @@
 a hash instead of a model.
 
 The trainer's state is a hash chain over the batches it was trained on, so that two histories never
-look alike. A replica follows the rules of `inference_node.node`: what was not committed is given up
-on an abort, and what may be half written serves nothing.
+look alike. A replica follows the rules of `inference_node.node.node`: what was not committed is
+given up on an abort, and what may be half written serves nothing.
 """
 
 from __future__ import annotations

@@ -29,17 +29,16 @@ import psutil
 
 from orchestrator.errors import JobFailed, NodeLost
 from orchestrator.processes.child import descendants
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
     OptimParams,
     TrainMergedJob,
     batch_specs,
+    new_id,
 )
-from orchestrator.publication.config import PublicationConfig
-from orchestrator.router import new_id
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.chaos import history
 from tests.chaos.history import Event, History
 from tests.chaos.processes import ROOT
@@ -57,7 +56,8 @@ LOSSES = {
     "spoils_the_step": 1,
     "finds_no_memory": 1,
 }
-"""Loss of a job -> how often, relatively; `tests/trainer_node/poison.py` has the harmful ones."""
+"""Loss of a job -> how often, relatively; the harmful ones are in
+`tests/trainer_node/launcher/poison.py`."""
 
 
 def batch(dice: random.Random) -> tuple[Any, list[bytes]]:
@@ -146,32 +146,25 @@ def run_real(seed: str, minutes: float, folder: Path) -> list[str]:
         stdout=subprocess.DEVNULL,
     )
     python = Path(os.environ.get("SPLICE_INFERENCE_PYTHON", ROOT / ".venv-inference/bin/python"))
-    config = ClusterConfig(
-        run_dir=folder / "run",
+    run = RunFile(
         name="tiny",
-        trainer_python=Path(sys.executable),
-        inference_python=python,
-        trainer=TrainerConfig(
-            model=model,
-            lora=LoraConfig(rank=8, alpha=16),
-            loss_modules=("tests.trainer_node.poison",),
-        ),
-        inference=(
-            InferenceConfig(
-                model=model,
-                name="tiny",
-                max_model_len=256,
-                cpu_kv_cache_gb=0.1,
-                max_restarts=1000,
-            ),
-        ),
-        trainer_restarts=1000,
-        orchestrator_restarts=1000,
-        keep_versions=3,
-        publication=PublicationConfig(mode=dice.choice(("in_place", "shadow"))),
+        model=model,
+        run_dir=folder / "run",
+        orchestrator={"keep_versions": 3},
+        publication={"mode": dice.choice(("in_place", "shadow"))},
+        trainer={
+            "max_restarts": 1000,
+            "loss_modules": ("tests.trainer_node.launcher.poison",),
+        },
+        inference={
+            "python": python,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+            "max_restarts": 1000,
+        },
     )
     problems: list[str] = []
-    with Cluster(config) as cluster:
+    with Cluster(run, orchestrator_restarts=1000) as cluster:
         cluster.client.run(InitialSyncJob(), timeout_s=JOB_S)
         url = cluster.base_urls[0]
         asking = Asking(lambda: url, notes)
@@ -238,7 +231,7 @@ def _job(cluster: Cluster, dice: random.Random, *, loss: str) -> tuple[int | Non
     while time.monotonic() < until:
         try:
             return int(
-                cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S)["version"]
+                cluster.client.run(job, buffers=buffers, job_id=job_id, timeout_s=JOB_S).version
             ), []
         except JobFailed as error:
             print(f"  the job failed: {error.code}: {error.message[:200]}", flush=True)

@@ -14,7 +14,7 @@ def server_of(cluster: Cluster, node: str) -> psutil.Process:
     """The node's vLLM."""
     pid = cluster.launcher.nodes[node].pid
     assert pid is not None
-    return next(p for p in descendants(pid) if "inference_node.serve" in p.cmdline())
+    return next(p for p in descendants(pid) if "inference_node.server" in p.cmdline())
 
 
 def scored(url: str, model: str) -> list[float]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
@@ -21,8 +20,8 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
-from orchestrator.publication.config import PublicationConfig
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored
@@ -31,32 +30,25 @@ pytestmark = pytest.mark.timeout(600)
 FP8 = ("--quantization", "fp8_per_channel")
 
 
-def config(model: Path, folder: Path, *vllm: str, mode: Any = "in_place", **more: Any) -> Any:
-    inference = InferenceConfig(
-        model=model,
+def config(
+    model: Path, folder: Path, *vllm: str, mode: Any = "in_place", **trainer: Any
+) -> RunFile:
+    workers = trainer.pop("workers", 1)
+    lora = {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}
+    return RunFile(
         name="tiny",
-        dtype="bfloat16",
-        max_model_len=256,
-        cpu_kv_cache_gb=0.1,
-        extra_args=vllm,
-        tensor_parallel=more.pop("workers", 1),
-    )
-    full = more.pop("full", False)
-    trainer = TrainerConfig(
         model=model,
-        dtype="bfloat16",
-        finetuning_type="full" if full else "lora",
-        lora=LoraConfig(rank=8, alpha=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")),
-    )
-    return ClusterConfig(
         run_dir=folder / "run",
-        name="tiny",
-        trainer_python=TRAINER_PYTHON,
-        inference_python=INFERENCE_PYTHON,
-        trainer=trainer,
-        inference=(inference,),
-        publication=PublicationConfig(mode=mode),
-        **more,
+        dtype="bfloat16",
+        publication={"mode": mode},
+        trainer={"python": TRAINER_PYTHON, "lora": lora, **trainer},
+        inference={
+            "python": INFERENCE_PYTHON,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+            "extra_args": vllm,
+            "tensor_parallel": workers,
+        },
     )
 
 
@@ -76,8 +68,8 @@ def follow(cluster: Cluster, mode: str) -> list[dict[str, Any]]:
     before = scored(cluster.base_urls[0], "tiny")
     for version in (1, 2):
         result = train(cluster)
-        assert (result["version"], result["mode"], result["unverified"]) == (version, mode, {})
-        assert result["num_verified"] == result["num_tensors"]
+        assert (result.version, result.mode, result.unverified) == (version, mode, {})
+        assert result.num_verified == result.num_tensors
         after = scored(cluster.base_urls[0], f"tiny@{version}")
         assert statistics.median(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3
         before = after
@@ -90,9 +82,9 @@ def test_versions_reach_an_fp8_server(models: Any, tmp_path: Path, mode: str, wo
     plan = config(models["qwen3"], tmp_path, *FP8, mode=mode, workers=workers)
     with Cluster(plan) as cluster:
         first = cluster.client.run(InitialSyncJob())
-        assert first["unverified"] == {} and first["canary"] is not None
+        assert first.unverified == {} and first.canary is not None
         for result in follow(cluster, mode):
-            assert result["sent"] == "changed" and result["num_tensors"] < first["num_tensors"]
+            assert result.sent == "changed" and result.num_tensors < first.num_tensors
 
 
 def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
@@ -100,12 +92,12 @@ def test_a_trainer_killed_in_the_middle_of_an_fp8_transfer(
 ) -> None:
     marker = tmp_path / "killed"
     monkeypatch.setenv("SPLICE_TEST_KILL_MARKER", str(marker))
-    faulty = {"trainer_module": "tests.e2e.faulty_trainer", "full": True}
-    with Cluster(config(models["qwen3"], tmp_path, *FP8, **faulty)) as cluster:
+    plan = config(models["qwen3"], tmp_path, *FP8, finetuning_type="full")
+    with Cluster(plan, trainer_module="tests.e2e.faulty_trainer") as cluster:
         cluster.client.run(InitialSyncJob())
         first, second = follow(cluster, "in_place")
         assert marker.exists(), "the failure was not injected"
-        assert (first["attempts"], second["attempts"]) == (2, 1)
+        assert (first.attempts, second.attempts) == (2, 1)
     log = (tmp_path / "run/logs/orchestrator.log").read_text()
     assert "failed while applying, now poisoned" in log
 
@@ -117,5 +109,5 @@ def test_an_fp8_kv_cache_serves_every_version_anew(models: Any, tmp_path: Path) 
         cluster.client.run(InitialSyncJob())
         follow(cluster, "in_place")
         before = scored(cluster.base_urls[0], "tiny@2")
-        assert cluster.client.run(ResyncJob())["unverified"] == {}
+        assert cluster.client.run(ResyncJob()).unverified == {}
         assert scored(cluster.base_urls[0], "tiny@2") == before

@@ -111,7 +111,7 @@ def train(run_dir: Path, *, version: int) -> None:
         specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
         job = TrainMergedJob(tensors=specs)
         result = client.run(job, buffers=as_batch([3, 4]), timeout_s=BACK_S)
-    assert result["alias"] == f"tiny@{version}"
+    assert result.alias == f"tiny@{version}"
 
 
 def served(url: str) -> set[str]:

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.protocol.config import InferenceConfig, LoraConfig, TrainerConfig
 from orchestrator.protocol.messages import (
     InitialSyncJob,
     LossSpec,
@@ -21,7 +20,8 @@ from orchestrator.protocol.messages import (
     TrainMergedJob,
     batch_specs,
 )
-from splice.cluster import Cluster, ClusterConfig
+from splice.cluster import Cluster
+from splice.run_file import RunFile
 from tests.e2e.batches import PROMPT, as_batch
 from tests.e2e.conftest import INFERENCE_PYTHON, TRAINER_PYTHON
 from tests.e2e.servers import scored, server_of
@@ -61,27 +61,28 @@ def train(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_one_of_two_servers_is_killed(models, tmp_path):
-    inference = InferenceConfig(
-        model=models["qwen3"], name="tiny", max_model_len=256, cpu_kv_cache_gb=0.1
-    )
-    config = ClusterConfig(
-        run_dir=tmp_path / "run",
+    run = RunFile(
         name="tiny",
-        trainer_python=TRAINER_PYTHON,
-        inference_python=INFERENCE_PYTHON,
-        trainer=TrainerConfig(model=models["qwen3"], lora=LoraConfig(rank=8, alpha=16)),
-        inference=(inference, inference),
+        model=models["qwen3"],
+        run_dir=tmp_path / "run",
+        trainer={"python": TRAINER_PYTHON},
+        inference={
+            "python": INFERENCE_PYTHON,
+            "replicas": 2,
+            "max_model_len": 256,
+            "cpu_kv_cache_gb": 0.1,
+        },
     )
-    with Cluster(config) as cluster:
+    with Cluster(run) as cluster:
         cluster.client.run(InitialSyncJob())
         first = train(cluster)
         one, other = cluster.base_urls
-        assert first["replicas"] == ["inference-0", "inference-1"] and first["left_out"] == {}
+        assert first.replicas == ["inference-0", "inference-1"] and first.left_out == {}
         assert scored(one, "tiny@1") == pytest.approx(scored(other, "tiny@1"), abs=1e-5)
         began_as = server_of(cluster, "inference-0").pid
         server_of(cluster, "inference-1").kill()
         second = train(cluster)
-        assert second["version"] == 2 and second["replicas"] == ["inference-0"]
+        assert second.version == 2 and second.replicas == ["inference-0"]
         with asked_all_the_time(one) as problems:
             until_s = time.monotonic() + 240
             while not is_serving(cluster, "inference-1", "tiny@2"):
@@ -90,7 +91,7 @@ def test_one_of_two_servers_is_killed(models, tmp_path):
         assert not problems, "the other one's return was noticed"
         one, other = cluster.base_urls
         assert scored(one, "tiny@2") == pytest.approx(scored(other, "tiny@2"), abs=1e-5)
-        assert train(cluster)["replicas"] == ["inference-0", "inference-1"]
+        assert train(cluster).replicas == ["inference-0", "inference-1"]
         assert server_of(cluster, "inference-0").pid == began_as
 
 

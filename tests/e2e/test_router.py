@@ -39,7 +39,7 @@ def test_a_pinned_version_is_found_and_a_lost_replica_gets_nothing(models, tmp_p
         with SpliceClient.of_run(run_dir) as client:
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
             result = client.run(TrainMergedJob(tensors=specs), buffers=as_batch([3, 4]))
-        assert result["alias"] == "tiny@1" and result["replicas"] == ["inference-0"]
+        assert result.alias == "tiny@1" and result.replicas == ["inference-0"]
         assert set(ask(url, "tiny@1", 8)) == {"inference-0"}
         assert streamed(url, "tiny@1") == "tiny@1"
         answer = complete(url, "tiny@0")
@@ -91,4 +91,4 @@ def router_of(folder: Path) -> dict[str, Any]:
 
 def the_vllm_of(run_dir: Path, node: str) -> psutil.Process:
     (one,) = [p for p in processes_of(run_dir) if node in p.cmdline()]
-    return next(p for p in one.children(recursive=True) if "inference_node.serve" in p.cmdline())
+    return next(p for p in one.children(recursive=True) if "inference_node.server" in p.cmdline())

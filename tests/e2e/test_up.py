@@ -43,9 +43,9 @@ def test_init_up_a_step_status_and_stop(models, tmp_path):
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
             job = TrainMergedJob(tensors=specs)
             result = client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
-            assert result["alias"] == "tiny@1"
+            assert result.alias == "tiny@1"
             saved = client.save_checkpoint("saved", timeout_s=60)
-            assert saved["checkpoint_dir"] == str(run_dir / "saved") and saved["host"]
+            assert saved.checkpoint_dir == str(run_dir / "saved") and saved.host
             assert (run_dir / "saved").is_dir()
 
         status = json.loads(splice("status", folder, "--json"))
@@ -120,7 +120,7 @@ def test_every_role_comes_back_and_clients_find_the_run_again(models, tmp_path):
                 _ready(client)
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
             job = TrainMergedJob(tensors=specs)
-            assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120)["alias"] == "tiny@1"
+            assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120).alias == "tiny@1"
     finally:
         splice("stop", folder)
     assert processes_of(folder) == []
@@ -161,7 +161,7 @@ def test_a_run_comes_back_after_power_loss_by_the_command_of_its_unit(models, tm
         _wait_up(run_dir, unit)
         with SpliceClient.of_run(run_dir) as client:
             assert _ready(client).version == 1
-            assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120)["alias"] == "tiny@2"
+            assert client.run(job, buffers=as_batch([3, 4]), timeout_s=120).alias == "tiny@2"
         unit.terminate()  # as `systemctl stop` does
         assert unit.wait(90) == 0
     assert processes_of(folder) == []
@@ -240,7 +240,7 @@ def test_a_run_starts_without_a_replica_that_gives_up(models, tmp_path):
             specs = batch_specs(num_sequences=1, num_tokens=len(PROMPT) + 2)
             job = TrainMergedJob(tensors=specs)
             result = client.run(job, buffers=as_batch([3, 4]), timeout_s=120)
-        assert (result["alias"], result["replicas"]) == ("tiny@1", ["inference-0"])
+        assert (result.alias, list(result.replicas)) == ("tiny@1", ["inference-0"])
         status = json.loads(splice("status", folder, "--json"))
         assert status["phase"] == "up"
         assert "inference-1 ended with code 3 and was given up" in status["warning"]

@@ -6,8 +6,6 @@ vLLM. Weights travel over a real transfer group into the worker extension that t
 
 from __future__ import annotations
 
-import array
-import base64
 import importlib
 import json
 import shutil
@@ -26,7 +24,9 @@ import transformers
 import vllm
 from safetensors.torch import load_file, save_file
 
-from inference_node import direct, engine, placement, verify
+from inference_node.server import all_workers
+from inference_node.shared.reports import Findings, WorkerDigests
+from inference_node.worker import direct, engine
 from orchestrator.protocol import messages as m
 from tests.inference_node import tiny
 from tests.inference_node.harness import new
@@ -160,7 +160,7 @@ class Engine:
             enable_prefix_caching=False,
             kv_cache_memory_bytes=2**26,
             weight_transfer_config={"backend": "splice"},
-            worker_extension_cls="inference_node.worker_extension.SpliceWorkerExtension",
+            worker_extension_cls="inference_node.worker.extension.SpliceWorkerExtension",
             **(more | options),
         )
         self.manifest = tiny.manifest_of(tensors)
@@ -178,14 +178,16 @@ class Engine:
 
     def plan(self) -> dict[str, str]:
         """Check and lay out the manifest; returns why tensors are reloaded."""
-        found = self.call("splice_plan_check", self.manifest.model_dump_json())
-        self._findings = placement.Findings(**found["findings"])
-        placement.judge(self.manifest, [self._findings])
+        found = self.call("splice_prepare_update", self.manifest.model_dump_json())
+        self._findings = Findings(**found["findings"])
+        all_workers.judge(self.manifest, [self._findings])
         stuck = sorted({i for indices in found["obstacles"].values() for i in indices})
         self.reloaded = self.call("splice_whole_layers", stuck)["indices"]
         self.lay_out(self.reloaded)
         everything = range(len(self.manifest.tensors))
-        return direct.explain(self.manifest, found["obstacles"], self.reloaded, within=everything)
+        return all_workers.explain(
+            self.manifest, found["obstacles"], self.reloaded, within=everything
+        )
 
     def lay_out(self, reload: Sequence[int], *, is_own: bool = True) -> None:
         self.chunks = self.call("splice_lay_out", list(reload), None, is_own)["chunks"]
@@ -198,7 +200,7 @@ class Engine:
         thread = threading.Thread(target=lambda: joined.append(listener.join(30.0)))
         thread.start()
         request = new(m.JoinTransferGroup, rendezvous=listener.rendezvous)
-        self.call("splice_join", request.model_dump_json())
+        self.call("splice_join_transfer_group", request.model_dump_json())
         thread.join(30.0)
         self._groups = {"inference-0": joined[0]}
 
@@ -219,31 +221,14 @@ class Engine:
         thread = threading.Thread(target=lambda: sender.send(deadline_s=30.0))
         thread.start()
         request = new(m.ReceiveWeights, version=version)
-        answer = self.call("splice_update", request.model_dump_json())
+        answer = self.call("splice_receive_weights", request.model_dump_json())
         thread.join(30.0)
         sender.release()
         arriving = [i for kind, indices in self.chunks if kind != "reload" for i in indices]
-        arrived = answer["arrived"]
-        if arrived is not None:
-            arrived = array.array("q", base64.b64decode(arrived))
-        digests, unverified = verify.combine(
+        digests, unverified = all_workers.combine(
             self.manifest,
-            [
-                verify.WorkerDigests(
-                    parts={
-                        name: [
-                            verify.PartDigest(
-                                key=(first, tuple(size), tuple(strides)), numel=numel, digest=digest
-                            )
-                            for first, size, strides, numel, digest in parts
-                        ]
-                        for name, parts in answer["parts"]
-                    },
-                    unverified=answer["unverified"],
-                    arrived=arrived,
-                )
-            ],
-            verify.Arrivals(self.manifest, arriving, [self._findings.loaded]),
+            [WorkerDigests.of(answer)],
+            all_workers.Arrivals(self.manifest, arriving, [self._findings.loaded]),
         )
         wrong = [
             s.name

@@ -6,8 +6,6 @@ reference in its place; everything else is the real vLLM.
 
 from __future__ import annotations
 
-import array
-import base64
 import json
 import sys
 import tempfile
@@ -20,13 +18,15 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from inference_node import direct, placement, verify
-from inference_node import fp8 as held
+from inference_node.server import all_workers
+from inference_node.shared.reports import Findings, WorkerDigests
+from inference_node.worker import direct, placement, verify
+from inference_node.worker import fp8 as held
 from orchestrator.protocol import messages as m
 from tests.inference_node.family_engine import CUDA, Engine, checkpoint, moved, write_like
 from tests.inference_node.harness import new
 from trainer_node.export import fp8_export
-from trainer_node.model import fp8_blocks
+from trainer_node.hf import fp8_blocks
 from trainer_node.tools.make_checkpoint import fp8_settings, is_projection
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.digest import tensor_digest
@@ -133,17 +133,17 @@ class Fp8Engine(Engine):
     def plan_fp8(self, changed: tuple[int, ...] | None = None) -> m.Fp8Weights:
         """Plan what is sent; returns what travels as FP8."""
         self.base = m.Manifest(tensors=self.manifest.tensors, changed=changed)
-        found = self.call("splice_plan_check", self.base.model_dump_json())
-        placement.judge(self.base, [placement.Findings(**found["findings"])])
-        weights = held.merged([[m.Fp8Group.model_validate(g) for g in found["fp8"]]])
+        found = self.call("splice_prepare_update", self.base.model_dump_json())
+        all_workers.judge(self.base, [Findings(**found["findings"])])
+        weights = all_workers.merged_groups([[m.Fp8Group.model_validate(g) for g in found["fp8"]]])
         assert weights is not None
         found = self.call("splice_use_fp8", weights.model_dump_json())
         self.sent, self.weights = m.fp8_manifest(self.base, weights), weights
-        self.findings = placement.Findings(**found["findings"])
-        placement.judge(self.sent, [self.findings])
+        self.findings = Findings(**found["findings"])
+        all_workers.judge(self.sent, [self.findings])
         stuck = sorted({i for indices in found["obstacles"].values() for i in indices})
         self.reloaded = self.call("splice_whole_layers", stuck)["indices"]
-        held.refuse_reload(self.sent, self.reloaded)
+        all_workers.refuse_reload(self.sent, self.reloaded)
         return weights
 
     def lay_out_fp8(self, part: list[int] | None = None) -> None:
@@ -200,7 +200,7 @@ class Fp8Engine(Engine):
         thread.start()
         base = None if self.part is None else version - 1
         request = new(m.ReceiveWeights, version=version, base_version=base)
-        answer = self.call("splice_update", request.model_dump_json())
+        answer = self.call("splice_receive_weights", request.model_dump_json())
         thread.join(30.0)
         sender.release()
         digests, unverified = self._combined(sent, answer)
@@ -213,21 +213,10 @@ class Fp8Engine(Engine):
 
     def _combined(self, sent: m.Manifest, answer: Any) -> tuple[list[int], dict[str, str]]:
         arriving = [i for kind, indices in self.chunks if kind != "reload" for i in indices]
-        arrived = answer["arrived"]
-        if arrived is not None:
-            arrived = array.array("q", base64.b64decode(arrived))
-        parts = {
-            name: [
-                verify.PartDigest(
-                    key=(first, tuple(size), tuple(strides)), numel=numel, digest=digest
-                )
-                for first, size, strides, numel, digest in rows
-            ]
-            for name, rows in answer["parts"]
-        }
-        worker = verify.WorkerDigests(parts=parts, unverified=answer["unverified"], arrived=arrived)
-        return verify.combine(
-            sent, [worker], verify.Arrivals(sent, arriving, [self.findings.loaded])
+        return all_workers.combine(
+            sent,
+            [WorkerDigests.of(answer)],
+            all_workers.Arrivals(sent, arriving, [self.findings.loaded]),
         )
 
     def live_bytes(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -254,17 +243,17 @@ class InProcess:
         with set_current_vllm_config(config), torch.no_grad():
             self.refused = held.refusals(model)
         recorded = held.as_bf16(placement.record(model, manifest), model)
-        weights = held.merged([held.groups(recorded, manifest, model)])
+        weights = all_workers.merged_groups([held.groups(recorded, manifest, model)])
         assert weights is not None
         self._sent = m.fp8_manifest(manifest, weights)
         self._plan = held.placed(recorded, self._sent, model)
         findings = placement.local_findings(self._plan, self._sent)
-        placement.judge(self._sent, [findings])
+        all_workers.judge(self._sent, [findings])
         live = direct.live_parameters(model, self._plan)
         self._reload = placement.whole_layers(
             self._plan, self._sent, sorted(direct.obstacles(self._plan, self._sent, live))
         )
-        held.refuse_reload(self._sent, self._reload)
+        all_workers.refuse_reload(self._sent, self._reload)
         places = m.fp8_places(manifest, weights)
         together = [tuple(p for i in g.tensors for p in places[i]) for g in weights.groups]
         chunks = direct.plan_chunks(self._sent, reload=self._reload, together=together)
@@ -307,7 +296,7 @@ class InProcess:
     def wrong(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """What travels as FP8 and is not live as it should be."""
         found = verify.read_back(self._model, self._plan, {})
-        digests, unverified = verify.combine(self._sent, [found])
+        digests, unverified = all_workers.combine(self._sent, [found])
         assert unverified == {}
         right: dict[int, int] = {}
         for chunk, buffer_B in zip(self._order, self._buffers(tensors), strict=True):

@@ -22,7 +22,7 @@ import psutil
 import torch
 import zmq
 
-from inference_node import dialect
+from inference_node.shared import vllm_version
 from orchestrator.protocol import messages as m
 from orchestrator.protocol.curve import server_keys
 from orchestrator.protocol.frames import Envelope, decode, encode, from_wire, to_wire
@@ -31,7 +31,7 @@ from weight_transfer.chunks import ChunkSender
 from weight_transfer.groups import TransferGroup, open_listener
 
 TOKEN = "a-run-token-for-tests"
-TOKEN_ROUTES = ["--enable-scale-out"] if dialect.name() == "0.28" else []
+TOKEN_ROUTES = ["--enable-scale-out"] if vllm_version.dialect() == "0.28" else []
 """Opens /inference/v1/generate, which 0.26 serves anyway."""
 SILENCE_S = 5.0
 PROMPT = [5, 17, 33, 101, 250, 7, 9, 300, 44, 12]
@@ -163,6 +163,7 @@ class Node:
             "SPLICE_RUN_TOKEN": TOKEN,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # vLLM's sampler would compile for up to half a minute
         }
         argv = [
             sys.executable,
@@ -240,10 +241,7 @@ class Node:
         self, version: int, manifest: m.Manifest | None = None, *, order: m.LayoutOrder = "own"
     ) -> Any:
         request = new(
-            m.PrepareUpdate,
-            version=version,
-            manifest=manifest or self.manifest,
-            order=order,
+            m.PrepareUpdate, version=version, manifest=manifest or self.manifest, order=order
         )
         answer = self.router.request(request).message
         if answer.kind == "Completed":

@@ -2,7 +2,8 @@
 
 import sys
 
-from inference_node import __main__, vllm_process
+from inference_node import __main__
+from inference_node.node import vllm_process
 
 if __name__ == "__main__":
     vllm_process.QUICK_S = 15.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference_node.engine import SpliceEngine
+from inference_node.worker.engine import SpliceEngine
 from tests.inference_node.family_engine import Engine, checkpoint, moved, write_like
 
 

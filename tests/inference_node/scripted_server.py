@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from inference_node import actions
-from inference_node.middleware import SpliceMiddleware
+from inference_node.server.middleware import SpliceMiddleware
+from orchestrator.protocol import messages as m
 
 SECRET = "s3cret"
 
@@ -185,9 +185,7 @@ class Server:
         """`pieces`: of a body, which `ends` or does not. `leaves`: the client does when
         it is set.
         """
-        self.middleware.traffic.put_up_gates(
-            self.app.state.engine_client
-        )  # as with the node's first word
+        self.middleware.traffic.put_up_gates(self.app)  # as the node's first action does
         sent: list[Any] = []
         raw = b"" if body is None else json.dumps(body).encode()
         given = iter([raw] if pieces is None else pieces)
@@ -229,19 +227,28 @@ class Server:
         )
 
     async def control(self, action: str, **arguments: Any) -> SimpleNamespace:
-        if action in actions.MESSAGES:
+        if action[0].isupper():  # a message
             arguments |= {"request_id": "r", "deadline_s": 5.0}
         answer = await self.ask(
             f"/splice/v1/{action}", arguments, headers={"x-splice-secret": SECRET}
         )
         return SimpleNamespace(status=answer.status, json=json.loads(answer.raw))
 
-    async def swap(self, version: int, *, mode: str = "keep", drain_s: float = 0.05) -> None:
-        paused = await self.control(
-            "pause", mode=mode, version=version, drain_s=drain_s, deadline_s=5.0
+    async def pause(
+        self, version: int = 1, *, mode: m.PauseMode = "keep", drain_s: float = 0.0
+    ) -> None:
+        self.middleware.traffic.put_up_gates(self.app)
+        await self.middleware.traffic.pause(
+            m.ReceiveWeights(
+                request_id="r", deadline_s=5.0, version=version, pause_mode=mode, drain_s=drain_s
+            )
         )
-        assert paused.status == 200, paused.json
-        committed = await self.control("commit", version=version)
+
+    async def swap(
+        self, version: int, *, mode: m.PauseMode = "keep", drain_s: float = 0.05
+    ) -> None:
+        await self.pause(version, mode=mode, drain_s=drain_s)
+        committed = await self.control("CommitUpdate", version=version)
         assert committed.status == 200, committed.json
 
 

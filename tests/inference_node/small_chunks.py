@@ -5,13 +5,14 @@ workers import this module, too.
 import sys
 
 if __name__ == "__main__":
-    from inference_node import __main__, names
+    from inference_node import __main__
+    from inference_node.shared import names
 
     names.WORKER_EXTENSION = "tests.inference_node.small_chunks.SpliceWorkerExtension"
     sys.exit(__main__.main())
 
-from inference_node import direct
-from inference_node.worker_extension import SpliceWorkerExtension
+from inference_node.worker import direct
+from inference_node.worker.extension import SpliceWorkerExtension
 
 __all__ = ["SpliceWorkerExtension"]
 direct.MAX_CHUNK_BYTES = 40_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from inference_node import direct, placement
-from inference_node.placement import PlacementPlan
+from inference_node.worker import direct, placement
+from inference_node.worker.placement import PlacementPlan
 from orchestrator.errors import TransferError
 from orchestrator.protocol.messages import Manifest
 

@@ -19,7 +19,9 @@ def test_register_is_idempotent_and_harmless() -> None:
 
 
 def test_the_node_imports_neither_torch_nor_vllm() -> None:
-    code = "import sys, inference_node.node; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    code = (
+        "import sys, inference_node.node.node; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

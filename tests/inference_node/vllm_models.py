@@ -63,7 +63,7 @@ def update(model: torch.nn.Module, config: Any, tensors: dict[str, torch.Tensor]
     """One whole update through our reload."""
     from vllm.config import set_current_vllm_config
 
-    from inference_node import reload
+    from inference_node.worker import reload
 
     with set_current_vllm_config(config), torch.no_grad():
         reload.start(model)

@@ -18,7 +18,7 @@ def start(run, *, replicas=1):
     for node in nodes:
         node.part = PART
     first = run.client.run(InitialSyncJob())
-    assert (first["sent"], first["num_tensors"], first["num_verified"], first["bytes_sent"]) == (
+    assert (first.sent, first.num_tensors, first.num_verified, first.bytes_sent) == (
         "full",
         3,
         3,

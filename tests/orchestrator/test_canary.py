@@ -27,13 +27,13 @@ def test_a_replica_that_computes_the_same_is_served_and_the_result_says_how_near
         replica = run.replica(trainer)
         replica.canary = [x + 0.0005 for x in OWN]
         first = run.client.run(InitialSyncJob())
-        assert 0.0004 < first["canary"]["inference-0"] < 0.0006 and "canary" in first["seconds"]
+        assert 0.0004 < first.canary["inference-0"] < 0.0006 and "canary" in first.seconds
         assert (
             replica.log[-3:] == ["ReceiveWeights", "CheckCanary", "CommitUpdate"]
             and trainer.log[-1] == "Forward"
         )
         replica.canary = None  # it serves now
-        assert run.client.run(JOB, buffers=BUFFERS)["canary"] == {}
+        assert run.client.run(JOB, buffers=BUFFERS).canary == {}
 
 
 def test_one_that_computes_something_else_is_poisoned_and_says_so(tmp_path):

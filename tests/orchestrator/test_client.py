@@ -46,7 +46,7 @@ def test_jobs_submitted_ahead_are_waited_for_in_any_order(run):
         run.client.wait(second, timeout_s=0.5)
     assert soon(lambda: run.client.status().queued_jobs == 1)
     go.set()
-    assert run.client.wait(second)["version"] == 2 and run.client.wait(first)["version"] == 1
+    assert run.client.wait(second).version == 2 and run.client.wait(first).version == 1
     assert progress == list(range(len(progress))) and len(progress) > 3
     with pytest.raises(KeyError):
         run.client.wait(first)
@@ -60,7 +60,7 @@ def test_a_failed_job_does_not_disturb_its_neighbours(run):
     ]
     with pytest.raises(JobFailed, match="InitialSync comes once"):
         run.client.wait(ids[2])
-    assert run.client.wait(ids[1])["version"] == 1 and "metrics" in run.client.wait(ids[0])
+    assert run.client.wait(ids[1]).version == 1 and run.client.wait(ids[0]).metrics
 
 
 def test_what_cannot_be_sent_is_said_at_once_and_harms_nothing(run):
@@ -77,7 +77,7 @@ def test_what_cannot_be_sent_is_said_at_once_and_harms_nothing(run):
     assert SaveCheckpointJob(checkpoint_dir="/c", client_state={"at": (1, 2.5)}).client_state == {
         "at": [1, 2.5]
     }
-    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS).version == 1
 
 
 def test_a_client_id_that_is_none_is_said_at_once():
@@ -91,7 +91,7 @@ def test_awaited_at_once(run):
             jobs = [client.run(JOB, buffers=BUFFERS) for _ in range(4)]
             *results, status = await asyncio.wait_for(asyncio.gather(*jobs, client.status()), 60)
             last = await client.wait(await client.submit(JOB, buffers=BUFFERS))
-            return sorted(r["version"] for r in results), status.name, last["version"]
+            return sorted(r.version for r in results), status.name, last.version
 
     assert asyncio.run(all_at_once()) == ([1, 2, 3, 4], "m", 5)
 

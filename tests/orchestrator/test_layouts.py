@@ -53,8 +53,8 @@ def publish_twice(
         replica.link.send(
             Ready(node_id=f"inference-{index}", detail={**replica.detail, "workers": workers})
         )
-    assert run.client.run(InitialSyncJob())["sent"] == "full"
-    assert run.client.run(JOB, buffers=BUFFERS)["sent"] == "changed"
+    assert run.client.run(InitialSyncJob()).sent == "full"
+    assert run.client.run(JOB, buffers=BUFFERS).sent == "changed"
     return trainer, replicas
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import socket
 import threading
@@ -22,7 +21,7 @@ from tests.orchestrator.run import BUFFERS, JOB, Run
 class Measured(Run):
     def __init__(self, tmp_path, *, port=0, **more):
         super().__init__(tmp_path, **more)
-        self.config = dataclasses.replace(self.config, metrics_port=port)
+        self.config = self.config.model_copy(update={"metrics_port": port})
 
 
 @pytest.fixture
@@ -59,14 +58,14 @@ def test_jobs_publications_nodes_and_the_loop(run):
     (run.dir / "loop" / "status.json").write_text(json.dumps(said))
 
     found = scrape(run)
-    assert found["splice_served_version",] == result["version"] == 1
+    assert found["splice_served_version",] == result.version == 1
     assert found["splice_jobs_total", "InitialSyncJob", "completed"] == 1
     assert found["splice_jobs_total", "InitialSyncJob", "bad_input"] == 1
     assert found["splice_jobs_total", "TrainMergedJob", "completed"] == 1
     assert found["splice_publications_total", "served"] == 2
     assert found["splice_publication_pause_seconds_count",] == 2
-    assert 0 < result["seconds"]["pause"] <= found["splice_publication_pause_seconds_sum",]
-    assert found["splice_publication_bytes_total",] >= result["bytes_sent"]
+    assert 0 < result.seconds["pause"] <= found["splice_publication_pause_seconds_sum",]
+    assert found["splice_publication_bytes_total",] >= result.bytes_sent
     assert found["splice_nodes", "inference", "ready"] == 1
     assert found["splice_node_ready", "trainer", "trainer"] == 1
     assert found["splice_jobs_waiting",] == 0
@@ -130,7 +129,7 @@ def test_a_silent_client_holds_up_neither_jobs_nor_scrapes(run):
     try:
         assert scrape(run)["splice_orchestrator_answers",] == 1
         run.replica(run.trainer())
-        assert run.client.run(InitialSyncJob())["version"] == 0
+        assert run.client.run(InitialSyncJob()).version == 0
     finally:
         for connection in silent:
             connection.close()

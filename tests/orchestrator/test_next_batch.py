@@ -29,13 +29,13 @@ def test_the_trainer_gets_one_announcement_while_it_trains(tmp_path):
         run.client.announce(rated(2.0), buffers=BUFFERS)
         run.client.status()  # has the announcement handled
         assert trainer.link.next_batch is None, "it would be in a publication's way"
-        assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 1
+        assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 1
         found = trainer.link.next_batch
         assert isinstance(found.message, NextBatch) and found.message.optim.lr == 2.0
         assert found.message.tensors == JOB.tensors
         assert [bytes(buffer) for buffer in found.buffers] == BUFFERS
         trainer.link.next_batch = None
-        assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 2
+        assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 2
         assert trainer.link.next_batch is None
 
 

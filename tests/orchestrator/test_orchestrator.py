@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 
@@ -33,12 +32,12 @@ def test_initial_sync_then_two_versions(run):
     first = run.client.run(
         InitialSyncJob(), on_progress=lambda p: phases.append((p.sequence, p.phase))
     )
-    assert first["version"] == 0 and first["alias"] == "m@0"
+    assert first.version == 0 and first.alias == "m@0"
     assert [s for s, _ in phases] == list(range(len(phases)))
     for version in (1, 2):
         result = run.client.run(JOB, buffers=BUFFERS)
-        assert result["version"] == version and result["metrics"] == {"loss": 1.0}
-        assert result["states"] == [
+        assert result.version == version and result.metrics == {"loss": 1.0}
+        assert result.states == [
             "durable",
             "paused",
             "applying",
@@ -46,7 +45,7 @@ def test_initial_sync_then_two_versions(run):
             "verified",
             "committed",
         ]
-        assert {"train", "wire", "apply", "pause", "total"} <= set(result["seconds"])
+        assert {"train", "wire", "apply", "pause", "total"} <= set(result.seconds)
     assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31]), (2, [12, 22, 32])]
     once = ("OpenTransferGroup", "PlanPublication", "UseLayout")
     assert (
@@ -99,7 +98,7 @@ def test_one_flipped_bit_is_never_served(run):
     )
     failed = [d for phase, d in seen if phase == "failed"]
     assert failed and failed[0]["left"] == "poisoned" and "w1" in failed[0]["error"]
-    assert result["attempts"] == 2
+    assert result.attempts == 2
     assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
 
 
@@ -116,7 +115,7 @@ def test_a_replica_that_fails_while_applying_is_resynced(run):
 
     replica.script["ReceiveWeights"] = fail_late
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 2 and replica.served[-1] == (1, [11, 21, 31])
+    assert result.attempts == 2 and replica.served[-1] == (1, [11, 21, 31])
     assert trainer.aborted.is_set()  # the other half was ended
     assert trainer.log.count("LoadCheckpoint") == 1
 
@@ -141,7 +140,7 @@ def test_a_trainer_killed_in_the_transfer_is_replaced_and_finishes_the_version(r
 
     replica.script["ReceiveWeights"] = peer_gone
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["version"] == 1 and result["attempts"] == 2
+    assert result.version == 1 and result.attempts == 2
     assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
     assert "LoadCheckpoint" in current[0].log  # what @1 is made of came from the disk
 
@@ -160,7 +159,7 @@ def test_a_trainer_killed_in_the_step_repeats_it_from_the_last_durable_state(run
         threading.Thread(target=replace).start()
 
     first.script["TrainMerged"] = die
-    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS).version == 1
     assert replica.served[-1] == (1, [11, 21, 31])
 
 
@@ -230,12 +229,14 @@ def test_a_job_that_the_journal_could_not_hold_is_refused(run, monkeypatch):
     ):
         run.client.run(TrainMergedJob(tensors=large), buffers=[bytes(s.nbytes) for s in large])
     assert trainer.log == []
-    assert run.client.optim_step()["metrics"] == {"loss": 1.0}
+    assert run.client.optim_step().metrics == {"loss": 1.0}
 
 
 def test_no_more_jobs_are_kept_than_there_is_room_for(run):
     trainer, go = run.trainer(), threading.Event()
-    run.orchestrator._jobs._config = dataclasses.replace(run.config, max_jobs=3, max_job_bytes=100)
+    run.orchestrator._jobs._config = run.config.model_copy(
+        update={"max_jobs": 3, "max_job_bytes": 100}
+    )
     trainer.script["TrainLora"] = lambda message: (go.wait(20), trainer._done(message))
     job = TrainLoraJob(tensors=BATCH, output_dir="/nowhere")
     kept = [run.client.submit(job, buffers=BUFFERS) for _ in range(2)]
@@ -308,7 +309,7 @@ def test_the_only_replica_is_waited_for_though_it_goes_while_the_trainer_recover
         replica.refuse(message, code=ErrorCode.TRANSFER_FAILED)
 
     replica.script["ReceiveWeights"] = fail
-    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 1
     assert "LeaveAlias" not in replica.log and replica.served[-1] == (1, [11, 21, 31])
     replica.script["ReceiveWeights"] = fail  # and in a resync between jobs
     replica.restarted()
@@ -333,7 +334,7 @@ def test_a_replica_that_cannot_join_leaves_nobody_waiting(run):
     trainer.script["OpenTransferGroup"] = listen
     replica.script["JoinTransferGroup"] = lambda m: replica.refuse(m, code=ErrorCode.NOT_READY)
     began = time.monotonic()
-    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS).version == 1
     assert time.monotonic() - began < 15 and replica.served[-1] == (1, [11, 21, 31])
 
 
@@ -346,5 +347,5 @@ def test_a_resync_job_sends_the_served_version_again(run):
         run.client.run(ResyncJob())
     run.client.run(InitialSyncJob())
     result = run.client.run(ResyncJob())
-    assert result["version"] == 0 and result["states"][-1] == "committed"
+    assert result.version == 0 and result.states[-1] == "committed"
     assert replica.served == [(0, [10, 20, 30])] * 2 and run.client.status().version == 0

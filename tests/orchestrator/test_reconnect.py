@@ -89,7 +89,7 @@ def test_a_request_or_its_answer_is_sent_again(run, lost):
     replica = run.replica(trainer)
     run.client.run(InitialSyncJob())
     run.line.cut = lost.encode()
-    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 1
     assert run.line.cut is None, "nothing was lost"
     assert replica.served[-1] == (1, [11, 21, 31]) and trainer.log.count("TrainMerged") == 1
 
@@ -98,7 +98,7 @@ def test_a_word_that_a_node_is_ready_is_sent_again(run):
     run.line.cut = b"Ready"
     trainer = FakeTrainer(endpoint=run.line.endpoint, node_id="trainer", token=TOKEN).start()
     run.nodes.append(trainer)
-    assert run.client.optim_step(timeout_s=15)["metrics"] == {"loss": 1.0} and run.line.cut is None
+    assert run.client.optim_step(timeout_s=15).metrics == {"loss": 1.0} and run.line.cut is None
 
 
 @pytest.mark.parametrize("lost", ["SubmitJob", "Completed"])
@@ -106,7 +106,7 @@ def test_a_job_or_its_outcome_is_sent_again(run, lost):
     trainer = run.trainer()
     with SpliceClient(endpoint=run.line.endpoint, run_token=TOKEN) as client:
         run.line.cut = lost.encode()
-        assert client.optim_step(timeout_s=15)["metrics"] == {"loss": 1.0}
+        assert client.optim_step(timeout_s=15).metrics == {"loss": 1.0}
     assert run.line.cut is None and trainer.log.count("OptimStep") == 1
 
 
@@ -120,7 +120,7 @@ def test_a_client_follows_its_run_to_a_new_endpoint(run, tmp_path, monkeypatch):
         file.unlink()
         threading.Timer(2.0, lambda: file.write_text(run.endpoint)).start()
         run.line.cut = b"SubmitJob"
-        assert client.optim_step(timeout_s=30)["metrics"] == {"loss": 1.0}
+        assert client.optim_step(timeout_s=30).metrics == {"loss": 1.0}
     assert run.line.cut is None and trainer.log.count("OptimStep") == 1
 
 
@@ -174,7 +174,7 @@ def test_a_request_to_a_node_whose_connection_is_just_gone_waits_for_the_next_on
         prepare_without_the_trainer  # next the trainer is asked to UseLayout
     )
     try:
-        assert run.client.run(InitialSyncJob(), timeout_s=60)["attempts"] == 1
+        assert run.client.run(InitialSyncJob(), timeout_s=60).attempts == 1
         assert replica.served == [(0, [10, 20, 30])] and trainer.log.count("UseLayout") == 1
     finally:
         links.close()

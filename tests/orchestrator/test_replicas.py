@@ -50,50 +50,48 @@ def test_one_version_of_nccl_or_an_unknown_one_is_not_refused(tmp_path, monkeypa
     monkeypatch.setattr(FakeReplica, "detail", FakeReplica.detail | {"packages": {"nccl": theirs}})
     with Run(tmp_path, transport="nccl") as run:
         run.replica(run.trainer())
-        assert run.client.run(InitialSyncJob())["version"] == 0
+        assert run.client.run(InitialSyncJob()).version == 0
 
 
 def test_one_that_fails_its_verification_is_left_out_and_brought_back_alone(run):
     run.b.flip = True
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
-    assert "w1" in result["left_out"]["inference-1"]
+    assert result.attempts == 1 and result.replicas == ["inference-0"]
+    assert "w1" in result.left_out["inference-1"]
     assert run.a.served == [V0, V1]
     assert soon(lambda: run.b.aborted.is_set() and "LeaveAlias" in run.b.log)
     assert soon(lambda: run.b.served == [V0, V1])
     assert run.a.log.count("ReceiveWeights") == 2, "it had to pause for the other's resync"
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["left_out"] == {} and run.a.served[-1] == run.b.served[-1] == V2
+    assert result.left_out == {} and run.a.served[-1] == run.b.served[-1] == V2
 
 
 def test_if_none_verifies_none_is_left_out(run):
     run.a.flip = run.b.flip = True
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 2 and result["left_out"] == {}
+    assert result.attempts == 2 and result.left_out == {}
     assert run.a.served == run.b.served == [V0, V1]
 
 
 def test_one_that_dies_in_the_transfer_is_left_out_and_its_successor_brought_back(run):
     run.b.script["ReceiveWeights"] = lambda _: run.b.link.close()
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 2 and set(result["left_out"]) == {"inference-1"}
+    assert result.attempts == 2 and set(result.left_out) == {"inference-1"}
     assert run.a.served == [V0, V1] and run.client.status().version == 1
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert (
-        result["version"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V2
-    )
+    assert result.version == 2 and result.replicas == ["inference-0"] and run.a.served[-1] == V2
     run.b = run.replica(run.t, 1)
     assert soon(lambda: run.b.served == [V2])
     assert run.a.log.count("CommitUpdate") == 3
-    assert run.client.run(JOB, buffers=BUFFERS)["replicas"] == ["inference-0", "inference-1"]
+    assert run.client.run(JOB, buffers=BUFFERS).replicas == ["inference-0", "inference-1"]
 
 
 def test_one_that_dies_before_its_commit_is_left_out(run):
     run.b.script["CommitUpdate"] = lambda _: run.b.link.close()
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 1 and set(result["left_out"]) == {"inference-1"}
+    assert result.attempts == 1 and set(result.left_out) == {"inference-1"}
     assert run.a.served == [V0, V1]
-    assert result["seconds"]["pause"] < LOST_AFTER_S, "what is healthy goes on at once"
+    assert result.seconds["pause"] < LOST_AFTER_S, "what is healthy goes on at once"
 
 
 def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
@@ -103,9 +101,7 @@ def test_one_whose_vllm_is_starting_again_is_not_waited_for(run):
 
     run.b.script["ReceiveWeights"] = vllm_ends
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert (
-        result["attempts"] == 2 and result["replicas"] == ["inference-0"] and run.a.served[-1] == V1
-    )
+    assert result.attempts == 2 and result.replicas == ["inference-0"] and run.a.served[-1] == V1
     assert run.states()["inference-1"] == "connected"
     run.b.link.send(Ready(node_id="inference-1", detail={**run.b.detail, "restarted": True}))
     assert soon(lambda: run.b.served == [V0, V1])
@@ -121,7 +117,7 @@ def test_one_that_was_silent_while_its_vllm_starts_is_not_taken_for_ready(run):
         and run.states()["inference-1"] == "connected"
     )
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["attempts"] == 1 and result["replicas"] == ["inference-0"]
+    assert result.attempts == 1 and result.replicas == ["inference-0"]
 
 
 def test_that_its_vllm_has_ended_is_heard_of_one_that_was_silent(run):
@@ -147,9 +143,9 @@ def test_one_that_gave_up_what_it_received_is_left_out_at_the_commit(run):
     run.b.script["CommitUpdate"] = lambda m: run.b.refuse(m, code=ErrorCode.NOT_READY)
     result = run.client.run(JOB, buffers=BUFFERS)
     assert (
-        result["attempts"] == 1
-        and result["replicas"] == ["inference-0"]
-        and set(result["left_out"]) == {"inference-1"}
+        result.attempts == 1
+        and result.replicas == ["inference-0"]
+        and set(result.left_out) == {"inference-1"}
     )
     assert soon(lambda: run.b.served == [V0, V1]) and run.a.served == [V0, V1]
 
@@ -166,8 +162,8 @@ def test_the_last_one_is_waited_for(run):
     result = run.client.run(JOB, buffers=BUFFERS)
     assert (
         run.a.served == [V0, V1]
-        and result["replicas"] == ["inference-0"]
-        and set(result["left_out"]) == {"inference-1"}
+        and result.replicas == ["inference-0"]
+        and set(result.left_out) == {"inference-1"}
     )
 
 
@@ -178,8 +174,8 @@ def test_one_that_never_recovers_does_not_stop_the_others(run):
     run.b.on_ReceiveWeights = lambda message: run.b.refuse(message, code=ErrorCode.TRANSFER_FAILED)
     result = run.client.run(JOB, buffers=BUFFERS)
     assert (
-        result["attempts"] == 3
-        and set(result["left_out"]) == {"inference-1"}
+        result.attempts == 3
+        and set(result.left_out) == {"inference-1"}
         and run.a.served == [V0, V1]
     )
     received = run.a.log.count("ReceiveWeights")

@@ -34,7 +34,7 @@ from splice.client import SpliceClient
 from tests.orchestrator.fake_nodes import FakeLauncher, FakeReplica, FakeTrainer, soon
 from tests.orchestrator.raw import raw_peer
 from tests.orchestrator.run import BATCH, BUFFERS, JOB, TOKEN
-from tests.orchestrator.serving import REPO, start_serve
+from tests.orchestrator.serving import REPO, run_file, start_serve
 
 
 class Killed:
@@ -139,14 +139,14 @@ def test_killed_while_idle_and_in_the_step(killed):
     result = killed.client.run(
         JOB, buffers=BUFFERS, timeout_s=40
     )  # the same call: the client notices and asks again
-    assert (result["version"], result["metrics"]) == (2, {"loss": 1.0})
+    assert (result.version, result.metrics) == (2, {"loss": 1.0})
     assert killed.served((2, [12, 22, 32])) and killed.trainer.log.count("TrainMerged") == 2
     killed.kill()
     threading.Timer(0.5, killed.start).start()
     again = killed.client.run(
         JOB, buffers=BUFFERS, timeout_s=40
     )  # submitted while nobody was there
-    assert again["version"] == 3 and killed.starts == 4
+    assert again.version == 3 and killed.starts == 4
     journal = Journal(killed.dir / "journal.sqlite", run_token=TOKEN, name="m")
     assert journal.unfinished_jobs() == []
     journal.close()
@@ -240,13 +240,13 @@ def test_killed_in_a_publication(moment, killed):
     else:
         killed.kill_in(killed.replica, moment)
     result = killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)
-    assert (result["version"], result["metrics"]) == (1, {"loss": 1.0}) and killed.starts == 2
+    assert (result.version, result.metrics) == (1, {"loss": 1.0}) and killed.starts == 2
     assert killed.served((1, [11, 21, 31])), "what the disk had, trained once"
     assert killed.trainer.log.count("TrainMerged") == (0 if moment == "with the trainer" else 1)
     assert killed.trainer.aborted.is_set() and killed.replica.aborted.is_set(), (
         "what may have been in flight was ended"
     )
-    assert killed.client.run(JOB, buffers=BUFFERS, timeout_s=40)["version"] == 2
+    assert killed.client.run(JOB, buffers=BUFFERS, timeout_s=40).version == 2
     assert killed.served((2, [12, 22, 32]))
 
 
@@ -267,7 +267,7 @@ def test_a_job_cancelled_while_it_is_down_is_not_run(killed):
     with pytest.raises(JobFailed, match="cancelled before it started"):
         killed.client.wait(jobs[1], timeout_s=40)
     first_may_end.set()
-    assert killed.client.wait(jobs[0], timeout_s=40)["pending_batches"] == 1
+    assert killed.client.wait(jobs[0], timeout_s=40).pending_batches == 1
     assert killed.trainer.pending == 1
 
 
@@ -293,7 +293,7 @@ def test_killed_with_queued_jobs_and_pending_gradients(killed):
         time.sleep(0.1)
     for thread in threads:
         thread.join(60)
-    assert sorted(r["pending_batches"] for r in results) == [1, 2] and killed.trainer.pending == 2
+    assert sorted(r.pending_batches for r in results) == [1, 2] and killed.trainer.pending == 2
     killed.kill()
     killed.trainer.die()
     killed.start()
@@ -348,7 +348,7 @@ def test_killed_in_memory_mode_exit(killed):
 def test_a_run_is_not_resumed_unasked(killed):
     killed.client.run(InitialSyncJob())
     killed.kill()
-    argv = [sys.executable, "-m", "splice", "serve", "--run-dir", str(killed.dir), "--name", "m"]
+    argv = [sys.executable, "-m", "splice", "serve", str(run_file(killed.dir))]
     env = {**os.environ, "SPLICE_RUN_TOKEN": TOKEN, "PYTHONPATH": str(REPO)}
     ran = subprocess.run(
         argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=30, check=False
@@ -474,12 +474,11 @@ def test_killed_while_a_resync_has_put_the_trainer_back(killed):
     )
     killed.trainer.weights = [11, 21, 31]
     killed.kill_in(killed.trainer, "SendWeights")
-    assert killed.client.run(ResyncJob(), timeout_s=60)["version"] == 0
+    assert killed.client.run(ResyncJob(), timeout_s=60).version == 0
     assert killed.served((0, [10, 20, 30])) and soon(lambda: killed.trainer.weights == [11, 21, 31])
     killed.client.run(OptimStepJob(), timeout_s=40)
     assert (
-        killed.trainer.weights == [11, 21, 31]
-        and killed.client.publish(timeout_s=40)["version"] == 1
+        killed.trainer.weights == [11, 21, 31] and killed.client.publish(timeout_s=40).version == 1
     )
 
 
@@ -509,7 +508,7 @@ def test_killed_while_a_resync_of_its_own_moves_the_trainer(killed, load, after)
         ),
         60,
     )
-    assert killed.client.publish(timeout_s=40)["version"] == 1 and killed.served((1, [11, 21, 31]))
+    assert killed.client.publish(timeout_s=40).version == 1 and killed.served((1, [11, 21, 31]))
     assert set(map(str, killed.replica.served)) == {"(0, [10, 20, 30])", "(1, [11, 21, 31])"}, (
         "another state was served as a version"
     )

@@ -101,7 +101,7 @@ def test_steps_are_there_again_after_a_resync_that_failed(run):
     assert folders[0] != folders[1] != folders[2] and len(set(folders)) == 2, (
         "the one that is needed is not written over"
     )
-    assert run.client.publish()["version"] == 1 and replica.served[-1] == (1, [14, 24, 34])
+    assert run.client.publish().version == 1 and replica.served[-1] == (1, [14, 24, 34])
 
 
 def test_after_a_publication_that_failed_for_good_a_resync_is_the_way_back(run):
@@ -114,11 +114,11 @@ def test_after_a_publication_that_failed_for_good_a_resync_is_the_way_back(run):
     status = run.client.status()
     assert (status.version, status.publication) == (None, "poisoned")
     replica.script.clear()
-    assert run.client.run(ResyncJob())["version"] == 0 and run.client.status().version == 0
+    assert run.client.run(ResyncJob()).version == 0 and run.client.status().version == 0
     assert replica.served[-1] == (0, [10, 20, 30]) and trainer.weights == [11, 21, 31], (
         "the step stands"
     )
-    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 2 and replica.served[-1] == (
+    assert run.client.run(JOB, buffers=BUFFERS).version == 2 and replica.served[-1] == (
         2,
         [12, 22, 32],
     )
@@ -185,7 +185,7 @@ def test_a_loss_that_is_found_out_between_jobs_is_said_by_the_next(run):
     assert journaled["unsaid"] or journaled["steps"] == 1, "a resumed orchestrator would not say it"
     with pytest.raises(JobFailed, match=r"1 optimizer steps .* are lost with it"):
         run.client.optim_step()
-    assert step(run)["metrics"] == {"loss": 1.0}
+    assert step(run).metrics == {"loss": 1.0}
 
 
 def test_a_save_that_may_have_come_to_its_end_is_not_called_lost(run, tmp_path):
@@ -241,7 +241,7 @@ def test_a_trainer_that_was_silent_for_too_long_has_lost_nothing(run, tmp_path):
 
     run.client.forward_backward(SmallBatch())
     trainer.script["OptimStep"] = is_taken_for_lost
-    assert run.client.optim_step()["metrics"] == {"loss": 1.0}
+    assert run.client.optim_step().metrics == {"loss": 1.0}
     assert trainer.weights == [12, 22, 32] and trainer.log.count("OptimStep") == 2
     assert run.orchestrator._trainer.memory.steps == 2
 
@@ -297,7 +297,7 @@ def test_a_trainer_that_is_replaced_as_it_is_asked_to_join_publishes_nothing_of_
 
     monkeypatch.setattr(router, "request", replaced_first)
     run.orchestrator._publisher._members.joined = {}
-    assert run.client.run(JOB, buffers=BUFFERS)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS).version == 1
     assert replica.served == [(0, [10, 20, 30]), (1, [11, 21, 31])]
 
 
@@ -348,9 +348,9 @@ def test_what_a_trainer_says_of_a_load_is_in_the_next_result(run):
     run.nodes.append(second.start())
     trainers.append(second)
     result = run.client.run(JOB, buffers=BUFFERS)
-    assert result["version"] == 2 and result["warnings"] == [told]
+    assert result.version == 2 and result.warnings == [told]
     assert run.orchestrator._journal.fact("trainer")["notes"] == [], "forgotten with the outcome"
-    assert run.client.run(JOB, buffers=BUFFERS)["warnings"] == []
+    assert run.client.run(JOB, buffers=BUFFERS).warnings == []
 
 
 def test_notes_outlive_a_failed_job_and_are_in_the_status(run):
@@ -437,7 +437,7 @@ def test_a_job_that_ends_the_trainer_twice_fails_for_good(run):
     assert soon(lambda: len(launched.launcher.causes) == 2)
     assert len(set(launched.launcher.causes)) == 1 and launched.launcher.causes[0]
     assert launched.launcher.counted == [True, True]
-    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60).version == 1
     second = killed_twice(run, launched)
     assert second.code == ErrorCode.TRAINER_KILLED, "each job has its own count"
     assert soon(lambda: len(set(launched.launcher.causes)) == 2)
@@ -453,7 +453,7 @@ def test_other_ends_of_a_trainer_are_not_the_jobs(run, how):
     run.client.run(InitialSyncJob())
     launched.again = [("TrainMerged", how)]
     launched.dies_in("TrainMerged", **how)
-    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60)["version"] == 1
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=60).version == 1
     assert launched.count == 3
 
 

@@ -11,6 +11,7 @@ import socket
 import threading
 
 import pytest
+from pydantic import ValidationError
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.errors import ConfigError, JobFailed
@@ -45,7 +46,7 @@ def test_a_progress_without_its_rendezvous_fails_the_publication_alone(run, deta
         trainer._done(message)
 
     trainer.script["OpenTransferGroup"] = nonsense
-    assert run.client.run(InitialSyncJob(), timeout_s=30)["attempts"] == 2
+    assert run.client.run(InitialSyncJob(), timeout_s=30).attempts == 2
     assert replica.served == [(0, [10, 20, 30])]
 
 
@@ -54,7 +55,7 @@ def test_a_trainer_that_sends_no_digests_leaves_no_replica_paused(run, answer):
     trainer, (replica,) = synced(run)
     trainer.script["SendWeights"] = lambda m: trainer.link.complete(m.request_id, **answer)
     result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
-    assert result["attempts"] == 2 and "AbortUpdate" in replica.log
+    assert result.attempts == 2 and "AbortUpdate" in replica.log
     assert replica.served[-1] == (1, [11, 21, 31])
 
 
@@ -68,7 +69,7 @@ def test_a_replica_that_answers_nonsense_is_left_out_and_the_others_go_on(run, a
         bad.link.complete(m.request_id, **answer),
     )
     result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
-    assert list(result["left_out"]) == ["inference-0"] and result["attempts"] == 1
+    assert list(result.left_out) == ["inference-0"] and result.attempts == 1
     assert good.served[-1] == (1, [11, 21, 31]) and soon(
         lambda: bad.served[-1] == (1, [11, 21, 31])
     )
@@ -84,7 +85,7 @@ def test_a_plan_that_is_none_is_that_replicas_problem(run):
 
     bad.script["PrepareUpdate"] = nonsense
     result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
-    assert list(result["left_out"]) == ["inference-0"] and good.served[-1] == (1, [11, 21, 31])
+    assert list(result.left_out) == ["inference-0"] and good.served[-1] == (1, [11, 21, 31])
 
 
 def test_a_defect_in_a_publication_leaves_no_replica_paused(run, monkeypatch):
@@ -98,7 +99,7 @@ def test_a_defect_in_a_publication_leaves_no_replica_paused(run, monkeypatch):
         await verify(publication, received)
 
     monkeypatch.setattr(Publication, "_verify_live", broken_once)
-    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["attempts"] == 2
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).attempts == 2
     assert "AbortUpdate" in replica.log and replica.served[-1] == (1, [11, 21, 31])
 
 
@@ -107,7 +108,7 @@ def test_a_second_fault_during_the_recovery_is_another_attempt(run):
     trainer.script["SendWeights"] = lambda m: trainer.refuse(m, code=ErrorCode.TRANSFER_FAILED)
     trainer.script["LoadCheckpoint"] = lambda m: trainer.refuse(m, code=ErrorCode.CHECKPOINT_FAILED)
     result = run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
-    assert result["attempts"] == 3 and replica.served[-1] == (1, [11, 21, 31])
+    assert result.attempts == 3 and replica.served[-1] == (1, [11, 21, 31])
 
 
 def test_a_trainer_that_never_says_where_it_listens_is_named(tmp_path):
@@ -125,13 +126,13 @@ def test_seconds_that_are_none_and_an_answer_that_is_too_long_end_nothing(run):
     trainer.script["OptimStep"] = lambda m: trainer.link.complete(
         m.request_id, result={"seconds": 5}
     )
-    assert "total" in run.client.run(OptimStepJob(), timeout_s=20)["seconds"]
+    assert "total" in run.client.run(OptimStepJob(), timeout_s=20).seconds
     trainer.script["OptimStep"] = lambda m: trainer.link.fail(
         m.request_id, code=ErrorCode.INTERNAL, phase="test", message="m", remedy="x" * 60_000
     )
     with pytest.raises(JobFailed, match="xxx"):
         run.client.run(OptimStepJob(), timeout_s=20)
-    assert run.client.run(OptimStepJob(), timeout_s=20)["metrics"] == {"loss": 1.0}
+    assert run.client.run(OptimStepJob(), timeout_s=20).metrics == {"loss": 1.0}
 
 
 # ---------------------------------------------------------------- a name is one content for ever
@@ -140,7 +141,7 @@ def test_seconds_that_are_none_and_an_answer_that_is_too_long_end_nothing(run):
 def rotten(run) -> str:
     """What a resync would make of @1 is no longer what it was."""
     run.client.run(JOB, buffers=BUFFERS)
-    folder = run.client.run(ResyncJob(), timeout_s=30)["checkpoint_dir"]
+    folder = run.client.run(ResyncJob(), timeout_s=30).checkpoint_dir
     with open(f"{folder}/weights", "w") as file:
         file.write("11 21 99")
     return folder
@@ -157,7 +158,7 @@ def test_a_version_that_rotted_is_not_served_again(run):
         run.client.run(ResyncJob(), timeout_s=30)
     assert changed.value.code == "verification_failed" and replica.served == served
     # What the trainer held before the resync is put back, and a new name is free for it.
-    assert run.client.publish()["version"] == 2 and replica.served[-1] == (2, [11, 21, 31])
+    assert run.client.publish().version == 2 and replica.served[-1] == (2, [11, 21, 31])
 
 
 def test_a_version_that_rots_before_it_is_committed_is_not_served(run):
@@ -175,7 +176,7 @@ def test_a_version_that_rots_before_it_is_committed_is_not_served(run):
     with pytest.raises(JobFailed, match="version 1 is not what it was when it was first sent"):
         run.client.run(JOB, buffers=BUFFERS, timeout_s=30)
     assert replica.served == [(0, [10, 20, 30])]
-    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30)["version"] == 2
+    assert run.client.run(JOB, buffers=BUFFERS, timeout_s=30).version == 2
 
 
 def test_a_first_version_that_nobody_was_served_may_be_made_anew(tmp_path):
@@ -186,7 +187,7 @@ def test_a_first_version_that_nobody_was_served_may_be_made_anew(tmp_path):
         with pytest.raises(JobFailed, match="not what the trainer sent"):
             run.client.run(InitialSyncJob(), timeout_s=30)
         trainer.weights = [11, 21, 31]  # another adapter was loaded
-        assert run.client.run(InitialSyncJob(), timeout_s=30)["version"] == 0
+        assert run.client.run(InitialSyncJob(), timeout_s=30).version == 0
         assert replica.served == [(0, [11, 21, 31])]
 
 
@@ -276,11 +277,11 @@ def test_a_relative_path_of_a_job_is_relative_to_the_runs_folder(run):
     client, host = run.client, socket.gethostname()
     saved = client.save_checkpoint("saves/./mine", timeout_s=20)
     mine = str(run.dir / "saves" / "mine")
-    assert saved["checkpoint_dir"] == mine and saved["host"] == host
+    assert saved.checkpoint_dir == mine and saved.host == host
     assert trainer.saved.keys() == {str(run.dir / "versions" / "0"), mine}
-    assert client.load_checkpoint("saves/mine", timeout_s=20)["checkpoint_dir"] == mine
+    assert client.load_checkpoint("saves/mine", timeout_s=20).checkpoint_dir == mine
     exported = client.export_hf("hf", timeout_s=20)
-    assert exported["output_dir"] == str(run.dir / "hf") and exported["host"] == host
+    assert exported.output_dir == str(run.dir / "hf") and exported.host == host
     for folder in ("versions/7", "x/../versions", "~/mine"):
         with pytest.raises(JobFailed, match=r"belongs to the run itself|`~` is not") as refused:
             client.save_checkpoint(folder, timeout_s=20)
@@ -289,7 +290,7 @@ def test_a_relative_path_of_a_job_is_relative_to_the_runs_folder(run):
 
 @pytest.mark.parametrize("name", ["q@1", "", "a/b", "a b"])
 def test_a_name_that_cannot_be_served_is_refused(name, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be the served name"):
+    with pytest.raises(ValidationError, match="cannot be the served name"):
         OrchestratorConfig(
             run_dir=tmp_path,
             run_token=TOKEN,

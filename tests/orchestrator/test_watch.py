@@ -38,25 +38,25 @@ def test_a_frame_has_nodes_versions_and_the_last_publication(run, caplog):
     caplog.set_level(logging.INFO, "splice.orchestrator")
     result = run.client.run(JOB, buffers=BUFFERS)
     lines = [r.message for r in caplog.records if " is served: " in r.message]
-    assert len(lines) == 1 and result["alias"] in lines[0], "one line for each publication"
+    assert len(lines) == 1 and result.alias in lines[0], "one line for each publication"
     found = json.loads(watch(run, "--json"))
     row, first = found["publications"]
-    assert first["version"] == 0 and found["alias"] == result["alias"]
-    assert row["version"] == result["version"] and row["mode"] == result["mode"]
-    assert row["bytes_sent"] == result["bytes_sent"]
-    assert row["pause_s"] == result["seconds"]["pause"]
+    assert first["version"] == 0 and found["alias"] == result.alias
+    assert row["version"] == result.version and row["mode"] == result.mode
+    assert row["bytes_sent"] == result.bytes_sent
+    assert row["pause_s"] == result.seconds["pause"]
     assert (row["num_verified"], row["num_tensors"]) == (
-        result["num_verified"],
-        result["num_tensors"],
+        result.num_verified,
+        result.num_tensors,
     )
-    assert found["training"] == result["metrics"] and found["job"] is None
+    assert found["training"] == result.metrics and found["job"] is None
     assert {n["node_id"]: n["state"] for n in found["nodes"]} == {
         "trainer": "ready",
         "inference-0": "ready",
     }
     text = watch(run)
-    assert f"serves {result['alias']}" in text and "no job runs" in text
-    assert f"@{result['version']}" in text and "inference-0" in text
+    assert f"serves {result.alias}" in text and "no job runs" in text
+    assert f"@{result.version}" in text and "inference-0" in text
 
 
 class Nvml:

@@ -178,7 +178,7 @@ class Trainer(Node):
 
 
 class Replica(Node):
-    """As `inference_node.node`; what it shows is looked at whenever it changes."""
+    """As `inference_node.node.node`; what it shows is looked at whenever it changes."""
 
     role = "inference"
 

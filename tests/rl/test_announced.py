@@ -15,7 +15,7 @@ from splice.rl.checker import check
 from tests.rl.conftest import tiny_cluster
 from tests.rl.strict_run import ROWS, even
 from tests.rl.weights import digest
-from trainer_node.state.generations import new_folder
+from trainer_node.files.generations import new_folder
 
 pytestmark = pytest.mark.timeout(900)
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=5e-3)
@@ -34,9 +34,7 @@ LOOP = {
 @pytest.fixture(scope="module")
 def slow(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slow")
-    with tiny_cluster(
-        models["qwen3"], folder / "run", trainer_module="tests.rl.slow_disk"
-    ) as cluster:
+    with tiny_cluster(models["qwen3"], folder / "run", module="tests.rl.slow_disk") as cluster:
         yield cluster
 
 
@@ -70,10 +68,10 @@ def test_an_announced_batch_changes_nothing_but_time(slow, tmp_path, announced):
     second = client.train_merged(two, LOSS, OPTIM)
     client.export_hf(str(tmp_path / "ahead"))
     assert digest(tmp_path / "ahead") == digest(tmp_path / "plain")
-    assert 0 < first["seconds"]["ahead"] < first["seconds"]["save"]
-    assert second["seconds"]["ahead"] == 0
-    assert (second["seconds"]["begun"] > 0) == (announced == 2)
-    assert second["version"] == first["version"] + 1
+    assert 0 < first.seconds["ahead"] < first.seconds["save"]
+    assert second.seconds["ahead"] == 0
+    assert (second.seconds["begun"] > 0) == (announced == 2)
+    assert second.version == first.version + 1
 
 
 def test_a_loop_announces_its_batches(slow, tmp_path):

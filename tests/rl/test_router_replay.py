@@ -180,7 +180,7 @@ def test_the_trainer_uses_the_experts(models, tmp_path):
 
     def gap(client, answers) -> float:
         batch = grpo_batch([[(answer, float(k % 2)) for k, answer in enumerate(answers)]])
-        return client.forward_backward(batch, LOSS)["metrics"]["logprob_gap_max"]
+        return client.forward_backward(batch, LOSS).metrics["logprob_gap_max"]
 
     with tiny_cluster(folder, tmp_path / "run") as cluster:
         answers = asyncio.run(sampled(cluster))

@@ -101,5 +101,7 @@ def test_answers_span_updates_and_say_so(cluster, tmp_path):
 
 @pytest.mark.whole
 def test_answers_span_updates_with_kept_keys_and_values(models, tmp_path):
-    with tiny_cluster(models["qwen3"], tmp_path / "run", pause_mode="keep_kv") as cluster:
+    with tiny_cluster(
+        models["qwen3"], tmp_path / "run", publication={"pause_mode": "keep_kv"}
+    ) as cluster:
         check_spans(asyncio.run(spanning(cluster.client, tmp_path / "loop")), tmp_path / "loop")

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer_node.model import cudnn
+from trainer_node.backends import cudnn
 
 if torch.version.cuda is not None:  # as a trainer does, before anything imports TransformerEngine
     cudnn.load()

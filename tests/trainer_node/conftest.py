@@ -158,7 +158,7 @@ def single_parity(
     @functools.cache
     def get(model: str, cell: str) -> Path:
         out = tmp_path_factory.mktemp(f"parity_{model}_{cell}")
-        torchrun(1, "parity", out, models[model], 1, 1, 1, *cell.split("-"))
+        torchrun(1, "training.parity", out, models[model], 1, 1, 1, *cell.split("-"))
         return out
 
     return get

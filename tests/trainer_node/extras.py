@@ -24,11 +24,11 @@ from tests.trainer_node import bounds, families
 from tests.trainer_node.data import arrays, make_batch
 from tests.trainer_node.tiny import hf_model
 from tests.trainer_node.worker import make_trainer, random_adapters
-from trainer_node.adapters.merge import decoder_name
 from trainer_node.export.merged import Exporter
-from trainer_node.model import topology
+from trainer_node.files.generations import MARKER, CheckpointError
+from trainer_node.hf.names import decoder_name
+from trainer_node.ranks import topology
 from trainer_node.state import checkpoint
-from trainer_node.state.generations import MARKER, CheckpointError
 from trainer_node.training.trainer import Trainer
 
 

@@ -49,8 +49,8 @@ from orchestrator.protocol.messages import (
 )
 from tests.trainer_node.data import arrays, training
 from trainer_node import aftermath
-from trainer_node.lockstep import Failure
 from trainer_node.node import Node
+from trainer_node.ranks.lockstep import Failure
 from trainer_node.request import Outcome
 from trainer_node.training.batch import TooLong
 

@@ -25,7 +25,7 @@ POLL_S = 0.02
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
     """Until the requests end."""
-    from trainer_node.model import cpu_shims
+    from trainer_node.backends import cpu_shims
 
     cpu_shims.apply()
     import megatron.bridge

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from trainer_node import objects
-from trainer_node.model.parameters import finalize_gradients
+from trainer_node.ranks import objects
+from trainer_node.training.gradients import finalize_gradients
 from trainer_node.training.trainer import Trainer
 
 

@@ -34,7 +34,7 @@ def preload() -> None:
     import transformers
     from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-    from trainer_node.model import cpu_shims
+    from trainer_node.backends import cpu_shims
 
     cpu_shims.apply()
     import trainer_node.node

@@ -42,7 +42,7 @@ def test_reference_shares_no_code() -> None:
 def test_configs_that_would_train_wrongly(
     change: dict, message: str, models, tmp_path: Path
 ) -> None:
-    from trainer_node.model.hf import read_config
+    from trainer_node.hf.checkpoint import read_config
 
     raw = json.loads((models["moe"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
@@ -61,7 +61,7 @@ def test_configs_that_would_train_wrongly(
     ],
 )
 def test_configs_as_transformers_4_and_5_write_them(written: dict, models, tmp_path: Path) -> None:
-    from trainer_node.model.hf import read_config
+    from trainer_node.hf.checkpoint import read_config
 
     raw = json.loads((models["moe"] / "config.json").read_text())
     for key in ("rope_theta", "rope_parameters", "num_experts", "num_local_experts"):

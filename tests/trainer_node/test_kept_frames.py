@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from orchestrator.errors import without_frames
 from trainer_node.export.gathering import Exchange
-from trainer_node.lockstep import Failure, agree
-from trainer_node.state.behind import Behind
-from trainer_node.state.bulk_files import Extent, bulk_writer
+from trainer_node.files.behind import Behind
+from trainer_node.files.bulk_files import Extent, bulk_writer
+from trainer_node.ranks.lockstep import Failure, agree
 
 
 class Held:

@@ -49,12 +49,13 @@ from orchestrator.protocol.messages import (
     WireLayout,
     batch_specs,
 )
-from tests.trainer_node import bounds, slow_check
+from tests.trainer_node import bounds
 from tests.trainer_node.conftest import REPO, child_env
 from tests.trainer_node.data import arrays, training
 from tests.trainer_node.harm import spoil
 from tests.trainer_node.served_node import TOKEN, Orchestrator, node, rank_process
 from tests.trainer_node.tiny import VOCAB
+from tests.trainer_node.tools import slow_check
 from tests.weight_transfer.peer import in_chunks, receive_chunks
 from weight_transfer.digest import tensor_digest
 from weight_transfer.groups import join_tcp

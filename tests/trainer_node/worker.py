@@ -29,8 +29,8 @@ from orchestrator.protocol.config import (
 from orchestrator.protocol.messages import LossSpec, OptimParams
 from tests.trainer_node.data import make_batch
 from trainer_node.export.merged import Exporter
-from trainer_node.start import start
 from trainer_node.state import checkpoint
+from trainer_node.training.start import start
 from trainer_node.training.trainer import Trainer
 
 LOSS, OPTIM = LossSpec(name="grpo"), OptimParams(lr=1e-2, weight_decay=0.01, max_grad_norm=0.5)

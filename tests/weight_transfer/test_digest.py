@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_transfer import digest, splitmix
-from weight_transfer.digest import digest_many, region_digest, tensor_digest
+from weight_transfer.digest import region_digest, tensor_digest
 
 DTYPES = [
     torch.float32,
@@ -230,14 +230,6 @@ def test_indices_beyond_32_bits() -> None:
     assert low != high
 
 
-def test_many_is_one_by_one() -> None:
-    tensors = [random_bits((n, 3), DTYPES[n % len(DTYPES)], n) for n in range(12)] + [
-        random_bits((4, 6), torch.float32).t()
-    ]
-    assert digest_many(tensors).tolist() == [int(tensor_digest(t)) for t in tensors]
-    assert digest_many([]).shape == (0,)
-
-
 def test_wrong_number_of_strides_is_refused() -> None:
     with pytest.raises(ValueError, match="2 index strides"):
         region_digest(torch.zeros(2, 2), first_index=0, index_strides=(1,))
@@ -253,10 +245,6 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         bits = region.view(digest._int_dtype(dtype))
         digest_kernels.launch_region(bits_RC=bits, first_index=905, index_strides=strides, out=out)
         assert int(out) == int(digest.region_digest(region, first_index=905, index_strides=strides)), (dtype, strides)
-    tensors, out_N = [t[:n].clone() for n in (1, 37, 5)], torch.zeros(3, dtype=torch.int64)
-    table = torch.tensor([[x.data_ptr(), x.numel(), n] for n, x in enumerate(tensors)])
-    digest_kernels.launch_many(table_R3=table, element_bytes=dtype.itemsize, out_N=out_N)
-    assert out_N.tolist() == [int(digest.tensor_digest(x)) for x in tensors], dtype
     # What a tensor-parallel worker holds: rows, columns, a transposed part, a part of a three-dimensional tensor; and whole ones.
     cube = t[:, :288].reshape(37, 12, 24)
     views = [t, t[3:20], t[:, 32:96], t[:, 5:280], t[1:30:3, 4:200:2], t.t()[7:9], cube[2:30, 1:9, 3:19], t[5], t[2, 3]]
@@ -273,6 +261,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
     for launch in digest_kernels.prepare(views, range(2), origins):
         launch(out_N)
     assert out_N.tolist() == [int(digest.region_digest(v, first_index=f, index_strides=s)) for v, (f, s) in zip(views, origins)], dtype
+    tensors = [t[:n].clone() for n in (1, 37, 5)]
     whole = [(0, digest.row_major_strides(x.shape)) for x in (*tensors, t)]
     out_N = torch.zeros(4, dtype=torch.int64)
     for launch in digest_kernels.prepare([*tensors, t], range(4), whole):
@@ -304,9 +293,7 @@ def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) 
     from triton.compiler import ASTSource
 
     source = ASTSource(
-        fn=kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
+        fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 
@@ -331,12 +318,9 @@ def test_the_cuda_kernels_compile(element_bytes: int) -> None:
         "i64",
     )
     region = {"bits_ptr": f"*i{8 * element_bytes}", "out_ptr": "*i64", **integers}
-    many = {"table_ptr": "*i64", "block_table_ptr": "*i64", "out_ptr": "*i64"}
-    for kernel, signature, constants in (
-        (digest_kernels._region_kernel, region, {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}),
-        (digest_kernels._many_kernel, many, {"DTYPE": dtype, "BLOCK": 4096}),
-    ):
-        assert compiled(kernel, signature, constants)
+    blocks = {"DTYPE": dtype, "BLOCK_R": 2, "BLOCK_C": 2048}
+    assert compiled(digest_kernels._region_kernel, region, blocks)
+    prepared = {"table_ptr": "*i64", "block_table_ptr": "*i32", "out_ptr": "*i64"}
     for unit, is_dense, align in (
         (element_bytes, True, 16 // element_bytes),
         (element_bytes, True, 1),
@@ -351,9 +335,7 @@ def test_the_cuda_kernels_compile(element_bytes: int) -> None:
             "BLOCK_R": 1,
             "BLOCK_C": 2048,
         }
-        ptx = compiled(
-            digest_kernels._prepared_kernel, many | {"block_table_ptr": "*i32"}, constants
-        )
+        ptx = compiled(digest_kernels._prepared_kernel, prepared, constants)
         if align > 1:
             wide = re.search(r"ld\.global\.v(2\.[bu]64|4\.[bu]32)", ptx)
             assert wide, "16 bytes are to be read at once"

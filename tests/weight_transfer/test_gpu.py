@@ -24,8 +24,8 @@ from orchestrator.errors import TransferAborted, TransferError, TransferTimeout
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from tests.weight_transfer.conftest import Peer
 from tests.weight_transfer.peer import big_manifest, mixed_manifest, sender_to, sha256, values
-from weight_transfer import digest
-from weight_transfer.digest import digest_many, region_digest, tensor_digest
+from weight_transfer import digest, launches
+from weight_transfer.digest import PreparedDigest, region_digest, tensor_digest
 from weight_transfer.groups import TransferGroup, join_tcp, open_listener
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
@@ -49,7 +49,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     "shape", [(), (1,), (4095,), (4097,), (3, 5000), (70_001, 3), (17, 33, 65)], ids=str
 )
 def test_triton_is_the_torch_path(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    assert digest._kernels() is not None, "this test wants Triton"
+    assert launches.kernels("digest_kernels") is not None, "this test wants Triton"
     t = random_bits(shape, dtype)
     assert int(tensor_digest(t.to(CUDA))) == int(tensor_digest(t))
 
@@ -89,6 +89,15 @@ def test_triton_regions_are_the_torch_paths(dtype: torch.dtype) -> None:
     )
 
 
+def many(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The digests of whole tensors, in a few launches."""
+    out_N = torch.zeros(len(tensors), dtype=torch.int64, device=CUDA)
+    whole = [t.contiguous() for t in tensors]
+    PreparedDigest(whole, rows=range(len(tensors))).launch(out_N)
+    torch.cuda.synchronize()
+    return out_N
+
+
 @pytest.mark.gpu1
 def test_more_than_2_to_31_elements() -> None:
     t = torch.randint(0, 256, (2**31 + 5000,), dtype=torch.uint8, device=CUDA)
@@ -97,7 +106,7 @@ def test_more_than_2_to_31_elements() -> None:
     by_torch = digest._sum_of_terms(bits[:half], 0, (1,)) + digest._sum_of_terms(
         bits[half:], half, (1,)
     )
-    assert int(tensor_digest(t)) == int(by_torch) == int(digest_many([t])[0])
+    assert int(tensor_digest(t)) == int(by_torch) == int(many([t])[0])
 
 
 @pytest.mark.gpu1
@@ -108,7 +117,7 @@ def test_many_is_one_by_one_and_strided_ones_too() -> None:
         torch.zeros(0, 3, device=CUDA),
     ]
     wanted = [int(tensor_digest(t)) for t in tensors] + [int(tensor_digest(tensors[0].t())), 0]
-    assert digest_many(on_gpu).tolist() == wanted
+    assert many(on_gpu).tolist() == wanted
 
 
 def qwen3_30b_manifest() -> Manifest:
@@ -137,15 +146,15 @@ def test_digests_of_61_gb_do_not_depend_on_how_many_are_asked_for_at_once() -> N
     """
     manifest = qwen3_30b_manifest()
     views = views_of_61_gb(manifest)
-    digest_many(views[:100])
+    many(views[:100])
     tensor_digest(views[0])
     found = []
     for name, run in {
-        "digest_many, all at once": lambda: digest_many(views),
-        "digest_many, 60 calls": lambda: torch.cat(
-            [digest_many(views[a : a + 315]) for a in range(0, len(views), 315)]
+        "all at once": lambda: many(views),
+        "60 calls": lambda: torch.cat(
+            [many(views[a : a + 315]) for a in range(0, len(views), 315)]
         ),
-        "tensor_digest, one by one": lambda: torch.stack([tensor_digest(v) for v in views]),
+        "one by one": lambda: torch.stack([tensor_digest(v) for v in views]),
     }.items():
         torch.cuda.synchronize()
         began = time.monotonic()
@@ -172,7 +181,7 @@ def test_filling_61_gb() -> None:
     for _ in range(2):
         report = sender.send(deadline_s=60)
     print("\nfill 61 GB:", {k: round(v, 3) for k, v in report.seconds.items()})
-    assert report.digests_N.tolist() == digest_many(views).tolist()
+    assert report.digests_N.tolist() == many(views).tolist()
     sender.close()
 
 

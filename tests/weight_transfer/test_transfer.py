@@ -295,7 +295,7 @@ def test_abort_from_another_thread_frees_a_receiver_of_a_stopped_sender(
         group.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1)
     group.abort("too late to matter")
     with pytest.raises(TransferAborted, match="the operator said so"):
-        group.synchronize(deadline_s=1)
+        group.broadcast(torch.zeros(1, dtype=torch.uint8), deadline_s=1)
     group.close()
     group.close()
 

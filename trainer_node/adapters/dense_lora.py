@@ -29,9 +29,9 @@ from trainer_node.adapters.dropout import Dropout, key_of
 from trainer_node.adapters.linears import Linear, Place, initial_lora_a
 from trainer_node.adapters.merge import merged
 from trainer_node.adapters.rounding import Corner, Rounding
-from trainer_node.export import strides
-from trainer_node.export.gather_plan import Box
-from trainer_node.model.parameters import Piece, TrainedParam
+from trainer_node.layout import strides
+from trainer_node.layout.boxes import Box
+from trainer_node.layout.pieces import Piece, TrainedParam
 
 
 class _Adapter(nn.Module):

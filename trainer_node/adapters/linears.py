@@ -22,8 +22,8 @@ import torch
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import ALL_LINEAR, LM_HEAD
-from trainer_node.adapters.merge import decoder_name
-from trainer_node.export.strides import Layout, NotStridedError
+from trainer_node.hf.names import decoder_name
+from trainer_node.layout.strides import Layout, NotStridedError
 
 Split = Literal["rows", "columns"] | None
 """How tensor ranks share a linear; None: each has a copy, or is alone."""

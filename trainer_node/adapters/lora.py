@@ -45,11 +45,12 @@ from trainer_node.adapters.linears import (
     is_matrix,
     module_of,
 )
-from trainer_node.adapters.merge import decoder_name
 from trainer_node.adapters.rounding import Rounding
-from trainer_node.export.layouts import layouts
-from trainer_node.export.strides import Layout, NotStridedError
-from trainer_node.model.parameters import Piece, TrainedParam, tensor_group
+from trainer_node.hf.names import decoder_name
+from trainer_node.layout.layouts import layouts
+from trainer_node.layout.pieces import Piece, TrainedParam
+from trainer_node.layout.strides import Layout, NotStridedError
+from trainer_node.ranks.topology import tensor_group
 
 log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"\.\d+\.")

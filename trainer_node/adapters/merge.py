@@ -12,7 +12,6 @@ written.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,9 +21,7 @@ import torch
 from orchestrator.errors import MergePlanError
 from orchestrator.protocol.messages import TensorSpec
 from trainer_node.adapters.rounding import Corner, Rounding, merge_matrix
-
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module)\.")
-_DECODER = re.compile(r"^(?:language_model\.)?(decoder\.layers\..*)$")
+from trainer_node.hf.names import strip_wrappers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +50,6 @@ class MergeOp:
 
     target: str
     adapter: str
-
-
-def strip_wrappers(name: str) -> str:
-    """Drop `module.` (DDP, Float16Module) and `_orig_mod.` (torch.compile) components anywhere in a
-    name."""
-    return _WRAPPERS.sub("", name)
-
-
-def decoder_name(name: str) -> str | None:
-    """The name below the decoder's layers ("decoder.layers.3...."), for text models and text towers
-    alike; None elsewhere."""
-    match = _DECODER.match(strip_wrappers(name))
-    return match.group(1) if match else None
 
 
 def plan_merge(
@@ -127,7 +111,7 @@ def merge_kernels() -> ModuleType | None:
         import triton  # noqa: F401  - only to see whether it is there
     except ImportError:
         return None
-    from trainer_node.export import merge_kernels
+    from trainer_node.adapters import merge_kernels
 
     return merge_kernels
 

@@ -21,7 +21,7 @@ row-major index (`thresholds`). It does not depend on rank, topology, chunk or v
 differ only where `W + delta` crossed an element's threshold. A delta of exactly zero copies W's
 bits. What is finite stays finite, and NaN stays NaN.
 
-Axes: H = rows and W = columns of an HF tensor, seen as a matrix (`gather_plan.matrix`); R = rank.
+Axes: H = rows and W = columns of an HF tensor, seen as a matrix (`boxes.matrix`); R = rank.
 """
 
 from __future__ import annotations

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from orchestrator.errors import SpliceError
 from orchestrator.protocol.messages import Manifest
-from trainer_node.lockstep import OutOfStep
+from trainer_node.export.merged import Exporter
+from trainer_node.ranks.lockstep import OutOfStep
 from weight_transfer.layout import as_bytes, chunk_offsets
-
-if TYPE_CHECKING:
-    from trainer_node.export.merged import Exporter
 
 TIMEOUT_SHARE = 0.8
 """Part of the collectives' timeout that a send may take on several ranks."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,12 +27,10 @@ from orchestrator.protocol.messages import (
     TensorSpec,
     fp8_places,
 )
+from trainer_node.export.bridge_export import BridgeExport
+from trainer_node.export.wire_export import WireExport
 from weight_transfer import fp8
 from weight_transfer.layout import chunk_offsets
-
-if TYPE_CHECKING:
-    from trainer_node.export.bridge_export import BridgeExport
-    from trainer_node.export.wire_export import WireExport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from orchestrator.protocol.messages import FP8_BLOCK
-from trainer_node.export.merge_kernels import MERGE_TILE, Tile, merged_tile
+from trainer_node.adapters.merge_kernels import MERGE_TILE, Tile, merged_tile
 from weight_transfer.fp8_kernels import block_scale, codes, inverse_of, magnitude_bits
 from weight_transfer.launches import Launches
 

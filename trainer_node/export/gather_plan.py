@@ -14,12 +14,12 @@ piece's rows are a tensor's row apart.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import DTYPE_BYTES, TensorSpec
+from trainer_node.layout.boxes import Box, matrix
 
 
 class PartitionError(ManifestError):
@@ -28,34 +28,6 @@ class PartitionError(ManifestError):
 
 ALIGN = 16
 """Alignment of pieces in a message, in bytes: kernels move 16 bytes at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Rows [first_row, first_row + rows) and columns likewise."""
-
-    first_row: int
-    rows: int
-    first_column: int
-    columns: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.columns
-
-    def overlaps(self, other: Box) -> bool:
-        """Whether the two boxes share an element."""
-        return (
-            self.first_row < other.first_row + other.rows
-            and other.first_row < self.first_row + self.rows
-            and self.first_column < other.first_column + other.columns
-            and other.first_column < self.first_column + self.columns
-        )
-
-    def is_inside(self, height: int, width: int) -> bool:
-        """Whether the box is within a matrix of this size."""
-        return self.first_row + self.rows <= height and self.first_column + self.columns <= width
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +65,6 @@ class ChunkPlan:
     """Placements of each rank's pieces."""
     messages: tuple[int, ...]
     """Bytes that each rank sends to rank 0. Rank 0 sends none."""
-
-
-def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """(height, width) of a tensor seen as a matrix."""
-    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
 
 
 def assign(

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from orchestrator.errors import TransferTimeout
 from trainer_node.export.gather_plan import aligned
-from trainer_node.lockstep import OutOfStep
+from trainer_node.ranks.lockstep import OutOfStep
 from weight_transfer.cuda_events import wait_for_event
 
 SLOTS = 2

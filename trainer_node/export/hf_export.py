@@ -27,15 +27,15 @@ import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import Manifest
-from trainer_node import objects
 from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.merged import Exporter
-from trainer_node.lockstep import Failure, agree
-from trainer_node.model import fp8_blocks
-from trainer_node.model.hf import save_tensors, tensor_dtypes
+from trainer_node.files import generations
+from trainer_node.files.generations import CheckpointError, write_file
+from trainer_node.hf import fp8_blocks
+from trainer_node.hf.checkpoint import save_tensors, tensor_dtypes
 from trainer_node.model.model import Model
-from trainer_node.state import generations
-from trainer_node.state.generations import CheckpointError, write_file
+from trainer_node.ranks import objects
+from trainer_node.ranks.lockstep import Failure, agree
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _DTYPES = ("dtype", "torch_dtype")

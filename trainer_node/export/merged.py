@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from trainer_node import objects
 from trainer_node.adapters.merge import merge_tensor, plan_merge
-from trainer_node.adapters.peft_io import gather_deltas
 from trainer_node.model.model import Model
+from trainer_node.model.whole_adapters import gather_deltas
+from trainer_node.ranks import objects
 
 
 class Exporter:

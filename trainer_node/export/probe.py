@@ -18,16 +18,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from trainer_node.export.gather_plan import Box, matrix
-from trainer_node.export.layouts import ERRORS, Answer, alone, is_grouped, layouts
-from trainer_node.export.strides import Axis, Layout, Piece
-
-if TYPE_CHECKING:
-    from trainer_node.model.model import Model
+from trainer_node.layout.boxes import Box, matrix
+from trainer_node.layout.layouts import ERRORS, Answer, alone, is_grouped, layouts
+from trainer_node.layout.strides import Axis, Layout, Piece
+from trainer_node.model.model import Model
 
 
 @dataclass(slots=True)

@@ -18,9 +18,9 @@ from trainer_node.adapters.dense_lora import WeightAdapter
 from trainer_node.adapters.linears import Place, stack_of
 from trainer_node.adapters.lora import Adapter, AdapterSet, ExpertAdapter
 from trainer_node.adapters.rounding import Corner
-from trainer_node.export.gather_plan import Box
 from trainer_node.export.wire_export import Delta, Member, Source
-from trainer_node.model.parameters import tensor_group
+from trainer_node.layout.boxes import Box
+from trainer_node.ranks.topology import tensor_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ManifestError
 from orchestrator.protocol.messages import TensorSpec
-from trainer_node.lockstep import OutOfStep
-
-if TYPE_CHECKING:
-    from trainer_node.model.model import Model
+from trainer_node.model.model import Model
+from trainer_node.ranks.lockstep import OutOfStep
 
 
 class Streamed:

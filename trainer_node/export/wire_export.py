@@ -30,25 +30,26 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
-from trainer_node import objects
 from trainer_node.adapters.linears import stack_of
+from trainer_node.adapters.lora import ExpertAdapter
 from trainer_node.adapters.merge import LoraDelta, merge_kernels, plan_merge
 from trainer_node.adapters.rounding import Corner, Rounding, merge_matrix
-from trainer_node.export.gather_plan import Box, ChunkPlan, Held, assign, lay_out, matrix
+from trainer_node.export.gather_plan import ChunkPlan, Held, assign, lay_out
 from trainer_node.export.gathering import Exchange
 from trainer_node.export.probe import HfTensor, Probed, probe
 from trainer_node.export.streamed import Streamed
-from trainer_node.export.strides import Piece
+from trainer_node.layout.boxes import Box, matrix
+from trainer_node.layout.strides import Piece
+from trainer_node.model.model import Model
+from trainer_node.ranks import objects
+from trainer_node.ranks.topology import tensor_group
 from weight_transfer.layout import VECTOR_BYTES, torch_dtype
-
-if TYPE_CHECKING:
-    from trainer_node.model.model import Model
 
 STREAMED_BYTES = 1 << 28
 """Bytes of a rank's parameters that Bridge may convert before each send."""
@@ -836,9 +837,6 @@ def _plan_chunk(nbytes: int, members: Iterable[Member]) -> _Chunk:
 
 def _deltas(model: Model) -> dict[str, Delta]:
     """HF module name, or stacked tensor -> adapter. Of copies, the first tensor rank's count."""
-    from trainer_node.adapters.lora import ExpertAdapter
-    from trainer_node.model.parameters import tensor_group
-
     deltas = {}
     for adapter in model.adapters.adapters:
         for i, names in enumerate(adapter.names):

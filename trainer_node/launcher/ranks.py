@@ -40,10 +40,9 @@ from collections.abc import Sequence
 from orchestrator.processes.parent import die_with_parent
 from orchestrator.processes.python import python_command, python_environment
 from orchestrator.processes.restarts import EXIT_LINK_LOST, START_ID
+from trainer_node.ranks.store import STORE_FD, listen
 
 POLL_S = 0.05
-STORE_FD = "SPLICE_STORE_FD"
-"""Environment variable of rank 0: descriptor of its TCPStore's listening socket."""
 RANK_NAMES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
     "MASTER_PORT",
@@ -56,10 +55,10 @@ IMPORTED = (
     "torch.distributed.checkpoint",
     "trainer_node.aftermath", "trainer_node.state.checkpoint", "trainer_node.export.bridge_export",
     "trainer_node.export.merged",
-    "trainer_node.export.hf_export", "trainer_node.model.hub", "trainer_node.node",
+    "trainer_node.export.hf_export", "trainer_node.hf.hub", "trainer_node.node",
     "trainer_node.jobs",
-    "trainer_node.publication", "trainer_node.launcher.rendezvous",
-    "trainer_node.start", "trainer_node.model.build", "trainer_node.training.steps",
+    "trainer_node.publication", "trainer_node.ranks.rendezvous",
+    "trainer_node.training.start", "trainer_node.model.build", "trainer_node.training.steps",
     "trainer_node.export.wire_export",
     "weight_transfer.chunks", "weight_transfer.groups",
 )  # fmt: skip # a list of names
@@ -71,10 +70,10 @@ def import_all(device: str) -> None:
     """Import everything that a rank on `device` imports."""
     # torch.cuda.is_available() would initialise the driver, and forks could not use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    from trainer_node.model import megatron_import
+    from trainer_node.backends import megatron_import
 
     if device == "cpu":
-        from trainer_node.model import cpu_shims
+        from trainer_node.backends import cpu_shims
 
         cpu_shims.apply()
     else:
@@ -108,12 +107,6 @@ def _in_fork(call) -> int:  # type: ignore[no-untyped-def]
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Listen on this address alone: a TCPStore's own socket listens on all. Port 0: any."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=1024)
 
 
 class Ranks:

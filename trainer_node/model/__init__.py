@@ -1,1 +1,1 @@
-"""Megatron's model: building it, reading HF checkpoints, and CPU stand-ins for CUDA code."""
+"""One rank's model: building it, experts, offload."""

@@ -28,12 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node import objects
 from trainer_node.adapters.lora import AdapterSet
-from trainer_node.adapters.merge import strip_wrappers
-from trainer_node.export.layouts import layouts
-from trainer_node.model import language_part, providers, topology
-from trainer_node.model.hf import HfCheckpoint, tensor_files, warn_of_rounding
+from trainer_node.hf import language_part
+from trainer_node.hf.checkpoint import HfCheckpoint, tensor_files, warn_of_rounding
+from trainer_node.hf.names import strip_wrappers
+from trainer_node.layout.layouts import layouts
+from trainer_node.model import providers
 from trainer_node.model.model import Model
 from trainer_node.model.parameters import (
     VOCAB_PARAMS,
@@ -41,6 +41,7 @@ from trainer_node.model.parameters import (
     is_split,
 )
 from trainer_node.model.trainable import experts_obstacle, trainable
+from trainer_node.ranks import objects, topology
 
 log = logging.getLogger("splice.trainer")
 
@@ -52,7 +53,7 @@ def build(config: TrainerConfig, hf_config: Any) -> Model:
     """Join the other ranks and build this rank's part of the model.
 
     Args:
-        hf_config: `hf.read_config`'s; `topology.check` has passed it.
+        hf_config: `checkpoint.read_config`'s; `topology.check` has passed it.
 
     Raises:
         ConfigError: the config and the checkpoint do not fit together.

@@ -22,10 +22,10 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from orchestrator.errors import ConfigError
-from trainer_node.model import cudnn
-from trainer_node.model.cpu_te.attention import attend
+from trainer_node.backends import cudnn
+from trainer_node.backends.cpu_attention import attend
+from trainer_node.model import rng
 from trainer_node.model.model import Model
-from trainer_node.training import rng
 
 LENGTHS = (700, 64, 333)
 LONGEST = 2500

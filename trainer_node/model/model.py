@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.model import topology
-from trainer_node.model.hf import HfCheckpoint
-
-if TYPE_CHECKING:
-    from trainer_node.adapters.lora import AdapterSet
-    from trainer_node.adapters.rounding import Rounding
-    from trainer_node.model.experts import StackedExperts
-    from trainer_node.model.parameters import TrainedParam
+from trainer_node.adapters.lora import AdapterSet
+from trainer_node.adapters.rounding import Rounding
+from trainer_node.hf.checkpoint import HfCheckpoint
+from trainer_node.layout.pieces import TrainedParam
+from trainer_node.model.experts import StackedExperts
+from trainer_node.ranks import topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,25 +1,9 @@
-"""Describes the trained parameters and their layout over the ranks, for adapters and whole models.
-
-    TrainedParam    a parameter of this rank: the groups that reduce its gradient, its copies, and
-    Piece           which rows of which whole tensor (by its HF name) it has
-
-Gradients (`TrainedParam.grad`) are fp32: those of bf16 weights are added up in `main_grad` after
-every backward pass. Checkpoints and whole gradients are made of pieces, so they know neither fused
-nor sharded tensors.
-
-Copies and pieces of a gradient over tensor ranks, as in Megatron-Core 0.19's
-`_allreduce_non_tensor_model_parallel_grads`: a column- or row-parallel weight is split; the norms
-and the router are copied, their gradients complete on each rank, because the inputs' gradients of
-the column-parallel linears behind them are summed; the q and k norms see this rank's heads only,
-and with sequence parallelism every copy sees this rank's positions only: those gradients are parts,
-to be added.
-"""
+"""The parameters of a whole model, for full-parameter training: which HF tensors each one holds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,136 +12,15 @@ from megatron.core import parallel_state
 from torch import nn
 
 from orchestrator.errors import ConfigError
-from trainer_node.adapters.merge import strip_wrappers
-from trainer_node.export import strides
-from trainer_node.export.gather_plan import matrix
-from trainer_node.export.layouts import layouts
-from trainer_node.export.strides import Layout
-from trainer_node.model.hf import HfCheckpoint
+from trainer_node.hf.checkpoint import HfCheckpoint
+from trainer_node.hf.names import strip_wrappers
+from trainer_node.layout.boxes import matrix
+from trainer_node.layout.layouts import layouts
+from trainer_node.layout.pieces import Piece, TrainedParam
+from trainer_node.layout.strides import Layout
 
 VOCAB_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's parameters with a row for each token. Megatron pads them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Elements of a local tensor that are a box of a whole one."""
-
-    key: str
-    """The whole tensor's name, unique in the model."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    offsets: tuple[int, ...]
-    """First index of the box in the whole tensor."""
-    rows: int
-    """First rows of the local tensor that the box is, unless `place` says otherwise."""
-    place: strides.Piece | None = None
-    """Strides of the box in the local tensor."""
-
-    def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box in a local tensor, sharing its memory; [row runs, rows, column runs, columns]
-        where it has strides."""
-        tensor = tensor.detach()
-        return tensor.narrow(0, 0, self.rows) if self.place is None else self.place.view(tensor)
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The box; a view where it is one run."""
-        return self.view(tensor).reshape(self.box_shape(tensor))
-
-    def write(self, tensor: torch.Tensor, box: torch.Tensor) -> None:
-        """Put a box where `read` finds it."""
-        view = self.view(tensor)
-        view.copy_(box.view(view.shape))
-
-    def box_shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of `read`'s result."""
-        if self.place is None:
-            return (self.rows, *tensor.shape[1:])
-        box = self.place.box
-        return (box.rows, box.columns)[: len(self.shape)]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class TrainedParam:
-    """A trainable parameter of this rank."""
-
-    param: nn.Parameter
-    pieces: tuple[Piece, ...]
-    split: bool
-    """Pieces on tensor-parallel ranks (True) or copies (False); of experts: on
-    expert-tensor-parallel ranks."""
-    expert: bool
-    """Belongs to experts: summed over expert-data-parallel ranks."""
-    partial: bool = False
-    """A copy whose gradient is this tensor rank's part, without sequence parallelism too."""
-    tied: bool = False
-    """Embedding and head in one, with a copy on the first and one on the last pipeline stage."""
-
-    def __post_init__(self) -> None:
-        if self.param.dtype is not torch.float32:
-            self.param.register_post_accumulate_grad_hook(self._accumulate)
-
-    def _accumulate(self, param: torch.Tensor) -> None:
-        """Add a backward pass's gradient, of the weights' precision, to the fp32 sum."""
-        assert param.grad is not None
-        if self.main_grad is None:
-            self.main_grad = param.grad.float()
-        else:
-            self.main_grad.add_(param.grad)
-        param.grad = None
-
-    @property
-    def main_grad(self) -> torch.Tensor | None:
-        """fp32 gradient of a bf16 parameter; an attribute of it, as in Megatron."""
-        return getattr(self.param, "main_grad", None)
-
-    @main_grad.setter
-    def main_grad(self, grad: torch.Tensor | None) -> None:
-        self.param.main_grad = grad  # type: ignore[attr-defined]
-
-    @property
-    def grad(self) -> torch.Tensor:
-        """The fp32 gradient so far; zeros, kept, where there is none."""
-        if self.param.dtype is torch.float32:
-            if self.param.grad is None:
-                self.param.grad = torch.zeros_like(self.param)
-            return self.param.grad
-        if self.main_grad is None:
-            self.main_grad = torch.zeros_like(self.param, dtype=torch.float32)
-        return self.main_grad
-
-    def drop_grad(self) -> None:
-        """Forget the gradient."""
-        self.param.grad = None
-        if self.param.dtype is not torch.float32:
-            self.main_grad = None
-
-    @property
-    def counted(self) -> bool:
-        """Whether of all copies over tensor ranks and pipeline stages this is the one that counts
-        (data-parallel ranks aside)."""
-        if self.tied and not parallel_state.is_pipeline_first_stage():
-            return False
-        return self.split or tensor_group(expert=self.expert).rank() == 0
-
-    @property
-    def group(self) -> Any:
-        """The ranks that have the same parameter and see other data."""
-        if self.expert:
-            return parallel_state.get_expert_data_parallel_group()
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def tensor_group(*, expert: bool) -> Any:
-    """The ranks that a linear is split over; experts have a group of their own."""
-    return (
-        parallel_state.get_expert_tensor_parallel_group()
-        if expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
-
-
-# ---------------------------------------------------------------- the whole model's
 
 
 def model_parameters(
@@ -268,84 +131,6 @@ def _vocab_piece(param: nn.Parameter, key: str, vocab_size: int) -> Piece:
 
 
 # ---------------------------------------------------------------- gradients
-
-
-BUCKET_ELEMENTS = 1 << 26
-"""Elements to reduce or broadcast in one message: 256 MiB of scratch in fp32."""
-
-
-def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield consecutive tensors of at most `BUCKET_ELEMENTS`, unless one alone is larger."""
-    bucket: list[torch.Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        if bucket and filled + tensor.numel() > BUCKET_ELEMENTS:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(tensor)
-        filled += tensor.numel()
-    if bucket:
-        yield bucket
-
-
-def all_reduce_flat(grads: Sequence[torch.Tensor], group: Any, factor: float) -> None:
-    """Sum over the group and scale, in few messages."""
-    for bucket in buckets(grads) if group.size() > 1 else ():
-        flat = torch.cat([g.reshape(-1) for g in bucket])
-        dist.all_reduce(flat, group=group)
-        for grad, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            grad.copy_(piece.view_as(grad))
-    if factor != 1.0 and grads:
-        torch._foreach_mul_(list(grads), factor)
-
-
-@torch.no_grad()
-def finalize_gradients(
-    params: Sequence[TrainedParam], *, denominator: float, sequence_parallel: bool
-) -> None:
-    """Sum gradients over data-parallel ranks, tied embeddings and partial copies; divide once.
-
-    Experts see every token of their expert-data-parallel group; without sequence parallelism each
-    token is there once per tensor rank, hence the division by the tensor size. What expert-tensor
-    ranks have copies of saw their part of the expert's features only.
-    """
-    group = tensor_group(expert=False)
-    copies_of_tokens = 1 if sequence_parallel else group.size()
-    dense = [p.grad for p in params if not p.expert]
-    experts = [p.grad for p in params if p.expert]
-    all_reduce_flat(
-        dense, parallel_state.get_data_parallel_group(with_context_parallel=True), 1 / denominator
-    )
-    all_reduce_flat(
-        experts,
-        parallel_state.get_expert_data_parallel_group(),
-        1 / (denominator * copies_of_tokens),
-    )
-    all_reduce_flat(
-        [p.grad for p in params if p.expert and not p.split], tensor_group(expert=True), 1.0
-    )
-    tied = [p.grad for p in params if p.tied]
-    if tied:
-        all_reduce_flat(tied, parallel_state.get_embedding_group(), 1.0)
-    if group.size() > 1:
-        copies = [p for p in params if not (p.expert or p.split)]
-        parts = [p.grad for p in copies if p.partial or sequence_parallel]
-        all_reduce_flat(parts, group, 1.0)
-        # Complete already on every tensor rank; averaging keeps the copies equal to the bit where a
-        # kernel's order is not deterministic.
-        complete = [p.grad for p in copies if not (p.partial or sequence_parallel)]
-        all_reduce_flat(complete, group, 1 / group.size())
-
-
-@torch.no_grad()
-def global_norm(params: Sequence[TrainedParam], device: torch.device) -> torch.Tensor:
-    """L2 norm of the finalised gradient over all ranks, each element counted once."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for p in params:
-        if p.counted and p.group.rank() == 0:
-            total += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-    dist.all_reduce(total)
-    return total.sqrt()
 
 
 def count(params: Sequence[TrainedParam], device: torch.device) -> int:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import TrainerConfig
-from trainer_node.model import cpu_shims, cudnn, gated_delta
+from trainer_node.backends import cpu_shims, cudnn, gated_delta
 from trainer_node.model.model import DTYPES
 
 _LLAMA3 = {

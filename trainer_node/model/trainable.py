@@ -18,10 +18,11 @@ from orchestrator.errors import ConfigError
 from orchestrator.protocol.config import LoraConfig, TrainerConfig
 from trainer_node.adapters.lora import AdapterSet
 from trainer_node.adapters.rounding import Rounding
+from trainer_node.hf.checkpoint import HfCheckpoint
+from trainer_node.layout.pieces import TrainedParam
 from trainer_node.model.experts import StackedExperts, obstacle
-from trainer_node.model.hf import HfCheckpoint
 from trainer_node.model.model import Model
-from trainer_node.model.parameters import TrainedParam, count, model_parameters
+from trainer_node.model.parameters import count, model_parameters
 
 
 def trainable(

@@ -1,1 +1,1 @@
-"""The trainer's state on disk: checkpoints, and how they are replaced as a whole."""
+"""The trainer's state on disk: checkpoints."""

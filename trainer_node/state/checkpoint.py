@@ -42,18 +42,21 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.protocol.config import LoraConfig
-from trainer_node import objects
 from trainer_node.adapters import peft_io
 from trainer_node.adapters.rounding import Rounding
-from trainer_node.lockstep import Failure, agree
+from trainer_node.files import generations, hashing
+from trainer_node.files.behind import OnDisk
+from trainer_node.files.bulk_files import BulkWriter, Extent, Writing, bulk_writer
+from trainer_node.files.generations import CheckpointError, write_file
+from trainer_node.layout.pieces import Piece, TrainedParam
+from trainer_node.model import rng
 from trainer_node.model.model import Model
-from trainer_node.model.parameters import Piece, TrainedParam
-from trainer_node.state import generations, hashing, sharded_state
-from trainer_node.state.behind import OnDisk
-from trainer_node.state.bulk_files import BulkWriter, Extent, Writing, bulk_writer
-from trainer_node.state.generations import CheckpointError, write_file
+from trainer_node.model.whole_adapters import expected_tensors, gather_stacks
+from trainer_node.ranks import objects
+from trainer_node.ranks.lockstep import Failure, agree
+from trainer_node.state import sharded_state
 from trainer_node.state.sharded_state import Place, Shard
-from trainer_node.training import pack_size, rng
+from trainer_node.training import pack_size
 from trainer_node.training.optimizer import MOMENTS, ShardedAdamW
 from trainer_node.training.trainer import PlannedAdapter, Trainer
 
@@ -111,7 +114,7 @@ def save_adapter(model: Model, folder: Path) -> None:
         CheckpointError: on every rank, if rank 0 could not write.
     """
     model.need_adapters("an adapter in PEFT's format")
-    stacks = peft_io.gather_stacks(model, group=model.control_group)
+    stacks = gather_stacks(model, group=model.control_group)
     with _agree(model.control_group, f"writing the adapter to {folder}"):
         if dist.get_rank() == 0:
             peft_io.write_stacks(folder, stacks, lora=model.config.lora, model=model.config.model)
@@ -140,7 +143,7 @@ def save(
     folder, model = _real(folder), trainer.model
     if not settle(trainer) or (step is not None and step.base.folder == folder.absolute()):
         step = None
-    stacks = [] if model.trains_all else peft_io.gather_stacks(model, group=model.control_group)
+    stacks = [] if model.trains_all else gather_stacks(model, group=model.control_group)
     meta = {
         **_meta(trainer, version),
         "client_state": dict(client_state or {}),
@@ -422,7 +425,7 @@ def load(
     optimizer = trainer.optimizer if other is None else other.optimizer
     group = model.control_group
     matrices = adapters.local_matrices()
-    expected = {} if model.trains_all else peft_io.expected_tensors(matrices, group=group)
+    expected = {} if model.trains_all else expected_tensors(matrices, group=group)
     with _agree(group, f"reading {folder}"):
         if only_save is not None and meta.get("save") != only_save:
             raise CheckpointError(f"{folder} is another checkpoint than the one before it")

@@ -20,11 +20,11 @@ import torch
 
 from orchestrator.errors import SpliceError, without_frames
 from orchestrator.protocol.messages import TrainMerged
-from trainer_node import objects
-from trainer_node.lockstep import Failure, agree, unpacked
+from trainer_node.files.generations import CheckpointError
+from trainer_node.ranks import objects
+from trainer_node.ranks.lockstep import Failure, agree, unpacked
 from trainer_node.state import checkpoint
 from trainer_node.state.checkpoint import Loaded, Lost
-from trainer_node.state.generations import CheckpointError
 from trainer_node.training import steps
 from trainer_node.training.trainer import Trainer
 

@@ -46,9 +46,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer_node.objects import enum_member
-from trainer_node.state.bulk_files import BulkWriter, Extent, Writing, bulk_writer
-from trainer_node.state.generations import CheckpointError
+from trainer_node.files.bulk_files import BulkWriter, Extent, Writing, bulk_writer
+from trainer_node.files.generations import CheckpointError
+from trainer_node.ranks.objects import enum_member
 
 INDEX = ".metadata"
 MOST_BYTES = 64 << 20

@@ -47,9 +47,9 @@ from safetensors import safe_open
 from orchestrator.errors import ConfigError, SpliceError
 from orchestrator.protocol.config import TrainerConfig, check_model_folder
 from orchestrator.protocol.messages import LossSpec
-from trainer_node import admission
-from trainer_node.model import fp8_blocks, hf, hub, language_part
-from trainer_node.model.hf import ERRORS, tensor_files
+from trainer_node.hf import fp8_blocks, hub, language_part
+from trainer_node.hf.checkpoint import ERRORS, auto_config, tensor_files
+from trainer_node.tools import admission
 from trainer_node.tools.make_checkpoint import VOCAB_SIZE, write_tokenizer
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def small_config(folder: Path) -> Any:
     Raises:
         ConfigError: transformers does not know it, or the config lacks a size.
     """
-    config = language_part.text_config(hf.auto_config(folder))
+    config = language_part.text_config(auto_config(folder))
     raw = config.to_dict()
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     if lacking := [key for key in sizes if not isinstance(raw.get(key), int)]:
@@ -356,7 +356,7 @@ class _Trained:
     """The trainer's model of a checkpoint, on the CPU, with all parameters trainable."""
 
     def __init__(self, folder: Path) -> None:
-        from trainer_node.start import start
+        from trainer_node.training.start import start
 
         config = TrainerConfig(model=folder, finetuning_type="full", micro_batch_tokens=4096)
         self._trainer = start(config)
@@ -384,7 +384,7 @@ class _Trained:
 
     def run(self, tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, float]:
         """Log-probs of each sequence's tokens but the first, packed, and the gradient's norm."""
-        from trainer_node.model.parameters import finalize_gradients, global_norm
+        from trainer_node.training.gradients import finalize_gradients, global_norm
 
         batch, trainer = batch_of(tokens), self._trainer
         log_probs_T, _ = trainer.forward(batch)
@@ -446,7 +446,7 @@ def check(model: Path, *, whole: bool, keep: Path | None = None) -> Report:
     with tempfile.TemporaryDirectory(prefix="splice-check-") as folder:
         if whole:
             # What transformers does not know is said in a sentence.
-            language_part.text_config(hf.auto_config(model))
+            language_part.text_config(auto_config(model))
         used = model if whole else write_small(model, keep or Path(folder) / "model")
         reference = Reference(used)
         report.architecture = reference.architecture

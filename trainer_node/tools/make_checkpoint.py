@@ -231,7 +231,7 @@ def is_projection(name: str) -> bool:
 
 def fp8_settings(names: Iterable[str]) -> dict[str, Any]:
     """`quantization_config` of an FP8 checkpoint with these tensors."""
-    from trainer_node.model import fp8_blocks
+    from trainer_node.hf import fp8_blocks
 
     kept = [n for n in names if n.endswith((".gate.weight", "lm_head.weight"))]
     return fp8_blocks.SETTINGS | {
@@ -397,8 +397,8 @@ def _weights(
 
 
 def _save(path: Path, tensors: dict[str, Any], scaled: Collection[str]) -> None:
-    from trainer_node.model import fp8_blocks
-    from trainer_node.model.hf import save_tensors
+    from trainer_node.hf import fp8_blocks
+    from trainer_node.hf.checkpoint import save_tensors
 
     written = dict(fp8_blocks.quantising(iter(tensors.items()), scaled))
     save_tensors(path, written)

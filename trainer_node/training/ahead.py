@@ -24,9 +24,9 @@ from orchestrator.errors import without_frames
 from orchestrator.protocol.frames import Envelope
 from orchestrator.protocol.messages import NextBatch, TrainStep
 from orchestrator.protocol.node_link import NodeLink
-from trainer_node import objects
-from trainer_node.lockstep import Lockstep, has_diverged
 from trainer_node.model import leftovers
+from trainer_node.ranks import objects
+from trainer_node.ranks.lockstep import Lockstep, has_diverged
 from trainer_node.training import steps
 from trainer_node.training.batch import Batch
 from trainer_node.training.trainer import Trainer

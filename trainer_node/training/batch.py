@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from orchestrator.protocol.messages import (
     LossSpec,
     TensorSpec,
 )
+from trainer_node.layout.context import context_places
 
 CPU = torch.device("cpu")
 _FLOATS = ("loss_mask", "advantages", "sampler_logprobs")
@@ -656,24 +656,6 @@ def _routing(
     experts_L = torch.arange(top_k).repeat(length, layers, 1)
     experts_L[torch.from_numpy(places_R)] = routed_experts_T[torch.from_numpy(rows_R)].long()
     return experts_L
-
-
-def context_places(bounds: Sequence[int], *, rank: int, size: int) -> np.ndarray:
-    """Return the places of a context-parallel rank's tokens in a pack, in its order.
-
-    Each sequence gives chunk `rank`, then `2 * size - 1 - rank`.
-
-    Args:
-        bounds: where each sequence begins, and the pack's length; all differences are multiples of
-            2 * size.
-    """
-    places = []
-    for start, end in pairwise(bounds):
-        chunk = (end - start) // (2 * size)
-        places += [
-            start + first * chunk + np.arange(chunk) for first in (rank, 2 * size - 1 - rank)
-        ]
-    return np.concatenate(places)
 
 
 def _part(pack: MicroBatch, rank: int, size: int) -> MicroBatch:

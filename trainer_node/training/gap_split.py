@@ -16,7 +16,7 @@ from itertools import accumulate, takewhile
 from megatron.core import parallel_state
 
 from orchestrator.protocol.messages import LossSpec
-from trainer_node import objects
+from trainer_node.ranks import objects
 from trainer_node.training import served_weights
 from trainer_node.training.batch import Batch
 from trainer_node.training.losses import registered

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.protocol.messages import OptimParams
-from trainer_node.model.parameters import TrainedParam, buckets
+from trainer_node.layout.pieces import TrainedParam
+from trainer_node.training.gradients import buckets
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

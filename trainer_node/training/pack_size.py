@@ -16,19 +16,16 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LossSpec
+from trainer_node.model import rng
 from trainer_node.model.offload import free_bytes
-from trainer_node.training import rng
 from trainer_node.training.batch import Batch
-
-if TYPE_CHECKING:
-    from trainer_node.training.trainer import Trainer
+from trainer_node.training.trainer import Trainer
 
 log = logging.getLogger("splice.trainer")
 

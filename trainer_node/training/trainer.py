@@ -25,11 +25,9 @@ from megatron.core import parallel_state
 from orchestrator.errors import ErrorCode, SpliceError
 from orchestrator.protocol.config import LoraConfig
 from orchestrator.protocol.messages import LossSpec, OptimParams
-from trainer_node import heap
 from trainer_node.adapters.dropout import key_of
 from trainer_node.adapters.lora import Mode
-from trainer_node.adapters.peft_io import read_on_all_ranks
-from trainer_node.adapters.references import References
+from trainer_node.files.behind import Behind, OnDisk
 from trainer_node.model import trainable
 from trainer_node.model.model import Model
 from trainer_node.model.offload import (
@@ -39,8 +37,8 @@ from trainer_node.model.offload import (
     storage_bytes,
     tensors_in,
 )
-from trainer_node.model.parameters import finalize_gradients, global_norm
-from trainer_node.state.behind import Behind, OnDisk
+from trainer_node.model.whole_adapters import read_on_all_ranks
+from trainer_node.ranks import heap
 from trainer_node.training import gap, passes, served_weights
 from trainer_node.training.batch import (
     Batch,
@@ -51,8 +49,10 @@ from trainer_node.training.batch import (
     check_routing,
     check_text,
 )
+from trainer_node.training.gradients import finalize_gradients, global_norm
 from trainer_node.training.losses import bind_loss
 from trainer_node.training.optimizer import ShardedAdamW
+from trainer_node.training.references import References
 from trainer_node.training.sums import Pending, StepSums
 
 DEFAULT_TOKENS = 4096

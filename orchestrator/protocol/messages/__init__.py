@@ -20,4 +20,5 @@ from orchestrator.protocol.messages.jobs import *
 from orchestrator.protocol.messages.json_fields import *
 from orchestrator.protocol.messages.manifest import *
 from orchestrator.protocol.messages.peers import *
+from orchestrator.protocol.messages.results import *
 from orchestrator.protocol.messages.trainer import *

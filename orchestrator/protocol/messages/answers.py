@@ -10,6 +10,9 @@ from orchestrator.protocol.messages.base import ErrorCode, Message
 from orchestrator.protocol.messages.batches import BatchSpecs
 from orchestrator.protocol.messages.json_fields import Json
 
+WAITING = "waiting for nodes"
+"""Phase of the `Progress` that every client of the job gets, also one that asked for none."""
+
 
 class Progress(Message):
     """A step of a request or job. `sequence` counts from 0 without gaps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -68,6 +69,11 @@ class TensorSpec(Message):
 NodeId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """At most 64 letters, digits, '.', '_' and '-'."""
 _NODE_ID: TypeAdapter[str] = TypeAdapter(NodeId)
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh request, job or client id."""
+    return f"{prefix}-{uuid.uuid4().hex[:12]}"
 
 
 def check_node_id(text: str) -> str:

@@ -7,13 +7,36 @@ orchestrator only.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar
 
 from pydantic import Field
 
 from orchestrator.protocol.messages.base import Message, Request
 from orchestrator.protocol.messages.batches import BatchSpecs, LossSpec, OptimParams, TokenIds
 from orchestrator.protocol.messages.json_fields import ClientState
+from orchestrator.protocol.messages.results import (
+    AdapterResult,
+    ExportHfResult,
+    ForwardBackwardResult,
+    ForwardResult,
+    LoadCheckpointResult,
+    OptimStepResult,
+    PublishResult,
+    SaveCheckpointResult,
+    TrainLoraResult,
+    TrainMergedResult,
+)
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class JobOf(Protocol[R_co]):
+    """A job whose result is an `R_co`."""
+
+    @property
+    def result_type(self) -> type[R_co]:
+        """The model of the job's `Completed.result`."""
+        ...
 
 
 class Operation(Request):
@@ -44,8 +67,8 @@ class _Batch(Message):
 class TrainStep(_Batch):
     """`ForwardBackward` and `OptimStep` for each mini-batch of each epoch.
 
-    The first step includes the pending gradients. `Completed.result["steps"]` has each step's
-    metrics, `["metrics"]` those of all together. A step with a gradient that is not finite is
+    The first step includes the pending gradients. The result's `steps` has each step's
+    metrics, `metrics` those of all together. A step with a gradient that is not finite is
     skipped, as in `OptimStep`: its metrics are `skipped` = 1. The request fails only if all steps
     were skipped.
     """
@@ -66,6 +89,7 @@ class InitialSyncJob(Message):
     """Join the transfer group and publish the trainer's weights as `name@0`."""
 
     kind: Literal["InitialSyncJob"] = "InitialSyncJob"
+    result_type: ClassVar[type[PublishResult]] = PublishResult
     replicas: int | None = Field(default=None, ge=1)
     """Number of replicas to wait for. None: all of the run. Others receive it once they are ready.
     """
@@ -75,6 +99,7 @@ class TrainMergedJob(TrainStep):
     """Train, then publish the merged weights as the next version."""
 
     kind: Literal["TrainMergedJob"] = "TrainMergedJob"
+    result_type: ClassVar[type[TrainMergedResult]] = TrainMergedResult
 
 
 class NextBatch(TrainStep):
@@ -92,6 +117,7 @@ class TrainLora(Operation, TrainStep):
     """Train, then write the adapter in PEFT format to `output_dir`. Nothing is published."""
 
     kind: Literal["TrainLora"] = "TrainLora"
+    result_type: ClassVar[type[TrainLoraResult]] = TrainLoraResult
     output_dir: str
 
 
@@ -103,12 +129,14 @@ class ResyncJob(Message):
     """
 
     kind: Literal["ResyncJob"] = "ResyncJob"
+    result_type: ClassVar[type[PublishResult]] = PublishResult
 
 
 class Forward(Operation):
     """Log-prob and entropy of every token: `Completed` carries the buffers of FORWARD_RESULTS."""
 
     kind: Literal["Forward"] = "Forward"
+    result_type: ClassVar[type[ForwardResult]] = ForwardResult
     tensors: BatchSpecs
     """Specs of the buffers: `forward_specs(...)`."""
     allowed_token_ids: TokenIds | None = None
@@ -120,11 +148,12 @@ class Forward(Operation):
 class ForwardBackward(Operation, _Batch):
     """Add the batch's gradient to the pending ones, which the next `OptimStep` uses.
 
-    `Completed.result["metrics"]` are the batch's own, over all ranks. A refused batch leaves the
+    The result's metrics are the batch's own, over all ranks. A refused batch leaves the
     pending gradients as they are. A later failure drops all of them, and its message says so.
     """
 
     kind: Literal["ForwardBackward"] = "ForwardBackward"
+    result_type: ClassVar[type[ForwardBackwardResult]] = ForwardBackwardResult
     loss_weight: float = Field(default=1.0, allow_inf_nan=False)
     """Multiplies this batch's loss, but not its share of the divisor."""
     returns_logprobs: bool = False
@@ -141,6 +170,7 @@ class OptimStep(Operation):
     """
 
     kind: Literal["OptimStep"] = "OptimStep"
+    result_type: ClassVar[type[OptimStepResult]] = OptimStepResult
     optim: OptimParams = OptimParams()
 
 
@@ -148,6 +178,7 @@ class SaveCheckpointJob(Message):
     """Write the trainer's state, without pending gradients, to a folder on the trainer's host."""
 
     kind: Literal["SaveCheckpointJob"] = "SaveCheckpointJob"
+    result_type: ClassVar[type[SaveCheckpointResult]] = SaveCheckpointResult
     checkpoint_dir: str = Field(min_length=1)
     """On the trainer's host. As in every job, a relative path is relative to the run's folder."""
     client_state: ClientState = Field(default={})
@@ -162,6 +193,7 @@ class LoadCheckpoint(Operation):
     """
 
     kind: Literal["LoadCheckpoint"] = "LoadCheckpoint"
+    result_type: ClassVar[type[LoadCheckpointResult]] = LoadCheckpointResult
     checkpoint_dir: str = Field(min_length=1)
 
 
@@ -173,6 +205,7 @@ class LoadAdapter(Operation):
     """
 
     kind: Literal["LoadAdapter"] = "LoadAdapter"
+    result_type: ClassVar[type[AdapterResult]] = AdapterResult
     adapter_dir: str = Field(min_length=1)
     """A folder on each of the trainer's hosts."""
 
@@ -187,6 +220,7 @@ class NewAdapter(Operation):
     """
 
     kind: Literal["NewAdapter"] = "NewAdapter"
+    result_type: ClassVar[type[AdapterResult]] = AdapterResult
     rank: int | None = Field(default=None, ge=1)
     """As `lora.rank` in the trainer's settings."""
     alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -202,6 +236,7 @@ class ExportHf(Operation):
     all."""
 
     kind: Literal["ExportHf"] = "ExportHf"
+    result_type: ClassVar[type[ExportHfResult]] = ExportHfResult
     output_dir: str = Field(min_length=1)
     """A new folder on the trainer's host."""
     shard_bytes: int = Field(default=5 * 10**9, gt=0)
@@ -220,6 +255,7 @@ class PublishJob(Message):
     """
 
     kind: Literal["PublishJob"] = "PublishJob"
+    result_type: ClassVar[type[PublishResult]] = PublishResult
     refuses_pending: bool = False
     """Refuse the job while gradients are pending, such as another client's."""
 

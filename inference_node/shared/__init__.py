@@ -1,0 +1,1 @@
+"""Shared by the node, the API process and the workers. Imports neither torch nor vLLM."""

@@ -1,0 +1,75 @@
+"""Jobs that end or spoil the trainer's process: real ranks under `splice trainer` with its default
+of two restarts, a real orchestrator, and a replica that receives. Ordinary jobs follow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.errors import JobFailed
+from orchestrator.protocol.messages import ErrorCode, InitialSyncJob, TrainMergedJob
+from tests.orchestrator.run import TOKEN, Run
+from tests.trainer_node.data import arrays, training
+from tests.trainer_node.launched import Replica, ranks, trainer
+
+
+def run_job(run: Run, loss: str, seed: int = 1) -> dict[str, Any]:
+    fields, buffers = training(arrays(seed), name=loss)
+    result: dict[str, Any] = run.client.run(
+        TrainMergedJob(**fields), buffers=buffers, timeout_s=150
+    )
+    return result
+
+
+def test_no_batch_ends_the_trainer_for_good(models, tmp_path: Path) -> None:
+    """Neither poison batches nor spoilt steps count, however many there are in a row. The weights
+    are those of the ordinary jobs alone."""
+    options = {"loss_modules": ("tests.trainer_node.launcher.poison",)}
+    with (
+        Run(tmp_path, transfer_timeout_s=60.0) as run,
+        trainer(run, models["dense_tied"], tmp_path, **options) as launcher,
+    ):
+        run.orchestrator._trainer._ready_timeout_s = 90.0
+        run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
+        replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
+        run.nodes.append(replica)
+        run.client.run(InitialSyncJob(), timeout_s=120)
+        run_job(run, "cross_entropy")
+        for _ in range(4):
+            with pytest.raises(JobFailed, match="2 processes of the trainer") as failed:
+                run_job(run, "ends_the_process")
+            assert failed.value.code == ErrorCode.TRAINER_KILLED
+        before = ranks(launcher)
+        for _ in range(3):
+            with pytest.raises(JobFailed, match="a test said so") as failed:
+                run_job(run, "spoils_the_step")
+            assert "starts again from its last durable state" in failed.value.remedy
+        result = run_job(run, "cross_entropy", seed=2)
+        assert result["version"] == 2 and len(ranks(launcher)) == 1
+        assert not {p.pid for p in before} & {p.pid for p in ranks(launcher)}
+        assert launcher.poll() is None
+        served = {name: tensor.clone() for name, tensor in replica.tensors.items()}
+        replica.on_LeaveTransferGroup(None)
+    log = (tmp_path / "trainer.log").read_text()
+    assert log.count("it is started again") >= 3 and "given up" not in log
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert all(map(torch.equal, served.values(), ordinary(models["dense_tied"], plain)))
+
+
+def ordinary(model: Path, folder: Path) -> list[torch.Tensor]:
+    """What the two ordinary jobs make without any other."""
+    with Run(folder, transfer_timeout_s=60.0) as run, trainer(run, model, folder):
+        run.orchestrator._trainer._ready_timeout_s = 90.0
+        run.orchestrator._versions._config = run.config.model_copy(update={"ready_timeout_s": 90.0})
+        replica = Replica(endpoint=run.endpoint, node_id="inference-0", token=TOKEN).start()
+        run.nodes.append(replica)
+        run.client.run(InitialSyncJob(), timeout_s=120)
+        for seed in (1, 2):
+            run_job(run, "cross_entropy", seed=seed)
+        replica.on_LeaveTransferGroup(None)
+        return [tensor.clone() for tensor in replica.tensors.values()]

@@ -1,0 +1,1 @@
+"""Megatron on this machine: stand-ins on a CPU, kernel libraries on a GPU."""

@@ -1,0 +1,1 @@
+"""Writes large files, hashes them, and replaces folders as a whole."""

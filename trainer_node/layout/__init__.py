@@ -1,0 +1,1 @@
+"""Where HF tensors' elements are in Megatron's parameters, and on which rank."""

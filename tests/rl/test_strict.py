@@ -9,8 +9,8 @@ import pytest
 
 from splice import ASK, LossSpec, OptimParams, completions_of, grpo_batch
 from splice.rl import Loop, LoopConfig, SamplingConfig, decisions
+from splice.rl.asking import request_seed
 from splice.rl.checker import check
-from splice.rl.loop import request_seed
 from tests.rl.conftest import NAME, tiny_cluster
 from tests.rl.weights import digest
 

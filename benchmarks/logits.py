@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Case
-from trainer_node.training.losses import LOGITS_PER_CHUNK, linear_statistics
+from trainer_node.training.head import LOGITS_PER_CHUNK, linear_statistics
 
 VOCAB, HIDDEN, TIMEOUT_S = 151_936, 128, 300.0
 REPEATS = 1

@@ -24,7 +24,8 @@ from benchmarks.harness import Case
 from benchmarks.timing import seconds, wait
 from trainer_node.adapters.merge import merge_tensor
 from trainer_node.adapters.rounding import Corner, Rounding
-from trainer_node.export.wire_export import Delta, Member, Merger, Source
+from trainer_node.export.merger import Merger
+from trainer_node.export.sources import Delta, Member, Source
 
 SCALE = 2.0
 ROUNDING = Rounding()

@@ -38,7 +38,8 @@ from orchestrator.protocol.messages import (
 )
 from trainer_node.adapters.rounding import NEAREST, Corner, Rounding
 from trainer_node.export import fp8_export, fp8_fused
-from trainer_node.export.wire_export import Delta, Member, Merger, Source
+from trainer_node.export.merger import Merger
+from trainer_node.export.sources import Delta, Member, Source
 from weight_transfer import chunks
 from weight_transfer.chunks import ChunkSender
 from weight_transfer.layout import in_vectors

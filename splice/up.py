@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def check(run: RunFile) -> None:
         )
     check_bind_address(run.orchestrator.endpoint, has_keys=False)
     for role, section in (("trainer", run.trainer), ("inference", run.inference)):
-        if not section.python.exists():
+        if shutil.which(section.python) is None:
             raise ConfigError(f"{role}.python: no interpreter at {section.python}")
     model_config = read_model_config(run.trainer.model)
     if run.trainer.init == "hf" and not any(run.trainer.model.glob("*.safetensors")):

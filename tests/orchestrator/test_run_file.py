@@ -418,3 +418,19 @@ def test_two_variables_serve_a_host_without_the_folder(tmp_path):
     alone = splice("inference", path)
     assert alone.wait(60) == EXIT_CONFIG
     assert "start the orchestrator first" in alone.communicate()[1]
+
+
+def test_a_hub_id_and_the_name_of_a_command_are_no_paths(tmp_path):
+    """Hosts of the trainer download the one; a container finds the other."""
+    overrides = ["trainer.model=org/name", "trainer.python=python", "inference.python=./python"]
+    run = load(written(tmp_path), overrides)
+    assert str(run.trainer.model) == "org/name" and str(run.trainer.python) == "python"
+    assert run.inference.python == tmp_path / "python"
+    (tmp_path / "org/name").mkdir(parents=True)
+    assert load(written(tmp_path), overrides).trainer.model == tmp_path / "org/name"
+
+
+def test_as_many_ranks_as_the_sizes_need(tmp_path):
+    overrides = ["trainer.parallel.tensor=2", "trainer.parallel.pipeline=2"]
+    run = load(written(tmp_path), [*overrides, "trainer.parallel.expert=4"])
+    assert run.trainer.parallel.world_size == 8

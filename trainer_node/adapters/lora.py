@@ -303,6 +303,8 @@ class AdapterSet:
         self.adapters: list[DenseAdapter | WeightAdapter | ExpertAdapter] = []
         self.by_module: dict[nn.Module, DenseAdapter | ExpertAdapter] = {}
         """Megatron's linear -> its adapter."""
+        self.module_of: dict[DenseAdapter | ExpertAdapter, nn.Module] = {}
+        """An adapter -> its linear."""
         self.stacked: list[str] = []
         """Stacked HF tensors of the whole model whose experts have adapters."""
         self.transposed: set[str] = set()
@@ -428,7 +430,7 @@ class AdapterSet:
             # A fused norm-and-linear: the adapter's input is the norm's output.
             self._normed.append(module)
         self.adapters.append(adapter)
-        self.by_module[module] = adapter
+        self.by_module[module], self.module_of[adapter] = adapter, module
         norms = [c for c in module.children() if next(c.parameters(), None) is not None]
         if norms:
             self._add_before(norms[0], module, adapter)
@@ -500,7 +502,7 @@ class AdapterSet:
             **self._settings,
         )
         self.adapters.append(adapter)
-        self.by_module[module] = adapter
+        self.by_module[module], self.module_of[adapter] = adapter, module
         self._hook(module, "register_forward_hook", _with_adapter(adapter, self))
 
     def _hook(self, module: nn.Module, kind: str, hook: Callable[..., Any], **options: Any) -> None:
@@ -532,10 +534,6 @@ class AdapterSet:
         if self.mode == "served" and torch.is_grad_enabled():
             return adapter.learn_from(out, *inputs)
         return out
-
-    def module_of(self, adapter: DenseAdapter | ExpertAdapter) -> nn.Module:
-        """The linear that an adapter belongs to."""
-        return next(module for module, own in self.by_module.items() if own is adapter)
 
     # ------------------------------------------------------------ parameters
 

@@ -17,7 +17,7 @@ Axes: B = bytes, T = tensors of a launch, S = slots of magnitudes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,8 @@ import torch
 from orchestrator.protocol.messages import FP8_BLOCK
 from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.fp8_export import Batch, Copy
-from trainer_node.export.wire_export import Member, Merger
+from trainer_node.export.merger import AddressTable, Entries, Merger
+from trainer_node.export.sources import Member
 from weight_transfer.layout import VECTOR_BYTES
 
 MAX_ALIGN = 16
@@ -50,6 +51,7 @@ class _Launch:
     """`fp8_fused_kernels.Shape`."""
     members: list[Member] = field(default_factory=list)
     places: list[_Place] = field(default_factory=list)
+    vectors: bool = False
 
     @property
     def align(self) -> int:
@@ -59,41 +61,28 @@ class _Launch:
             bits |= place.weight
         return bits & -bits
 
-    def rows(self, rounding: Rounding) -> list[tuple[int, ...]]:
-        """The kernels' table, with present addresses."""
-        return [
-            (m.source.address(), *(m.delta.addresses() if m.delta else (0, 0)),
-             p.weight, p.scales, p.slot, m.corner.word(rounding) if m.delta else 0)
-            for m, p in zip(self.members, self.places, strict=True)
-        ]  # fmt: skip # a table
-
-    def has_vectors(self, rows: Sequence[tuple[int, ...]]) -> bool:
-        """Whether weights and matrices can be read in 16-byte pieces."""
-        shape, bits = self.shape, 0
-        for w, a, b, *_ in rows:
+    def entries(self, rounding: Rounding) -> Entries:
+        """See `merger.Launch`. Sets whether weights and matrices can be read in 16-byte pieces."""
+        entries: Entries = []
+        bits = 2 * (self.shape.columns | self.shape.row_stride | self.shape.group_stride)
+        for m, p in zip(self.members, self.places, strict=True):
+            w, a, b = m.addresses()
             bits |= w | a | b
-        bits |= 2 * (shape.columns | shape.row_stride | shape.group_stride)
-        return bits % VECTOR_BYTES == 0
+            word = m.corner.word(rounding) if m.delta else 0
+            entries.append((w, a, b, p.weight, p.scales, p.slot, word))
+        self.vectors = bits % VECTOR_BYTES == 0
+        return entries
 
 
 @dataclass(slots=True, kw_only=True)
 class _Chunk:
     launches: list[_Launch]
     slots: int
-    tensors: list[torch.Tensor]
-    """Every parameter and adapter matrix that the chunk reads."""
+    table: AddressTable
     largest_S: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     """Bits of the largest magnitude of each group or row."""
     measured: tuple[Rounding, list[tuple[int, int]]] | None = None
-    """`state` when `largest_S` was found. None: it is not found."""
-    made_for: tuple[Rounding, list[int]] | None = None
-    """Rounding, and addresses of `tensors`, when the tables were made."""
-    tables: list[tuple[torch.Tensor, bool]] = field(default_factory=list)
-    """For each launch its table on the device, and whether it has vectors."""
-
-    def state(self, rounding: Rounding) -> tuple[Rounding, list[tuple[int, int]]]:
-        """Address and number of changes of each tensor: other values have another one."""
-        return rounding, [(t.data_ptr(), t._version) for t in self.tensors]
+    """Rounding and `table.versions` when `largest_S` was found. None: it is not found."""
 
 
 def plan(
@@ -119,7 +108,7 @@ def plan(
         return None
     chunks, plain = dict[int, _Chunk](), dict[int, list[Member]]()
     for number, of_chunk in enumerate(steps):
-        found = _plan_chunk(merger.members(number), of_chunk, kernels)
+        found = _plan_chunk(merger.members(number), of_chunk, kernels, rounding, device)
         if found is not None:
             chunks[number], plain[number] = found
     if not chunks:
@@ -138,7 +127,11 @@ def _kernels() -> ModuleType | None:
 
 
 def _plan_chunk(
-    members: Sequence[Member], steps: Sequence[Batch | Copy], kernels: ModuleType
+    members: Sequence[Member],
+    steps: Sequence[Batch | Copy],
+    kernels: ModuleType,
+    rounding: Callable[[], Rounding],
+    device: torch.device,
 ) -> tuple[_Chunk, list[Member]] | None:
     """The launches of a chunk, and the members that are sent as they are."""
     batches = [step for step in steps if isinstance(step, Batch)]
@@ -148,7 +141,7 @@ def _plan_chunk(
         slots = _place(batch, slots, places)
     copies = [step for step in steps if isinstance(step, Copy)]
     launches: dict[Any, _Launch] = {}
-    plain, tensors, count = list[Member](), dict[int, torch.Tensor](), 0
+    plain, count = list[Member](), 0
     for member in members:
         place = places.get(member.offset)
         if place is None:
@@ -164,13 +157,11 @@ def _plan_chunk(
         launch.members.append(member)
         launch.places.append(place)
         count += 1
-        delta = member.delta
-        reads = [member.source.param, *((delta.lora_A, delta.lora_B) if delta else ())]
-        tensors.update((id(t), t) for t in reads)
     if not batches or count != len(places):
         return None
-    chunk = _Chunk(launches=list(launches.values()), slots=slots, tensors=list(tensors.values()))
-    return chunk, plain
+    each = list(launches.values())
+    table = AddressTable(each, rounding, device)
+    return _Chunk(launches=each, slots=slots, table=table), plain
 
 
 def _place(batch: Batch, slots: int, places: dict[int, _Place]) -> int:
@@ -242,7 +233,7 @@ class FusedFp8:
         self._has_plain = {k for k, found in plain.items() if found}
         for chunk in chunks.values():
             chunk.largest_S = torch.zeros(chunk.slots, dtype=torch.int32, device=device)
-            self._make_tables(chunk)
+            chunk.table.tables()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # fills may run on another stream
 
@@ -275,18 +266,16 @@ class FusedFp8:
         self._launch("round", found, out_B)
 
     def _measure(self, chunk: _Chunk, out_B: torch.Tensor) -> None:
-        rounding, tensors = state = chunk.state(self._rounding())
+        state = (self._rounding(), chunk.table.versions())
         if state == chunk.measured:
             return
-        if chunk.made_for != (rounding, [address for address, _ in tensors]):
-            self._make_tables(chunk)
         chunk.measured = None
         chunk.largest_S.zero_()
         self._launch("largest", chunk, out_B)
         chunk.measured = state
 
     def _launch(self, step: str, chunk: _Chunk, out_B: torch.Tensor) -> None:
-        for launch, (table_T7, vectors) in zip(chunk.launches, chunk.tables, strict=True):
+        for launch, table_T7 in zip(chunk.launches, chunk.table.tables(), strict=True):
             if (launch.shape.kind == "per_block") == (step == "block"):
                 self._kernels.launch(
                     step,
@@ -296,21 +285,6 @@ class FusedFp8:
                     largest_S=chunk.largest_S,
                     scale=self._scale,
                     stochastic=self._rounding().mode == "stochastic",
-                    vectors=vectors,
+                    vectors=launch.vectors,
                     align=launch.align,
                 )
-
-    def _make_tables(self, chunk: _Chunk) -> None:
-        rounding = self._rounding()
-        chunk.made_for = (rounding, [t.data_ptr() for t in chunk.tensors])
-        for table_T7, _ in chunk.tables if self._device.type == "cuda" else ():
-            table_T7.record_stream(torch.cuda.current_stream(self._device))
-        chunk.tables = list(self._tables(chunk, rounding))
-
-    def _tables(self, chunk: _Chunk, rounding: Rounding) -> Iterator[tuple[torch.Tensor, bool]]:
-        for launch in chunk.launches:
-            rows = launch.rows(rounding)
-            table_T7 = torch.tensor(rows, dtype=torch.int64)
-            if self._device.type == "cuda":  # from pinned memory the host does not wait
-                table_T7 = table_T7.pin_memory().to(self._device, non_blocking=True)
-            yield table_T7, launch.has_vectors(rows)

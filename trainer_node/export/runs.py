@@ -18,7 +18,7 @@ from trainer_node.adapters.dense_lora import WeightAdapter
 from trainer_node.adapters.linears import Place, stack_of
 from trainer_node.adapters.lora import Adapter, AdapterSet, ExpertAdapter
 from trainer_node.adapters.rounding import Corner
-from trainer_node.export.wire_export import Delta, Member, Source
+from trainer_node.export.sources import Delta, Member, Source
 from trainer_node.layout.boxes import Box
 from trainer_node.ranks.topology import tensor_group
 
@@ -194,7 +194,7 @@ def weights_of(adapters: AdapterSet, adapter: Adapter | ExpertAdapter) -> list[t
     """The Megatron parameters that an adapter adds to: of a grouped linear, each local expert's."""
     if isinstance(adapter, WeightAdapter):
         return [adapter.weight]
-    module: Any = adapters.module_of(adapter)
+    module: Any = adapters.module_of[adapter]
     if isinstance(adapter, ExpertAdapter):
         return [getattr(module, f"weight{e}") for e in range(adapter.num_experts)]
     return [module.weight]

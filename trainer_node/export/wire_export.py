@@ -10,9 +10,7 @@ The export is planned once. Each chunk then takes a few kernels.
 `Exporter` asks Bridge for one HF tensor after the other. Here `probe` asks once, and HF tensors
 become strided views of Megatron's parameters: groups of rows of `linear_qkv`, halves of
 `linear_fc1`. The manifest has the vocabulary without padding. Bridge converts the few tensors that
-are no views, such as zero-centred norms, before each send (`streamed`). One launch merges equally
-shaped tensors of a chunk, such as all experts' gate and up of a layer. It reads a table of
-addresses on the device, which is made again when a parameter has moved.
+are no views, such as zero-centred norms, before each send (`streamed`). `merger` merges a chunk.
 
 On several ranks, each rank merges its pieces (`gather_plan` assigns them) and sends them to rank 0
 (`gathering`). Rank 0 merges its own pieces into the chunk, and copies the others to their places
@@ -25,10 +23,8 @@ Axes: B = bytes, O = out features, I = in features, R = rank, T = tensors.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -38,467 +34,22 @@ from orchestrator.errors import ManifestError, MergePlanError
 from orchestrator.protocol.messages import Manifest, TensorSpec
 from trainer_node.adapters.linears import stack_of
 from trainer_node.adapters.lora import ExpertAdapter
-from trainer_node.adapters.merge import LoraDelta, merge_kernels, plan_merge
-from trainer_node.adapters.rounding import Corner, Rounding, merge_matrix
+from trainer_node.adapters.merge import plan_merge
+from trainer_node.adapters.rounding import Corner
 from trainer_node.export.gather_plan import ChunkPlan, Held, assign, lay_out
 from trainer_node.export.gathering import Exchange
+from trainer_node.export.merger import Merger
 from trainer_node.export.probe import HfTensor, Probed, probe
+from trainer_node.export.sources import Delta, Member, Source
 from trainer_node.export.streamed import Streamed
 from trainer_node.layout.boxes import Box, matrix
-from trainer_node.layout.strides import Piece
 from trainer_node.model.model import Model
 from trainer_node.ranks import objects
 from trainer_node.ranks.topology import tensor_group
-from weight_transfer.layout import VECTOR_BYTES, torch_dtype
+from weight_transfer.layout import torch_dtype
 
 STREAMED_BYTES = 1 << 28
 """Bytes of a rank's parameters that Bridge may convert before each send."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where the elements of an HF tensor, or of a piece of it, are in a parameter.
-
-    They are groups of rows. Columns are contiguous, or groups of equidistant ones. Strides and
-    offset count elements.
-    """
-
-    param: torch.Tensor
-    offset: int
-    groups: int
-    rows: int
-    """Rows of one group."""
-    columns: int
-    group_stride: int
-    row_stride: int
-    shape: tuple[int, ...]
-    """Shape of the HF tensor, or of the piece."""
-    column_groups: int = 1
-    column_group_stride: int = 0
-    column_stride: int = 1
-
-    @staticmethod
-    def of(param: torch.Tensor, piece: Piece, *, is_vector: bool) -> Source:
-        """A probed piece; of a vector, one run becomes one row."""
-        box, down, across = piece.box, piece.rows, piece.columns
-        is_row = is_vector and down.outer == 1 and (down.inner == 1 or down.inner_stride == 1)
-        columns = box.rows if is_row else box.columns
-        return Source(
-            param=param,
-            offset=piece.offset,
-            groups=down.outer,
-            rows=1 if is_row else down.inner,
-            columns=columns,
-            group_stride=down.outer_stride,
-            row_stride=columns if is_row or down.inner == 1 else down.inner_stride,
-            shape=(box.rows,) if is_vector else (box.rows, box.columns),
-            column_groups=across.outer,
-            column_group_stride=across.outer_stride,
-            column_stride=across.inner_stride if across.inner > 1 else 1,
-        )
-
-    @staticmethod
-    def whole(param: torch.Tensor, *, first: int = 0, rows: int | None = None) -> Source:
-        """Rows [first, first + rows) of a contiguous parameter; a vector is one row."""
-        if param.dim() < 2:
-            count = param.numel() if rows is None else rows
-            return Source(
-                param=param,
-                offset=first,
-                groups=1,
-                rows=1,
-                columns=count,
-                group_stride=0,
-                row_stride=count,
-                shape=(count,) if param.dim() else (),
-            )
-        columns = math.prod(param.shape[1:])
-        count = param.shape[0] if rows is None else rows
-        return Source(
-            param=param,
-            offset=first * columns,
-            groups=1,
-            rows=count,
-            columns=columns,
-            group_stride=0,
-            row_stride=columns,
-            shape=(count, *param.shape[1:]),
-        )
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.groups * self.rows * self.columns
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements are one run."""
-        return (
-            self.in_rows
-            and self.groups == 1
-            and (self.rows == 1 or self.row_stride == self.columns)
-        )
-
-    @property
-    def in_rows(self) -> bool:
-        """Whether the columns of a row are one run."""
-        return self.column_groups == 1 and self.column_stride == 1
-
-    @property
-    def turned(self) -> bool:
-        """Whether the rows of a column are one run, and the columns of a row are not."""
-        return not self.in_rows and self.groups == 1 and (self.rows == 1 or self.row_stride == 1)
-
-    def address(self) -> int:
-        """Present address of the first element."""
-        return self.param.data_ptr() + self.offset * self.param.element_size()
-
-    def view(self) -> torch.Tensor:
-        """Return [groups, rows, column groups, columns of one], a view."""
-        data = self.param.detach()
-        sizes = (self.groups, self.rows, self.column_groups, self.columns // self.column_groups)
-        strides = (
-            self.group_stride,
-            self.row_stride,
-            self.column_group_stride,
-            self.column_stride,
-        )
-        return data.as_strided(sizes, strides, data.storage_offset() + self.offset)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """An adapter in place: A [R, I] and B [O, R], or expert `expert` of A [E, R, I] and B [E, O,
-    R]; fp32, contiguous. `box` cuts B's rows and A's columns; of a transposed tensor, A's columns
-    and B's rows."""
-
-    lora_A: torch.Tensor
-    lora_B: torch.Tensor
-    expert: int | None
-    box: Box | None = None
-    transposed: bool = False
-    """HF has [in, out]."""
-    first_expert: int | None = None
-    """Of a stacked HF tensor: the model's number of expert 0 here."""
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.lora_B.shape[-1]
-
-    @property
-    def in_rows(self) -> bool:
-        """Whether A's rows follow each other without a gap."""
-        if self.transposed:
-            return False
-        return self.box is None or self.box.columns == self.lora_A.shape[-1]
-
-    @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """Elements from a row of A to the next, from a column to the next, and likewise of B."""
-        rank, width = self.rank, self.lora_A.shape[-1]
-        return (1, rank, 1, width) if self.transposed else (width, 1, rank, 1)
-
-    def addresses(self) -> tuple[int, int]:
-        """Present addresses of the first elements of A and B."""
-        e, box = self.expert or 0, self.box or Box(0, 0, 0, 0)
-        a, b = (self.lora_B, self.lora_A) if self.transposed else (self.lora_A, self.lora_B)
-        _, a_column, b_row, _ = self.strides
-        first_a = e * a.shape[-2] * a.shape[-1] + box.first_column * a_column
-        first_b = e * b.shape[-2] * b.shape[-1] + box.first_row * b_row
-        return a.data_ptr() + 4 * first_a, b.data_ptr() + 4 * first_b
-
-    def stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B, cut, of all experts if there are several."""
-        a, b = self.lora_A.detach(), self.lora_B.detach()
-        if self.transposed:
-            a, b = b.transpose(-1, -2), a.transpose(-1, -2)
-        if self.box is None:
-            return a, b
-        box = self.box
-        return (
-            a.narrow(-1, box.first_column, box.columns),
-            b.narrow(-2, box.first_row, box.rows),
-        )
-
-    def of_stack(self, box: Box, shape: tuple[int, ...]) -> Delta:
-        """The expert whose part of a stacked tensor of a shape the box is."""
-        assert self.first_expert is not None
-        expert, row = divmod(box.first_row, shape[1])
-        here = replace(box, first_row=row)
-        return replace(self, expert=expert - self.first_expert, box=here)
-
-    def matrices(self) -> LoraDelta:
-        """Return A and B of this adapter, as views."""
-        a, b = self.stacks()
-        return LoraDelta(
-            lora_A_RI=a if self.expert is None else a[self.expert],
-            lora_B_OR=b if self.expert is None else b[self.expert],
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A tensor, or a piece of one, in a chunk's buffer."""
-
-    source: Source
-    delta: Delta | None
-    offset: int
-    """First byte in the buffer."""
-    row_stride: int
-    """Elements from one row to the next, in the buffer."""
-    corner: Corner
-    """Where it begins in its HF tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Properties that all tensors of one launch share."""
-
-    dtype: torch.dtype
-    rank: int
-    rows: int
-    columns: int
-    rows_per_group: int
-    group_stride: int
-    row_stride: int
-    out_stride: int
-    by_kernel: bool
-    """Rows of the source are runs, or the source is turned, and each tensor's offset in the chunk
-    is a multiple of its element size. Else torch does it."""
-    turned: tuple[int, int, int] | None = None
-    """The source is transposed, its columns runs: columns of a group, elements from a group to the
-    next, from a column to the next."""
-    adapter: tuple[int, int, int, int] = (0, 1, 0, 1)
-    """`Delta.strides`."""
-
-    @staticmethod
-    def of(member: Member) -> _Kind:
-        s, d, dtype = member.source, member.delta, member.source.param.dtype
-        aligned, rows = member.offset % dtype.itemsize == 0, s.groups * s.rows
-        out_stride = s.columns if rows == 1 else member.row_stride
-        if d is None and s.contiguous and out_stride == s.columns:
-            return _Kind(dtype, 0, 1, s.numel, 1, 0, s.numel, s.numel, aligned)
-        rank, adapter = (0, (0, 1, 0, 1)) if d is None else (d.rank, d.strides)
-        if s.turned:
-            columns = (s.columns // s.column_groups, s.column_group_stride, s.column_stride)
-            strides = (rows, 0, 1, out_stride)
-            return _Kind(dtype, rank, rows, s.columns, *strides, aligned, columns, adapter)
-        strides = (s.rows, s.group_stride, s.row_stride, out_stride)
-        by_kernel = aligned and s.in_rows
-        return _Kind(dtype, rank, rows, s.columns, *strides, by_kernel, None, adapter)
-
-
-@dataclass(slots=True)
-class _Launch:
-    kind: _Kind
-    members: list[Member]
-    vectors: bool = False
-
-    def entries(self, rounding: Rounding) -> list[tuple[int, ...]]:
-        """Return the kernel's table with present addresses. Sets whether 16-byte steps are
-        possible."""
-        entries: list[tuple[int, ...]] = [
-            (
-                m.source.address(),
-                *(m.delta.addresses() if m.delta else (0, 0)),
-                m.offset,
-                m.corner.word(rounding) if m.delta else 0,
-            )
-            for m in self.members
-        ]
-        k, size = self.kind, self.kind.dtype.itemsize
-        every = functools.reduce(
-            lambda bits, entry: bits | entry[0] | entry[1] | entry[2] | entry[3], entries, 0
-        )
-        if k.rank:
-            every |= 4 * k.adapter[0]
-        if k.turned is not None:
-            every |= (k.turned[1] | k.turned[2] | k.out_stride) * size
-            if k.rank:
-                every |= k.columns * size
-        else:
-            every |= k.columns * size
-            if k.rows > 1:
-                every |= (k.row_stride | k.out_stride) * size
-            if k.rows_per_group < k.rows:
-                every |= k.group_stride * size
-        self.vectors = every % VECTOR_BYTES == 0
-        return entries
-
-
-@dataclass(slots=True)
-class _Chunk:
-    nbytes: int
-    launches: list[_Launch]
-    tensors: list[torch.Tensor]
-    """Every parameter and adapter matrix that the chunk reads, once each."""
-    made_for: tuple[Rounding, list[int]] | None = None
-    """Rounding, and addresses of `tensors`, when the table was made."""
-    table_T5: torch.Tensor | None = None
-
-
-class Merger:
-    """Merges the members of each buffer and writes them there.
-
-    Args:
-        chunks: size in bytes and members of each buffer.
-        scale: alpha / rank.
-        rounding: tells how to round now.
-        device: device of parameters and buffers.
-    """
-
-    def __init__(
-        self,
-        chunks: Iterable[tuple[int, Iterable[Member]]],
-        *,
-        scale: float,
-        rounding: Callable[[], Rounding],
-        device: torch.device | str,
-    ) -> None:
-        self._scale, self._rounding, self._device = scale, rounding, torch.device(device)
-        self._kernels = merge_kernels() if self._device.type == "cuda" else None
-        self._chunks = [_plan_chunk(nbytes, members) for nbytes, members in chunks]
-        for chunk in self._chunks if self._kernels is not None else ():
-            self._make_table(chunk)
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of the order."""
-        return len(self._chunks)
-
-    def chunk_nbytes(self, chunk: int) -> int:
-        """Bytes of a chunk."""
-        return self._chunks[chunk].nbytes
-
-    def members(self, chunk: int) -> list[Member]:
-        """The tensors of a chunk, or the pieces of them."""
-        return [m for launch in self._chunks[chunk].launches for m in launch.members]
-
-    def resident(self, chunk: int) -> torch.Tensor | None:
-        """Return the chunk's bytes [B] if they are one run of a parameter without an adapter, else
-        None.
-
-        Such a chunk needs no `fill`.
-        """
-        plan = self._chunks[chunk]
-        if len(plan.launches) != 1 or len(plan.launches[0].members) != 1:
-            return None
-        kind, member = plan.launches[0].kind, plan.launches[0].members[0]
-        is_all = member.offset == 0 and member.source.numel * kind.dtype.itemsize == plan.nbytes
-        if member.delta is not None or not member.source.contiguous or not is_all:
-            return None
-        return member.source.view().view(-1).view(torch.uint8)
-
-    @torch.no_grad()
-    def fill(self, chunk: int, out_B: torch.Tensor) -> None:
-        """Write a chunk's merged tensors, unless `out_B` is the memory that `resident` returns.
-
-        On CUDA the work is queued on the current stream. Adapters must not change before it is
-        done.
-
-        Raises:
-            ValueError: `out_B` is not a contiguous uint8 vector of exactly the chunk's bytes on the
-                plan's device.
-        """
-        plan = self._chunks[chunk]
-        wanted = (torch.uint8, (plan.nbytes,), self._device.type)
-        if (
-            out_B.dtype,
-            tuple(out_B.shape),
-            out_B.device.type,
-        ) != wanted or not out_B.is_contiguous():
-            raise ValueError(
-                f"chunk {chunk} wants a contiguous buffer {wanted}, got {out_B.dtype} "
-                f"{tuple(out_B.shape)} {out_B.device}"
-            )
-        there_B = self.resident(chunk)
-        if there_B is not None and there_B.data_ptr() == out_B.data_ptr():
-            return
-        if self._kernels is None:
-            for launch in plan.launches:
-                self._fill_by_torch(launch, out_B)
-        elif out_B.data_ptr() % VECTOR_BYTES:
-            whole_B = out_B.clone()  # a fresh allocation is aligned
-            self._fill_by_kernel(plan, whole_B)
-            out_B.copy_(whole_B)
-        else:
-            self._fill_by_kernel(plan, out_B)
-
-    # ------------------------------------------------------------ kernel
-
-    def _make_table(self, plan: _Chunk) -> None:
-        rounding = self._rounding()
-        plan.made_for = (rounding, [t.data_ptr() for t in plan.tensors])
-        entries = [entry for launch in plan.launches for entry in launch.entries(rounding)]
-        table_T5 = torch.tensor(entries, dtype=torch.int64).view(len(entries), 5)
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            if plan.table_T5 is None:
-                table_T5 = table_T5.to(self._device)
-                stream.synchronize()  # while planning: later fills may run on another stream
-            else:  # from pinned memory the host does not wait for the copy
-                plan.table_T5.record_stream(stream)
-                table_T5 = table_T5.pin_memory().to(self._device, non_blocking=True)
-        plan.table_T5 = table_T5
-
-    def _fill_by_kernel(self, plan: _Chunk, out_B: torch.Tensor) -> None:
-        assert self._kernels is not None
-        rounding = self._rounding()
-        if plan.made_for != (rounding, [t.data_ptr() for t in plan.tensors]):
-            self._make_table(plan)
-        assert plan.table_T5 is not None
-        tables = plan.table_T5.split([len(launch.members) for launch in plan.launches])
-        for launch, table_T5 in zip(plan.launches, tables, strict=True):
-            kind = launch.kind
-            if not kind.by_kernel:
-                self._fill_by_torch(launch, out_B)
-                continue
-            if kind.turned is not None and not kind.rank:
-                self._kernels.turn(
-                    table_T5=table_T5,
-                    out_B=out_B,
-                    shape=(kind.rows, kind.columns),
-                    columns=kind.turned,
-                    out_stride=kind.out_stride,
-                    dtype=kind.dtype,
-                    vectors=launch.vectors,
-                )
-                continue
-            self._kernels.launch(
-                table_T5=table_T5,
-                out_B=out_B,
-                shape=(kind.rows, kind.columns),
-                groups=(kind.rows_per_group, kind.group_stride, kind.row_stride),
-                out_stride=kind.out_stride,
-                dtype=kind.dtype,
-                rank=kind.rank,
-                scale=self._scale,
-                vectors=launch.vectors,
-                columns=kind.turned,
-                adapter=kind.adapter,
-                stochastic=rounding.mode == "stochastic",
-            )
-
-    # ------------------------------------------------------------ torch
-
-    def _fill_by_torch(self, launch: _Launch, out_B: torch.Tensor) -> None:
-        for member in launch.members:
-            weight = member.source.view()
-            if member.delta is not None:
-                delta = member.delta.matrices()
-                weight = merge_matrix(
-                    weight.reshape(-1, member.source.columns),
-                    delta.lora_B_OR,
-                    delta.lora_A_RI,
-                    scale=self._scale,
-                    rounding=self._rounding(),
-                    corner=member.corner,
-                )
-            _put(out_B, member, weight)
-
-
-# ------------------------------------------------------------ over the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -526,7 +77,8 @@ class LocalTensor:
     @property
     def dtype(self) -> str:
         """As in manifests."""
-        return _dtype_name(next(iter(self.sources.values())).param)
+        param = next(iter(self.sources.values())).param
+        return str(param.dtype).removeprefix("torch.")
 
     def held(self) -> list[Held]:
         """Return what the other ranks need to know."""
@@ -582,6 +134,7 @@ class WireExport:
         everyones = objects.all_gather(
             (problem, held, list(probed.streamed)), group=model.control_group
         )
+        # Only now, so that all ranks raise: one that left would keep the others waiting.
         for text, _, _ in everyones:
             if text is not None:
                 raise MergePlanError(text)
@@ -592,6 +145,7 @@ class WireExport:
             sorted({number for _, _, tasks in everyones for number in tasks}),
             [spec for spec in specs if spec.name not in known],
         )
+        # Bridge gives each rank the whole tensor, so rank 0's counts.
         for name, tensor in self._streamed.buffers.items():
             whole = LocalTensor.of(name, HfTensor.whole(tensor), tuple(tensor.shape))
             holdings[0] += whole.held()
@@ -657,7 +211,7 @@ class WireExport:
             ValueError: `out_B` does not fit; as `Merger.fill`.
             OutOfStep: a rank is gone, or did not send its pieces before the limit.
         """
-        self._exchange.post(chunk)
+        self._exchange.post(chunk)  # the others' pieces travel while rank 0 merges its own
         self._own.fill(chunk, out_B)
         self._exchange.wait(chunk)
         self._placed.fill(chunk, out_B)
@@ -753,7 +307,7 @@ def _own_members(
         delta = adapter_of.get(tensor.name)
         if delta is not None and delta.first_expert is not None:
             delta = delta.of_stack(placed.box, tensor.shape)
-        elif delta is not None and len(tensor.sources) > 1:
+        elif delta is not None and len(tensor.sources) > 1:  # this rank's A and B are for all boxes
             delta = replace(delta, box=tensor.within(placed.box))
         offset, row_stride = (
             (placed.offset, placed.row_stride) if rank == 0 else (placed.packed, placed.box.columns)
@@ -782,10 +336,8 @@ def _placed_members(
             source = Source(
                 param=buffer,
                 offset=(begin + placed.packed) // dtype.itemsize,
-                groups=1,
                 rows=box.rows,
                 columns=box.columns,
-                group_stride=0,
                 row_stride=box.columns,
                 shape=(box.rows, box.columns),
             )
@@ -799,9 +351,6 @@ def _placed_members(
                 )
             )
     return plan.nbytes, members
-
-
-# ------------------------------------------------------------ plan
 
 
 def _check_order(names: Sequence[str], order: Sequence[Sequence[int]]) -> None:
@@ -822,19 +371,6 @@ def _check_order(names: Sequence[str], order: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _plan_chunk(nbytes: int, members: Iterable[Member]) -> _Chunk:
-    by_kind: dict[_Kind, list[Member]] = defaultdict(list)
-    tensors: dict[int, torch.Tensor] = {}
-    for member in members:
-        source, delta = member.source, member.delta
-        if source.numel:
-            by_kind[_Kind.of(member)].append(member)
-        read = (source.param,) if delta is None else (source.param, delta.lora_A, delta.lora_B)
-        tensors.update((id(t), t) for t in read)
-    launches = [_Launch(kind, same) for kind, same in by_kind.items()]
-    return _Chunk(nbytes=nbytes, launches=launches, tensors=list(tensors.values()))
-
-
 def _deltas(model: Model) -> dict[str, Delta]:
     """HF module name, or stacked tensor -> adapter. Of copies, the first tensor rank's count."""
     deltas = {}
@@ -845,7 +381,7 @@ def _deltas(model: Model) -> dict[str, Delta]:
             lora_A, lora_B = adapter.lora_A[str(i)], adapter.lora_B[str(i)]
             group = tensor_group(expert=isinstance(adapter, ExpertAdapter))
             if adapter.places[i].split is None and group.rank() > 0:
-                continue
+                continue  # a copy: merging it twice would make two owners of one tensor's delta
             if isinstance(adapter, ExpertAdapter):
                 tensor, first = stack_of(names[0])
                 if tensor in model.adapters.stacked:
@@ -866,19 +402,3 @@ def _deltas(model: Model) -> dict[str, Delta]:
             for name, expert in each:
                 deltas[name] = Delta(lora_A=lora_A, lora_B=lora_B, expert=expert)
     return deltas
-
-
-# ------------------------------------------------------------ torch path
-
-
-def _put(out_B: torch.Tensor, member: Member, tensor: torch.Tensor) -> None:
-    """Copy a tensor to its place row by row, as bytes: the place need not be aligned."""
-    columns, size = member.source.columns, tensor.element_size()
-    bytes_OB = tensor.contiguous().view(-1, columns).view(torch.uint8)
-    places = out_B[member.offset :].as_strided(bytes_OB.shape, (member.row_stride * size, 1))
-    places.copy_(bytes_OB)
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    """Return the dtype's name in manifests."""
-    return str(tensor.dtype).removeprefix("torch.")

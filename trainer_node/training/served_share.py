@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from orchestrator.protocol.config import RoundingMode
 from trainer_node.adapters.rounding import Rounding, rounded, thresholds
+from trainer_node.export.merger import Merger
 from trainer_node.export.runs import Run, runs_of
-from trainer_node.export.wire_export import Member, Merger
+from trainer_node.export.sources import Member
 from trainer_node.model.model import Model
 
 BUDGET_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}

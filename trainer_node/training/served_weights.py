@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from orchestrator.errors import ConfigError
+from trainer_node.export.merger import Merger
 from trainer_node.export.runs import Run, is_readable, runs_in, weights_of
-from trainer_node.export.wire_export import Merger
 from trainer_node.model.model import Model
 
 _Kind = tuple[type[nn.Module], torch.dtype]

@@ -18,7 +18,8 @@ from tests.weight_transfer.rounding import round_to_nearest
 from trainer_node.adapters.merge import merge_kernels, merge_tensor
 from trainer_node.adapters.rounding import NEAREST, Corner, Rounding
 from trainer_node.export import fp8_export, fp8_fused
-from trainer_node.export.wire_export import Delta, Member, Merger, Source
+from trainer_node.export.merger import Merger
+from trainer_node.export.sources import Delta, Member, Source
 
 SCALE = 1.7
 STOCHASTIC = Rounding(seed=7)

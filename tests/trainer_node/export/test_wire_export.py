@@ -32,8 +32,10 @@ from tests.weight_transfer.rounding import round_to_nearest
 from trainer_node.adapters.merge import merge_kernels, merge_tensor
 from trainer_node.adapters.rounding import NEAREST, Corner, Rounding
 from trainer_node.export import wire_export
+from trainer_node.export.merger import Merger
 from trainer_node.export.probe import probe
-from trainer_node.export.wire_export import Delta, Member, Merger, Source, WireExport
+from trainer_node.export.sources import Delta, Member, Source
+from trainer_node.export.wire_export import WireExport
 from trainer_node.layout.boxes import Box
 
 SCALE = 1.7  # no power of two: the multiplication rounds

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_node.backends import cpu_shims
-from trainer_node.export.wire_export import Source
+from trainer_node.export.sources import Source
 from trainer_node.layout import layouts
 from trainer_node.layout.boxes import matrix
 from trainer_node.layout.strides import Layout

@@ -18,8 +18,10 @@ from orchestrator.protocol.messages import TensorSpec
 from trainer_node.adapters.merge import LoraDelta, merge_kernels, merge_tensor
 from trainer_node.adapters.rounding import Rounding
 from trainer_node.export.gather_plan import assign, lay_out
+from trainer_node.export.merger import Merger
 from trainer_node.export.probe import HfTensor
-from trainer_node.export.wire_export import Delta, LocalTensor, Merger, Source, _own_members
+from trainer_node.export.sources import Delta, Source
+from trainer_node.export.wire_export import LocalTensor, _own_members
 from trainer_node.layout import strides
 from trainer_node.layout.boxes import Box, matrix
 from trainer_node.layout.strides import Axis, Layout, NotStridedError, Piece, check, derive, widened

@@ -19,13 +19,13 @@ from pydantic import ValidationError
 from orchestrator.errors import ConfigError
 from orchestrator.protocol.messages import LOSS_PARAMETERS, KlSpec, LossSpec
 from trainer_node.training import losses
+from trainer_node.training.head import linear_statistics
 from trainer_node.training.losses import (
     LossInputs,
     LossOutput,
     bind_loss,
     import_losses,
     kl_to_reference,
-    linear_statistics,
     register_loss,
     registered,
     total_loss,

@@ -23,7 +23,7 @@ from trainer_node.adapters.merge import LoraDelta
 from trainer_node.adapters.rounding import NEAREST, Corner, Rounding, delta_of, merge_matrix
 from trainer_node.export.merged import Exporter
 from trainer_node.export.runs import Run
-from trainer_node.export.wire_export import Delta
+from trainer_node.export.sources import Delta
 from trainer_node.model.whole_adapters import gather_deltas
 from trainer_node.ranks import objects
 from trainer_node.training import served_share

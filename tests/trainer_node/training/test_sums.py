@@ -13,7 +13,8 @@ from orchestrator.protocol.messages import LossSpec
 from tests.numerics import sum_error_bound
 from tests.trainer_node.data import LENGTHS, arrays, make_batch
 from trainer_node.training import gap
-from trainer_node.training.losses import bind_loss, cross_entropy, grpo, linear_statistics
+from trainer_node.training.head import linear_statistics
+from trainer_node.training.losses import bind_loss, cross_entropy, grpo
 from trainer_node.training.sums import Pending, StepSums
 
 ROUNDING = sum_error_bound(torch.float32, count=12, magnitude=1.0)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.errors import JobFailed
-from orchestrator.protocol.messages import NodeStatus, Progress, Status
+from orchestrator.protocol.messages import NodeStatus, Progress, Status, TrainMergedResult
 
 NAME = "tiny"
 PROMPT_LENGTH = 3
@@ -89,7 +89,10 @@ class StandIn:
         self.weights = hashlib.sha256(self.weights + batch).digest()
         self.version += 1
         self.trained.append(job_id)
-        self.outcomes[job_id] = {"version": self.version, "seconds": {}, "metrics": {"loss": 0.0}}
+        alias = f"{NAME}@{self.version}"
+        self.outcomes[job_id] = TrainMergedResult(
+            version=self.version, alias=alias, metrics={"loss": 0.0}
+        )
 
     def _be_away(self, job_id: str) -> None:
         away_s, self.away_s = self.away_s, 0.0
@@ -99,7 +102,7 @@ class StandIn:
             )
             time.sleep(seconds)
 
-    def wait(self, job_id: str, *, timeout_s: float) -> dict[str, Any]:
+    def wait(self, job_id: str, *, timeout_s: float) -> TrainMergedResult:
         deadline_s = time.monotonic() + timeout_s
         while self.outcomes[job_id] is None:
             if time.monotonic() > deadline_s:
@@ -110,7 +113,7 @@ class StandIn:
         outcome = self.outcomes[job_id]
         if isinstance(outcome, JobFailed):
             raise outcome
-        return dict(outcome)
+        return outcome
 
     # ------------------------------------------------------------ tokens
 

@@ -21,7 +21,7 @@ from tests.trainer_node.data import make_batch
 from tests.trainer_node.worker import LOSS, OPTIM, make_trainer
 from trainer_node.export.merged import Exporter
 from trainer_node.ranks import heap
-from trainer_node.state import checkpoint
+from trainer_node.state import checkpoint, loading
 from trainer_node.training.trainer import Trainer
 
 WIDE = LoraConfig(rank=4, alpha=8)
@@ -92,12 +92,12 @@ def check(
     assert same([*exported(exporter).values()], [*narrow_export.values()])
     checkpoint.save(trainer, out / "narrow", version=2)
 
-    loaded = checkpoint.load(trainer, out / "wide")
+    loaded = loading.load(trainer, out / "wide")
     assert loaded.adapter_changed and "the adapter is now that of" in loaded.notes[0]
     assert trainer.model.config.lora == WIDE and same(states(trainer), wide)
     assert trainer.train_step(batch, LOSS, OPTIM)["loss"] == went_on
-    assert not checkpoint.load(trainer, out / "wide").adapter_changed
-    assert checkpoint.load(trainer, out / "narrow").adapter_changed
+    assert not loading.load(trainer, out / "wide").adapter_changed
+    assert loading.load(trainer, out / "narrow").adapter_changed
     assert same(states(trainer), narrow)
 
 
